@@ -1,0 +1,189 @@
+"""Every message between processes. One tagged union; anything else on a socket is refused.
+
+Arrays inside (numpy) travel as raw frames beside the message, uncopied; see wire.py.
+A call has exactly one reply: the message named behind its arrow, or an Error.
+"""
+
+from typing import Any
+
+import msgspec
+
+from millrace.core.microbatch import Batch
+from millrace.core.records import Completion, Prompt, Request
+from millrace.core.spans import Span
+from millrace.core.weight_update import WeightUpdate
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# To any worker
+
+
+class Stop(Message):
+    """Finish and exit. -> Done"""
+
+
+class Done(Message):
+    """A reply without content."""
+
+
+class Error(Message):
+    """A reply: the call failed in the worker, which goes on."""
+
+    kind: str  # class name of the exception
+    reason: str  # one sentence
+    traceback: str
+
+
+# From any worker, unasked
+
+
+class Hello(Message):
+    """First message of a worker's life."""
+
+    worker: str
+    pid: int
+
+
+class Progress(Message):
+    """Sent a few times a second: what the worker did since the last one."""
+
+    spans: list[Span]
+    counters: dict[str, float]  # e.g. tokens generated so far
+
+
+class Failed(Message):
+    """Last message of a worker that cannot go on."""
+
+    reason: str
+    traceback: str
+
+
+# Engine
+
+
+class StartEngine(Message):
+    """Load the model. -> Done"""
+
+    config: dict[str, Any]  # RunConfig as plain data
+    model_path: str  # the config's model, or a checkpoint of it
+    version: int  # the Version those weights are
+
+
+class Generate(Message):
+    """-> Generated, once all n completions are finished or aborted"""
+
+    request: Request
+
+
+class Generated(Message):
+    completions: list[Completion]
+
+
+class Swap(Message):
+    """Stage, verify, and make visible between two forward passes. -> Swapped"""
+
+    update: WeightUpdate
+
+
+class Swapped(Message):
+    version: int
+    stage_ms: float  # beside decoding
+    gap_ms: float  # between the two forward passes
+
+
+class Abort(Message):
+    """End these requests now, with what they have. -> Done"""
+
+    ids: list[str]
+
+
+# Trainer
+
+
+class StartTrainer(Message):
+    """Load the model, or everything from a checkpoint directory. -> Done"""
+
+    config: dict[str, Any]
+    checkpoint: str | None
+
+
+class Step(Message):
+    """One optimizer step; its weights become `version`. -> Stepped; Published follows"""
+
+    batch: Batch
+    version: int
+
+
+class Stepped(Message):
+    version: int
+    metrics: dict[str, float]
+
+
+class Published(Message):
+    """Unasked: these weights lie ready for the engines."""
+
+    update: WeightUpdate
+
+
+class Release(Message):
+    """No engine reads this version any more. -> Done"""
+
+    version: int
+
+
+class SaveCheckpoint(Message):
+    """Write an atomic checkpoint directory. -> Done"""
+
+    directory: str
+    run_state: dict[str, Any]  # the controller's share: task cursor and the like
+
+
+# Scorer worker
+
+
+class StartScorer(Message):
+    """-> Done"""
+
+    functions: dict[str, str]  # name -> reference "module:name", or path of a file this run pickled
+
+
+class ScoreGroup(Message):
+    """Run one reward function on the episodes of a group. -> Scored"""
+
+    function: str
+    prompts: list[Prompt]
+    completions: list[Prompt]  # as TRL: text for text prompts, [assistant message] for chat prompts
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+
+
+class Scored(Message):
+    rewards: list[float | None]
+
+
+AnyMessage = (
+    Stop
+    | Done
+    | Error
+    | Hello
+    | Progress
+    | Failed
+    | StartEngine
+    | Generate
+    | Generated
+    | Swap
+    | Swapped
+    | Abort
+    | StartTrainer
+    | Step
+    | Stepped
+    | Published
+    | Release
+    | SaveCheckpoint
+    | StartScorer
+    | ScoreGroup
+    | Scored
+)

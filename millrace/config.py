@@ -1,0 +1,336 @@
+"""The run's settings: TOML, dicts or keyword arguments in; one frozen, checked RunConfig out.
+
+Promise: a wrong key, type or combination fails here, with the field, the value and the remedy, before any
+worker starts. Nothing is accepted and ignored. Torch-free.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from millrace.core.errors import ConfigError
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    path: str
+    """Hugging Face model directory or hub name."""
+    trust_remote_code: bool = False
+    """Run Python code that the model directory brings along."""
+
+
+class TasksConfig(Section):
+    path: str | None = None
+    """JSONL file, one task a line: "prompt" (text or chat messages) and any further columns."""
+    function: str | None = None
+    """Or "module:name" of a function that returns a list of such tasks."""
+    shuffle: bool = True
+    """A new order each epoch, fixed by the seed."""
+
+
+class SamplingConfig(Section):
+    max_new_tokens: PositiveInt = 256
+    temperature: PositiveFloat = 1.0
+    top_k: NonNegativeInt = 0
+    """0 = off."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; the eos token always does."""
+
+
+class ScorerConfig(Section):
+    function: str
+    """ "module:name" or "file.py:name" with the TRL reward signature, sync or async."""
+    name: str | None = None
+    """Name in metrics; the function's own name if not given."""
+    weight: float = 1.0
+    timeout_s: PositiveFloat = 30.0
+
+
+class ScoringConfig(Section):
+    workers: PositiveInt = 2
+    """Processes that run reward functions; a hung or crashed one is replaced."""
+    advantages: dict[str, Any] = {"type": "group"}
+    """How scores become advantages: "group" (minus the group's mean, over its std), or yours."""
+
+
+class RolloutConfig(Section):
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Episodes per task."""
+    max_running_groups: PositiveInt = 64
+    """Groups being played or scored at once."""
+    max_failure_share: Share = 0.5
+    """The run stops when more than this share of the last 100 groups failed."""
+
+
+class BufferConfig(Section):
+    capacity: PositiveInt = 64
+    """Groups that may wait for the trainer; at least trainer.groups_per_step."""
+    max_staleness: NonNegativeInt = 2
+    """Trainer version minus the version of a group's oldest token, at most. 0 = strictly on-policy."""
+
+
+class EngineConfig(Section):
+    count: PositiveInt = 1
+    """Engine processes."""
+    device: str = "auto"
+    dtype: Dtype = "float32"
+    threads: PositiveInt | None = None
+    """CPU threads per engine; by default the cores are shared out evenly."""
+    max_sequences: PositiveInt = 64
+    """Sequences decoded together."""
+    block_tokens: PositiveInt = 16
+    """Tokens per KV block."""
+    num_blocks: PositiveInt | None = None
+    """KV blocks; by default enough for max_sequences at full context, within kv_bytes."""
+    kv_bytes: PositiveInt = 2**30
+    """Upper bound of the KV cache when num_blocks is not given."""
+    prefill_tokens: PositiveInt = 2048
+    """Prompt tokens computed per forward pass; longer prompts are prefilled in chunks."""
+    max_context: PositiveInt | None = None
+    """Longest sequence; the model's own limit if not given."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """On a weight swap: go on with the KV of the old weights, or recompute it under the new ones."""
+
+
+class TrainerConfig(Section):
+    steps: PositiveInt = 100
+    groups_per_step: PositiveInt = 8
+    """Groups per optimizer step; times rollout.group_size = episodes per step."""
+    microbatch_tokens: PositiveInt = 8192
+    """Token budget of one forward pass; one longer sequence still gets a pass of its own."""
+    learning_rate: PositiveFloat = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    min_learning_rate_share: Share = 0.0
+    """Where linear and cosine schedules end, as a share of learning_rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    device: str = "auto"
+    dtype: Dtype = "float32"
+    """Compute type; master weights and optimizer state stay float32."""
+    threads: PositiveInt | None = None
+    """CPU threads; by default the cores are shared out evenly."""
+    logprob_chunk: PositiveInt = 1024
+    """Tokens whose logits exist at one time."""
+    gradient_checkpointing: bool = False
+
+
+class WeightsConfig(Section):
+    transport: Literal["shm"] = "shm"
+    """How new weights reach the engines: "shm" = shared memory on one host."""
+
+
+class CheckpointConfig(Section):
+    every_steps: NonNegativeInt = 100
+    """0 = only at the end."""
+    keep: PositiveInt = 3
+
+
+class EvaluateConfig(Section):
+    path: str | None = None
+    """JSONL file of held-out tasks."""
+    function: str | None = None
+    """Or "module:name" of a function that returns a list of tasks."""
+    every_steps: NonNegativeInt = 0
+    """Besides before the first and after the last step; 0 = only then."""
+    solved_at: float = 1.0
+    """An episode counts as solved when its score reaches this."""
+    max_tasks: PositiveInt = 256
+
+
+class WatchConfig(Section):
+    progress: Literal["auto", "live", "lines", "off"] = "auto"
+    """Terminal progress: "auto" is live in a terminal and lines elsewhere."""
+    tensorboard: bool = False
+    """Also write TensorBoard files (needs the extra millrace[tensorboard])."""
+    samples_per_step: NonNegativeInt = 1
+    """Episodes written to rollouts/ each step, for reading."""
+
+
+class ClusterConfig(Section):
+    address: str = "auto"
+    """Where the controller listens: "auto" (a private local socket) or "tcp://HOST:PORT" on loopback."""
+    start_timeout_s: PositiveFloat = 180.0
+    """How long a worker may take to come up."""
+    stop_timeout_s: PositiveFloat = 10.0
+    """How long a worker may take to stop before it is killed."""
+    stall_timeout_s: PositiveFloat = 600.0
+    """The run stops if no step completes for this long, saying what waits for what."""
+
+
+class RunConfig(Section):
+    run_dir: str = "runs/run"
+    seed: int = 0
+    model: ModelConfig
+    tasks: TasksConfig = TasksConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    scorer: tuple[ScorerConfig, ...] = ()
+    scoring: ScoringConfig = ScoringConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    buffer: BufferConfig = BufferConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    loss: dict[str, Any] = {"type": "clipped"}
+    """The objective: a built-in name or "module:Name", and its fields."""
+    engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    watch: WatchConfig = WatchConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_may_be_a_path(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and isinstance(data.get("model"), str):
+            return {**data, "model": {"path": data["model"]}}
+        return data
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.buffer.capacity < self.trainer.groups_per_step:
+            raise ValueError(
+                f"buffer.capacity = {self.buffer.capacity} can never hold the"
+                f" trainer.groups_per_step = {self.trainer.groups_per_step} that a step takes;"
+                " raise buffer.capacity"
+            )
+        for section, tables in (("tasks", self.tasks), ("evaluate", self.evaluate)):
+            if tables.path is not None and tables.function is not None:
+                raise ValueError(f"{section}.path and {section}.function are both set; keep one")
+        return self
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any] | RunConfig | None = None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Read settings from a TOML file, a mapping, or nothing, with dotted or nested overrides on top."""
+    if isinstance(source, RunConfig):
+        table = source.model_dump(mode="python")
+    elif isinstance(source, Mapping):
+        table = {**source}
+    elif source is None:
+        table = {}
+    else:
+        table = _read_toml(Path(source))
+    for key, value in (overrides or {}).items():
+        table = _merged(table, key.split("."), value)
+    try:
+        return RunConfig.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+
+
+def parse_override(text: str) -> Any:
+    """A command-line value as TOML would read it; anything else is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"No config file {str(path)!r}; `millrace init` writes one to start from.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+    return _anchored(table, path.resolve().parent)
+
+
+def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Relative paths in a TOML start from the folder of that TOML."""
+
+    def anchor(value: Any, *, must_exist: bool = False) -> Any:
+        if not isinstance(value, str) or (must_exist and not (folder / value).exists()):
+            return value
+        return str(folder / value)
+
+    def anchor_reference(value: Any) -> Any:
+        is_file = isinstance(value, str) and ".py:" in value
+        return str(folder / value) if is_file else value
+
+    table = {**table}
+    if "run_dir" in table:
+        table["run_dir"] = anchor(table["run_dir"])
+    if isinstance(table.get("model"), str):
+        table["model"] = {"path": table["model"]}
+    for section in ("model", "tasks", "evaluate"):
+        if isinstance(table.get(section), dict) and "path" in table[section]:
+            # A model may also be a hub name, which is no path at all.
+            path = anchor(table[section]["path"], must_exist=section == "model")
+            table[section] = {**table[section], "path": path}
+    for section in ("tasks", "evaluate"):
+        if isinstance(table.get(section), dict) and "function" in table[section]:
+            function = anchor_reference(table[section]["function"])
+            table[section] = {**table[section], "function": function}
+    if isinstance(table.get("scorer"), list):
+        table["scorer"] = [
+            {**row, "function": anchor_reference(row.get("function"))} if isinstance(row, dict) else row
+            for row in table["scorer"]
+        ]
+    if isinstance(table.get("loss"), dict) and "type" in table["loss"]:
+        table["loss"] = {**table["loss"], "type": anchor_reference(table["loss"]["type"])}
+    return table
+
+
+def _merged(table: Mapping[str, Any], keys: list[str], value: Any) -> dict[str, Any]:
+    head, *rest = keys
+    below = table.get(head)
+    if rest:
+        value = _merged(below if isinstance(below, Mapping) else {}, rest, value)
+    elif isinstance(value, Mapping) and isinstance(below, Mapping):
+        value = {**below, **value}
+    return {**table, head: value}
+
+
+def _sentence(error: ValidationError) -> str:
+    return "; ".join(_clauses(error)) + "."
+
+
+def _clauses(error: ValidationError) -> Iterator[str]:
+    for detail in error.errors():
+        path = [str(part) for part in detail["loc"]]
+        where = ".".join(path)
+        if detail["type"] == "extra_forbidden":
+            yield f"Unknown setting {where!r}{_nearest(path)}"
+        elif detail["type"] == "missing":
+            yield f"Setting {where!r} is missing"
+        elif not path:
+            yield detail["msg"].removeprefix("Value error, ")
+        else:
+            yield f"Setting {where!r} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+
+
+def _nearest(path: list[str]) -> str:
+    """A hint at the key that was probably meant."""
+    section: type[BaseModel] = RunConfig
+    for part in path[:-1]:
+        field = section.model_fields.get(part)
+        if part.isdigit():
+            continue
+        annotation = ScorerConfig if part == "scorer" else field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return ""
+        section = annotation
+    names = list(section.model_fields)
+    close = difflib.get_close_matches(path[-1], names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; valid here: {', '.join(names)}"

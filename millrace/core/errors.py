@@ -1,0 +1,38 @@
+"""Errors a user may see. Each message is one sentence: what, which value, what to do."""
+
+
+class MillraceError(Exception):
+    """Anything Millrace raises on purpose; the command line prints it without a traceback."""
+
+
+class ConfigError(MillraceError):
+    """A setting or an input file is wrong; known before any worker starts."""
+
+
+class TaskError(MillraceError):
+    """One task cannot be played; costs that group only."""
+
+
+class ScoreError(MillraceError):
+    """A scorer raised, hung, or returned something that is not a score; costs that group only."""
+
+
+class WeightError(MillraceError):
+    """A weight update is incomplete, corrupt, or does not fit the model; nothing of it was applied."""
+
+
+class CheckpointError(MillraceError):
+    """A checkpoint could not be written or read; what was there before is untouched."""
+
+
+class WorkerError(MillraceError):
+    """A worker failed or died. `traceback` holds the worker's own account of it, if it gave one."""
+
+    def __init__(self, message: str, *, worker: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.traceback = traceback
+
+
+class RunFailed(MillraceError):
+    """The run stopped for a reason that no retry mends."""

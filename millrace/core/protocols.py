@@ -1,0 +1,72 @@
+"""What the stages promise each other. Implementations meet here, wired by the controller."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from millrace.core.records import Completion, Episode, Group, Prompt, Request, Score, Task
+from millrace.core.weight_update import WeightUpdate
+
+
+class Engine(Protocol):
+    """Generates tokens. Called from the controller's event loop."""
+
+    async def generate(self, request: Request) -> list[Completion]: ...
+
+    async def swap(self, update: WeightUpdate) -> int:
+        """Make `update` visible between two forward passes; returns the version now visible."""
+        ...
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """End these requests now: their generate() returns with what they have, finish = "abort"."""
+        ...
+
+
+class Scorer(Protocol):
+    """Judges the episodes of one group; None = not applicable."""
+
+    name: str
+    weight: float
+
+    async def score(self, group: Group) -> list[float | None]: ...
+
+
+class Advantages(Protocol):
+    """Turns the scores of one group into one advantage per episode."""
+
+    def __call__(self, scores: Sequence[Score]) -> np.ndarray: ...  # [episodes] float32
+
+
+class Environment(Protocol):
+    """Plays one task: n episodes of it, through the agent it is given."""
+
+    async def play(self, task: Task, agent: "Agent", n: int) -> list[Episode]: ...
+
+
+class Agent(Protocol):
+    """The policy as an environment sees it: prompts in, completions out, every token recorded."""
+
+    async def complete(self, prompt: Prompt, n: int) -> list[Episode]: ...
+
+
+class WeightSender(Protocol):
+    """Trainer side of a transport."""
+
+    def publish(self, version: int, tensors: Mapping[str, Any]) -> WeightUpdate: ...
+
+    def release(self, version: int) -> None:
+        """No engine reads this version any more; its bytes may be reused."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightReceiver(Protocol):
+    """Engine side of a transport."""
+
+    def stage(self, update: WeightUpdate) -> Mapping[str, Any]:
+        """The complete, verified tensors of this update by name; raises WeightError otherwise."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,147 @@
+"""The records that flow through a run: Task, Request, Completion, Rollout, Episode, Group.
+
+All are frozen. Arrays are numpy, one entry per token; shapes and units stand beside the fields.
+L = tokens of a sequence, N = sampled tokens of a completion, P = prompt tokens.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Message = dict[str, Any]  # {"role": ..., "content": ...}, as in chat templates
+Prompt = str | list[Message]
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One problem with its reference data."""
+
+    prompt: Prompt
+    columns: dict[str, Any] = field(default_factory=dict)  # handed to reward functions by name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How tokens are drawn: temperature first, then top-k, top-p and min-p, each on what is left."""
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0  # 1 = off
+    min_p: float = 0.0  # 0 = off
+    stop: tuple[str, ...] = ()  # strings; the eos token always stops
+
+    @property
+    def truncates(self) -> bool:
+        """True if some tokens are ruled out, so that the kept ids must travel with the tokens."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Kept:
+    """Token ids that survived truncation at each position, as CSR: row i is ids[offsets[i]:offsets[i+1]].
+
+    An empty row means that nothing was ruled out at that position.
+    """
+
+    ids: np.ndarray  # [sum of row sizes] int32
+    offsets: np.ndarray  # [rows + 1] int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Completion:
+    """What an engine sampled after a prompt; may carry several versions."""
+
+    tokens: np.ndarray  # [N] int32
+    logprobs: np.ndarray  # [N] float32; after temperature and truncation
+    versions: np.ndarray  # [N] int32; Version that sampled each token
+    kept: Kept | None = None  # rows = N; present when sampling truncates
+    finish: Finish
+    text: str  # decoded tokens, without the eos token and without the matched stop string
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Request:
+    """n completions of one prompt; they share the prompt's prefill.
+
+    The draw of token i depends only on (seed, completion index, i), so a completion does not change
+    with the batch it runs in, and an aborted one resumes on any engine as if nothing had happened.
+    """
+
+    id: str
+    prompt: np.ndarray  # [P] int32
+    sampling: Sampling
+    n: int = 1
+    seed: int = 0
+    partial: Completion | None = None  # with n = 1: continue after these tokens
+    index: int = 0  # completion index of the first of the n
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rollout:
+    """Immutable token record of one branch of an episode: exactly what was seen and sampled."""
+
+    tokens: np.ndarray  # [L] int32
+    mask: np.ndarray  # [L] bool; True = sampled by the policy and trained
+    engine_logprobs: np.ndarray  # [L] float32; 0.0 where mask is False
+    versions: np.ndarray  # [L] int32; Version that sampled each token, -1 elsewhere
+    sampling: Sampling
+    kept: Kept | None = None  # rows = L; empty rows where mask is False
+
+    @property
+    def oldest_version(self) -> int:
+        return int(self.versions[self.mask].min())
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Turn:
+    """One prompt to completion exchange."""
+
+    prompt: Prompt
+    completion: str
+    finish: Finish
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Episode:
+    """One finished run of an environment on a Task."""
+
+    turns: tuple[Turn, ...]
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """A scorer's judgement of one episode: the weighted total, and what it is made of."""
+
+    total: float
+    parts: dict[str, float | None]  # by scorer name; None = not applicable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Group:
+    """The episodes of one Task, with scores and advantages once they are known."""
+
+    number: int  # position of its task in the run's task stream; unique in a run
+    task: Task
+    episodes: tuple[Episode, ...]
+    scores: tuple[Score, ...] = ()  # one per episode, once scored
+    advantages: np.ndarray | None = None  # [episodes] float32, once scored
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        return tuple(rollout for episode in self.episodes for rollout in episode.rollouts)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(rollout.oldest_version for rollout in self.rollouts)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(rollout.num_sampled for rollout in self.rollouts)
