@@ -1,14 +1,14 @@
 """The run's settings: TOML, dicts or keyword arguments in; one frozen, checked RunConfig out.
 
-Promise: a wrong key, type or combination fails here, with the field, the value and the remedy, before any
-worker starts. Nothing is accepted and ignored. Torch-free.
+Promise: a wrong key, type or combination fails here, with the field, the value and the remedy,
+before any worker starts. Nothing is accepted and ignored. Torch-free.
 """
 
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -82,7 +82,8 @@ class BufferConfig(Section):
     capacity: PositiveInt = 64
     """Groups that may wait for the trainer; at least trainer.groups_per_step."""
     max_staleness: NonNegativeInt = 2
-    """Trainer version minus the version of a group's oldest token, at most. 0 = strictly on-policy."""
+    """Trainer version minus the version of a group's oldest token, at most. 0 = strictly
+    on-policy."""
 
 
 class EngineConfig(Section):
@@ -105,7 +106,8 @@ class EngineConfig(Section):
     max_context: PositiveInt | None = None
     """Longest sequence; the model's own limit if not given."""
     kv: Literal["keep", "recompute"] = "keep"
-    """On a weight swap: go on with the KV of the old weights, or recompute it under the new ones."""
+    """On a weight swap: go on with the KV of the old weights, or recompute it under the new
+    ones."""
 
 
 class TrainerConfig(Section):
@@ -166,7 +168,8 @@ class WatchConfig(Section):
 
 class ClusterConfig(Section):
     address: str = "auto"
-    """Where the controller listens: "auto" (a private local socket) or "tcp://HOST:PORT" on loopback."""
+    """Where the controller listens: "auto" (a private local socket) or "tcp://HOST:PORT" on
+    loopback."""
     start_timeout_s: PositiveFloat = 180.0
     """How long a worker may take to come up."""
     stop_timeout_s: PositiveFloat = 10.0
@@ -197,10 +200,9 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _model_may_be_a_path(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and isinstance(data.get("model"), str):
-            return {**data, "model": {"path": data["model"]}}
-        return data
+    def _model_may_be_a_path(cls, data: dict[str, Any]) -> dict[str, Any]:
+        model = data.get("model")
+        return {**data, "model": {"path": model}} if isinstance(model, str) else data
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -221,7 +223,8 @@ def load_config(
     *,
     overrides: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Read settings from a TOML file, a mapping, or nothing, with dotted or nested overrides on top."""
+    """Read settings from a TOML file, a mapping, or nothing, with dotted or nested overrides on
+    top."""
     if isinstance(source, RunConfig):
         table = source.model_dump(mode="python")
     elif isinstance(source, Mapping):
@@ -250,55 +253,39 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"No config file {str(path)!r}; `millrace init` writes one to start from.") from None
+        raise ConfigError(
+            f"No config file {str(path)!r}; `millrace init` writes one to start from."
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
-    return _anchored(table, path.resolve().parent)
+    return _anchored(table, folder=path.resolve().parent)
 
 
-def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
     """Relative paths in a TOML start from the folder of that TOML."""
-
-    def anchor(value: Any, *, must_exist: bool = False) -> Any:
-        if not isinstance(value, str) or (must_exist and not (folder / value).exists()):
-            return value
-        return str(folder / value)
-
-    def anchor_reference(value: Any) -> Any:
-        is_file = isinstance(value, str) and ".py:" in value
-        return str(folder / value) if is_file else value
-
-    table = {**table}
-    if "run_dir" in table:
-        table["run_dir"] = anchor(table["run_dir"])
-    if isinstance(table.get("model"), str):
-        table["model"] = {"path": table["model"]}
-    for section in ("model", "tasks", "evaluate"):
-        if isinstance(table.get(section), dict) and "path" in table[section]:
-            # A model may also be a hub name, which is no path at all.
-            path = anchor(table[section]["path"], must_exist=section == "model")
-            table[section] = {**table[section], "path": path}
-    for section in ("tasks", "evaluate"):
-        if isinstance(table.get(section), dict) and "function" in table[section]:
-            function = anchor_reference(table[section]["function"])
-            table[section] = {**table[section], "function": function}
-    if isinstance(table.get("scorer"), list):
-        table["scorer"] = [
-            {**row, "function": anchor_reference(row.get("function"))} if isinstance(row, dict) else row
-            for row in table["scorer"]
-        ]
-    if isinstance(table.get("loss"), dict) and "type" in table["loss"]:
-        table["loss"] = {**table["loss"], "type": anchor_reference(table["loss"]["type"])}
-    return table
+    if isinstance(value, dict):
+        table = cast(dict[str, Any], value)
+        return {
+            k: _anchored(v, folder=folder, key=f"{key}.{k}".strip(".")) for k, v in table.items()
+        }
+    if isinstance(value, list):
+        return [_anchored(row, folder=folder, key=key) for row in cast(list[Any], value)]
+    if not isinstance(value, str):
+        return value
+    # A model may also be a hub name, which is no path at all; a reference to a file holds ".py:".
+    is_model = key in ("model", "model.path") and (folder / value).exists()
+    is_path = key in ("run_dir", "tasks.path", "evaluate.path")
+    return str(folder / value) if is_model or is_path or ".py:" in value else value
 
 
 def _merged(table: Mapping[str, Any], keys: list[str], value: Any) -> dict[str, Any]:
+    """`table` with a setting on top; a table on top of a table leaves its other keys alone."""
     head, *rest = keys
-    below = table.get(head)
+    below = cast(dict[str, Any], table[head]) if isinstance(table.get(head), Mapping) else {}
     if rest:
-        value = _merged(below if isinstance(below, Mapping) else {}, rest, value)
-    elif isinstance(value, Mapping) and isinstance(below, Mapping):
-        value = {**below, **value}
+        value = _merged(below, rest, value)
+    elif isinstance(value, Mapping):
+        value = {**below, **cast(Mapping[str, Any], value)}
     return {**table, head: value}
 
 
@@ -317,7 +304,8 @@ def _clauses(error: ValidationError) -> Iterator[str]:
         elif not path:
             yield detail["msg"].removeprefix("Value error, ")
         else:
-            yield f"Setting {where!r} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+            message = detail["msg"][0].lower() + detail["msg"][1:]
+            yield f"Setting {where!r} = {detail['input']!r}: {message}"
 
 
 def _nearest(path: list[str]) -> str:

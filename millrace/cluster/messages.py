@@ -21,15 +21,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 # To any worker
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     """Finish and exit. -> Done"""
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """A reply without content."""
 
 
-class Error(Message):
+class Error(Message, frozen=True):
     """A reply: the call failed in the worker, which goes on."""
 
     kind: str  # class name of the exception
@@ -40,21 +40,21 @@ class Error(Message):
 # From any worker, unasked
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of a worker's life."""
 
     worker: str
     pid: int
 
 
-class Progress(Message):
+class Progress(Message, frozen=True):
     """Sent a few times a second: what the worker did since the last one."""
 
     spans: list[Span]
     counters: dict[str, float]  # e.g. tokens generated so far
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """Last message of a worker that cannot go on."""
 
     reason: str
@@ -64,7 +64,7 @@ class Failed(Message):
 # Engine
 
 
-class StartEngine(Message):
+class StartEngine(Message, frozen=True):
     """Load the model. -> Done"""
 
     config: dict[str, Any]  # RunConfig as plain data
@@ -72,29 +72,29 @@ class StartEngine(Message):
     version: int  # the Version those weights are
 
 
-class Generate(Message):
+class Generate(Message, frozen=True):
     """-> Generated, once all n completions are finished or aborted"""
 
     request: Request
 
 
-class Generated(Message):
+class Generated(Message, frozen=True):
     completions: list[Completion]
 
 
-class Swap(Message):
+class Swap(Message, frozen=True):
     """Stage, verify, and make visible between two forward passes. -> Swapped"""
 
     update: WeightUpdate
 
 
-class Swapped(Message):
+class Swapped(Message, frozen=True):
     version: int
     stage_ms: float  # beside decoding
     gap_ms: float  # between the two forward passes
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """End these requests now, with what they have. -> Done"""
 
     ids: list[str]
@@ -103,38 +103,38 @@ class Abort(Message):
 # Trainer
 
 
-class StartTrainer(Message):
+class StartTrainer(Message, frozen=True):
     """Load the model, or everything from a checkpoint directory. -> Done"""
 
     config: dict[str, Any]
     checkpoint: str | None
 
 
-class Step(Message):
+class Step(Message, frozen=True):
     """One optimizer step; its weights become `version`. -> Stepped; Published follows"""
 
     batch: Batch
     version: int
 
 
-class Stepped(Message):
+class Stepped(Message, frozen=True):
     version: int
     metrics: dict[str, float]
 
 
-class Published(Message):
+class Published(Message, frozen=True):
     """Unasked: these weights lie ready for the engines."""
 
     update: WeightUpdate
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """No engine reads this version any more. -> Done"""
 
     version: int
 
 
-class SaveCheckpoint(Message):
+class SaveCheckpoint(Message, frozen=True):
     """Write an atomic checkpoint directory. -> Done"""
 
     directory: str
@@ -144,13 +144,13 @@ class SaveCheckpoint(Message):
 # Scorer worker
 
 
-class StartScorer(Message):
+class StartScorer(Message, frozen=True):
     """-> Done"""
 
     functions: dict[str, str]  # name -> reference "module:name", or path of a file this run pickled
 
 
-class ScoreGroup(Message):
+class ScoreGroup(Message, frozen=True):
     """Run one reward function on the episodes of a group. -> Scored"""
 
     function: str
@@ -160,7 +160,7 @@ class ScoreGroup(Message):
     columns: dict[str, list[Any]]
 
 
-class Scored(Message):
+class Scored(Message, frozen=True):
     rewards: list[float | None]
 
 

@@ -1,1 +1,2 @@
-"""Records, protocols, errors, spans: the words every stage shares. Torch-free; imports nothing of ours."""
+"""Records, protocols, errors, spans: the words every stage shares. Torch-free; imports nothing of
+ours."""

@@ -18,7 +18,8 @@ class ScoreError(MillraceError):
 
 
 class WeightError(MillraceError):
-    """A weight update is incomplete, corrupt, or does not fit the model; nothing of it was applied."""
+    """A weight update is incomplete, corrupt, or does not fit the model; nothing of it was
+    applied."""
 
 
 class CheckpointError(MillraceError):

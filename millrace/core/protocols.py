@@ -5,7 +5,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from millrace.core.records import Completion, Episode, Group, Prompt, Request, Score, Task
+from millrace.core.records import (
+    Completion,
+    Episode,
+    Group,
+    Prompt,
+    Request,
+    Rollout,
+    Score,
+    Task,
+    Turn,
+)
 from millrace.core.weight_update import WeightUpdate
 
 
@@ -19,7 +29,8 @@ class Engine(Protocol):
         ...
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """End these requests now: their generate() returns with what they have, finish = "abort"."""
+        """End these requests now: their generate() returns with what they have, finish =
+        "abort"."""
         ...
 
 
@@ -47,7 +58,7 @@ class Environment(Protocol):
 class Agent(Protocol):
     """The policy as an environment sees it: prompts in, completions out, every token recorded."""
 
-    async def complete(self, prompt: Prompt, n: int) -> list[Episode]: ...
+    async def complete(self, prompt: Prompt, n: int) -> list[tuple[Turn, Rollout]]: ...
 
 
 class WeightSender(Protocol):

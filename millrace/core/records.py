@@ -19,12 +19,13 @@ class Task:
     """One problem with its reference data."""
 
     prompt: Prompt
-    columns: dict[str, Any] = field(default_factory=dict)  # handed to reward functions by name
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])  # for reward functions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are drawn: temperature first, then top-k, top-p and min-p, each on what is left."""
+    """How tokens are drawn: temperature first, then top-k, top-p and min-p, each on what is
+    left."""
 
     max_new_tokens: int = 256
     temperature: float = 1.0  # 0 = greedy
@@ -41,7 +42,8 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Kept:
-    """Token ids that survived truncation at each position, as CSR: row i is ids[offsets[i]:offsets[i+1]].
+    """Token ids that survived truncation at each position, as CSR: row i is
+    ids[offsets[i]:offsets[i+1]].
 
     An empty row means that nothing was ruled out at that position.
     """

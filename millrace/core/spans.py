@@ -1,7 +1,7 @@
 """Busy and waiting spans of one worker, for the trace and the busy shares.
 
-Promise: at any moment a worker is in exactly one span, so a timeline has no gaps and shares sum to 1.
-Each worker owns one Timeline and drains it to the controller; a Timeline is used by one thread.
+Promise: at any moment a worker is in exactly one span, so a timeline has no gaps and shares sum to
+1. Each worker owns one Timeline and drains it to the controller; a Timeline is used by one thread.
 """
 
 import time
@@ -21,7 +21,8 @@ class Span:
 
 
 class Clock:
-    """Wall time that advances monotonically: comparable across processes of a host, immune to jumps."""
+    """Wall time that advances monotonically: comparable across processes of a host, immune to
+    jumps."""
 
     def __init__(self) -> None:
         self._offset = time.time() - time.monotonic()

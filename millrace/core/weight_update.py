@@ -1,7 +1,7 @@
 """One published version of the weights: what it holds and where its bytes lie.
 
-Promise: a swap is all-or-nothing. The manifest says exactly what must arrive; whoever receives checks
-names, shapes, dtypes and checksums before anything of it becomes visible.
+Promise: a swap is all-or-nothing. The manifest says exactly what must arrive; whoever receives
+checks names, shapes, dtypes and checksums before anything of it becomes visible.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,1 @@
+"""What a user sees of a run: directory, metrics, trace, progress, plots, summary. Torch-free."""

@@ -1,0 +1,34 @@
+"""Millrace: asynchronous reinforcement-learning post-training of language models.
+
+import millrace as mr
+mr.train(model="path/to/model", tasks=[...], scorers=[my_reward])
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from millrace.config import RunConfig, load_config
+    from millrace.core.errors import MillraceError
+    from millrace.core.records import Task
+    from millrace.run import RunResult, train
+
+__version__ = "0.1.0"
+__all__ = ["MillraceError", "RunConfig", "RunResult", "Task", "__version__", "load_config", "train"]
+
+_HOMES = {
+    "MillraceError": "millrace.core.errors",
+    "RunConfig": "millrace.config",
+    "RunResult": "millrace.run",
+    "Task": "millrace.core.records",
+    "load_config": "millrace.config",
+    "train": "millrace.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names load on first use, so that workers and the command line start fast."""
+    import importlib
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'millrace' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,285 @@
+"""The command line: demo, init, train, inspect, bench.
+
+Promise: what goes wrong is told in one sentence on stderr and by the exit code; only a failing
+worker's own traceback follows it. Nothing heavy is imported before a command needs it.
+"""
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import millrace
+from millrace.core.errors import ConfigError, MillraceError, WorkerError
+
+if TYPE_CHECKING:
+    from millrace.run import RunResult
+
+DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+INTRODUCTION = """\
+Asynchronous reinforcement-learning post-training of language models: engines generate
+without pause, the trainer steps without waiting, and every token says which weights
+sampled it.
+"""
+
+START_HERE = """\
+start here:
+  millrace demo                    see it work: trains a tiny model on this machine
+  millrace init my-run             write settings, a reward function, tasks and a tiny model
+  millrace train my-run/run.toml   train it
+  millrace inspect my-run/run      see what happened, with plots
+
+exit codes:
+  0 done   1 the run failed   2 wrong setting, argument or input   130 interrupted
+"""
+
+DEMO = """\
+Make a small transformer and a tokenizer, teach it an arithmetic task badly, then train it with
+reinforcement learning, asynchronously, on the CPU. Nothing is downloaded; it takes a few minutes.
+Ends with held-out accuracy before and after, and with where everything lies.
+An earlier demo in the same run directory is replaced.
+"""
+
+INIT = """\
+Write a starter into DIR (default: this folder):
+
+  run.toml        settings, with comments; every section a newcomer would touch
+  rewards.py      a reward function, to be replaced by yours
+  tasks.jsonl     tasks to train on, one a line: a prompt, and columns for the reward function
+  heldout.jsonl   tasks to measure accuracy on
+  model/          a tiny model and its tokenizer, so that it all runs as it is
+
+Then: millrace train DIR/run.toml
+Existing files are never overwritten.
+"""
+
+TRAIN = """\
+Train with the settings of a TOML file.
+
+Any setting can be given here too, and wins over the file: --section.key value.
+Values are read as TOML (12, 3e-5, true, [0.9, 0.95]); anything else is a string.
+Relative paths in the file start from the file's folder, those given here from yours.
+"""
+
+TRAIN_MORE = """\
+examples:
+  millrace train run.toml
+  millrace train run.toml --trainer.steps 500 --trainer.learning_rate 3e-5
+  millrace train run.toml --run_dir runs/second --seed 2 --loss.high=0.3
+  millrace train run.toml --resume
+
+what it leaves in the run directory (setting run_dir):
+  config.toml         all settings as they were used
+  metrics.jsonl       one object per step
+  trace.json          what every worker did and waited for: open it in ui.perfetto.dev
+  rollouts/           some episodes of every step, for reading
+  checkpoints/step_N  Hugging Face model directories, with the trainer's state
+  logs/               what the workers printed
+  summary.json        written when the run has finished
+
+Ctrl-C stops all workers; --resume goes on from the newest checkpoint.
+"""
+
+INSPECT = """\
+Summarise a run from its directory, whether it has finished, still runs, or was killed: reward,
+accuracy, speed, staleness, how busy every worker was and what it waited for, and what was dropped.
+Draws reward.png, staleness.png and timeline.png into RUN_DIR/plots.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        settings: dict[str, str] = {}
+        if arguments[:1] == ["train"]:
+            arguments, settings = split_settings(arguments)
+        args = _parser().parse_args(arguments)
+        if args.command == "train":
+            return _train(args, settings)
+        return args.run(args)
+    except MillraceError as error:
+        return report(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def report(error: MillraceError) -> int:
+    """Say on stderr what went wrong; returns the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    if isinstance(error, WorkerError) and error.traceback:
+        print(f"\nFrom {error.worker}:\n{error.traceback.rstrip()}", file=sys.stderr)
+    return WRONG_INPUT if isinstance(error, ConfigError) else FAILED
+
+
+def split_settings(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Take `--section.key value` and `--section.key=value` out of the arguments of train."""
+    rest: list[str] = []
+    settings: dict[str, str] = {}
+    remaining = iter(arguments)
+    for argument in remaining:
+        if not argument.startswith("--") or argument in ("--resume", "--help"):
+            rest.append(argument)
+            continue
+        key, equals, value = argument[2:].partition("=")
+        if not equals:
+            value = next(remaining, "--")
+            if value.startswith("--"):
+                raise ConfigError(f"--{key} needs a value; without one there is only --resume.")
+        if key.startswith("scorer."):
+            raise ConfigError(f"--{key} cannot be given here; edit the [[scorer]] table instead.")
+        settings[key.replace("-", "_")] = value
+    return rest, settings
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _new_parser(argparse.ArgumentParser, INTRODUCTION, START_HERE, prog="millrace")
+    parser.add_argument("--version", action="version", version=f"millrace {millrace.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    demo = _new_parser(commands.add_parser, DEMO, name="demo", help="train a tiny model, now")
+    demo.add_argument("--run-dir", type=Path, default=Path("runs/demo"), metavar="DIR")
+    demo.add_argument("--seed", type=int, default=0, help="another model, other tasks (default: 0)")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="also write the summary there")
+    demo.set_defaults(run=_demo)
+
+    init = _new_parser(commands.add_parser, INIT, name="init", help="write a starter to build on")
+    init.add_argument("directory", type=Path, nargs="?", default=Path(), metavar="DIR")
+    init.set_defaults(run=_init)
+
+    train = _new_parser(
+        commands.add_parser,
+        TRAIN,
+        TRAIN_MORE,
+        name="train",
+        help="train with the settings of a TOML file",
+        usage="millrace train RUN.toml [--resume] [--section.key value ...]",
+    )
+    train.add_argument("config", type=Path, metavar="RUN.toml")
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+
+    inspect = _new_parser(
+        commands.add_parser, INSPECT, name="inspect", help="summarise a run and draw its plots"
+    )
+    inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    inspect.add_argument("--no-plots", action="store_true", help="print the summary only")
+    inspect.set_defaults(run=_inspect)
+
+    if benches := _benches():
+        listed = "\n".join(f"  {name:<10} {what}" for name, what in benches.items())
+        bench = _new_parser(
+            commands.add_parser,
+            f"Measure on this machine.\n\n{listed}\n",
+            "`millrace bench NAME --help` tells the options of one.\n",
+            name="bench",
+            help=f"measure: {', '.join(benches)}",
+        )
+        bench.add_argument("bench", choices=benches, metavar="NAME")
+        bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[--json FILE] ...")
+        bench.set_defaults(run=_bench)
+    return parser
+
+
+def _new_parser(make: Any, description: str, epilog: str = "", **settings: Any) -> Any:
+    style = argparse.RawDescriptionHelpFormatter
+    return make(description=description, epilog=epilog, formatter_class=style, **settings)
+
+
+def _benches() -> dict[str, str]:
+    """The modules of millrace.bench that have a main, with the first line of their docstring.
+
+    Read, not imported: `millrace --help` must not pay for torch.
+    """
+    spec = importlib.util.find_spec("millrace.bench")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    found: dict[str, str] = {}
+    for file in sorted(file for folder in folders for file in Path(folder).glob("*.py")):
+        module = ast.parse(file.read_text(encoding="utf-8"))
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body):
+            line = (ast.get_docstring(module) or "").partition("\n")[0]
+            found[file.stem] = line.removeprefix(f"`millrace bench {file.stem}`: ")
+    return found
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from millrace.demo import run_demo
+
+    run_demo(run_dir=args.run_dir, seed=args.seed)
+    if args.json is not None:
+        shutil.copyfile(args.run_dir / "summary.json", args.json)
+    return DONE
+
+
+def _init(args: argparse.Namespace) -> int:
+    from millrace.starter import write_starter
+
+    for path in write_starter(args.directory):
+        print(f"wrote {path}")
+    print(f"\nNext: millrace train {args.directory / 'run.toml'}")
+    return DONE
+
+
+def _train(args: argparse.Namespace, settings: dict[str, str]) -> int:
+    from millrace.config import load_config, parse_override
+
+    overrides = {key: parse_override(value) for key, value in settings.items()}
+    config = load_config(args.config, overrides=overrides)
+    from millrace.run import train  # only now: a wrong setting needs no torch to be told
+
+    try:
+        result = train(config, resume=args.resume)
+    except KeyboardInterrupt:
+        print(f"interrupted; {what_is_left(config.run_dir)}", file=sys.stderr)
+        return INTERRUPTED
+    print(_outcome(result))
+    return DONE
+
+
+def what_is_left(run_dir: str) -> str:
+    """Where an interrupted run's files lie, and whether it can go on."""
+    from millrace.watch.run_dir import RunDir
+
+    saved = RunDir(run_dir).checkpoint_paths
+    how = f"--resume goes on from {saved[-1].name}" if saved else "no checkpoint was written yet"
+    return f"metrics, trace and logs so far lie in {run_dir}; {how}"
+
+
+def _outcome(result: "RunResult") -> str:
+    from millrace.watch.text import duration
+
+    lines = [f"trained {result.steps} steps in {duration(result.seconds)}"]
+    if result.accuracy_before is not None and result.accuracy_after is not None:
+        change = f"{result.accuracy_before:.3f} → {result.accuracy_after:.3f}"
+        lines.append(f"held-out accuracy  {change}")
+    lines.append(f"checkpoint         {result.checkpoint}")
+    lines.append(f"everything else    {result.run_dir} (see `millrace inspect {result.run_dir}`)")
+    return "\n".join(lines)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from millrace.watch.plots import render_plots
+    from millrace.watch.summary import summarise, summary_table
+
+    console = Console()
+    console.print(summary_table(summarise(args.run_dir)), highlight=False)
+    if not args.no_plots:
+        for path in render_plots(args.run_dir):
+            console.print(f"drew {path}", highlight=False, soft_wrap=True)
+    return DONE
+
+
+def _bench(args: argparse.Namespace) -> int:
+    module = importlib.import_module(f"millrace.bench.{args.bench}")
+    return module.main(args.arguments) or DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

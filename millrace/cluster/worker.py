@@ -1,0 +1,180 @@
+"""One worker as the controller sees it: calls, death and stopping.
+
+Promise: every call ends: with its reply, its timeout, or the worker's death.
+Runs on the controller's event loop.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+import zmq
+
+from millrace.cluster.messages import Error, Failed, Hello, Message, Stop
+from millrace.cluster.process import Process, describe_exit
+from millrace.core import errors
+from millrace.core.errors import MillraceError, WorkerError
+
+LAST_WORDS_S = 0.2  # for what a worker sent before it exited to come out of the socket
+
+Send = Callable[[bytes, Message], Awaitable[None]]  # call id, message
+
+
+class Worker:
+    """Made by Hub.launch; `start`, `answer`, `hear` and `fail` are for the hub."""
+
+    def __init__(self, name: str, *, log: Path, send: Send, stop_timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.name = name
+        self.log = log
+        self.dead: asyncio.Future[WorkerError] = loop.create_future()
+        """Resolves when the worker has failed, died or been stopped; calls fail from then on."""
+        self._send = send
+        self._stop_timeout_s = stop_timeout_s
+        self._process: Process | None = None
+        self._gone: asyncio.Task[None] | None = None  # done = the process is reaped
+        self._greeted: asyncio.Future[None] = loop.create_future()
+        self._ids = itertools.count(1)  # 0 is the id of events
+        self._waiting: dict[bytes, asyncio.Future[Message | WorkerError]] = {}
+        self._is_stopping = False
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_gone(self) -> bool:
+        """True once its process is reaped."""
+        return self._gone is not None and self._gone.done()
+
+    async def call(self, message: Message, *, timeout_s: float | None = None) -> Message:
+        """Send a message and wait for its reply; calls may overlap.
+
+        Raises what the worker raised, if that is one of Millrace's own errors; WorkerError
+        otherwise, and when the worker dies or does not answer in time.
+        """
+        if self.dead.done():
+            raise _copy(self.dead.result())
+        what = type(message).__name__
+        call_id = next(self._ids).to_bytes(8, "big")
+        reply = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = reply
+        try:
+            await self._send(call_id, message)
+            async with asyncio.timeout(timeout_s):
+                answer = await reply
+        except TimeoutError:
+            raise self._error(f"did not answer {what} within {timeout_s} s") from None
+        except zmq.ZMQError as error:
+            raise self._error(f"cannot be reached for {what}: {error}") from None
+        finally:
+            del self._waiting[call_id]
+        if isinstance(answer, WorkerError):
+            raise answer
+        if isinstance(answer, Error):
+            raise self._raised(what, answer)
+        return answer
+
+    async def stop(self) -> None:
+        """Ask it to stop; tell it so (SIGTERM) when half of the time is over; then kill it."""
+        self._is_stopping = True
+        patience_s = self._stop_timeout_s / 2
+        if self._greeted.done():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    with contextlib.suppress(MillraceError):
+                        await self.call(Stop())
+                    await self.is_gone_within(None)
+                    return
+        if self._process is not None:
+            self._process.terminate()
+        if not await self.is_gone_within(patience_s):
+            self.kill()
+            await self.is_gone_within(None)
+
+    def kill(self) -> None:
+        """End it now. What waits for it fails as soon as the system reports its death."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def is_gone_within(self, timeout_s: float | None) -> bool:
+        if self._gone is None:
+            return True
+        await asyncio.wait({self._gone}, timeout=timeout_s)
+        return self._gone.done()
+
+    async def start(
+        self, command: Sequence[str], *, env: Mapping[str, str], timeout_s: float
+    ) -> None:
+        self._process = await Process.start(command, env=env, log=self.log)
+        if self._is_stopping:  # meanwhile
+            self.kill()
+        self._gone = asyncio.create_task(self._watch(self._process), name=f"watch-{self.name}")
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait({self._greeted, self.dead}, timeout=timeout_s, return_when=first)
+        if self.dead.done():
+            raise _copy(self.dead.result())
+        if not self._greeted.done():
+            tail = self._process.log_tail()
+            raise self._error(f"did not come up within {timeout_s} s", traceback=tail)
+
+    def answer(self, call_id: bytes, message: Message) -> bool:
+        """Hand a reply to its call; False if nobody waits for it."""
+        reply = self._waiting.get(call_id)
+        if reply is None or reply.done():
+            return False
+        reply.set_result(message)
+        return True
+
+    def hear(self, message: Message) -> None:
+        """Take note of what the worker said unasked."""
+        if isinstance(message, Hello) and not self._greeted.done():
+            self._greeted.set_result(None)
+        elif isinstance(message, Failed):
+            self._end(self._error(f"failed: {message.reason}", traceback=message.traceback))
+            # It is on its way out; a thread of its own must not keep it there.
+            asyncio.get_running_loop().call_later(self._stop_timeout_s, self.kill)
+
+    def fail(self, reason: str, *, error: BaseException) -> None:
+        """Give up on the worker for a reason of the controller's."""
+        self._end(self._error(reason, traceback="".join(traceback.format_exception(error))))
+        self.kill()
+
+    async def _watch(self, process: Process) -> None:
+        code = await process.wait()
+        if code >= 0 and not self.dead.done() and (self._waiting or not self._is_stopping):
+            await asyncio.sleep(LAST_WORDS_S)
+        if self._is_stopping:
+            self._end(self._error("was stopped"))
+        else:
+            reason = f"{describe_exit(code)}; its log is {self.log}"
+            self._end(self._error(reason, traceback=process.log_tail()))
+
+    def _end(self, error: WorkerError) -> None:
+        if self.dead.done():
+            return
+        self.dead.set_result(error)
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_result(_copy(error))
+
+    def _error(self, reason: str, *, traceback: str = "") -> WorkerError:
+        return WorkerError(f"Worker {self.name!r} {reason}.", worker=self.name, traceback=traceback)
+
+    def _raised(self, what: str, answer: Error) -> MillraceError:
+        """The worker's exception, as it looks from here."""
+        cls = getattr(errors, answer.kind, None)
+        if not (isinstance(cls, type) and issubclass(cls, MillraceError)) or cls is WorkerError:
+            reason = f"failed at {what}: {answer.kind}: {answer.reason.rstrip('.')}"
+            return self._error(reason, traceback=answer.traceback)
+        error = cls(answer.reason)
+        error.add_note(answer.traceback)
+        return error
+
+
+def _copy(error: WorkerError) -> WorkerError:
+    """Several calls may raise it, and an exception collects the frames it passes through."""
+    return WorkerError(str(error), worker=error.worker, traceback=error.traceback)

@@ -1,0 +1,259 @@
+"""The loop that wires the stages and owns Version.
+
+     tasks ─▶ play ─▶ score ─▶ wait ─▶ learn ─▶ publish ─┐
+      ▲                                                  │
+      └──────────── swap, between two forward passes ◀───┘
+
+Three activities run side by side on one event loop and meet in the buffer: the dispatcher fills it,
+the learner empties it, and the courier carries each new version to the engines. Torch-free:
+everything heavy is a call to a worker.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from millrace.config import RunConfig
+from millrace.core.errors import CheckpointError, RunFailed, WorkerError
+from millrace.core.microbatch import Batch
+from millrace.core.records import Group, Task
+from millrace.core.weight_update import WeightUpdate
+from millrace.engines.pool import EnginePool
+from millrace.rollout.admission import RUNNING, STALENESS, Admission
+from millrace.rollout.dispatcher import Dispatcher, Failures
+from millrace.rollout.evaluation import Evaluation, evaluate
+from millrace.rollout.player import Player
+from millrace.scoring.pool import ScorerPool
+from millrace.staging.buffer import Buffer
+from millrace.staging.packing import pack
+from millrace.training.remote import RemoteTrainer
+from millrace.watch.watcher import Moment, Watcher
+from millrace.weights.courier import Courier
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cursor:
+    """Where a run stands: what a checkpoint holds besides the trainer's own state."""
+
+    version: int = 0  # = steps done
+    next_number: int = 0  # first task number never issued
+    unfinished: tuple[int, ...] = ()  # issued, and neither trained nor dropped nor failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    steps: int
+    before: Evaluation | None
+    after: Evaluation | None
+    checkpoint: Path
+
+
+class Controller:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        task_of: Callable[[int], Task],
+        held_out: Sequence[Task],
+        player: Player,
+        scorers: ScorerPool,
+        engines: EnginePool,
+        trainer: RemoteTrainer,
+        watcher: Watcher,
+        checkpoints: Path,
+        cursor: Cursor,
+    ) -> None:
+        self._config = config
+        self._held_out = held_out
+        self._player = player
+        self._scorers = scorers
+        self._engines = engines
+        self._trainer = trainer
+        self._watcher = watcher
+        self._checkpoints = checkpoints
+        self._version = cursor.version
+        self._saved: Path | None = None
+        self._dropped: Counter[str] = Counter()
+        self._failures = Failures(max_share=config.rollout.max_failure_share)
+        self._admission = Admission(
+            groups_per_step=config.trainer.groups_per_step,
+            max_staleness=config.buffer.max_staleness,
+            max_running=config.rollout.max_running_groups,
+            version=cursor.version,
+        )
+        self._buffer = Buffer(
+            capacity=config.buffer.capacity,
+            max_staleness=config.buffer.max_staleness,
+            on_drop=self._on_drop,
+        )
+        self._dispatcher = Dispatcher(
+            task_of=task_of,
+            play=self._play,
+            score=scorers.score,
+            admit=self._buffer.admit,
+            admission=self._admission,
+            failures=self._failures,
+            next_number=cursor.next_number,
+            unfinished=cursor.unfinished,
+        )
+        self._courier = Courier(
+            swap=engines.swap,
+            release=self._release,
+            on_visible=self._admission.advance,
+            version=cursor.version,
+        )
+        self._releasing: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> Outcome:
+        before = await self._evaluate()
+        async with asyncio.TaskGroup() as activities:
+            dispatching = activities.create_task(self._dispatcher.run())
+            delivering = activities.create_task(self._courier.run())
+            watching = activities.create_task(self._watcher.run(self.moment))
+            await self._learn(activities)
+            dispatching.cancel()  # cancelling a group aborts its requests in the engines
+            await self._courier.wait_visible(self._version)
+            after = await self._evaluate()
+            delivering.cancel()
+            watching.cancel()
+        checkpoint = self._saved
+        assert checkpoint is not None
+        return Outcome(steps=self._version, before=before, after=after, checkpoint=checkpoint)
+
+    def on_published(self, update: WeightUpdate) -> None:
+        """The trainer has a new version ready; called from the hub."""
+        self._courier.submit(update)
+
+    def moment(self) -> Moment:
+        """What the watcher shows between steps."""
+        return Moment(
+            version=self._version,
+            buffer_depth=self._buffer.depth,
+            groups_running=self._admission.running,
+            groups_dropped=dict(self._dropped),
+            groups_failed=dict(self._failures.by_reason),
+            last_failure=self._failures.last_sentence,
+            engine_waits_for=self._engine_waits_for(),
+            trainer_waits_for=self._trainer_waits_for(),
+        )
+
+    async def _learn(self, activities: asyncio.TaskGroup) -> None:
+        """Take, pack, step, until the last step. The next batch is taken while this one is
+        learned."""
+        steps = self._config.trainer.steps
+        upcoming = activities.create_task(self._next_batch(self._version))
+        while self._version < steps:
+            groups, batch = await self._before_stall(upcoming)
+            if self._version + 1 < steps:
+                # Fit for the version this step makes, which is the trainer's when it is used.
+                upcoming = activities.create_task(self._next_batch(self._version + 1))
+            metrics = await self._before_stall(self._trainer.step(batch, version=self._version + 1))
+            self._watcher.step(self.moment(), groups=groups, trainer_metrics=metrics)
+            self._version += 1
+            self._dispatcher.finish(group.number for group in groups)
+            await self._after_step(activities)
+
+    async def _next_batch(self, version: int) -> tuple[list[Group], Batch]:
+        groups = await self._buffer.take(self._config.trainer.groups_per_step, version=version)
+        batch = await asyncio.to_thread(
+            pack, groups, microbatch_tokens=self._config.trainer.microbatch_tokens
+        )
+        return groups, batch
+
+    async def _after_step(self, activities: asyncio.TaskGroup) -> None:
+        """Checkpoint and evaluate when due."""
+        last = self._version == self._config.trainer.steps
+        if last or _due(self._version, self._config.checkpoint.every_steps):
+            await self._save(must_succeed=last)
+        if not last and _due(self._version, self._config.evaluate.every_steps):
+            activities.create_task(self._evaluate_and_log(self._version))
+
+    async def _save(self, *, must_succeed: bool) -> None:
+        directory = self._checkpoints / f"step_{self._version}"
+        run_state = {"version": self._version, **self._dispatcher.cursor()}
+        try:
+            await self._trainer.save(directory, run_state=run_state)
+        except CheckpointError as error:
+            if must_succeed:
+                raise
+            self._watcher.warn(f"{error} The run goes on without this checkpoint.")
+        else:
+            self._saved = directory
+
+    async def _evaluate_and_log(self, step: int) -> None:
+        evaluation = await self._evaluate()
+        if evaluation is not None:
+            self._watcher.evaluated(step, evaluation.accuracy)
+
+    async def _evaluate(self) -> Evaluation | None:
+        if not self._held_out:
+            return None
+        greedy = self._player.greedy()
+        return await evaluate(
+            self._held_out,
+            play=lambda task, number: greedy.play(
+                task, number=number, group_size=1, name=f"evaluation {self._version}, task"
+            ),
+            score=self._scorers.score,
+            solved_at=self._config.evaluate.solved_at,
+            max_running=self._config.engine.max_sequences * self._config.engine.count,
+        )
+
+    async def _play(self, task: Task, number: int) -> Group:
+        return await self._player.play(
+            task, number=number, group_size=self._config.rollout.group_size
+        )
+
+    async def _before_stall(self, work: Awaitable[T]) -> T:
+        """The result of `work`; a run in which nothing moves any more says so and ends."""
+        limit_s = self._config.cluster.stall_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await work
+        except TimeoutError:
+            moment = self.moment()
+            raise RunFailed(
+                f"No step completed for {limit_s:g} s (cluster.stall_timeout_s): the trainer waits"
+                f" for {moment.trainer_waits_for}, the engines for {moment.engine_waits_for};"
+                f" {moment.groups_running} groups are running, {moment.buffer_depth} are buffered."
+            ) from None
+
+    def _release(self, version: int) -> None:
+        """Tell the trainer, without making the next delivery wait for its answer."""
+        task = asyncio.create_task(self._trainer.release(version))
+        self._releasing.add(task)
+        task.add_done_callback(self._released)
+
+    def _released(self, task: asyncio.Task[None]) -> None:
+        self._releasing.discard(task)
+        # A trainer that died is reported, with its traceback, by whoever watches the workers.
+        if not task.cancelled() and not isinstance(task.exception(), WorkerError | None):
+            task.result()
+
+    def _engine_waits_for(self) -> str:
+        if self._buffer.depth >= self._buffer.capacity:
+            return "the trainer (buffer full)"
+        return {
+            None: "tasks",
+            STALENESS: "the trainer (staleness limit)",
+            RUNNING: "scores" if self._dispatcher.scoring else "rollout.max_running_groups",
+        }[self._admission.held_by]
+
+    def _trainer_waits_for(self) -> str:
+        if self._dispatcher.playing:
+            return "generation"
+        return "scores" if self._dispatcher.scoring else "the next batch"
+
+    def _on_drop(self, group: Group, reason: str) -> None:
+        self._dropped[reason] += 1
+        self._admission.give_back()
+        self._dispatcher.finish([group.number])
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

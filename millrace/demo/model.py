@@ -1,0 +1,69 @@
+"""The demo's model: a Qwen3 of one million parameters and its tokenizer, made from nothing.
+
+Promise: the directory is an ordinary Hugging Face model directory, and the same seed gives the same
+weights on the same machine. Nothing is downloaded.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from millrace.demo.warm_start import warm_start
+
+PAD, EOS = "<pad>", "<eos>"
+PIECES = ("sort ", "=", *"0123456789")
+
+
+def make_model(
+    directory: str | Path, seed: int, *, on_step: Callable[[int, float], None] | None = None
+) -> None:
+    """Create the model, warm it up and save it, with its tokenizer, to `directory`."""
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed=seed)
+    warm_start(model, tokenizer, seed=seed, on_step=on_step)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for the instruction, one for each other character."""
+    vocabulary = {piece: number for number, piece in enumerate((PAD, EOS, *PIECES))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("sort |."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        padding_side="left",
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
+    """An untrained model."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model

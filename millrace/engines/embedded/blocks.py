@@ -1,0 +1,121 @@
+"""Which KV block belongs to whom: a pool of reference-counted blocks, and one block table per lane.
+
+Promise: a block is either free or referenced; the count says exactly how many tables and held
+prefixes name it; a block that more than one of them names is never written to.
+
+Host side only (numpy); the tensors behind the block numbers live in kv_cache.py.
+Called by the engine's thread.
+"""
+
+import numpy as np
+
+
+class BlockPool:
+    """Free list and reference counts of `num_blocks` blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)  # a stack; top = last
+        self.num_free = num_blocks
+        self.references = np.zeros(num_blocks, dtype=np.int32)
+
+    def allocate(self, count: int) -> np.ndarray:
+        """[count] block numbers, each with one reference."""
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        blocks = self._free[self.num_free - count : self.num_free].copy()
+        self.num_free -= count
+        self.references[blocks] = 1
+        return blocks
+
+    def share(self, blocks: np.ndarray) -> None:
+        """One more reference to each of these distinct blocks."""
+        assert (self.references[blocks] > 0).all(), "a free block cannot be shared"
+        self.references[blocks] += 1
+
+    def release(self, blocks: np.ndarray) -> None:
+        """One reference less to each of these distinct blocks; without any, a block is free."""
+        assert (self.references[blocks] > 0).all(), "a free block cannot be released"
+        self.references[blocks] -= 1
+        unused = blocks[self.references[blocks] == 0]
+        self._free[self.num_free : self.num_free + len(unused)] = unused
+        self.num_free += len(unused)
+
+
+class BlockTables:
+    """The blocks of each lane, in the order of its tokens."""
+
+    def __init__(
+        self, pool: BlockPool, *, num_lanes: int, max_context: int, block_tokens: int
+    ) -> None:
+        self.pool = pool
+        self.block_tokens = block_tokens
+        # Unused entries are 0: a valid block, so that padded gathers need no special case.
+        self.rows = np.zeros((num_lanes, -(-max_context // block_tokens)), dtype=np.int64)
+        self.sizes = np.zeros(num_lanes, dtype=np.int64)  # blocks in use, per lane
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens)
+
+    def seat(self, lane: int, blocks: np.ndarray) -> None:
+        """Give an empty lane these blocks, and the reference to each that came with them."""
+        assert self.sizes[lane] == 0, f"lane {lane} already has blocks"
+        self.rows[lane, : len(blocks)] = blocks
+        self.sizes[lane] = len(blocks)
+
+    def grow(self, lane: int, *, num_tokens: int) -> None:
+        """Allocate what the lane lacks to hold `num_tokens`."""
+        size, wanted = int(self.sizes[lane]), self.blocks_for(num_tokens)
+        if wanted > size:
+            self.rows[lane, size:wanted] = self.pool.allocate(wanted - size)
+            self.sizes[lane] = wanted
+
+    def share(self, lane: int) -> np.ndarray:
+        """All blocks of the lane, with a new reference to each for the caller to hold."""
+        blocks = self.rows[lane, : self.sizes[lane]].copy()
+        self.pool.share(blocks)
+        return blocks
+
+    def free(self, lane: int) -> None:
+        size = self.sizes[lane]
+        self.pool.release(self.rows[lane, :size])
+        self.rows[lane, :size] = 0
+        self.sizes[lane] = 0
+
+    def blocks_to_write(self, lanes: np.ndarray, positions: np.ndarray) -> int:
+        """Free blocks that writing one token per lane, at these positions, takes."""
+        index = positions // self.block_tokens
+        missing = index >= self.sizes[lanes]
+        targets = self.rows[lanes[~missing], index[~missing]]
+        targets = targets[self.pool.references[targets] > 1]
+        if not len(targets):
+            return int(missing.sum())
+        blocks, writers = np.unique(targets, return_counts=True)
+        # If all who share a block write to it, the last one may keep it.
+        copies = np.minimum(writers, self.pool.references[blocks] - 1)
+        return int(missing.sum() + copies.sum())
+
+    def prepare_writes(
+        self, lanes: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Make each lane the only owner of the block at its position.
+
+        Returns (sources, targets): blocks whose contents must be copied before anything is written.
+        """
+        index = positions // self.block_tokens
+        missing = index >= self.sizes[lanes]
+        if missing.any():
+            grown = lanes[missing]
+            assert (index[missing] == self.sizes[grown]).all(), "a lane grows block by block"
+            self.rows[grown, index[missing]] = self.pool.allocate(len(grown))
+            self.sizes[grown] += 1
+        shared = self.pool.references[self.rows[lanes, index]] > 1
+        sources, targets = [], []
+        for lane, at in zip(lanes[shared], index[shared], strict=True):
+            source = self.rows[lane, at : at + 1].copy()
+            if self.pool.references[source[0]] == 1:
+                continue  # the others who shared it have moved to their copies
+            target = self.pool.allocate(1)
+            self.pool.release(source)
+            self.rows[lane, at] = target[0]
+            sources.append(source[0])
+            targets.append(target[0])
+        return np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)

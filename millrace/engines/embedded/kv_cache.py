@@ -1,0 +1,71 @@
+"""The KV tensors: one per layer, in blocks, keys and values side by side.
+
+Side by side, because then one gather per layer and forward pass fetches both.
+H = KV heads, Dk and Dv = dimensions of a key and of a value, T = tokens, B = blocks.
+Called by the engine's thread.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVShape:
+    """What one layer caches per token."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers(self) -> int:
+        return self.num_heads * (self.key_dim + self.value_dim)
+
+
+def block_bytes(shapes: Mapping[int, KVShape], *, block_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    return block_tokens * dtype.itemsize * sum(shape.numbers for shape in shapes.values())
+
+
+class KVCache:
+    def __init__(
+        self,
+        shapes: Mapping[int, KVShape],
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_tokens = block_tokens
+        self._shapes = dict(shapes)
+        # Zeros, not empty: what a mask hides still meets a factor of 0, which NaN would survive.
+        self._layers = {
+            layer: torch.zeros(num_blocks, block_tokens * shape.numbers, dtype=dtype, device=device)
+            for layer, shape in shapes.items()
+        }
+
+    def write(self, layer: int, *, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys [T, H, Dk] and values [T, H, Dv] at slots [T] (block * block_tokens + i)."""
+        shape = self._shapes[layer]
+        tokens = self._layers[layer].view(-1, shape.num_heads, shape.key_dim + shape.value_dim)
+        tokens.index_copy_(0, slots, torch.cat([keys, values], dim=-1))
+
+    def gather(self, layer: int, *, blocks: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Contents of blocks [num_rows * B] as keys [num_rows, H, B * block_tokens, Dk], values."""
+        shape = self._shapes[layer]
+        found = self._layers[layer].index_select(0, blocks)
+        found = found.view(num_rows, -1, shape.num_heads, shape.key_dim + shape.value_dim)
+        found = found.transpose(1, 2)
+        return found[..., : shape.key_dim], found[..., shape.key_dim :]
+
+    def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy whole blocks, in all layers."""
+        for tensor in self._layers.values():
+            source = torch.from_numpy(sources).to(tensor.device)
+            target = torch.from_numpy(targets).to(tensor.device)
+            tensor.index_copy_(0, target, tensor.index_select(0, source))

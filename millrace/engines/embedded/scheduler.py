@@ -1,0 +1,230 @@
+"""Decides what the next forward pass computes: who has a lane, who has blocks, how much prefill.
+
+Sequences get lanes in the order of their arrival. A pass takes one token of every lane that is up
+to date, and up to `prefill_tokens` tokens of those that are not. The members of a request share
+their prompt's prefill: the first computes it, the others fork its block table.
+
+When blocks run out, prefixes held by waiting sequences go first, then the latest arrival gives up
+its lane and waits to be recomputed. A sequence alone always fits (the engine refuses others), so
+the earliest arrival always makes progress.
+
+Called by the engine's thread.
+"""
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.engines.embedded.blocks import BlockTables
+from millrace.engines.embedded.lanes import Lanes
+from millrace.engines.embedded.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Plan:
+    """One forward pass. Each lane computes `counts` tokens, starting behind its cached ones."""
+
+    lanes: np.ndarray  # [R] int64; first those with one token, shortest context first
+    counts: np.ndarray  # [R] int64
+    num_single: int  # lanes with one token
+    copy_sources: np.ndarray  # [C] int64; blocks to copy before the pass ...
+    copy_targets: np.ndarray  # [C] int64; ... into these
+
+
+class Scheduler:
+    def __init__(self, lanes: Lanes, tables: BlockTables, *, prefill_tokens: int) -> None:
+        self._lanes = lanes
+        self._tables = tables
+        self._prefill_tokens = prefill_tokens
+        self._waiting: list[Sequence] = []  # by arrival
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(1 + len(sequence.followers) for sequence in self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting) or bool(self._lanes.occupied.any())
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue the members of one request."""
+        leader, *followers = sequences
+        leader.followers = followers
+        self._wait(leader)
+
+    def plan(self) -> Plan | None:
+        """What to compute next; None if there is nothing to do."""
+        self._free_blocks_for_writes()
+        self._admit()
+        lanes = np.flatnonzero(self._lanes.occupied)
+        if not len(lanes):
+            return None
+        num_cached = self._lanes.num_cached[lanes]
+        pending = self._lanes.num_tokens[lanes] - num_cached
+        single = lanes[pending == 1]
+        # Shortest first, so that sequences of similar length lie side by side and attend together.
+        single = single[np.argsort(self._lanes.num_cached[single], kind="stable")]
+        sources, targets = self._tables.prepare_writes(single, self._lanes.num_cached[single])
+        chunked, chunks = self._chunks(lanes[pending > 1])
+        return Plan(
+            lanes=np.concatenate([single, chunked]),
+            counts=np.concatenate([np.ones(len(single), dtype=np.int64), chunks]),
+            num_single=len(single),
+            copy_sources=sources,
+            copy_targets=targets,
+        )
+
+    def complete(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+        """Take note that the pass was computed.
+
+        Returns (lanes, rows): the lanes that now need a token, and for each the row of the plan
+        whose last token decides it. Followers of a finished prefill join on their leader's row.
+        """
+        lanes = self._lanes
+        lanes.num_cached[plan.lanes] += plan.counts
+        due = np.flatnonzero(lanes.num_cached[plan.lanes] == lanes.num_tokens[plan.lanes])
+        joined: list[int] = []
+        rows: list[int] = []
+        for row in due[lanes.leads[plan.lanes[due]]].tolist():
+            forks = self._fork(lanes.sequence(int(plan.lanes[row])))
+            joined += forks
+            rows += [row] * len(forks)
+        if not joined:
+            return plan.lanes[due], due
+        return np.concatenate([plan.lanes[due], joined]), np.concatenate([due, rows])
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a running sequence out."""
+        self._tables.free(self._lanes.unseat(sequence))
+
+    def remove(self, request_id: str) -> list[Sequence]:
+        """Take all unfinished members of a request out, running or waiting."""
+        removed = [s for s in self._lanes.running() if s.request.id == request_id]
+        for sequence in removed:
+            self.finish(sequence)
+        waiting = [s for s in self._waiting if s.request.id == request_id]
+        for sequence in waiting:
+            self._waiting.remove(sequence)
+            self._drop_held(sequence)
+        removed += waiting
+        return removed + [follower for leader in removed for follower in leader.followers]
+
+    def forget_kv(self) -> None:
+        """Have all KV recomputed: what is cached belongs to other weights."""
+        for sequence in self._lanes.running():
+            self._unseat(sequence)
+        for sequence in self._waiting:
+            self._drop_held(sequence)
+
+    def _chunks(self, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of these lanes prefill now, earliest arrival first, and how many tokens each."""
+        if not len(lanes):
+            return lanes, lanes
+        order = sorted(lanes, key=lambda lane: self._lanes.sequence(lane).arrival)
+        budget = self._prefill_tokens
+        chosen, chunks = [], []
+        for lane in order:
+            chunk = min(int(self._lanes.num_tokens[lane] - self._lanes.num_cached[lane]), budget)
+            if chunk == 0:
+                break
+            budget -= chunk
+            chosen.append(lane)
+            chunks.append(chunk)
+        return np.array(chosen, dtype=np.int64), np.array(chunks, dtype=np.int64)
+
+    def _single_lanes(self) -> np.ndarray:
+        lanes = self._lanes
+        return np.flatnonzero(lanes.occupied & (lanes.num_tokens - lanes.num_cached == 1))
+
+    def _blocks_to_write(self) -> int:
+        single = self._single_lanes()
+        return self._tables.blocks_to_write(single, self._lanes.num_cached[single])
+
+    def _free_blocks_for_writes(self) -> None:
+        """Preempt until every running lane can write its next token."""
+        while self._blocks_to_write() > self._tables.pool.num_free:
+            if self._drop_latest_held():
+                continue
+            latest = max(self._lanes.running(), key=lambda sequence: sequence.arrival)
+            self._unseat(latest)
+            self.num_preemptions += 1
+
+    def _admit(self) -> None:
+        """Give lanes to waiting sequences, in order, as far as lanes, blocks and prefill go."""
+        if not self._waiting:
+            return
+        lanes, tables = self._lanes, self._tables
+        running = lanes.running()
+        # Lanes that followers of a prefill in progress will need are not given away.
+        num_free_lanes = lanes.num_free - sum(len(s.followers) for s in running)
+        pending = lanes.num_tokens[lanes.occupied] - lanes.num_cached[lanes.occupied]
+        budget = self._prefill_tokens - int(pending[pending > 1].sum())
+        spare = tables.pool.num_free - self._blocks_to_write()
+        while self._waiting and num_free_lanes > 0:
+            sequence = self._waiting[0]
+            is_forked = sequence.held_blocks is not None
+            if not is_forked and budget <= 0:
+                break
+            # A forked sequence writes into a block it shares, which takes a copy.
+            cost = 1 if is_forked else tables.blocks_for(len(sequence.tokens))
+            # One block in hand for each running lane, lest the newcomer be preempted at once.
+            headroom = int(lanes.occupied.sum())
+            if cost + headroom > spare:
+                if headroom == 0 and self._drop_latest_held():
+                    spare = tables.pool.num_free
+                    continue
+                break
+            self._waiting.pop(0)
+            self._seat(sequence)
+            num_free_lanes -= 1 + len(sequence.followers)
+            spare -= cost
+            budget -= 0 if is_forked else len(sequence.tokens)
+
+    def _seat(self, sequence: Sequence) -> None:
+        blocks = sequence.held_blocks
+        sequence.held_blocks = None
+        if blocks is not None:
+            lane = self._lanes.seat(sequence, num_cached=len(sequence.tokens) - 1)
+            self._tables.seat(lane, blocks)
+            return
+        lane = self._lanes.seat(sequence, num_cached=0)
+        self._tables.grow(lane, num_tokens=len(sequence.tokens))
+
+    def _fork(self, leader: Sequence) -> list[int]:
+        """Let the followers share the leader's prefill; returns the lanes of those that got one."""
+        followers, leader.followers = leader.followers, []
+        assert leader.lane is not None
+        self._lanes.leads[leader.lane] = False
+        forked = []
+        for follower in followers:
+            blocks = self._tables.share(leader.lane)
+            if not self._lanes.num_free:
+                follower.held_blocks = blocks
+                self._wait(follower)
+                continue
+            lane = self._lanes.seat(follower, num_cached=len(follower.tokens))
+            self._tables.seat(lane, blocks)
+            forked.append(lane)
+        return forked
+
+    def _unseat(self, sequence: Sequence) -> None:
+        self._tables.free(self._lanes.unseat(sequence))
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.arrival)
+
+    def _drop_latest_held(self) -> bool:
+        """Give up the latest held prefix, if there is one; its sequence will prefill by itself."""
+        for sequence in reversed(self._waiting):
+            if sequence.held_blocks is not None:
+                self._drop_held(sequence)
+                return True
+        return False
+
+    def _drop_held(self, sequence: Sequence) -> None:
+        if sequence.held_blocks is not None:
+            self._tables.pool.release(sequence.held_blocks)
+            sequence.held_blocks = None

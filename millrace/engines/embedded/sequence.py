@@ -1,0 +1,81 @@
+"""One completion in the making, while it waits for a lane and while it has one.
+
+P = prompt tokens, N = sampled tokens so far.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from millrace.core.records import Completion, Finish, Kept, Request
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sequence:
+    """Mutable; belongs to the scheduler. While it has a lane, the lane's arrays are ahead of it."""
+
+    request: Request
+    member: int  # 0..n-1 within its request
+    arrival: int  # order of arrival in the engine; unique
+    tokens: np.ndarray  # [P + N] int32
+    logprobs: np.ndarray  # [N] float32
+    versions: np.ndarray  # [N] int32
+    kept: list[np.ndarray]  # N rows of int32 ids, if the request truncates
+    lane: int | None = None
+    # Members of the same request that wait for this one's prefill, to share it.
+    followers: list["Sequence"] = field(default_factory=list)
+    # Without a lane: shared blocks that hold the KV of all tokens; the last token runs once more,
+    # because its logits are needed.
+    held_blocks: np.ndarray | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    def completion(self, *, finish: Finish, text: str) -> Completion:
+        """What it has so far, as a record."""
+        kept = None
+        if self.request.sampling.truncates:
+            sizes = [len(row) for row in self.kept]
+            kept = Kept(
+                ids=np.concatenate(self.kept) if self.kept else np.empty(0, dtype=np.int32),
+                offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64),
+            )
+        return Completion(
+            tokens=self.tokens[self.num_prompt :],
+            logprobs=self.logprobs,
+            versions=self.versions,
+            kept=kept,
+            finish=finish,
+            text=text,
+        )
+
+
+def sequences_of(request: Request, *, first_arrival: int) -> list[Sequence]:
+    """The n sequences of a request, each where its completion begins or goes on."""
+    prompt = np.asarray(request.prompt, dtype=np.int32)
+    done = request.partial
+    if done is None:
+        done = Completion(
+            tokens=np.empty(0, dtype=np.int32),
+            logprobs=np.empty(0, dtype=np.float32),
+            versions=np.empty(0, dtype=np.int32),
+            finish="abort",
+            text="",
+        )
+    return [
+        Sequence(
+            request=request,
+            member=member,
+            arrival=first_arrival + member,
+            tokens=np.concatenate([prompt, done.tokens.astype(np.int32)]),
+            logprobs=done.logprobs,
+            versions=done.versions,
+            kept=_rows(done.kept),
+        )
+        for member in range(request.n)
+    ]
+
+
+def _rows(kept: Kept | None) -> list[np.ndarray]:
+    return [] if kept is None else np.split(kept.ids, kept.offsets[1:-1])

@@ -1,0 +1,170 @@
+"""Everything that can be checked before a worker starts, checked.
+
+Promise: what prepare() returns is enough to run, and every error it raises is one sentence about
+the user's own input. It reads the model's tokenizer and configuration, never its weights.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.config import EvaluateConfig, RunConfig, ScorerConfig, TasksConfig
+from millrace.controller import Cursor
+from millrace.core.errors import ConfigError, TaskError
+from millrace.core.machine import available_cores
+from millrace.core.plugins import build_plugin
+from millrace.core.protocols import Advantages
+from millrace.core.records import Task
+from millrace.envs.tasks import TaskStream, load_tasks
+from millrace.models.loading import configured_context, load_tokenizer
+from millrace.rollout.renderer import Renderer
+from millrace.scoring.advantages import ADVANTAGES
+from millrace.scoring.pool import ScorerSpec, inspect_scorers
+from millrace.training.checkpoints import latest_checkpoint, read_run_state
+from millrace.training.losses import LOSSES
+
+PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    config: RunConfig  # with nothing left to "auto" that the controller decides
+    tasks: TaskStream
+    held_out: tuple[Task, ...]
+    scorers: tuple[ScorerSpec, ...]
+    advantages: Advantages
+    renderer: Renderer
+    max_context: int
+    checkpoint: Path | None  # to go on from
+    cursor: Cursor
+
+    @property
+    def model_path(self) -> str:
+        """What engines load: the model of the config, or the checkpoint that stands for it."""
+        return self.config.model.path if self.checkpoint is None else str(self.checkpoint)
+
+
+def prepare(
+    config: RunConfig,
+    *,
+    tasks: Sequence[Any] | None = None,
+    eval_tasks: Sequence[Any] | None = None,
+    scorers: Sequence[Callable[..., Any]] | None = None,
+    resume: bool = False,
+) -> Prepared:
+    train_tasks = _tasks(config.tasks, tasks, section="tasks")
+    if not train_tasks:
+        raise ConfigError("There are no tasks; set tasks.path, or pass tasks=[...] to train().")
+    held_out = _tasks(config.evaluate, eval_tasks, section="evaluate")
+    specs = _scorers(config.scorer, scorers)
+    for function in inspect_scorers(specs):
+        function.check_columns([*train_tasks, *held_out])
+    build_plugin(config.loss, builtins=LOSSES, section="loss")  # a typo costs no start-up
+    advantages = build_plugin(
+        config.scoring.advantages, builtins=ADVANTAGES, section="scoring.advantages"
+    )
+    model = config.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    max_context = _context(config)
+    renderer = Renderer(tokenizer)
+    renderer.check([*train_tasks, *held_out])
+    _check_prompts(renderer, train_tasks, max_context=max_context)
+    checkpoint, cursor = _resume_point(config) if resume else (None, Cursor())
+    return Prepared(
+        config=_with_threads(config),
+        tasks=TaskStream(train_tasks, seed=config.seed, shuffle=config.tasks.shuffle),
+        held_out=tuple(held_out[: config.evaluate.max_tasks]),
+        scorers=specs,
+        advantages=advantages,
+        renderer=renderer,
+        max_context=max_context,
+        checkpoint=checkpoint,
+        cursor=cursor,
+    )
+
+
+def _tasks(
+    settings: TasksConfig | EvaluateConfig, given: Sequence[Any] | None, *, section: str
+) -> list[Task]:
+    source = settings.path or settings.function
+    if given is not None and source is not None:
+        raise ConfigError(f"Tasks come both from Python and from {section} = {source!r}; keep one.")
+    if given is not None:
+        return load_tasks(given)
+    return load_tasks(source) if source is not None else []
+
+
+def _scorers(
+    settings: Sequence[ScorerConfig], given: Sequence[Callable[..., Any]] | None
+) -> tuple[ScorerSpec, ...]:
+    configured = [ScorerSpec(**row.model_dump()) for row in settings]
+    return (*configured, *(ScorerSpec(function=function) for function in given or ()))
+
+
+def _context(config: RunConfig) -> int:
+    """The longest sequence: what the model allows, or less if the config says so."""
+    model = config.model
+    limit = configured_context(model.path, trust_remote_code=model.trust_remote_code)
+    wanted = config.engine.max_context
+    if wanted is None and limit is None:
+        raise ConfigError(
+            f"Model {model.path!r} states no longest context; set engine.max_context."
+        )
+    if wanted is not None and limit is not None and wanted > limit:
+        raise ConfigError(
+            f"engine.max_context = {wanted} is more than the {limit} tokens that {model.path!r}"
+            " allows; lower it."
+        )
+    context = wanted if wanted is not None else limit
+    assert context is not None
+    return context
+
+
+def _check_prompts(renderer: Renderer, tasks: Sequence[Task], *, max_context: int) -> None:
+    """Single long prompts cost their own groups; if all of them are too long, the setting is
+    wrong."""
+    shortest: int | None = None
+    for task in tasks[:PROMPTS_CHECKED]:
+        try:
+            length = len(renderer.render(task.prompt))
+        except TaskError:
+            return  # it is counted when its turn comes
+        shortest = length if shortest is None else min(shortest, length)
+    if shortest is not None and shortest >= max_context:
+        raise ConfigError(
+            f"Each of the first {min(len(tasks), PROMPTS_CHECKED)} prompts has at least {shortest}"
+            f" tokens, but the context holds {max_context}; shorten the prompts or raise"
+            " engine.max_context."
+        )
+
+
+def _resume_point(config: RunConfig) -> tuple[Path | None, Cursor]:
+    """The newest complete checkpoint; a run that never wrote one starts from the beginning."""
+    checkpoint = latest_checkpoint(Path(config.run_dir))
+    if checkpoint is None:
+        return None, Cursor()
+    state = read_run_state(checkpoint)
+    if state["version"] >= config.trainer.steps:
+        raise ConfigError(
+            f"{config.run_dir} already did its {state['version']} steps; to go on, raise"
+            f" trainer.steps (now {config.trainer.steps})."
+        )
+    return checkpoint, Cursor(
+        version=state["version"],
+        next_number=state["next_number"],
+        unfinished=tuple(state["unfinished"]),
+    )
+
+
+def _with_threads(config: RunConfig) -> RunConfig:
+    """Cores shared out evenly among the engines and the trainer, where nothing else is said."""
+    share = max(1, available_cores() // (config.engine.count + 1))
+    return config.model_copy(
+        update={
+            "engine": config.engine.model_copy(update={"threads": config.engine.threads or share}),
+            "trainer": config.trainer.model_copy(
+                update={"threads": config.trainer.threads or share}
+            ),
+        }
+    )

@@ -1,0 +1,69 @@
+"""The gate in front of generation: no work is started that is bound to be too stale.
+
+Promise: groups accepted or running never exceed (max_staleness + visible version + 1) *
+groups_per_step. With the buffer handing out oldest first, a group started now is then trained at
+most max_staleness versions later. The visible version is what the engines hold, not what the
+trainer has reached: a slot freed at the step, before the swap, would start a rollout that is
+already one version old.
+
+Called from the controller's event loop only.
+"""
+
+import asyncio
+
+STALENESS = "staleness limit"
+RUNNING = "max_running_groups"
+
+
+class Admission:
+    def __init__(
+        self, *, groups_per_step: int, max_staleness: int, max_running: int, version: int
+    ) -> None:
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._max_running = max_running
+        self._version = version
+        self._accepted = (
+            version * groups_per_step
+        )  # trained, waiting or running; not dropped or failed
+        self._running = 0
+        self._changed = asyncio.Event()
+        self.held_by: str | None = None  # why the next group may not start yet
+
+    @property
+    def running(self) -> int:
+        return self._running
+
+    async def enter(self) -> None:
+        """Wait until one more group may start, and count it."""
+        while (reason := self._obstacle()) is not None:
+            self.held_by = reason
+            self._changed.clear()
+            await self._changed.wait()
+        self.held_by = None
+        self._accepted += 1
+        self._running += 1
+
+    def leave(self) -> None:
+        """A running group reached the buffer, or failed."""
+        self._running -= 1
+        self._changed.set()
+
+    def give_back(self) -> None:
+        """An accepted group will never be trained (failed or dropped); another may take its
+        place."""
+        self._accepted -= 1
+        self._changed.set()
+
+    def advance(self, version: int) -> None:
+        """All engines now sample with this version or a newer one."""
+        self._version = max(self._version, version)
+        self._changed.set()
+
+    def _obstacle(self) -> str | None:
+        limit = (self._max_staleness + self._version + 1) * self._groups_per_step
+        if self._accepted >= limit:
+            return STALENESS
+        if self._running >= self._max_running:
+            return RUNNING
+        return None

@@ -1,0 +1,295 @@
+"""One run from settings to checkpoint: check everything, start the workers, hand over to the
+controller.
+
+Promise: what can be known to be wrong is said before any worker starts; whatever happens after
+that, no process and no shared memory outlives the call.
+"""
+
+import asyncio
+import contextlib
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from millrace.cluster.hub import Hub
+from millrace.cluster.messages import Message, Progress, Published, StartEngine, StartTrainer
+from millrace.cluster.worker import Worker
+from millrace.config import RunConfig, load_config
+from millrace.controller import Controller, Outcome
+from millrace.core.errors import MillraceError, RunFailed
+from millrace.core.records import Sampling
+from millrace.engines.pool import EnginePool, RemoteEngine
+from millrace.envs.single_turn import SingleTurn
+from millrace.prepare import Prepared, prepare
+from millrace.rollout.player import Player
+from millrace.scoring.pool import ScorerPool, build_scorer_pool
+from millrace.training.remote import RemoteTrainer
+from millrace.watch.run_dir import RunDir
+from millrace.watch.watcher import Watcher
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    run_dir: Path
+    checkpoint: Path  # a Hugging Face model directory
+    steps: int
+    episodes: int  # trained on, in this call
+    seconds: float
+    accuracy_before: float | None
+    accuracy_after: float | None
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | RunConfig | None = None,
+    *,
+    tasks: Sequence[Any] | None = None,
+    eval_tasks: Sequence[Any] | None = None,
+    scorers: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+    resume: bool = False,
+    **settings: Any,
+) -> RunResult:
+    """Train a model; returns when the last step is done and its checkpoint written.
+
+    Settings come from a TOML file, a dict, or keyword arguments (`model="...", trainer={"steps":
+    10}`), which go on top. Tasks and reward functions may be Python objects.
+    """
+    prepared = prepare(
+        load_config(config, overrides=settings),
+        tasks=tasks,
+        eval_tasks=eval_tasks,
+        scorers=[scorers] if callable(scorers) else scorers,
+        resume=resume,
+    )
+    run_dir = RunDir(prepared.config.run_dir)
+    run_dir.open(prepared.config, resume=resume)
+    try:
+        return _run_on_own_loop(lambda: _Run(prepared, run_dir=run_dir, resume=resume).run())
+    finally:
+        run_dir.close()
+
+
+class _Run:
+    """The processes of one run, and what they say. Lives on the controller's event loop."""
+
+    def __init__(self, prepared: Prepared, *, run_dir: RunDir, resume: bool) -> None:
+        self._prepared = prepared
+        self._config = prepared.config
+        self._run_dir = run_dir
+        self._watcher = Watcher(
+            prepared.config,
+            run_dir=run_dir,
+            resume_from=prepared.cursor.version if resume else None,
+        )
+        self._controller: Controller | None = None
+
+    async def run(self) -> RunResult:
+        start_s = time.monotonic()
+        cluster = self._config.cluster
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._watcher.close)
+            private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-")))
+            hub = await stack.enter_async_context(
+                Hub(
+                    log_dir=self._run_dir.logs,
+                    on_event=self._heard,
+                    address=cluster.address,
+                    start_timeout_s=cluster.start_timeout_s,
+                    stop_timeout_s=cluster.stop_timeout_s,
+                )
+            )
+            scorers = self._make_scorers(hub, folder=private)
+            # Before the hub: it would take the scorers' end for their death, and replace them.
+            stack.push_async_callback(scorers.close)
+            with _first_cause():
+                outcome = await self._conduct(hub, scorers=scorers)
+        seconds = time.monotonic() - start_s
+        return self._conclude(outcome, seconds=seconds)
+
+    async def _conduct(self, hub: Hub, *, scorers: ScorerPool) -> Outcome:
+        """Start all workers side by side, then let the controller run until it ends or one dies."""
+        async with asyncio.TaskGroup() as starting:
+            starts = [
+                starting.create_task(self._start_engine(hub, f"engine-{i}"))
+                for i in range(self._config.engine.count)
+            ]
+            starting_trainer = starting.create_task(self._start_trainer(hub))
+            starting.create_task(scorers.start())
+        engines, trainer = [task.result() for task in starts], starting_trainer.result()
+        pool = EnginePool([RemoteEngine(worker) for worker in engines])
+        self._controller = self._make_controller(pool, trainer, scorers)
+        async with asyncio.TaskGroup() as activities:
+            watches = [activities.create_task(_raise_on_death(w)) for w in (*engines, trainer)]
+            outcome = await self._controller.run()
+            for watch in watches:
+                watch.cancel()
+        return outcome
+
+    async def _start_engine(self, hub: Hub, name: str) -> Worker:
+        worker = await hub.launch(name, "millrace.workers.engine")
+        start = StartEngine(
+            config=self._config.model_dump(mode="json"),
+            model_path=self._prepared.model_path,
+            version=self._prepared.cursor.version,
+        )
+        await worker.call(start, timeout_s=self._config.cluster.start_timeout_s)
+        return worker
+
+    async def _start_trainer(self, hub: Hub) -> Worker:
+        worker = await hub.launch("trainer", "millrace.workers.trainer")
+        checkpoint = self._prepared.checkpoint
+        start = StartTrainer(
+            config=self._config.model_dump(mode="json"),
+            checkpoint=None if checkpoint is None else str(checkpoint),
+        )
+        await worker.call(start, timeout_s=self._config.cluster.start_timeout_s)
+        return worker
+
+    def _make_scorers(self, hub: Hub, *, folder: Path) -> ScorerPool:
+        async def launch(name: str) -> Worker:
+            return await hub.launch(name, "millrace.workers.scorer")
+
+        return build_scorer_pool(
+            self._prepared.scorers,
+            advantages=self._prepared.advantages,
+            num_workers=self._config.scoring.workers,
+            launch=launch,
+            folder=folder,
+            start_timeout_s=self._config.cluster.start_timeout_s,
+        )
+
+    def _make_controller(
+        self, engines: EnginePool, trainer: Worker, scorers: ScorerPool
+    ) -> Controller:
+        config, prepared = self._config, self._prepared
+        player = Player(
+            environment=SingleTurn(),
+            engine=engines,
+            renderer=prepared.renderer,
+            sampling=Sampling(**config.sampling.model_dump()),
+            max_context=prepared.max_context,
+            seed=config.seed,
+        )
+        return Controller(
+            config,
+            task_of=prepared.tasks.task,
+            held_out=prepared.held_out,
+            player=player,
+            scorers=scorers,
+            engines=engines,
+            trainer=RemoteTrainer(trainer),
+            watcher=self._watcher,
+            checkpoints=self._run_dir.checkpoints,
+            cursor=prepared.cursor,
+        )
+
+    def _heard(self, worker: str, message: Message) -> None:
+        if isinstance(message, Progress):
+            self._watcher.heard(worker, spans=message.spans, counters=message.counters)
+        elif isinstance(message, Published):
+            assert self._controller is not None, "the trainer publishes only after a step"
+            self._controller.on_published(message.update)
+
+    def _conclude(self, outcome: Outcome, *, seconds: float) -> RunResult:
+        result = RunResult(
+            run_dir=self._run_dir.path,
+            checkpoint=outcome.checkpoint,
+            steps=outcome.steps,
+            episodes=self._watcher.episodes,
+            seconds=seconds,
+            accuracy_before=outcome.before.accuracy if outcome.before else None,
+            accuracy_after=outcome.after.accuracy if outcome.after else None,
+        )
+        self._run_dir.write_summary(
+            {
+                "accuracy_before": result.accuracy_before,
+                "accuracy_after": result.accuracy_after,
+                "seconds": seconds,
+                "samples_per_s": result.episodes / seconds,
+                "episodes": result.episodes,
+                "steps": result.steps,
+                "checkpoint": str(result.checkpoint),
+                "run_dir": str(result.run_dir),
+            }
+        )
+        return result
+
+
+async def _raise_on_death(worker: Worker) -> None:
+    raise await asyncio.shield(worker.dead)  # the future outlives this watch
+
+
+@contextlib.contextmanager
+def _first_cause() -> Iterator[None]:
+    """Of everything that failed together, raise the one error that says most to the user."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        causes = list(_leaves(group))
+        ours = [cause for cause in causes if isinstance(cause, MillraceError)]
+        # A dead worker fails everything that waits for it; a RunFailed is the reason itself.
+        reason = next((c for c in ours if isinstance(c, RunFailed)), ours[0] if ours else causes[0])
+        raise reason from None
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def _run_on_own_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine to its end; Ctrl-C and SIGTERM cancel it, so that everything is cleaned
+    up."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run_here(make)
+    # In a notebook a loop runs already; ours gets a thread of its own.
+    return _run_in_thread(make)
+
+
+def _run_here(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        loop = runner.get_loop()
+
+        async def main() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    loop.add_signal_handler(number, task.cancel, number.name)
+            return await make()
+
+        try:
+            return runner.run(main())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+def _run_in_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(_run_here(make))
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            failure.append(error)
+
+    thread = threading.Thread(target=body, name="millrace-run")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]

@@ -1,0 +1,203 @@
+"""The scoring tier as the controller sees it: a group in, the group with scores and advantages out.
+
+Promise: users' code never runs on the controller's event loop. A scorer that raises, hangs, crashes
+or returns what is no score costs the group at hand: a ScoreError, counted by scorer.
+"""
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from millrace.core.errors import ConfigError, ScoreError
+from millrace.core.protocols import Advantages, Scorer
+from millrace.core.records import Group, Score
+from millrace.scoring.function_scorer import FunctionScorer
+from millrace.scoring.functions import RewardFunction, inspect_reward
+from millrace.scoring.handover import hand_over, resolve_function
+from millrace.scoring.workers import Launch, ScorerWorkers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScorerSpec:
+    """One scorer as the user gave it; the fields are those of [[scorer]]."""
+
+    function: str | Callable[..., Any]
+    name: str | None = None
+    weight: float = 1.0
+    timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoringStats:
+    """What the tier has done so far, and does now."""
+
+    calls: dict[str, int]  # by scorer, as all of these
+    failures: dict[str, int]
+    seconds: dict[str, float]  # from call to result, with the wait for a free worker
+    workers_busy: int
+    workers_lost: int  # hung or crashed, and replaced
+    calls_waiting: int  # for a free worker
+
+
+class ScorerPool:
+    """All scorers of a run and the processes behind them. Used on the controller's event loop."""
+
+    def __init__(
+        self, scorers: Sequence[Scorer], *, advantages: Advantages, workers: ScorerWorkers
+    ) -> None:
+        self.scorers = tuple(scorers)
+        self._advantages = advantages
+        self._workers = workers
+        self._calls: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    async def start(self) -> None:
+        await self._workers.start()
+
+    async def close(self) -> None:
+        await self._workers.close()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(scorer.name for scorer in self.scorers)
+
+    async def score(self, group: Group) -> Group:
+        """The group with scores and advantages; raises ScoreError if a scorer fails on it."""
+        # One failure does not stop the others: they are bounded in time, and each is counted.
+        outcomes = await asyncio.gather(
+            *(self._judge(scorer, group) for scorer in self.scorers), return_exceptions=True
+        )
+        columns: list[list[float | None]] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            columns.append(outcome)
+        scores = self._combine(group, columns)
+        advantages = _checked(self._advantages(scores), group=group)
+        return dataclasses.replace(group, scores=scores, advantages=advantages)
+
+    def stats(self) -> ScoringStats:
+        return ScoringStats(
+            calls=dict(self._calls),
+            failures=dict(self._failures),
+            seconds=dict(self._seconds),
+            workers_busy=self._workers.num_busy,
+            workers_lost=self._workers.num_lost,
+            calls_waiting=self._workers.num_waiting,
+        )
+
+    async def _judge(self, scorer: Scorer, group: Group) -> list[float | None]:
+        start_s = time.monotonic()
+        self._calls[scorer.name] += 1
+        try:
+            return await scorer.score(group)
+        except ScoreError:
+            self._failures[scorer.name] += 1
+            raise
+        finally:
+            self._seconds[scorer.name] += time.monotonic() - start_s
+
+    def _combine(
+        self, group: Group, columns: Sequence[Sequence[float | None]]
+    ) -> tuple[Score, ...]:
+        """One column of rewards per scorer -> one Score per episode; None adds nothing."""
+        scores: list[Score] = []
+        for index, rewards in enumerate(zip(*columns, strict=True)):
+            weighted = [
+                scorer.weight * reward
+                for scorer, reward in zip(self.scorers, rewards, strict=True)
+                if reward is not None
+            ]
+            if not weighted:
+                raise ScoreError(
+                    f"No scorer applied to episode {index} of group {group.number}: all of"
+                    f" {', '.join(self.names)} returned None; at least one must give a number."
+                )
+            parts = dict(zip(self.names, rewards, strict=True))
+            scores.append(Score(total=math.fsum(weighted), parts=parts))
+        return tuple(scores)
+
+
+def build_scorer_pool(
+    specs: Sequence[ScorerSpec],
+    *,
+    advantages: Advantages,
+    num_workers: int,
+    launch: Launch,
+    folder: Path,
+    start_timeout_s: float = 180.0,
+) -> ScorerPool:
+    """A pool, not yet started; raises ConfigError for what can be known to be wrong.
+
+    `launch` starts a scorer process by name. `folder`, private to the run and kept by the caller
+    while the pool lives, takes the functions that no other process can import.
+    """
+    functions = inspect_scorers(specs)
+    locations = hand_over(
+        {f.name: spec.function for f, spec in zip(functions, specs, strict=True)}, folder=folder
+    )
+    workers = ScorerWorkers(
+        launch=launch,
+        num_workers=num_workers,
+        functions=locations,
+        start_timeout_s=start_timeout_s,
+    )
+    scorers = [
+        FunctionScorer(function, weight=spec.weight, timeout_s=spec.timeout_s, workers=workers)
+        for function, spec in zip(functions, specs, strict=True)
+    ]
+    return ScorerPool(scorers, advantages=advantages, workers=workers)
+
+
+def inspect_scorers(specs: Sequence[ScorerSpec]) -> list[RewardFunction]:
+    """What the scorers are, before any process starts; raises ConfigError for what is wrong."""
+    functions = [_inspected(spec) for spec in specs]
+    names = [function.name for function in functions]
+    if not names:
+        raise ConfigError(
+            "There is no scorer; add a [[scorer]] table, or pass scorers=[...] to train()."
+        )
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"Two scorers are named {name!r}; give each a name of its own.")
+    return functions
+
+
+def _inspected(spec: ScorerSpec) -> RewardFunction:
+    function = resolve_function(spec.function)
+    name = spec.name or getattr(function, "__name__", type(function).__name__).strip("<>")
+    if not math.isfinite(spec.weight):
+        raise ConfigError(f"Scorer {name!r} has the weight {spec.weight}; give it a finite number.")
+    if not spec.timeout_s > 0:
+        raise ConfigError(f"Scorer {name!r} has timeout_s = {spec.timeout_s}; it must be above 0.")
+    return inspect_reward(function, name=name)
+
+
+def _checked(advantages: np.ndarray, *, group: Group) -> np.ndarray:
+    """The estimator may be the user's own, and rewards may be too large for float32."""
+    if np.shape(advantages) != (len(group.episodes),) or not np.isfinite(advantages).all():
+        raise ScoreError(
+            f"The advantages of group {group.number} are {advantages!r}; each of its"
+            f" {len(group.episodes)} episodes needs one finite number."
+        )
+    return np.asarray(advantages, dtype=np.float32)

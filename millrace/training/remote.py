@@ -1,0 +1,26 @@
+"""The trainer as the controller sees it: a process that takes batches. Torch-free."""
+
+from pathlib import Path
+from typing import Any
+
+from millrace.cluster.hub import Worker
+from millrace.cluster.messages import Release, SaveCheckpoint, Step, Stepped
+from millrace.core.microbatch import Batch
+
+
+class RemoteTrainer:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def step(self, batch: Batch, *, version: int) -> dict[str, float]:
+        """One optimizer step; its weights become `version` and are published in the background."""
+        reply = await self._worker.call(Step(batch=batch, version=version))
+        assert isinstance(reply, Stepped)
+        assert reply.version == version
+        return reply.metrics
+
+    async def release(self, version: int) -> None:
+        await self._worker.call(Release(version=version))
+
+    async def save(self, directory: Path, *, run_state: dict[str, Any]) -> None:
+        await self._worker.call(SaveCheckpoint(directory=str(directory), run_state=run_state))

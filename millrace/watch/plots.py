@@ -1,0 +1,128 @@
+"""Pictures of a run: reward.png, staleness.png and timeline.png, from what its directory holds.
+
+Matplotlib is imported only when a picture is made, and without pyplot: no window, no global state.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from millrace.watch.metrics import read_metrics
+from millrace.watch.run_dir import RunDir
+from millrace.watch.timeline import draw_timeline
+from millrace.watch.trace import read_trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INK, FAINT = "#22303c", "#d5dbe1"
+BLUE, ORANGE = "#2f6fb7", "#e07b39"
+SMOOTH_SHARE = 0.05  # the smooth reward line averages this share of the run's steps
+DPI = 150
+
+
+def render_plots(path: Path) -> list[Path]:
+    """Draw what can be drawn so far into RUN_DIR/plots; returns the files written."""
+    run_dir = RunDir(path)
+    rows = read_metrics(run_dir.metrics)
+    spans = read_trace(run_dir.trace)
+    summary = json.loads(run_dir.summary.read_text()) if run_dir.is_finished else {}
+    run_dir.plots.mkdir(exist_ok=True)
+    written = []
+    if rows:
+        written.append(_draw(run_dir.plots / "reward.png", _reward, rows, summary))
+    if any(row.get("staleness_hist") for row in rows):
+        written.append(_draw(run_dir.plots / "staleness.png", _staleness, rows))
+    if spans:
+        written.append(_draw(run_dir.plots / "timeline.png", draw_timeline, spans))
+    return written
+
+
+def _draw(path: Path, plot: Callable[..., None], *data: Any) -> Path:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    style: dict[Any, Any] = {
+        "font.size": 10,
+        "text.color": INK,
+        "axes.edgecolor": FAINT,
+        "axes.labelcolor": INK,
+        "axes.titlesize": 12,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.titlepad": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "grid.color": FAINT,
+        "grid.linewidth": 0.7,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "legend.frameon": False,
+    }
+    with rc_context(style):
+        figure = Figure(figsize=(9.0, 4.0), dpi=DPI, layout="constrained")
+        plot(figure, *data)
+        figure.savefig(path)
+    return path
+
+
+def _reward(figure: "Figure", rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
+    axes = figure.subplots()
+    points = [(row["step"], row["reward_mean"]) for row in rows if row["reward_mean"] is not None]
+    steps, rewards = [step for step, _ in points], [reward for _, reward in points]
+    axes.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1.0)
+    axes.plot(steps, _smooth(rewards), color=BLUE, linewidth=2.0, label="mean reward (smoothed)")
+    accuracy = {row["step"]: row["accuracy"] for row in rows if row.get("accuracy") is not None}
+    if summary.get("accuracy_before") is not None:
+        accuracy[0] = summary["accuracy_before"]
+    if summary.get("accuracy_after") is not None:
+        accuracy[steps[-1] if steps else 0] = summary["accuracy_after"]
+    if accuracy:
+        at = sorted(accuracy)
+        values = [accuracy[step] for step in at]
+        axes.plot(at, values, "o--", color=ORANGE, linewidth=1.0, label="held-out accuracy")
+        for step in (at[0], at[-1]):
+            axes.annotate(
+                f"{accuracy[step]:.2f}",
+                (step, accuracy[step]),
+                xytext=(0, 7),
+                textcoords="offset points",
+                ha="center",
+                color=ORANGE,
+            )
+    axes.set_title("Reward")
+    axes.set_xlabel("step")
+    axes.margins(x=0.03, y=0.12)
+    axes.grid(axis="y")
+    axes.legend(loc="lower right")
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    half = max(int(len(values) * SMOOTH_SHARE), 1)
+    windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _staleness(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
+    axes = figure.subplots()
+    tokens: dict[int, int] = {}
+    for row in rows:
+        for staleness, number in row.get("staleness_hist", {}).items():
+            tokens[int(staleness)] = tokens.get(int(staleness), 0) + number
+    total = sum(tokens.values())
+    at = list(range(max(max(tokens), 3) + 1))
+    shares = [tokens.get(staleness, 0) / total for staleness in at]
+    bars = axes.bar(at, shares, color=BLUE, width=0.7)
+    axes.bar_label(
+        bars, labels=[f"{share:.1%}" if share else "" for share in shares], padding=3, color=INK
+    )
+    mean = sum(staleness * number for staleness, number in tokens.items()) / total
+    axes.set_title(f"Staleness of {total:,} trained tokens, {mean:.2f} on average")
+    axes.set_xlabel("trainer version minus the version that sampled the token")
+    axes.set_ylabel("share of tokens")
+    axes.set_xticks(at)
+    axes.margins(y=0.12)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.grid(axis="y")

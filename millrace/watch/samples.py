@@ -1,0 +1,73 @@
+"""rollouts/step_N.jsonl: a few episodes of each step, for people to read.
+
+Promise: what is shown is not picked for its score. Called from the controller's event loop.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.core.records import Episode, Group
+from millrace.watch.plain import plain
+
+
+class SampleLog:
+    """Writes `per_step` episodes of a step; the same step trained again replaces its file."""
+
+    def __init__(self, directory: Path, *, per_step: int) -> None:
+        self._directory = directory
+        self._per_step = per_step
+
+    def write(self, step: int, groups: Sequence[Group]) -> None:
+        """Groups must be scored."""
+        lines = [
+            json.dumps(_readable(group, index), ensure_ascii=False)
+            for group, index in islice(_picks(groups), self._per_step)
+        ]
+        if lines:
+            path = self._directory / f"step_{step}.jsonl"
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _picks(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
+    """The first episode of each group, then the second of each, and so on."""
+    largest = max((len(group.episodes) for group in groups), default=0)
+    for index in range(largest):
+        yield from ((group, index) for group in groups if index < len(group.episodes))
+
+
+def _readable(group: Group, index: int) -> dict[str, Any]:
+    episode, score = group.episodes[index], group.scores[index]
+    assert group.advantages is not None
+    # A later turn's prompt holds the whole conversation before it, so the last turn tells all.
+    turn = episode.turns[-1]
+    return {
+        "group": group.number,
+        "prompt": turn.prompt,
+        "completion": turn.completion,
+        "finish": turn.finish,
+        "score": plain(score.total),
+        "parts": plain(score.parts),
+        "advantage": plain(group.advantages[index]),
+        "versions": _versions(episode),
+        "tokens": sum(rollout.num_sampled for rollout in episode.rollouts),
+        "columns": {name: _shown(value) for name, value in group.task.columns.items()},
+    }
+
+
+def _versions(episode: Episode) -> list[int]:
+    """The oldest and the newest version that sampled it."""
+    stamps = np.concatenate([rollout.versions[rollout.mask] for rollout in episode.rollouts])
+    return [int(stamps.min()), int(stamps.max())]
+
+
+def _shown(value: Any) -> Any:
+    """A task's column may be any Python object; what JSON cannot say is shown as its repr."""
+    try:
+        return plain(value)
+    except TypeError:
+        return repr(value)

@@ -1,0 +1,29 @@
+"""One moment of a run, as every progress view shows it."""
+
+from dataclasses import dataclass, field
+
+from millrace.watch.activity import Shares
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSnapshot:
+    """Filled by the controller a few times a second; views only read it."""
+
+    run_dir: str
+    step: int  # steps done
+    steps: int  # steps to do
+    version: int
+    elapsed_s: float
+    eta_s: float | None = None  # None until it can be told
+    rewards: tuple[float, ...] = ()  # mean reward of every step so far
+    accuracies: tuple[float, ...] = ()  # of every evaluation so far, oldest first
+    samples_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    buffer_depth: int = 0  # groups that wait for the trainer
+    buffer_capacity: int = 1
+    groups_running: int = 0  # groups being played or scored
+    staleness_mean: float = 0.0  # of the tokens of the last step
+    staleness_max: int = 0
+    workers: dict[str, Shares | None] = field(default_factory=dict)  # None = starting
+    dropped: dict[str, int] = field(default_factory=dict)  # groups, by reason
+    failed: dict[str, int] = field(default_factory=dict)  # groups, by reason

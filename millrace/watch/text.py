@@ -1,0 +1,60 @@
+"""Numbers and curves as short text: the vocabulary of the progress views and of the summary."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def duration(seconds: float) -> str:
+    """0:07, 12:30, 3:05:00."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
+
+
+def rate(per_second: float) -> str:
+    """Three digits, whatever the size: 0.42, 8.13, 51.2, 812, 10.2k, 1.30M."""
+    size, unit = (1e6, "M") if per_second >= 1e6 else (1e3, "k") if per_second >= 1e3 else (1, "")
+    value = per_second / size
+    decimals = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{decimals}f}{unit}"
+
+
+def counts(reasons: Mapping[str, int]) -> str:
+    """ "4 (too stale 3, timed out 1)", most frequent first; "0" if there are none."""
+    total = sum(reasons.values())
+    if not total:
+        return "0"
+    ordered = sorted(reasons.items(), key=lambda item: -item[1])
+    return f"{total} ({', '.join(f'{reason} {n}' for reason, n in ordered if n)})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    lines: tuple[str, ...]  # top first
+    low: float  # at the bottom of the last line
+    high: float  # at the top of the first line
+
+
+def curve(values: Sequence[float], *, columns: int, rows: int) -> Curve:
+    """An area chart in `rows` lines of text; long histories are averaged into `columns` columns."""
+    means = _resample(values, columns)
+    low, high = min(means), max(means)
+    levels = rows * (len(BLOCKS) - 1)
+    # The lowest point still shows one eighth of a line, so that it is told from "no step yet".
+    heights = [1 + round((mean - low) / (high - low or 1.0) * (levels - 1)) for mean in means]
+    lines = tuple(
+        "".join(BLOCKS[min(max(height - row * 8, 0), 8)] for height in heights)
+        for row in reversed(range(rows))
+    )
+    return Curve(lines=lines, low=low, high=high)
+
+
+def _resample(values: Sequence[float], columns: int) -> list[float]:
+    """At most `columns` values, each the mean of an equal share of the steps."""
+    if len(values) <= columns:
+        return list(values)
+    edges = [column * len(values) // columns for column in range(columns + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

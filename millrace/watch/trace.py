@@ -1,0 +1,105 @@
+"""trace.json: what every worker did and waited for, as trace events for Perfetto and Chrome.
+
+Promise: the file can be opened at any moment, also after a kill: it is one JSON array with an event
+per line, whose closing bracket viewers (and read_trace) do not need. Times count from the run's
+start; a resumed run goes on where the trace ended, so the hours in between leave no hole.
+Called from the controller's event loop.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from millrace.core.errors import ConfigError
+from millrace.core.spans import Span
+from millrace.watch.run_dir import write_atomically
+
+PROCESS = 1  # all workers are tracks of one group, so that overlap is seen at a glance
+BUSY_COLOUR, WAITING_COLOUR = "thread_state_running", "grey"  # names the viewers know
+
+Event = dict[str, Any]
+
+
+class TraceWriter:
+    """Streams spans to disk, one write per batch. `start_s`: the run's start since the epoch."""
+
+    def __init__(self, path: Path, *, start_s: float | None = None, resume: bool = False) -> None:
+        events = _read_events(path) if resume and path.exists() else []
+        self._tracks = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+        self._start_s = time.time() if start_s is None else start_s
+        self._start_s -= (
+            max((e["ts"] + e["dur"] for e in events if e["ph"] == "X"), default=0.0) / 1e6
+        )
+        if not events:
+            events = [_metadata("process_name", 0, {"name": "millrace"})]
+        write_atomically(path, "[\n" + ",\n".join(json.dumps(event) for event in events))
+        self._file = path.open("a")
+
+    def write(self, spans: Iterable[Span]) -> None:
+        events = [event for span in spans for event in self._events(span)]
+        self._file.write("".join(f",\n{json.dumps(event)}" for event in events))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.write("\n]\n")
+        self._file.close()
+
+    def _events(self, span: Span) -> list[Event]:
+        new_track = []
+        if span.worker not in self._tracks:
+            track = self._tracks[span.worker] = len(self._tracks) + 1
+            new_track = [
+                _metadata("thread_name", track, {"name": span.worker}),
+                _metadata("thread_sort_index", track, {"sort_index": track}),
+            ]
+        event = {
+            "name": span.name if span.busy else f"waiting: {span.name}",
+            "cat": "busy" if span.busy else "waiting",
+            "ph": "X",
+            "ts": round((span.start_s - self._start_s) * 1e6, 1),
+            "dur": round((span.end_s - span.start_s) * 1e6, 1),
+            "pid": PROCESS,
+            "tid": self._tracks[span.worker],
+            "cname": BUSY_COLOUR if span.busy else WAITING_COLOUR,
+            "args": {"count": span.count} | ({} if span.busy else {"reason": span.name}),
+        }
+        return [*new_track, event]
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a trace, complete or cut short, in seconds from the run's start."""
+    if not path.is_file():
+        return []
+    events = _read_events(path)
+    workers = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    return [
+        Span(
+            worker=workers[event["tid"]],
+            name=event["args"].get("reason", event["name"]),
+            busy=event["cat"] == "busy",
+            start_s=event["ts"] / 1e6,
+            end_s=(event["ts"] + event["dur"]) / 1e6,
+            count=event["args"]["count"],
+        )
+        for event in events
+        if event["ph"] == "X"
+    ]
+
+
+def _read_events(path: Path) -> list[Event]:
+    lines = [line.strip().rstrip(",") for line in path.read_text().split("\n")]
+    lines = [line for line in lines if line not in ("", "[", "]")]
+    events: list[Event] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):  # only the last one can have been cut short
+                raise ConfigError(f"{path} is not a trace of Millrace: {line[:40]!r}.") from None
+    return events
+
+
+def _metadata(name: str, track: int, args: dict[str, Any]) -> Event:
+    return {"name": name, "ph": "M", "pid": PROCESS, "tid": track, "args": args}

@@ -1,0 +1,251 @@
+"""Writes down what a run does: metrics per step, spans of every worker, samples to read, progress
+to see.
+
+Promise: the run directory is readable at any moment. Called from the controller's event loop only.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from millrace.config import RunConfig
+from millrace.core.records import Group
+from millrace.core.spans import Span
+from millrace.watch.activity import Activity, Shares, mean_by_role
+from millrace.watch.metrics import MetricsLog
+from millrace.watch.progress import make_progress
+from millrace.watch.run_dir import RunDir
+from millrace.watch.samples import SampleLog
+from millrace.watch.snapshot import RunSnapshot
+from millrace.watch.tensorboard import TensorBoardLog
+from millrace.watch.trace import TraceWriter
+
+REFRESH_S = 0.25
+RATE_WINDOW_S = 10.0  # progress shows rates over about this long
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """What only the controller knows, right now."""
+
+    version: int
+    buffer_depth: int
+    groups_running: int
+    groups_dropped: dict[str, int]  # so far, by reason
+    groups_failed: dict[str, int]
+    last_failure: str  # the newest failure's sentence, or ""
+    engine_waits_for: str  # why an engine without work has none
+    trainer_waits_for: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Mark:
+    """Totals at one instant; rates are differences of two."""
+
+    time_s: float
+    episodes: int
+    generated_tokens: float
+
+
+class Watcher:
+    def __init__(self, config: RunConfig, *, run_dir: RunDir, resume_from: int | None) -> None:
+        self._steps = config.trainer.steps
+        self._capacity = config.buffer.capacity
+        self._run_dir = run_dir
+        self._metrics = MetricsLog(run_dir.metrics, resume_from=resume_from)
+        self._trace = TraceWriter(run_dir.trace, resume=resume_from is not None)
+        self._samples = SampleLog(run_dir.rollouts, per_step=config.watch.samples_per_step)
+        self._tensorboard = (
+            TensorBoardLog(run_dir.tensorboard) if config.watch.tensorboard else None
+        )
+        self._progress = make_progress(config.watch.progress)
+        self._activity = Activity()
+        self._started_s = time.monotonic()
+        self._first_step = resume_from or 0
+        self._generated: dict[str, float] = {}  # tokens so far, by engine
+        self.episodes = 0  # trained so far
+        self._marks = [self._mark()]
+        self._rewards: list[float] = []
+        self._accuracies: list[float] = []
+        self._new_accuracy: dict[int, float] = {}
+        self._staleness = (0.0, 0)
+        self._failures_noted = 0
+        self._moment: Callable[[], Moment] | None = None
+
+    async def run(self, moment: Callable[[], Moment]) -> None:
+        """Keep the progress view up to date. Ends only by cancellation."""
+        self._moment = moment
+        self._progress.start()
+        while True:
+            self._show(moment())
+            await asyncio.sleep(REFRESH_S)
+
+    def heard(self, worker: str, *, spans: Sequence[Span], counters: dict[str, float]) -> None:
+        """A worker's Progress message."""
+        if "generated_tokens" in counters:
+            self._generated[worker] = counters["generated_tokens"]
+        if self._moment is not None:
+            spans = [_explained(span, self._moment()) for span in spans]
+        self._activity.add(spans)
+        self._trace.write(spans)
+
+    def step(
+        self, moment: Moment, *, groups: Sequence[Group], trainer_metrics: dict[str, float]
+    ) -> None:
+        """A step at trainer version `moment.version` is done; the next version is one higher."""
+        step = moment.version + 1
+        self.episodes += sum(len(group.episodes) for group in groups)
+        self._marks = [*self._marks[-200:], self._mark()]
+        row = {
+            "step": step,
+            "version": step,
+            "time_s": round(time.monotonic() - self._started_s, 3),
+            **_scores(groups),
+            **trainer_metrics,
+            **_staleness(groups, version=moment.version),
+            **self._rates(self._window_start()),
+            **self._shares(),
+            "completion_tokens_mean": float(
+                np.mean([rollout.num_sampled for group in groups for rollout in group.rollouts])
+            ),
+            "buffer_depth": moment.buffer_depth,
+            "groups_running": moment.groups_running,
+            "groups_dropped": moment.groups_dropped,
+            "groups_failed": moment.groups_failed,
+        }
+        if self._new_accuracy:
+            row["accuracy"] = self._new_accuracy.popitem()[1]
+        self._rewards.append(row["reward_mean"])
+        self._staleness = (row["staleness_mean"], row["staleness_max"])
+        self._metrics.write(row)
+        self._samples.write(step, groups)
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, row)
+
+    def evaluated(self, step: int, accuracy: float) -> None:
+        self._accuracies.append(accuracy)
+        self._new_accuracy[step] = accuracy
+        self._progress.note(f"held-out accuracy after step {step}: {accuracy:.3f}")
+
+    def warn(self, sentence: str) -> None:
+        self._progress.note(f"warning: {sentence}")
+
+    def close(self) -> None:
+        if self._moment is not None:
+            self._show(self._moment())
+        self._progress.stop()
+        self._trace.close()
+        self._metrics.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _show(self, moment: Moment) -> None:
+        failed = sum(moment.groups_failed.values())
+        if failed and not self._failures_noted:
+            self._progress.note(
+                f"a group failed (more will only be counted): {moment.last_failure}"
+            )
+            self._failures_noted = failed
+        elapsed_s = time.monotonic() - self._started_s
+        rates = self._rates(self._window_start())
+        self._progress.show(
+            RunSnapshot(
+                run_dir=str(self._run_dir.path),
+                step=moment.version,
+                steps=self._steps,
+                version=moment.version,
+                elapsed_s=elapsed_s,
+                eta_s=self._eta(moment.version),
+                rewards=tuple(self._rewards),
+                accuracies=tuple(self._accuracies),
+                samples_per_s=rates["samples_per_s"],
+                tokens_per_s=rates["tokens_per_s"],
+                buffer_depth=moment.buffer_depth,
+                buffer_capacity=self._capacity,
+                groups_running=moment.groups_running,
+                staleness_mean=self._staleness[0],
+                staleness_max=self._staleness[1],
+                workers=self._activity.recent(),
+                dropped=moment.groups_dropped,
+                failed=moment.groups_failed,
+            )
+        )
+
+    def _mark(self) -> _Mark:
+        return _Mark(
+            time_s=time.monotonic(),
+            episodes=self.episodes,
+            generated_tokens=sum(self._generated.values()),
+        )
+
+    def _window_start(self) -> _Mark:
+        horizon_s = time.monotonic() - RATE_WINDOW_S
+        return next((mark for mark in self._marks if mark.time_s >= horizon_s), self._marks[-1])
+
+    def _rates(self, since: _Mark) -> dict[str, float]:
+        now = self._mark()
+        seconds = max(now.time_s - since.time_s, 1e-9)
+        return {
+            "samples_per_s": (now.episodes - since.episodes) / seconds,
+            "tokens_per_s": (now.generated_tokens - since.generated_tokens) / seconds,
+        }
+
+    def _eta(self, step: int) -> float | None:
+        done = step - self._first_step
+        if done < 1:
+            return None
+        per_step_s = (self._marks[-1].time_s - self._marks[0].time_s) / max(len(self._marks) - 1, 1)
+        return per_step_s * (self._steps - step)
+
+    def _shares(self) -> dict[str, Any]:
+        recent = self._activity.recent()
+        roles = mean_by_role(recent)
+        idle = Shares(busy=0.0, doing={}, waiting={})
+        return {
+            "engine_busy": roles.get("engine", idle).busy,
+            "trainer_busy": roles.get("trainer", idle).busy,
+            "wait_reasons": {w: shares.waiting for w, shares in recent.items() if shares},
+        }
+
+
+def _explained(span: Span, moment: Moment) -> Span:
+    """A worker knows only that it has nothing to do; the controller knows why."""
+    if span.busy:
+        return span
+    if span.worker.startswith("engine"):
+        return replace(span, name=moment.engine_waits_for)
+    if span.worker.startswith("trainer"):
+        return replace(span, name=moment.trainer_waits_for)
+    return span
+
+
+def _scores(groups: Sequence[Group]) -> dict[str, Any]:
+    scores = [score for group in groups for score in group.scores]
+    totals = np.array([score.total for score in scores])
+    parts: dict[str, list[float]] = {}
+    for score in scores:
+        for name, part in score.parts.items():
+            if part is not None:
+                parts.setdefault(name, []).append(part)
+    return {
+        "reward_mean": float(totals.mean()),
+        "reward_std": float(totals.std()),
+        "score_parts": {name: float(np.mean(values)) for name, values in parts.items()},
+    }
+
+
+def _staleness(groups: Sequence[Group], *, version: int) -> dict[str, Any]:
+    """Per token: the trainer's version minus the version that sampled it."""
+    stamps = [rollout.versions[rollout.mask] for group in groups for rollout in group.rollouts]
+    staleness = version - np.concatenate(stamps)
+    counts = Counter(staleness.tolist())
+    return {
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": int(staleness.max()),
+        "staleness_hist": {str(key): counts[key] for key in sorted(counts)},
+    }

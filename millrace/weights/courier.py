@@ -1,0 +1,66 @@
+"""Carries published versions from the trainer to the engines, newest first.
+
+Promise: one update travels at a time; of those that wait, only the newest is sent, the others are
+superseded. A version's bytes are released once no engine reads them any more.
+
+Runs on the controller's event loop.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from millrace.core.weight_update import WeightUpdate
+
+
+class Courier:
+    def __init__(
+        self,
+        *,
+        swap: Callable[[WeightUpdate], Awaitable[int]],
+        release: Callable[[int], None],
+        on_visible: Callable[[int], None],
+        version: int,
+    ) -> None:
+        self._swap = swap
+        self._release = release
+        self._on_visible = on_visible
+        self._waiting: WeightUpdate | None = None
+        self._superseded: list[int] = []
+        self._arrived = asyncio.Event()
+        self._visible = version
+        self._became_visible = asyncio.Condition()
+        self.num_superseded = 0
+
+    @property
+    def visible(self) -> int:
+        """The version that every engine holds, or a newer one."""
+        return self._visible
+
+    def submit(self, update: WeightUpdate) -> None:
+        """Called when the trainer has published; replaces one that still waits."""
+        if self._waiting is not None:
+            self._superseded.append(self._waiting.version)
+            self.num_superseded += 1
+        self._waiting = update
+        self._arrived.set()
+
+    async def run(self) -> None:
+        """Deliver for ever. Ends only by cancellation or because an engine refused an update."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            update, self._waiting = self._waiting, None
+            assert update is not None
+            superseded, self._superseded = self._superseded, []
+            for version in superseded:
+                self._release(version)
+            self._visible = await self._swap(update)
+            self._on_visible(self._visible)
+            async with self._became_visible:
+                self._became_visible.notify_all()
+            self._release(update.version)
+
+    async def wait_visible(self, version: int) -> None:
+        """Until every engine holds this version or a newer one."""
+        async with self._became_visible:
+            await self._became_visible.wait_for(lambda: self._visible >= version)

@@ -1,0 +1,171 @@
+"""Publishes weights beside training.
+
+Promise: publish() costs the trainer one copy of the weights on their own device and never waits for
+engines. Versions are emitted in order; one that is superseded before it was sent is never emitted.
+
+Threads: the trainer's main thread calls publish, release and close; a thread of the publisher's own
+is the only one that touches the sender. Bounds: two snapshots exist, one being sent and one
+pending. An error in the thread ends it and is raised by the next call.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from millrace.core.errors import ConfigError
+from millrace.core.protocols import WeightSender
+from millrace.core.weight_update import WeightUpdate
+from millrace.weights.packing import travel_dtype
+from millrace.weights.shm import ShmSender
+
+
+class Sender(WeightSender, Protocol):
+    """A transport that holds a bounded number of versions."""
+
+    dtype: torch.dtype  # what floating-point weights travel as
+
+    @property
+    def has_room(self) -> bool: ...
+
+
+def make_sender(transport: str, *, dtype: torch.dtype) -> Sender:
+    if transport != "shm":
+        raise ConfigError(f"weights.transport = {transport!r} is not known; use 'shm'.")
+    return ShmSender(dtype=dtype)
+
+
+class Snapshot:
+    """One version's weights, copied out of the trainer's way; its memory is used again."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._copied: torch.cuda.Event | None = None  # set if the weights lie on a GPU
+        self._stream: torch.cuda.Stream | None = None
+
+    def fill(
+        self, version: int, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype
+    ) -> None:
+        self.version = version
+        dtypes = {name: travel_dtype(tensor, dtype=dtype) for name, tensor in tensors.items()}
+        if not self._fits(tensors, dtypes):
+            self.tensors = {
+                name: torch.empty_like(tensor, dtype=dtypes[name], requires_grad=False)
+                for name, tensor in tensors.items()
+            }
+        with torch.no_grad():
+            # One launch for all tensors on a GPU.
+            copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+            copy(list(self.tensors.values()), list(tensors.values()))
+        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+        if device is not None:
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(device))
+            self._stream = self._stream or torch.cuda.Stream(device)
+
+    def reading(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it the copy is complete, and reading does not queue behind the next step."""
+        if self._copied is None:
+            return contextlib.nullcontext()
+        self._copied.synchronize()
+        return torch.cuda.stream(self._stream)
+
+    def _fits(self, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> bool:
+        return list(self.tensors) == list(tensors) and all(
+            mine.shape == tensors[name].shape
+            and mine.device == tensors[name].device
+            and mine.dtype == dtypes[name]
+            for name, mine in self.tensors.items()
+        )
+
+
+class Publisher:
+    def __init__(self, sender: Sender, *, emit: Callable[[WeightUpdate], None]) -> None:
+        """`emit` is called from the publisher's thread with each update that lies ready."""
+        self.superseded = 0  # versions never sent, because a newer one came first
+        self._sender = sender
+        self._emit = emit
+        self._changed = threading.Condition()
+        # All below is guarded by the condition.
+        self._spare = [Snapshot(), Snapshot()]
+        self._pending: Snapshot | None = None
+        self._releases: list[int] = []
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take a snapshot and return; the update is emitted once it lies ready."""
+        with self._changed:
+            self._raise_error()
+            snapshot = self._pending
+            if snapshot is None:
+                snapshot = self._spare.pop()
+            else:
+                self.superseded += 1
+            self._pending = None  # ours while it is filled
+        try:
+            snapshot.fill(version, tensors, dtype=self._sender.dtype)
+        except BaseException:
+            with self._changed:
+                self._spare.append(snapshot)
+            raise
+        with self._changed:
+            self._pending = snapshot
+            self._changed.notify()
+
+    def release(self, version: int) -> None:
+        """No engine reads this version any more."""
+        with self._changed:
+            self._raise_error()
+            self._releases.append(version)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Finish what is being sent, drop what is pending, and give all memory back."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+        self._sender.close()
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while (work := self._next_work()) is not None:
+                snapshot, releases = work
+                for version in releases:
+                    self._sender.release(version)
+                if snapshot is not None:
+                    self._send(snapshot)
+        except BaseException as error:  # noqa: BLE001 - raised by the trainer's next call
+            with self._changed:
+                self._error = error
+
+    def _next_work(self) -> tuple[Snapshot | None, list[int]] | None:
+        """What to send and what to release; None = close."""
+        with self._changed:
+            while not self._is_closing:
+                releases, self._releases = self._releases, []
+                snapshot = self._pending if self._sender.has_room else None
+                if snapshot is not None:
+                    self._pending = None
+                if snapshot is not None or releases:
+                    return snapshot, releases
+                self._changed.wait()
+        return None
+
+    def _send(self, snapshot: Snapshot) -> None:
+        with snapshot.reading():
+            update = self._sender.publish(snapshot.version, snapshot.tensors)
+        with self._changed:
+            self._spare.append(snapshot)
+        self._emit(update)

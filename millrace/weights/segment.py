@@ -1,0 +1,117 @@
+"""Shared memory that vanishes with its owner.
+
+Promise: on Linux a segment is an anonymous file that others of the same user open through
+/proc/PID/fd, so that nothing is left behind however its owner ends. Elsewhere it is a file in a
+private folder, removed by close(). A mapping lives as long as any tensor that views it.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from millrace.core.errors import WeightError
+
+Backing = Literal["memfd", "file"]
+
+
+def default_backing() -> Backing:
+    return "memfd" if sys.platform == "linux" else "file"
+
+
+class Segment:
+    """A writable segment, made by its owner; `location` is how others find it. One thread."""
+
+    def __init__(self, num_bytes: int, *, backing: Backing) -> None:
+        self.num_bytes = num_bytes
+        self._folder: Path | None = None
+        if backing == "memfd":
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            self._fd = os.memfd_create("millrace-weights", flags)
+            self.location = f"/proc/{os.getpid()}/fd/{self._fd}"
+        else:
+            self._folder = Path(tempfile.mkdtemp(prefix="millrace-weights-"))
+            self.location = str(self._folder / "segment")
+            self._fd = os.open(self.location, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.ftruncate(self._fd, _mapped_bytes(num_bytes))
+        if backing == "memfd":
+            # A reader of a segment that shrinks under it would be killed by SIGBUS.
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._mapping = mmap.mmap(self._fd, _mapped_bytes(num_bytes))
+
+    @property
+    def payload(self) -> memoryview:
+        return memoryview(self._mapping)[: self.num_bytes]
+
+    def close(self) -> None:
+        """Give the memory back, as soon as nobody maps it any more."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        del self._mapping
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+
+
+class SegmentReader:
+    """Maps segments of other processes, read-only, and keeps the last few mapped. One thread."""
+
+    def __init__(self, *, keep: int) -> None:
+        self._keep = keep
+        # By (device, inode), least recently used first. A mapped inode is never reused for
+        # another segment, so a key cannot come to mean something else.
+        self._mappings: dict[tuple[int, int], mmap.mmap] = {}
+
+    def map(self, location: str, *, num_bytes: int) -> Any:
+        """A buffer on the first num_bytes of the segment; views of it keep it mapped."""
+        try:
+            fd = os.open(location, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightError(
+                f"Cannot open the published weights at {location}: {error.strerror}; the trainer"
+                " must be alive, on this host, and run by the same user."
+            ) from None
+        try:
+            status = os.fstat(fd)
+            if status.st_size != _mapped_bytes(num_bytes):
+                raise WeightError(
+                    f"The segment at {location} holds {status.st_size} bytes and the update"
+                    f" {num_bytes}; it is not, or no longer, the one that was published."
+                )
+            key = (status.st_dev, status.st_ino)
+            mapping = self._mappings.pop(key, None)
+            if mapping is None:
+                mapping = mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(fd)
+        self._mappings[key] = mapping
+        while len(self._mappings) > self._keep:
+            del self._mappings[next(iter(self._mappings))]
+        return _buffer(mapping, num_bytes)
+
+    def close(self) -> None:
+        self._mappings.clear()
+
+
+def _mapped_bytes(num_bytes: int) -> int:
+    return max(num_bytes, 1)  # nothing cannot be mapped
+
+
+def _buffer(mapping: mmap.mmap, num_bytes: int) -> Any:
+    """The mapping as a buffer that torch takes without a warning; writing to it is a fault.
+
+    The mapping is never closed by hand: torch does not hold an export of a buffer but only its
+    owner, so closing would pull the memory from under live tensors.
+    """
+    array = np.frombuffer(mapping, dtype=np.uint8)
+    buffer = (ctypes.c_uint8 * num_bytes).from_address(array.ctypes.data)
+    buffer.mapping = array  # type: ignore[attr-defined]
+    return buffer

@@ -1,0 +1,236 @@
+"""The engine process: `python -m millrace.workers.engine`.
+
+The main thread decodes: it looks for calls between two forward passes and waits for them only when
+there is nothing to generate. New weights are mapped and verified by a staging thread meanwhile;
+only their copy into the model takes the main thread's time, between two passes.
+
+Promise: every call is answered once. An update that is refused leaves the engine serving the
+version it has.
+"""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from millrace.cluster.link import Call, Link, run_worker
+from millrace.cluster.messages import (
+    Abort,
+    Generate,
+    Generated,
+    Progress,
+    StartEngine,
+    Stop,
+    Swap,
+    Swapped,
+)
+from millrace.config import load_config
+from millrace.core.errors import MillraceError, TaskError, WeightError
+from millrace.core.protocols import WeightReceiver
+from millrace.core.spans import Timeline
+from millrace.core.weight_update import WeightUpdate
+from millrace.engines.embedded.build import build_engine
+from millrace.engines.embedded.engine import EmbeddedEngine, Finished
+from millrace.weights.receiver import make_receiver
+
+PROGRESS_S = 0.25
+STAGING_POLL_S = 0.002  # how soon an idle engine notices that weights are staged
+
+
+def main(link: Link, name: str) -> None:
+    timeline = Timeline(name, name="load", busy=True)
+    while True:
+        timeline.enter("no work", busy=False)
+        call = link.receive(None)
+        assert call is not None
+        if isinstance(call.message, Stop):
+            call.reply()
+            return
+        if not isinstance(call.message, StartEngine):
+            call.fail(_unknown(call, but="start it first"))
+            continue
+        timeline.enter("load", busy=True)
+        try:
+            worker = _start(call.message, link=link, timeline=timeline)
+        except MillraceError as error:
+            call.fail(error)
+            continue
+        call.reply()
+        worker.serve()
+        return
+
+
+def _start(message: StartEngine, *, link: Link, timeline: Timeline) -> "EngineWorker":
+    config = load_config(message.config)
+    if config.engine.threads is not None:
+        torch.set_num_threads(config.engine.threads)
+    engine = build_engine(
+        message.model_path,
+        config=config.engine,
+        trust_remote_code=config.model.trust_remote_code,
+        version=message.version,
+    )
+    receiver = make_receiver(config.weights.transport, expected=engine.parameter_shapes())
+    return EngineWorker(link, engine=engine, receiver=receiver, timeline=timeline)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Staging:
+    """Weights on their way in, and the calls that wait for them or were superseded by them."""
+
+    version: int
+    staged: Future[tuple[Mapping[str, Any], float]]  # tensors, milliseconds
+    calls: list[Call]
+
+
+class EngineWorker:
+    """Wires an engine to a link. All methods run in the main thread."""
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        engine: EmbeddedEngine,
+        receiver: WeightReceiver,
+        timeline: Timeline,
+    ) -> None:
+        self._link = link
+        self._engine = engine
+        self._receiver = receiver
+        self._timeline = timeline
+        self._calls: dict[str, Call] = {}  # Generate calls by request id
+        self._staging: _Staging | None = None
+        self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
+        self._num_swaps = 0
+        self._reported_s = 0.0  # monotonic
+
+    def serve(self) -> None:
+        """Generate, swap and answer until told to stop."""
+        try:
+            while (stop := self._take_calls()) is None:
+                self._land_weights()
+                if self._engine.has_work:
+                    self._timeline.enter("generate", busy=True)
+                    self._answer(self._engine.step())
+                else:
+                    complete = self._engine.version is not None
+                    self._timeline.enter("no work" if complete else "no weights", busy=False)
+                if time.monotonic() - self._reported_s >= PROGRESS_S:
+                    self._report()
+        finally:
+            self._stager.shutdown(wait=True, cancel_futures=True)
+            self._receiver.close()
+        self._report()
+        stop.reply()
+
+    def _take_calls(self) -> Call | None:
+        """Handle what has arrived, waiting a little if there is nothing else to do."""
+        call = self._link.receive(self._patience_s())
+        while call is not None:
+            if isinstance(call.message, Stop):
+                return call
+            self._handle(call)
+            call = self._link.receive(0)
+        return None
+
+    def _patience_s(self) -> float:
+        if self._engine.has_work:
+            return 0
+        return PROGRESS_S if self._staging is None else STAGING_POLL_S
+
+    def _handle(self, call: Call) -> None:
+        match call.message:
+            case Generate(request=request):
+                try:
+                    self._engine.submit(request)
+                except TaskError as error:
+                    call.fail(error)
+                else:
+                    self._calls[request.id] = call
+            case Swap(update=update):
+                self._stage(update, call)
+            case Abort(ids=ids):
+                self._answer(self._engine.abort(ids))
+                call.reply()
+            case _:
+                call.fail(_unknown(call, but="it is already running"))
+
+    def _answer(self, finished: list[Finished]) -> None:
+        for request in finished:
+            self._calls.pop(request.id).reply(Generated(completions=request.completions))
+
+    def _stage(self, update: WeightUpdate, call: Call) -> None:
+        """Begin to fetch an update. Of several under way, only the newest will be applied."""
+        under_way = self._staging
+        if under_way is not None and under_way.version >= update.version:
+            under_way.calls.append(call)
+            return
+        visible = self._engine.version
+        if visible is not None and visible >= update.version:
+            call.reply(Swapped(version=visible, stage_ms=0.0, gap_ms=0.0))
+            return
+        superseded = []
+        if under_way is not None:
+            under_way.staged.cancel()  # if it has begun, its outcome is dropped
+            superseded = under_way.calls
+        self._staging = _Staging(
+            version=update.version,
+            staged=self._stager.submit(_timed_stage, self._receiver, update),
+            calls=[*superseded, call],
+        )
+
+    def _land_weights(self) -> None:
+        """Make staged weights visible. serve() calls this between two forward passes."""
+        staging = self._staging
+        if staging is None or not staging.staged.done():
+            return
+        self._staging = None
+        self._timeline.enter("swap", busy=True)
+        try:
+            tensors, stage_ms = staging.staged.result()
+            started_s = time.perf_counter()
+            self._engine.swap(tensors, version=staging.version)
+        except WeightError as error:
+            for call in staging.calls:
+                call.fail(error)
+            return
+        self._num_swaps += 1
+        gap_ms = (time.perf_counter() - started_s) * 1000
+        reply = Swapped(version=staging.version, stage_ms=stage_ms, gap_ms=gap_ms)
+        for call in staging.calls:
+            call.reply(reply)
+
+    def _report(self) -> None:
+        stats = self._engine.stats()
+        self._reported_s = time.monotonic()
+        self._link.emit(
+            Progress(
+                spans=self._timeline.drain(),
+                counters={
+                    "generated_tokens": stats.generated_tokens,
+                    "prefill_tokens": stats.prefill_tokens,
+                    "preemptions": stats.preemptions,
+                    "running": stats.running,
+                    "waiting": stats.waiting,
+                    "swaps": self._num_swaps,
+                },
+            )
+        )
+
+
+def _timed_stage(receiver: WeightReceiver, update: WeightUpdate) -> tuple[Mapping[str, Any], float]:
+    """Runs in the staging thread."""
+    started_s = time.perf_counter()
+    tensors = receiver.stage(update)
+    return tensors, (time.perf_counter() - started_s) * 1000
+
+
+def _unknown(call: Call, *, but: str) -> MillraceError:
+    return MillraceError(f"An engine cannot take {type(call.message).__name__} now; {but}.")
+
+
+if __name__ == "__main__":
+    run_worker(main)

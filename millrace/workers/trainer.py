@@ -1,0 +1,213 @@
+"""Trainer process: steps on the batches it is sent, and publishes the weights of each step.
+
+Threads: the main thread takes calls, steps and writes checkpoints; the link and the publisher have
+threads of their own. A step is answered before its weights are published: the controller packs and
+sends the next batch meanwhile.
+"""
+
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from millrace.cluster.link import Call, Link, run_worker
+from millrace.cluster.messages import (
+    Done,
+    Message,
+    Progress,
+    Published,
+    Release,
+    SaveCheckpoint,
+    StartTrainer,
+    Step,
+    Stepped,
+    Stop,
+)
+from millrace.config import RunConfig
+from millrace.core.plugins import build_plugin
+from millrace.core.spans import Timeline
+from millrace.models.loading import load_model, load_tokenizer, resolve_device
+from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.training.checkpoints import prune_checkpoints, write_checkpoint
+from millrace.training.losses import LOSSES
+from millrace.training.optimizer import Schedule
+from millrace.training.trainer import Trainer
+from millrace.weights.publisher import Publisher, make_sender
+
+PROGRESS_S = 0.25
+
+
+def main(link: Link, name: str) -> None:
+    timeline = Timeline(name)
+    worker = start(link, timeline)
+    if worker is None:
+        return
+    try:
+        worker.run()
+    finally:
+        worker.close()
+
+
+def start(link: Link, timeline: Timeline) -> "TrainerWorker | None":
+    """Wait for StartTrainer and load everything; None = stopped before that."""
+    while True:
+        call = link.receive()
+        assert call is not None
+        match call.message:
+            case StartTrainer() as message:
+                try:
+                    worker = TrainerWorker(message, link=link, timeline=timeline)
+                except Exception as error:  # noqa: BLE001 - the controller raises it again
+                    call.fail(error)
+                else:
+                    call.reply()
+                    return worker
+            case Stop():
+                call.reply()
+                return None
+            case message:
+                name = type(message).__name__
+                call.fail(TypeError(f"a trainer starts with StartTrainer, not {name}"))
+
+
+class TrainerWorker:
+    """A loaded trainer and what it talks to."""
+
+    def __init__(self, message: StartTrainer, *, link: Link, timeline: Timeline) -> None:
+        config = RunConfig.model_validate(message.config)
+        if config.trainer.threads is not None:
+            torch.set_num_threads(config.trainer.threads)
+        seed_everything(config.seed)
+        path = message.checkpoint or config.model.path
+        self._trainer = build_trainer(config, path=path)
+        if message.checkpoint is not None:
+            self._trainer.restore(Path(message.checkpoint))
+        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(
+            path, trust_remote_code=config.model.trust_remote_code
+        )
+        self._keep_checkpoints = config.checkpoint.keep
+        self._trained_tokens = 0.0
+        self._link = link
+        self._timeline = timeline
+        self._told_at = time.monotonic()
+        # The weights travel as what the engines compute with.
+        sender = make_sender(config.weights.transport, dtype=getattr(torch, config.engine.dtype))
+        self._publisher = Publisher(sender, emit=lambda update: link.emit(Published(update=update)))
+
+    def run(self) -> None:
+        """Answer calls until Stop. Raises what the publisher's thread raised."""
+        while True:
+            self._timeline.enter("wait for batch", busy=False)
+            call = self._link.receive(PROGRESS_S)
+            if call is not None and not self._handle(call):
+                return
+            if time.monotonic() - self._told_at >= PROGRESS_S:
+                self._tell_progress()
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def _handle(self, call: Call) -> bool:
+        """Answer one call; False = stop."""
+        try:
+            reply = self._answer(call.message)
+        except Exception as error:  # noqa: BLE001 - the controller raises it again
+            call.fail(error)
+            return True
+        call.reply(reply)
+        if isinstance(call.message, Step):
+            self._publish()
+        return not isinstance(call.message, Stop)
+
+    def _answer(self, message: Message) -> Message:
+        match message:
+            case Step():
+                return self._step(message)
+            case Release():
+                self._publisher.release(message.version)
+            case SaveCheckpoint():
+                self._save(message)
+            case Stop():
+                pass
+            case _:
+                raise TypeError(f"a running trainer does not know {type(message).__name__}")
+        return Done()
+
+    def _step(self, message: Step) -> Stepped:
+        assert message.version == self._trainer.steps_done + 1, "a step makes the next version"
+        self._timeline.enter("step", busy=True)
+        metrics = self._trainer.step(message.batch)
+        self._trained_tokens += metrics["trained_tokens"]
+        return Stepped(version=message.version, metrics=metrics)
+
+    def _publish(self) -> None:
+        self._timeline.enter("publish", busy=True)
+        self._publisher.publish(self._trainer.steps_done, self._trainer.named_weights())
+        self._tell_progress()
+
+    def _save(self, message: SaveCheckpoint) -> None:
+        self._timeline.enter("checkpoint", busy=True)
+        directory = Path(message.directory)
+        version = self._trainer.steps_done
+        write_checkpoint(
+            directory,
+            write=self._write,
+            run_state={"step": version, "version": version, **message.run_state},
+            needed_bytes=self._trainer.state_bytes(),
+        )
+        prune_checkpoints(directory.parent, keep=self._keep_checkpoints)
+
+    def _write(self, folder: Path) -> None:
+        self._trainer.save(folder)
+        self._tokenizer.save_pretrained(folder)
+
+    def _tell_progress(self) -> None:
+        counters = {
+            "steps": float(self._trainer.steps_done),
+            "trained_tokens": self._trained_tokens,
+        }
+        self._link.emit(Progress(spans=self._timeline.drain(), counters=counters))
+        self._told_at = time.monotonic()
+
+
+def build_trainer(config: RunConfig, *, path: str) -> Trainer:
+    """The trainer the config describes, with the weights at `path`."""
+    settings = config.trainer
+    model = load_model(
+        path,
+        dtype=torch.float32,
+        device=resolve_device(settings.device),
+        attention=PACKED_ATTENTION,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return Trainer(
+        model,
+        loss=build_plugin(config.loss, builtins=LOSSES, section="loss"),
+        schedule=Schedule(
+            learning_rate=settings.learning_rate,
+            kind=settings.schedule,
+            warmup_steps=settings.warmup_steps,
+            total_steps=settings.steps,
+            min_share=settings.min_learning_rate_share,
+        ),
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        compute_dtype=getattr(torch, settings.dtype),
+        logprob_chunk=settings.logprob_chunk,
+        gradient_checkpointing=settings.gradient_checkpointing,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """For losses that draw random numbers; the built-in ones do not."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+if __name__ == "__main__":
+    run_worker(main)

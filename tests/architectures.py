@@ -1,0 +1,48 @@
+"""Tiny randomly initialised models of several architectures, made by seed."""
+
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB = 64
+ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3")
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,  # far from uniform, so that mistakes show in the logits
+}
+
+
+def tiny_model(architecture: str, *, seed: int = 0) -> PreTrainedModel:
+    """Gemmas have a sliding window of 8 in one of their two layers, and Gemma 2 softcaps."""
+    torch.manual_seed(seed)
+    windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    model = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=True)),
+        "gemma2": lambda: Gemma2ForCausalLM(
+            Gemma2Config(
+                **_SHAPE, **windows, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+            )
+        ),
+        "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_SHAPE, **windows)),
+    }[architecture]()
+    return model.eval()

@@ -1,0 +1,5 @@
+"""A worker for tests that never says Hello."""
+
+import time
+
+time.sleep(3600)

@@ -1,0 +1,208 @@
+import asyncio
+import re
+import stat
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import uvloop
+import zmq
+from echo_worker import ask
+
+from millrace.cluster.hub import Hub
+from millrace.cluster.messages import Done, Generated, Hello, Message, Progress, Release
+from millrace.cluster.wire import WireError, encode
+from millrace.core.errors import ConfigError, ScoreError, WorkerError
+
+Events = list[tuple[str, Message]]
+
+
+def tokens_of(reply: Message) -> np.ndarray:
+    assert isinstance(reply, Generated)
+    return reply.completions[0].tokens
+
+
+def ignore(_worker: str, _message: Message) -> None: ...
+
+
+async def test_a_worker_answers_a_call(hub: Hub, events: Events):
+    worker = await hub.launch("echo-0", "echo_worker")
+    reply = await worker.call(ask("echo", np.array([3, 1, 4], dtype=np.int32)))
+    np.testing.assert_array_equal(tokens_of(reply), [3, 1, 4])
+    assert events == [("echo-0", Hello(worker="echo-0", pid=worker.pid or 0))]
+
+
+async def test_overlapping_calls_get_their_own_replies(hub: Hub):
+    workers = await asyncio.gather(*(hub.launch(f"echo-{i}", "echo_worker") for i in range(2)))
+    delays = [0.2, 0.0, 0.1, 0.0]
+    calls = [
+        worker.call(ask(f"echo after {delay}", np.array([number, index])))
+        for number, worker in enumerate(workers)
+        for index, delay in enumerate(delays)
+    ]
+    replies = [tokens_of(reply).tolist() for reply in await asyncio.gather(*calls)]
+    assert replies == [[number, index] for number in range(2) for index in range(len(delays))]
+
+
+async def test_a_thousand_calls_at_once_are_all_answered(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    calls = [worker.call(ask("echo", np.array([index]))) for index in range(1000)]
+    replies = await asyncio.gather(*calls)
+    assert [int(tokens_of(reply)[0]) for reply in replies] == list(range(1000))
+
+
+@pytest.mark.parametrize("address", ["auto", "tcp://localhost:0"])
+async def test_a_hundred_megabytes_pass_both_ways(tmp_path: Path, address: str):
+    async with Hub(log_dir=tmp_path, on_event=ignore, address=address) as hub:
+        worker = await hub.launch("echo-0", "echo_worker")
+        tokens = np.arange(25_000_000, dtype=np.int32)
+        np.testing.assert_array_equal(tokens_of(await worker.call(ask("echo", tokens))), tokens)
+
+
+async def test_events_arrive_in_the_order_they_were_emitted(hub: Hub, events: Events):
+    worker = await hub.launch("echo-0", "echo_worker")
+    await worker.call(ask("emit 3000"))  # more than all queues on the way hold
+    counts = [m.counters["number"] for _, m in events if isinstance(m, Progress)]
+    assert counts == list(range(3000))
+
+
+async def test_a_workers_own_error_is_raised_as_its_class(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    with pytest.raises(ScoreError) as info:
+        await worker.call(ask("fail"))
+    assert str(info.value) == "The reward is NaN."
+    assert tokens_of(await worker.call(ask("echo"))).size == 4
+
+
+async def test_any_other_exception_is_a_worker_error_with_its_traceback(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    with pytest.raises(
+        WorkerError, match="'echo-0' failed at Generate: KeyError: 'missing'"
+    ) as info:
+        await worker.call(ask("stumble"))
+    assert 'raise KeyError("missing")' in info.value.traceback
+    with pytest.raises(WorkerError, match="echo-0 does not know Release"):
+        await worker.call(Release(version=1))
+    assert not worker.dead.done()
+
+
+async def test_a_message_that_cannot_travel_fails_its_call_only(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    with pytest.raises(WireError):
+        await worker.call(ask("echo", np.array([object()])))
+    assert tokens_of(await worker.call(ask("echo"))).size == 4
+
+
+async def test_a_call_that_times_out_names_worker_and_message(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    with pytest.raises(WorkerError, match=r"'echo-0' did not answer Generate within 0\.05 s"):
+        await worker.call(ask("echo after 0.3"), timeout_s=0.05)
+
+
+async def test_late_replies_to_cancelled_calls_are_counted_and_dropped(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    calls = [asyncio.create_task(worker.call(ask("echo after 0.2"))) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    for call in calls:
+        call.cancel()
+    assert all(
+        isinstance(result, asyncio.CancelledError)
+        for result in await asyncio.gather(*calls, return_exceptions=True)
+    )
+    await worker.call(ask("echo after 0.4"))
+    assert hub.unclaimed == 5
+    assert not worker._waiting
+
+
+async def test_strangers_and_garbage_are_counted_and_dropped(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(hub.address)
+        hello = encode(Hello(worker="echo-0", pid=1))
+        for frames in ([b""], [b"\xff" * 100], [bytes(8), *hello], [b"x"] * 50):
+            stranger.send_multipart(frames)
+        while hub.refused < 4:  # noqa: ASYNC110 - the hub tells nobody, it only counts
+            await asyncio.sleep(0.01)
+    assert tokens_of(await worker.call(ask("echo"))).size == 4
+
+
+async def test_a_stranger_cannot_take_a_workers_place(hub: Hub, events: Events):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.ROUTING_ID, b"echo-0:")
+        stranger.connect(hub.address)
+        stranger.send_multipart([bytes(8), *encode(Hello(worker="echo-0", pid=1))])
+        worker = await hub.launch("echo-0", "echo_worker")
+        assert tokens_of(await worker.call(ask("echo"))).size == 4
+    assert events == [("echo-0", Hello(worker="echo-0", pid=worker.pid or 0))]
+
+
+async def test_garbage_from_a_known_worker_is_counted_and_dropped(hub: Hub):
+    worker = await hub.launch("garbler", "garbling_worker")
+    assert isinstance(await worker.call(Release(version=1)), Done)
+    assert (hub.refused, hub.unclaimed) == (4, 1)
+    worker.kill()
+
+
+async def test_an_error_in_the_event_handler_fails_the_worker_it_came_from(tmp_path: Path):
+    def refuse_progress(_worker: str, message: Message) -> None:
+        if isinstance(message, Progress):
+            raise ZeroDivisionError("no such metric")
+
+    async with Hub(log_dir=tmp_path, on_event=refuse_progress) as hub:
+        worker = await hub.launch("echo-0", "echo_worker")
+        with pytest.raises(WorkerError, match="said Progress, which could not be handled") as info:
+            await worker.call(ask("emit 1"))
+    assert "no such metric" in info.value.traceback
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:5000", "tcp://*:0", "tcp://10.1.2.3:5000"])
+def test_an_address_that_other_hosts_can_reach_is_refused(tmp_path: Path, address: str):
+    with pytest.raises(ConfigError, match=f"{re.escape(address)}.*without authentication"):
+        Hub(log_dir=tmp_path, on_event=ignore, address=address)
+
+
+@pytest.mark.parametrize("address", ["localhost:5000", "tcp://127.0.0.1", "ipc:///tmp/x", ""])
+def test_what_is_no_address_is_refused(tmp_path: Path, address: str):
+    with pytest.raises(ConfigError, match="is no address"):
+        Hub(log_dir=tmp_path, on_event=ignore, address=address)
+
+
+async def test_a_port_in_use_is_refused_with_a_sentence(tmp_path: Path):
+    async with Hub(log_dir=tmp_path, on_event=ignore, address="tcp://127.0.0.1:0") as hub:
+        with pytest.raises(ConfigError, match=r"Cannot listen at cluster\.address"):
+            await Hub(log_dir=tmp_path, on_event=ignore, address=hub.address).__aenter__()
+
+
+async def test_a_socket_path_that_is_too_long_is_refused_and_removed(tmp_path: Path):
+    runtime_dir = tmp_path / ("x" * 100)
+    runtime_dir.mkdir()
+    with pytest.raises(ConfigError, match="set TMPDIR to a shorter folder"):
+        await Hub(runtime_dir, log_dir=tmp_path, on_event=ignore).__aenter__()
+    assert not list(runtime_dir.iterdir())
+
+
+async def test_the_socket_is_private_and_removed_in_the_end(tmp_path: Path):
+    async with Hub(tmp_path, log_dir=tmp_path, on_event=ignore) as hub:
+        path = Path(hub.address.removeprefix("ipc://"))
+        assert path.parent.parent == tmp_path
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert not path.parent.exists()
+
+
+def test_a_hub_runs_on_uvloop_and_leaves_nothing_open(tmp_path: Path):
+    async def run() -> int | None:
+        async with Hub(log_dir=tmp_path, on_event=ignore) as hub:
+            worker = await hub.launch("echo-0", "echo_worker")
+            assert tokens_of(await worker.call(ask("zeros 1000000"))).size == 1_000_000
+            with pytest.raises(WorkerError, match="exited with code 9"):
+                await worker.call(ask("exit 9"))
+            other = await hub.launch("echo-1", "echo_worker")
+            return other.pid
+
+    uvloop.run(run())
+    num_fds = psutil.Process().num_fds()
+    pid = uvloop.run(run())
+    assert pid is not None
+    assert not psutil.pid_exists(pid)
+    assert psutil.Process().num_fds() <= num_fds

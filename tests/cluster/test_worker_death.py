@@ -1,0 +1,214 @@
+"""Every way a worker can end, with real processes."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from echo_worker import ask
+
+from millrace.cluster.hub import Hub
+from millrace.cluster.messages import Done, Failed, Generated, Message
+from millrace.cluster.worker import Worker
+from millrace.core.errors import WorkerError
+
+HERE = Path(__file__).parent
+Events = list[tuple[str, Message]]
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+async def wait_until_dead(*pids: int, timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while any(is_alive(pid) for pid in pids):  # noqa: ASYNC110 - not our children
+            await asyncio.sleep(0.02)
+
+
+async def failures_of(worker: Worker, *calls: Message) -> list[WorkerError]:
+    """What calls raise that are pending when the last one ends the worker."""
+    pending = [asyncio.create_task(worker.call(call)) for call in calls]
+    results = await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), 5)
+    assert all(isinstance(result, WorkerError) for result in results), results
+    return [result for result in results if isinstance(result, WorkerError)]
+
+
+async def test_an_exception_in_main_fails_all_pending_calls_with_its_traceback(
+    hub: Hub, events: Events
+):
+    worker = await hub.launch("echo-0", "echo_worker")
+    errors = await failures_of(worker, ask("echo after 9"), ask("echo after 9"), ask("raise"))
+    for error in errors:
+        assert str(error) == "Worker 'echo-0' failed: RuntimeError: out of luck."
+        assert 'raise RuntimeError("out of luck")' in error.traceback
+    assert len({id(error) for error in errors}) == 3
+    assert isinstance(events[-1][1], Failed)
+    assert str(await worker.dead) == str(errors[0])
+    with pytest.raises(WorkerError, match="out of luck"):
+        await worker.call(ask("echo"))
+
+
+async def test_an_exit_fails_all_pending_calls_with_the_end_of_the_log(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    for error in await failures_of(worker, ask("echo after 9"), ask("exit 7")):
+        assert str(error) == f"Worker 'echo-0' exited with code 7; its log is {worker.log}."
+        assert error.traceback.endswith("the last line of its log")
+
+
+async def test_sigkill_fails_all_pending_calls_and_names_the_signal(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    assert worker.pid is not None
+    asyncio.get_running_loop().call_later(0.1, os.kill, worker.pid, signal.SIGKILL)
+    errors = await failures_of(worker, *[ask("echo after 9")] * 10)
+    assert all("was killed by SIGKILL" in str(error) for error in errors)
+
+
+async def test_sigterm_ends_a_waiting_worker_cleanly(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGTERM)
+    error = await asyncio.wait_for(worker.dead, 3)
+    assert "exited with code 143" in str(error)
+    assert error.traceback == ""
+
+
+async def test_sigint_is_left_to_the_controller(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGINT)
+    assert isinstance(await worker.call(ask("echo")), Generated)
+
+
+async def test_a_large_reply_arrives_although_the_worker_exits_behind_it(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    reply = await worker.call(ask("zeros 10000000 and leave"))
+    assert isinstance(reply, Generated)
+    assert reply.completions[0].tokens.nbytes == 40_000_000
+    assert "exited with code 3" in str(await asyncio.wait_for(worker.dead, 3))
+
+
+async def test_what_a_worker_started_dies_with_it(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    reply = await worker.call(ask("have a child"))
+    assert isinstance(reply, Generated)
+    child = int(reply.completions[0].tokens[0])
+    assert is_alive(child)
+    await failures_of(worker, ask("exit 1"))
+    await wait_until_dead(child, timeout_s=2)
+
+
+async def test_stop_lets_a_worker_finish_by_itself(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    await worker.stop()
+    assert str(await worker.dead) == "Worker 'echo-0' was stopped."
+    assert worker.pid is not None
+    assert not is_alive(worker.pid)
+    await worker.stop()  # again is fine
+
+
+async def test_stop_terminates_a_worker_that_does_not_listen(tmp_path: Path):
+    async with Hub(log_dir=tmp_path, on_event=lambda *_: None, stop_timeout_s=2.0) as hub:
+        worker = await hub.launch("echo-0", "echo_worker")
+        assert isinstance(await worker.call(ask("sleep")), Done)
+        start = time.monotonic()
+        await worker.stop()
+        assert 0.9 < time.monotonic() - start < 1.9  # after half of the time, and not killed
+
+
+async def test_stop_kills_a_worker_that_ignores_sigterm(tmp_path: Path):
+    async with Hub(log_dir=tmp_path, on_event=lambda *_: None, stop_timeout_s=0.6) as hub:
+        worker = await hub.launch("echo-0", "echo_worker")
+        await worker.call(ask("go deaf"))
+        start = time.monotonic()
+        await worker.stop()
+        assert 0.5 < time.monotonic() - start < 3
+        assert worker.pid is not None
+        assert not is_alive(worker.pid)
+
+
+async def test_a_failed_worker_that_stays_is_killed(tmp_path: Path):
+    async with Hub(log_dir=tmp_path, on_event=lambda *_: None, stop_timeout_s=0.3) as hub:
+        worker = await hub.launch("echo-0", "echo_worker")
+        with pytest.raises(WorkerError, match="out of luck"):
+            await worker.call(ask("raise but stay"))
+        assert worker.pid is not None
+        assert is_alive(worker.pid)
+        await wait_until_dead(worker.pid, timeout_s=2)
+
+
+async def test_the_hub_stops_its_workers_in_parallel(tmp_path: Path):
+    async with Hub(log_dir=tmp_path, on_event=lambda *_: None, stop_timeout_s=1.0) as hub:
+        workers = await asyncio.gather(*(hub.launch(f"w{i}", "echo_worker") for i in range(3)))
+        await asyncio.gather(*(worker.call(ask("go deaf")) for worker in workers))
+        start = time.monotonic()
+    assert time.monotonic() - start < 2.5  # one after another: 3 s
+    assert not any(is_alive(worker.pid or 0) for worker in workers)
+
+
+async def test_a_cancelled_close_still_leaves_no_worker(tmp_path: Path):
+    hub = Hub(log_dir=tmp_path, on_event=lambda *_: None, stop_timeout_s=60.0)
+    await hub.__aenter__()
+    worker = await hub.launch("echo-0", "echo_worker")
+    await worker.call(ask("go deaf"))
+    closing = asyncio.create_task(hub.__aexit__(None, None, None))
+    await asyncio.sleep(0.1)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert worker.pid is not None
+    assert not is_alive(worker.pid)
+    assert not Path(hub.address.removeprefix("ipc://")).parent.exists()
+
+
+async def test_a_dead_workers_name_can_be_used_again(hub: Hub):
+    for code in (1, 2):
+        worker = await hub.launch("echo-0", "echo_worker")
+        (error,) = await failures_of(worker, ask(f"exit {code}"))
+        assert f"exited with code {code}" in str(error)
+    await hub.launch("echo-0", "echo_worker")
+    assert len(hub._workers) <= 2  # the dead are forgotten
+
+
+async def test_closing_the_hub_ends_a_worker_that_is_still_starting(tmp_path: Path):
+    async with Hub(log_dir=tmp_path, on_event=lambda *_: None, stop_timeout_s=60.0) as hub:
+        launching = asyncio.create_task(hub.launch("mute", "mute_worker"))
+        await asyncio.sleep(0.3)
+        start = time.monotonic()
+    assert time.monotonic() - start < 5
+    with pytest.raises(WorkerError, match="was stopped"):
+        await launching
+
+
+async def test_a_module_that_cannot_start_is_reported_with_its_log(hub: Hub):
+    with pytest.raises(WorkerError, match="'odd' exited with code 1") as info:
+        await hub.launch("odd", "no_such_module")
+    assert "No module named no_such_module" in info.value.traceback
+
+
+async def test_a_worker_that_never_says_hello_is_killed(tmp_path: Path):
+    async with Hub(log_dir=tmp_path, on_event=lambda *_: None, start_timeout_s=0.5) as hub:
+        with pytest.raises(WorkerError, match=r"'mute' did not come up within 0\.5 s"):
+            await hub.launch("mute", "mute_worker")
+    assert not [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_killing_the_controller_leaves_no_workers(tmp_path: Path):
+    controller = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(HERE / "doomed_controller.py"),
+        str(tmp_path),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert controller.stdout is not None
+    pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
+    assert len(pids) == 2
+    assert all(is_alive(pid) for pid in pids)
+    controller.kill()
+    await wait_until_dead(*pids, timeout_s=2)
+    await controller.wait()

@@ -1,0 +1,281 @@
+"""What every weight transport promises. Subclass it and provide `make_sender` and `make_receiver`.
+
+The sender lives in this process, the receiver here or in a process of its own (`remote`).
+"""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from millrace.core.errors import WeightError
+from millrace.core.protocols import WeightReceiver
+from millrace.core.weight_update import WeightUpdate
+from millrace.weights.publisher import Sender
+
+Tensors = dict[str, torch.Tensor]
+
+
+def some_tensors(*, seed: int = 0) -> Tensors:
+    """Odd shapes, a scalar, nothing at all, special floats, and numbers that are no weights."""
+    draw = torch.Generator().manual_seed(seed)
+    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), 1e-40, 3.4e38])
+    return {
+        "embed.weight": torch.randn(17, 5, generator=draw),
+        "odd": torch.randn(3, 1, 7, generator=draw),
+        "transposed": torch.randn(4, 6, generator=draw).t(),
+        "scalar": torch.randn((), generator=draw),
+        "empty": torch.empty(0, 3),
+        "special": special,
+        "counts": torch.randint(0, 2**40, (5,), generator=draw),
+        "flags": torch.rand(3, generator=draw) > 0.5,
+        "last": torch.randn(1, generator=draw),
+    }
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal in dtype, shape and every bit; NaN and signed zero included."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.numel() == 0:
+        return True
+    left, right = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (left, right))
+    return torch.equal(left, right)
+
+
+def assert_arrived(received: Mapping[str, torch.Tensor], sent: Tensors, dtype: torch.dtype) -> None:
+    assert list(received) == list(sent)
+    for name, tensor in sent.items():
+        expected = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        assert same_bits(received[name], expected), name
+
+
+class RemoteReceiver:
+    """tests/contracts/transport_receiver.py in a process of its own."""
+
+    def __init__(self, transport: str) -> None:
+        script = Path(__file__).with_name("transport_receiver.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), transport],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={"PYTHONPATH": ":".join(sys.path)},
+        )
+
+    def stage(self, update: WeightUpdate) -> Any:
+        """What the receiver made of it: the sum of each tensor, by name; or an error."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode(update) + b"\n")
+        self.process.stdin.flush()
+        return msgspec.json.decode(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class TransportContract:
+    transport: str
+
+    @pytest.fixture(autouse=True)
+    def _one_thread(self) -> Iterator[None]:
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(num_threads)
+
+    @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def dtype(self, request: pytest.FixtureRequest) -> torch.dtype:
+        return request.param
+
+    @pytest.fixture
+    def make_sender(self) -> Callable[[torch.dtype], Sender]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def sender(self, make_sender: Callable[[torch.dtype], Sender]) -> Iterator[Sender]:
+        sender = make_sender(torch.float32)
+        yield sender
+        sender.close()
+
+    @pytest.fixture
+    def make_receiver(self) -> Callable[..., WeightReceiver]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def receiver(self, make_receiver: Callable[..., WeightReceiver]) -> Iterator[WeightReceiver]:
+        receiver = make_receiver()
+        yield receiver
+        receiver.close()
+
+    @pytest.fixture
+    def remote(self) -> Iterator[RemoteReceiver]:
+        remote = RemoteReceiver(self.transport)
+        yield remote
+        remote.close()
+
+    def test_every_bit_arrives(
+        self,
+        make_sender: Callable[[torch.dtype], Sender],
+        receiver: WeightReceiver,
+        dtype: torch.dtype,
+    ):
+        sender, sent = make_sender(dtype), some_tensors()
+        update = sender.publish(1, sent)
+        assert (update.version, update.transport) == (1, self.transport)
+        assert_arrived(receiver.stage(update), sent, dtype)
+        sender.close()
+
+    def test_nan_keeps_its_payload(self, sender: Sender, receiver: WeightReceiver):
+        nan = torch.tensor([0x7FC01234, -1], dtype=torch.int32).view(torch.float32)
+        received = receiver.stage(sender.publish(1, {"nan": nan}))
+        assert same_bits(received["nan"], nan)
+
+    def test_parameters_that_require_grad_are_sent(self, sender: Sender, receiver: WeightReceiver):
+        weight = torch.nn.Parameter(torch.ones(3))
+        received = receiver.stage(sender.publish(1, {"weight": weight}))
+        assert not received["weight"].requires_grad
+        assert same_bits(received["weight"], weight)
+
+    def test_later_versions_do_not_disturb_a_held_one(
+        self, sender: Sender, receiver: WeightReceiver
+    ):
+        first, second = some_tensors(seed=1), some_tensors(seed=2)
+        held = receiver.stage(sender.publish(1, first))
+        newer = receiver.stage(sender.publish(2, second))
+        assert_arrived(held, first, torch.float32)
+        assert_arrived(newer, second, torch.float32)
+
+    def test_a_version_can_be_staged_again(self, sender: Sender, receiver: WeightReceiver):
+        sent = some_tensors()
+        update = sender.publish(1, sent)
+        receiver.stage(update)
+        assert_arrived(receiver.stage(update), sent, torch.float32)
+
+    def test_a_wrong_checksum_is_refused(self, sender: Sender, receiver: WeightReceiver):
+        update = sender.publish(1, some_tensors())
+        with pytest.raises(WeightError, match="version 1 do not match their checksum"):
+            receiver.stage(dataclasses.replace(update, checksum=update.checksum ^ 1))
+
+    def test_a_refused_update_does_not_spoil_the_next(
+        self, sender: Sender, receiver: WeightReceiver
+    ):
+        sent = some_tensors()
+        update = sender.publish(1, sent)
+        with pytest.raises(WeightError):
+            receiver.stage(dataclasses.replace(update, checksum=0))
+        assert_arrived(receiver.stage(update), sent, torch.float32)
+
+    @pytest.mark.parametrize("difference", [-64, -1, 1, 4096, 2**40])
+    def test_a_payload_of_another_size_is_refused(
+        self, sender: Sender, receiver: WeightReceiver, difference: int
+    ):
+        update = sender.publish(1, some_tensors())
+        with pytest.raises(WeightError):
+            receiver.stage(dataclasses.replace(update, num_bytes=update.num_bytes + difference))
+
+    def test_bytes_overwritten_by_a_later_version_are_refused(
+        self, sender: Sender, receiver: WeightReceiver
+    ):
+        old = sender.publish(1, {"weight": torch.zeros(100)})
+        sender.release(1)
+        for version in range(2, 100):
+            sender.publish(version, {"weight": torch.full((100,), float(version))})
+            sender.release(version)
+        with pytest.raises(WeightError):
+            receiver.stage(old)
+
+    def test_an_update_whose_sender_is_gone_is_refused(
+        self, make_sender: Callable[[torch.dtype], Sender], receiver: WeightReceiver
+    ):
+        sender = make_sender(torch.float32)
+        update = sender.publish(1, some_tensors())
+        sender.close()
+        with pytest.raises(WeightError):
+            receiver.stage(update)
+
+    def test_an_update_of_another_transport_is_refused(
+        self, sender: Sender, receiver: WeightReceiver
+    ):
+        update = dataclasses.replace(sender.publish(1, some_tensors()), transport="pigeon")
+        with pytest.raises(WeightError, match="comes by 'pigeon'"):
+            receiver.stage(update)
+
+    def test_only_the_expected_tensors_are_taken(
+        self, sender: Sender, make_receiver: Callable[..., WeightReceiver]
+    ):
+        receiver = make_receiver(expected={"weight": (2, 3), "bias": (3,)})
+        weight, bias = torch.ones(2, 3), torch.ones(3)
+        receiver.stage(sender.publish(1, {"bias": bias, "weight": weight}))
+        for version, wrong in enumerate(
+            (
+                {"weight": weight},
+                {"weight": weight, "bias": bias, "extra": bias},
+                {"weight": weight.t(), "bias": bias},
+            ),
+            start=2,
+        ):
+            with pytest.raises(WeightError, match=r"'(bias|extra|weight)'"):
+                receiver.stage(sender.publish(version, wrong))
+            sender.release(version)
+        receiver.close()
+
+    def test_room_is_bounded_and_comes_back_with_release(self, sender: Sender):
+        held = []
+        while sender.has_room:
+            held.append(len(held))
+            sender.publish(held[-1], some_tensors())
+        assert 2 <= len(held) <= 8
+        with pytest.raises(WeightError, match="release one"):
+            sender.publish(99, some_tensors())
+        sender.release(held[0])
+        assert sender.has_room
+        sender.publish(99, some_tensors())
+
+    def test_releasing_or_publishing_a_version_twice_is_refused(self, sender: Sender):
+        sender.publish(1, some_tensors())
+        with pytest.raises(WeightError, match="already published"):
+            sender.publish(1, some_tensors())
+        sender.release(1)
+        with pytest.raises(WeightError, match="not published"):
+            sender.release(1)
+
+    def test_shapes_may_change_between_versions(self, sender: Sender, receiver: WeightReceiver):
+        for version, size in enumerate([10, 1000, 10, 0, 5]):
+            sent = {"weight": torch.full((size,), float(version))}
+            assert_arrived(receiver.stage(sender.publish(version, sent)), sent, torch.float32)
+            sender.release(version)
+
+    def test_500_versions_to_another_process_leave_memory_and_descriptors_flat(
+        self, sender: Sender, remote: RemoteReceiver
+    ):
+        weights = {f"layer.{i}": torch.zeros(100, 100) for i in range(5)}  # 200 kB
+        trainer, engine = psutil.Process(), psutil.Process(remote.process.pid)
+        usage: list[tuple[int, int, int, int]] = []
+        for version in range(500):
+            for weight in weights.values():
+                weight.fill_(version)
+            arrived = remote.stage(sender.publish(version, weights))
+            assert arrived == dict.fromkeys(weights, version * 10_000.0)
+            if version >= 2:
+                sender.release(version - 2)
+            usage.append(
+                (
+                    trainer.num_fds(),
+                    engine.num_fds(),
+                    trainer.memory_info().rss,
+                    engine.memory_info().rss,
+                )
+            )
+        warm, last = usage[20], usage[-1]
+        assert last[:2] == warm[:2]
+        assert last[2] - warm[2] < 1e7  # bytes; leaking every tenth version would make it
+        assert last[3] - warm[3] < 1e7

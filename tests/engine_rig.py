@@ -1,0 +1,147 @@
+"""Engines over tiny models, and what plain transformers says about the tokens they sampled."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from architectures import VOCAB, tiny_model
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    MinPLogitsWarper,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from millrace.core.records import Completion, Request, Sampling
+from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
+
+torch.set_num_threads(1)  # on tensors this small, a second thread only spins
+
+EOS = 2
+LETTERS = [chr(ord("0") + i) for i in range(VOCAB - 3)]  # token 3 + i
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """One printable character per token."""
+    names = ["<pad>", "<bos>", "<eos>", *LETTERS]
+    vocab = {name: id for id, name in enumerate(names)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"
+    )
+
+
+def make_engine(
+    architecture: str = "qwen3", *, seed: int = 0, eos_ids: Sequence[int] = (EOS,), **settings: Any
+) -> EmbeddedEngine:
+    """Small blocks and chunks, so that a few tokens cross many boundaries."""
+    model = tiny_model(architecture, seed=seed)
+    model.set_attn_implementation(PAGED_ATTENTION)
+    sizes = {
+        "version": 0,
+        "max_context": 128,
+        "max_sequences": 8,
+        "num_blocks": 256,
+        "block_tokens": 4,
+        "prefill_tokens": 64,
+    }
+    return EmbeddedEngine(model, letter_tokenizer(), eos_ids=eos_ids, **{**sizes, **settings})
+
+
+def save_model(directory: Path, architecture: str = "qwen3") -> None:
+    """A model directory, as a run would be given it."""
+    model = tiny_model(architecture)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = EOS
+    model.save_pretrained(directory)
+    letter_tokenizer().save_pretrained(directory)
+
+
+def weights(architecture: str = "qwen3", *, seed: int) -> dict[str, torch.Tensor]:
+    """Complete weights for another version."""
+    return {n: p.detach() for n, p in tiny_model(architecture, seed=seed).named_parameters()}
+
+
+def prompt_of(length: int, *, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, VOCAB, length).astype(np.int32)
+
+
+def make_request(
+    id: str = "r", *, prompt: np.ndarray | int = 6, n: int = 1, seed: int = 0, **sampling: Any
+) -> Request:
+    """`prompt`: its tokens, or how many of them."""
+    tokens = prompt_of(prompt) if isinstance(prompt, int) else prompt
+    settings = Sampling(**{"max_new_tokens": 16, **sampling})
+    return Request(id=id, prompt=tokens, n=n, seed=seed, sampling=settings)
+
+
+def finish_all(
+    engine: EmbeddedEngine, requests: Sequence[Request] = (), *, max_steps: int = 2000
+) -> dict[str, list[Completion]]:
+    """Submit, and step until nothing is left; completions by request."""
+    for request in requests:
+        engine.submit(request)
+    done = {}
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return done
+        done |= {finished.id: finished.completions for finished in engine.step()}
+    raise AssertionError(f"no end after {max_steps} steps: {engine.stats()}")
+
+
+def plain_logits(
+    model: PreTrainedModel, prompt: np.ndarray, completion: Completion
+) -> torch.Tensor:
+    """[N, V] logits for each sampled token, by one plain forward pass of transformers."""
+    tokens = torch.from_numpy(np.concatenate([prompt, completion.tokens])).long()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1].float()
+
+
+def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """[N, V] logprobs after temperature and transformers' own truncation; -inf = ruled out."""
+    scores = logits / (sampling.temperature or 1.0)
+    no_ids = torch.empty(0)
+    if sampling.truncates and sampling.top_k > 0:
+        scores = TopKLogitsWarper(sampling.top_k)(no_ids, scores)
+    if sampling.truncates and sampling.top_p < 1.0:
+        scores = TopPLogitsWarper(sampling.top_p)(no_ids, scores)
+    if sampling.truncates and sampling.min_p > 0.0:
+        scores = MinPLogitsWarper(sampling.min_p)(no_ids, scores)
+    return scores.log_softmax(-1)
+
+
+def assert_sampled_from(
+    logits: torch.Tensor, completion: Completion, sampling: Sampling, *, tolerance: float = 1e-5
+) -> None:
+    """The completion's logprobs and kept ids are those of these logits [N, V]."""
+    expected = distribution(logits, sampling)
+    tokens = torch.from_numpy(completion.tokens).long()
+    chosen = expected.gather(-1, tokens[:, None]).squeeze(-1).numpy()
+    np.testing.assert_allclose(completion.logprobs, chosen, rtol=0, atol=tolerance)
+    if not sampling.truncates:
+        assert completion.kept is None
+        return
+    assert completion.kept is not None
+    assert len(completion.kept.offsets) == len(tokens) + 1
+    rows = np.split(completion.kept.ids, completion.kept.offsets[1:-1])
+    for row, logprobs in zip(rows, expected, strict=True):
+        allowed = torch.isfinite(logprobs).nonzero().squeeze(-1).numpy()
+        np.testing.assert_array_equal(row if len(row) else np.arange(VOCAB), allowed)
+
+
+def assert_same(left: Completion, right: Completion) -> None:
+    """Same tokens and, up to rounding, same logprobs."""
+    np.testing.assert_array_equal(left.tokens, right.tokens)
+    np.testing.assert_allclose(left.logprobs, right.logprobs, rtol=0, atol=1e-5)
+    assert (left.kept is None) == (right.kept is None)
+    if left.kept is not None and right.kept is not None:
+        np.testing.assert_array_equal(left.kept.ids, right.kept.ids)
+        np.testing.assert_array_equal(left.kept.offsets, right.kept.offsets)

@@ -1,0 +1,186 @@
+"""How requests begin and end: refusals, eos, stop strings, limits, aborts."""
+
+import numpy as np
+import pytest
+import torch
+from engine_rig import EOS, LETTERS, finish_all, make_engine, make_request, prompt_of, weights
+
+from millrace.core.errors import RunFailed, TaskError
+from millrace.core.records import Completion, Request, Sampling
+
+
+def sampled(*, eos_ids: tuple[int, ...] = (), **sampling) -> Completion:
+    """Always the same tokens; hot, so that they vary."""
+    request = make_request(temperature=3.0, seed=1, **sampling)
+    return finish_all(make_engine(eos_ids=eos_ids), [request])["r"][0]
+
+
+def letters(tokens: np.ndarray) -> str:
+    return "".join(LETTERS[token - 3] if token >= 3 else "" for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (make_request(prompt=40), r"has 40 tokens, and the context of 32 .* engine.max_context"),
+        (make_request(prompt=32), "has 32 tokens"),
+        (make_request(prompt=np.empty(0, dtype=np.int32)), "empty prompt"),
+        (make_request(prompt=np.array([3, 64], dtype=np.int32)), r"outside 0\.\.63"),
+        (make_request(prompt=np.array([3, -1], dtype=np.int32)), r"outside 0\.\.63"),
+        (make_request(n=0), "n and max_new_tokens of at least 1"),
+        (make_request(stop=("",)), "no empty stop string"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_with_a_sentence(request_: Request, reason: str):
+    engine = make_engine(max_context=32)
+    with pytest.raises(TaskError, match=reason):
+        engine.submit(request_)
+    assert not engine.has_work
+    assert len(finish_all(engine, [make_request()])["r"]) == 1
+
+
+def test_few_blocks_bound_the_context_too():
+    engine = make_engine(num_blocks=5, block_tokens=4)
+    with pytest.raises(TaskError, match=r"20 tokens, and the context of 20 .*engine.num_blocks"):
+        engine.submit(make_request(prompt=20))
+    (completion,) = finish_all(engine, [make_request(prompt=19)])["r"]
+    assert len(completion.tokens) == 1
+
+
+def test_a_request_id_is_refused_while_it_is_in_use():
+    engine = make_engine()
+    engine.submit(make_request())
+    with pytest.raises(TaskError, match="already here"):
+        engine.submit(make_request())
+    assert len(finish_all(engine)["r"]) == 1
+    assert len(finish_all(engine, [make_request()])["r"]) == 1
+
+
+def test_a_completion_that_reaches_max_new_tokens_finishes_by_length():
+    completion = sampled(max_new_tokens=5)
+    assert (completion.finish, len(completion.tokens)) == ("length", 5)
+    assert completion.text == letters(completion.tokens)
+
+
+def test_a_completion_that_reaches_the_end_of_the_context_finishes_by_length():
+    engine = make_engine(max_context=32, eos_ids=())
+    (completion,) = finish_all(engine, [make_request(prompt=25, max_new_tokens=100)])["r"]
+    assert (completion.finish, len(completion.tokens)) == ("length", 7)
+
+
+def test_an_eos_token_stops_and_is_kept_in_the_tokens_but_not_in_the_text():
+    free = sampled(max_new_tokens=12)
+    at = 4
+    assert free.tokens[at] not in free.tokens[:at]
+    stopped = sampled(max_new_tokens=12, eos_ids=(EOS, int(free.tokens[at])))
+    assert stopped.finish == "stop"
+    np.testing.assert_array_equal(stopped.tokens, free.tokens[: at + 1])
+    assert stopped.text == letters(free.tokens[:at])
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_stop_string_stops_as_soon_as_it_is_complete_and_is_not_in_the_text(at: int, size: int):
+    free = sampled(max_new_tokens=12)
+    stop = letters(free.tokens[at : at + size])
+    assert letters(free.tokens).find(stop) == at
+    stopped = sampled(max_new_tokens=12, stop=("no such string", stop))
+    assert stopped.finish == "stop"
+    np.testing.assert_array_equal(stopped.tokens, free.tokens[: at + size])
+    assert stopped.text == letters(free.tokens[:at])
+
+
+def test_a_stop_string_may_name_a_special_token():
+    engine = make_engine(eos_ids=())
+    request = make_request(n=8, max_new_tokens=100, stop=("<eos>",), temperature=1.5)
+    stopped = [c for c in finish_all(engine, [request])["r"] if c.finish == "stop"]
+    assert stopped
+    for completion in stopped:
+        assert completion.tokens[-1] == EOS
+        assert EOS not in completion.tokens[:-1]
+        assert "<eos>" not in completion.text
+
+
+def test_an_abort_returns_running_waiting_and_unstarted_members_as_they_are():
+    engine = make_engine(max_sequences=3, eos_ids=())
+    engine.submit(make_request("running", n=5))
+    engine.submit(make_request("waiting", prompt=9, n=2))
+    for _ in range(4):
+        engine.step()
+    aborted = {f.id: f.completions for f in engine.abort(["waiting", "running", "unknown"])}
+    assert [len(c.tokens) for c in aborted["running"]] == [4, 4, 4, 0, 0]
+    assert [len(c.tokens) for c in aborted["waiting"]] == [0, 0]
+    assert {c.finish for completions in aborted.values() for c in completions} == {"abort"}
+    assert not engine.has_work
+    assert engine.stats().free_blocks == 256
+
+
+def test_an_abort_keeps_members_that_had_finished():
+    engine = make_engine(max_sequences=1, eos_ids=())
+    engine.submit(make_request(n=2, max_new_tokens=3))
+    for _ in range(4):
+        engine.step()
+    ((first, second),) = (aborted.completions for aborted in engine.abort(["r"]))
+    assert (first.finish, len(first.tokens)) == ("length", 3)
+    assert (second.finish, len(second.tokens)) == ("abort", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "finish"),
+    [
+        ({"max_new_tokens": 8}, "length"),
+        ({"max_new_tokens": 16, "stop": True}, "stop"),
+        ({"max_new_tokens": 16, "eos": True}, "stop"),
+    ],
+)
+def test_resuming_what_had_already_ended_returns_it_without_computing(change, finish: str):
+    partial = sampled(max_new_tokens=8)
+    stop = (letters(partial.tokens[-2:]),) if change.pop("stop", False) else ()
+    eos_ids = (int(partial.tokens[-1]),) if change.pop("eos", False) else ()
+    engine = make_engine(eos_ids=eos_ids)
+    request = Request(
+        id="again",
+        prompt=prompt_of(6),
+        sampling=Sampling(temperature=3.0, stop=stop, **change),
+        partial=partial,
+    )
+    (completion,) = finish_all(engine, [request])["again"]
+    assert completion.finish == finish
+    np.testing.assert_array_equal(completion.tokens, partial.tokens)
+    assert engine.stats().prefill_tokens == 0
+
+
+def test_only_one_completion_can_be_resumed_at_a_time():
+    request = make_request(n=2)
+    partial = sampled(max_new_tokens=2)
+    with pytest.raises(TaskError, match="resumes one completion but asks 2"):
+        make_engine().submit(
+            Request(id="x", prompt=request.prompt, sampling=request.sampling, n=2, partial=partial)
+        )
+
+
+def test_weights_that_give_no_numbers_end_the_run_with_a_sentence():
+    engine = make_engine()
+    broken = weights(seed=1)
+    broken["model.norm.weight"] = torch.full_like(broken["model.norm.weight"], torch.nan)
+    engine.swap(broken, version=7)
+    engine.submit(make_request())
+    with pytest.raises(
+        RunFailed, match=r"Version 7 of the weights gives logits that are not finite"
+    ):
+        engine.step()
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_go_on():
+    engine = make_engine(prefill_tokens=8, eos_ids=())
+    engine.submit(make_request("short", max_new_tokens=30))
+    engine.step()
+    engine.submit(make_request("long", prompt=60))
+    for step in range(1, 8):
+        engine.step()
+        stats = engine.stats()
+        assert stats.prefill_tokens == 6 + 8 * step
+        assert stats.generated_tokens == 1 + step
+    engine.step()
+    assert engine.stats().prefill_tokens == 6 + 60
+    assert engine.stats().generated_tokens == 1 + 8 + 1

@@ -1,0 +1,293 @@
+"""The engine process's body, with a link whose other end is this test."""
+
+import dataclasses
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterator, Set
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+import torch
+from engine_rig import make_engine, make_request, save_model, weights
+
+from millrace.cluster.messages import (
+    Abort,
+    Done,
+    Generate,
+    Generated,
+    Message,
+    Progress,
+    StartEngine,
+    StartScorer,
+    Stop,
+    Swap,
+    Swapped,
+)
+from millrace.core.errors import ConfigError, MillraceError, TaskError, WeightError
+from millrace.core.spans import Timeline
+from millrace.core.weight_update import WeightUpdate
+from millrace.weights.shm import ShmSender
+from millrace.workers import engine as engine_worker
+from millrace.workers.engine import EngineWorker
+
+
+class FakeCall:
+    """A call whose reply can be waited for."""
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+        self._answers: queue.Queue[Message | BaseException] = queue.Queue()
+
+    def reply(self, message: Message | None = None) -> None:
+        self._answers.put(message or Done())
+
+    def fail(self, error: BaseException) -> None:
+        self._answers.put(error)
+
+    def result(self, timeout_s: float = 20) -> Any:
+        answer = self._answers.get(timeout=timeout_s)
+        if isinstance(answer, BaseException):
+            raise answer
+        assert self._answers.empty(), "a call is answered once"
+        return answer
+
+
+class FakeLink:
+    """Calls by a queue instead of a socket; events in a list."""
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[FakeCall] = queue.SimpleQueue()
+        self.events: list[Message] = []
+
+    def call(self, message: Message) -> FakeCall:
+        call = FakeCall(message)
+        self._inbox.put(call)
+        return call
+
+    def receive(self, timeout_s: float | None = None) -> FakeCall | None:
+        try:
+            return (
+                self._inbox.get(timeout=timeout_s) if timeout_s != 0 else self._inbox.get_nowait()
+            )
+        except queue.Empty:
+            return None
+
+    def emit(self, message: Message) -> None:
+        self.events.append(message)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path)
+    return path
+
+
+@contextmanager
+def in_thread(body: Callable[[], None]) -> Iterator[None]:
+    """Run `body` beside the test, which tells it to stop; what it raises, the test raises."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        running = pool.submit(body)
+        yield
+        running.result(20)
+
+
+@pytest.fixture
+def link() -> Iterator[FakeLink]:
+    """To a worker that waits for StartEngine."""
+    link = FakeLink()
+    with in_thread(lambda: engine_worker.main(link, "engine-0")):  # pyright: ignore[reportArgumentType]
+        yield link
+        link.call(Stop())
+
+
+@pytest.fixture
+def sender() -> Iterator[ShmSender]:
+    sender = ShmSender(dtype=torch.float32)
+    yield sender
+    sender.close()
+
+
+def start(link: FakeLink, model_path: Path, **engine: Any) -> None:
+    settings = {"threads": 1, "device": "cpu", "block_tokens": 4, **engine}
+    config = {"model": {"path": str(model_path)}, "engine": settings}
+    link.call(StartEngine(config=config, model_path=str(model_path), version=3)).result()
+
+
+def long_request(id: str = "long") -> Generate:
+    """About 240 steps: long enough for whatever the test does meanwhile."""
+    return Generate(request=make_request(id, max_new_tokens=240, temperature=0.0))
+
+
+class GatedReceiver:
+    """Hands out the weights whose seed is the version, once it is opened."""
+
+    def __init__(self, *, broken_versions: Set[int] = frozenset()) -> None:
+        self._gate = threading.Event()
+        self._broken_versions = broken_versions
+        self.staged: list[int] = []
+        self.is_closed = False
+
+    def open(self) -> None:
+        self._gate.set()
+
+    def stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
+        self.staged.append(update.version)
+        assert self._gate.wait(20)
+        tensors = weights(seed=update.version)
+        if update.version in self._broken_versions:
+            last = list(tensors)[-1]
+            tensors[last] = tensors[last].to("meta")  # fits, but has no data to copy
+        return tensors
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def update_of(version: int) -> WeightUpdate:
+    return WeightUpdate(
+        version=version, tensors=(), num_bytes=0, checksum=0, transport="gated", location=""
+    )
+
+
+@contextmanager
+def serving(link: FakeLink, receiver: GatedReceiver) -> Iterator[None]:
+    """An EngineWorker in a thread of its own, from version 0."""
+    worker = EngineWorker(
+        link,  # pyright: ignore[reportArgumentType]
+        engine=make_engine(max_context=256),
+        receiver=receiver,
+        timeline=Timeline("engine-0"),
+    )
+    with in_thread(worker.serve):
+        yield
+        link.call(Stop()).result()
+
+
+def damaged(update: WeightUpdate) -> WeightUpdate:
+    return dataclasses.replace(update, checksum=update.checksum ^ 1)
+
+
+def test_requests_are_answered_and_spans_and_counters_reported(link: FakeLink, model_path: Path):
+    start(link, model_path)
+    calls = [
+        link.call(Generate(request=make_request(str(i), n=2, seed=i, max_new_tokens=30)))
+        for i in range(3)
+    ]
+    completions = [c for call in calls for c in call.result().completions]
+    assert len(completions) == 6
+    assert {version for c in completions for version in c.versions} == {3}
+    assert link.call(Stop()).result() == Done()
+    progress = [event for event in link.events if isinstance(event, Progress)]
+    spans = [span for event in progress for span in event.spans]
+    assert {"load", "generate", "no work"} <= {span.name for span in spans}
+    assert all(span.busy == (span.name != "no work") for span in spans)
+    for earlier, later in itertools.pairwise(spans):
+        assert later.start_s == earlier.end_s
+    counters = progress[-1].counters
+    assert counters["generated_tokens"] == sum(len(c.tokens) for c in completions)
+    assert counters["prefill_tokens"] == 3 * 6
+    assert counters["running"] == counters["waiting"] == counters["swaps"] == 0
+
+
+def test_published_weights_become_visible(link: FakeLink, model_path: Path, sender: ShmSender):
+    start(link, model_path)
+    update = sender.publish(4, weights(seed=1))
+    swapped = link.call(Swap(update=update)).result()
+    assert swapped.version == 4
+    assert swapped.stage_ms > 0
+    assert swapped.gap_ms > 0
+    (completion,) = link.call(Generate(request=make_request())).result().completions
+    assert set(completion.versions) == {4}
+
+
+def test_a_damaged_update_is_refused_and_the_old_version_goes_on(
+    link: FakeLink, model_path: Path, sender: ShmSender
+):
+    start(link, model_path)
+    update = sender.publish(4, weights(seed=1))
+    with pytest.raises(WeightError, match="checksum"):
+        link.call(Swap(update=damaged(update))).result()
+    (completion,) = link.call(Generate(request=make_request())).result().completions
+    assert set(completion.versions) == {3}
+    assert link.call(Swap(update=update)).result().version == 4
+
+
+def test_decoding_goes_on_while_weights_are_staged():
+    link, receiver = FakeLink(), GatedReceiver()
+    with serving(link, receiver):
+        swap = link.call(Swap(update=update_of(1)))
+        first = link.call(Generate(request=make_request("first"))).result().completions
+        generating = link.call(long_request())
+        receiver.open()
+        assert swap.result() == Swapped(version=1, stage_ms=ANY, gap_ms=ANY)
+        (spanning,) = generating.result().completions
+    assert {version for completion in first for version in completion.versions} == {0}
+    assert spanning.versions[-1] == 1
+    assert (np.diff(spanning.versions) >= 0).all()
+
+
+def test_a_newer_update_supersedes_one_that_is_still_staging():
+    link, receiver = FakeLink(), GatedReceiver()
+    with serving(link, receiver):
+        calls = [link.call(Swap(update=update_of(version))) for version in (1, 3, 2)]
+        link.call(Generate(request=make_request())).result()  # by now, all three have arrived
+        receiver.open()
+        assert [call.result().version for call in calls] == [3, 3, 3]
+        assert link.call(Swap(update=update_of(2))).result().version == 3
+        (completion,) = link.call(Generate(request=make_request())).result().completions
+    assert set(completion.versions) == {3}
+    assert receiver.staged == [1, 3]  # 1 had begun, 2 never did
+    assert receiver.is_closed
+    assert [e.counters["swaps"] for e in link.events if isinstance(e, Progress)][-1] == 1
+
+
+def test_after_a_swap_that_failed_half_way_requests_wait_for_a_complete_version():
+    link, receiver = FakeLink(), GatedReceiver(broken_versions={1})
+    receiver.open()
+    with serving(link, receiver):
+        with pytest.raises(WeightError, match="serves nothing until a complete version"):
+            link.call(Swap(update=update_of(1))).result()
+        generating = link.call(Generate(request=make_request()))
+        assert link.call(Swap(update=update_of(2))).result().version == 2
+        (completion,) = generating.result().completions
+    assert set(completion.versions) == {2}
+
+
+def test_an_abort_answers_the_request_with_what_it_has(link: FakeLink, model_path: Path):
+    start(link, model_path, max_sequences=1)
+    running, waiting = link.call(long_request()), link.call(long_request("second"))
+    assert link.call(Abort(ids=["long", "second", "gone"])).result() == Done()
+    for call in (running, waiting):
+        reply = call.result()
+        assert isinstance(reply, Generated)
+        assert [completion.finish for completion in reply.completions] == ["abort"]
+
+
+def test_a_request_that_does_not_fit_fails_alone(link: FakeLink, model_path: Path):
+    start(link, model_path, max_context=16)
+    with pytest.raises(TaskError, match="has 16 tokens"):
+        link.call(Generate(request=make_request(prompt=16))).result()
+    assert len(link.call(Generate(request=make_request())).result().completions) == 1
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_start_and_the_worker_waits_for_another(
+    link: FakeLink, model_path: Path
+):
+    with pytest.raises(ConfigError, match="does not exist"):
+        start(link, model_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"engine.max_context' = 1000 .* limit of 256"):
+        start(link, model_path, max_context=1000)
+    with pytest.raises(ConfigError, match="does not hold one KV block"):
+        start(link, model_path, kv_bytes=100)
+    with pytest.raises(MillraceError, match="start it first"):
+        link.call(Generate(request=make_request())).result()
+    start(link, model_path)
+    with pytest.raises(MillraceError, match="cannot take StartScorer now"):
+        link.call(StartScorer(functions={})).result()

@@ -1,0 +1,54 @@
+"""Stand-ins and ready-made records for tests."""
+
+import numpy as np
+
+from millrace.core.records import Episode, Group, Kept, Rollout, Sampling, Score, Task, Turn
+
+
+def make_rollout(
+    *,
+    prompt_tokens: int = 3,
+    sampled_tokens: int = 4,
+    versions: int | list[int] = 0,
+    kept: bool = False,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> Rollout:
+    rng = np.random.default_rng(seed)
+    length = prompt_tokens + sampled_tokens
+    mask = np.arange(length) >= prompt_tokens
+    tokens = rng.integers(0, 10, length).astype(np.int32)
+    rows = None
+    if kept:
+        sizes = np.where(mask, 2, 0)
+        ids = np.concatenate([np.array([token, 99], np.int32) for token in tokens[mask]])
+        rows = Kept(ids=ids, offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+    stamped = np.full(length, -1, np.int32)
+    stamped[mask] = versions
+    return Rollout(
+        tokens=tokens,
+        mask=mask,
+        engine_logprobs=np.where(mask, -rng.random(length), 0).astype(np.float32),
+        versions=stamped,
+        sampling=Sampling(temperature=temperature, top_k=2 if kept else 0),
+        kept=rows,
+    )
+
+
+def make_group(
+    number: int = 0, *, versions: int | list[int] = 0, size: int = 2, **rollout
+) -> Group:
+    episodes = tuple(
+        Episode(
+            turns=(Turn(prompt="p", completion="c", finish="stop"),),
+            rollouts=(make_rollout(versions=versions, seed=number * 100 + i, **rollout),),
+        )
+        for i in range(size)
+    )
+    return Group(
+        number=number,
+        task=Task(prompt=f"task {number}"),
+        episodes=episodes,
+        scores=tuple(Score(total=float(i), parts={"f": float(i)}) for i in range(size)),
+        advantages=np.linspace(-1, 1, size).astype(np.float32),
+    )

@@ -1,0 +1,147 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, VOCAB, tiny_model
+from safetensors.torch import load_file, save_file
+from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers.models.hyperclovax import HyperCLOVAXConfig, HyperCLOVAXForCausalLM
+from transformers.models.mamba import MambaConfig, MambaForCausalLM
+
+from millrace.core.errors import ConfigError
+from millrace.models.loading import (
+    hidden_states,
+    load_model,
+    load_tokenizer,
+    max_context,
+    resolve_device,
+    stop_token_ids,
+)
+from millrace.models.packed_attention import PACKED_ATTENTION, PackedLayout
+
+CPU = torch.device("cpu")
+
+
+def load(path, *, dtype=torch.float32):
+    return load_model(str(path), dtype=dtype, device=CPU, attention=PACKED_ATTENTION)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_supported_architectures_load_in_the_dtype_asked_for(tmp_path, architecture, dtype):
+    tiny_model(architecture).save_pretrained(tmp_path)
+    model = load(tmp_path, dtype=dtype)
+    assert not model.training
+    assert model.dtype == dtype
+    assert model.config._attn_implementation == PACKED_ATTENTION
+    assert max_context(model) == 256
+    tokens = torch.randint(0, VOCAB, (1, 6))
+    hidden = hidden_states(
+        model,
+        input_ids=tokens,
+        position_ids=torch.arange(6)[None],
+        layout=PackedLayout.of([6], device=CPU),
+    )
+    assert hidden.shape == (6, model.config.hidden_size)
+
+
+def test_a_path_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere' does not exist; check model\.path"):
+        load(tmp_path / "nowhere")
+
+
+def test_a_directory_without_a_model_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"it has no config\.json"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match=r"it has no config\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_damaged_weights_are_one_sentence(saved):
+    (saved / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ConfigError) as caught:
+        load(saved)
+    assert str(caught.value).startswith(f"Model '{saved}' cannot be loaded: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_model_type_is_one_sentence(saved):
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "model_type": "perceptron"}))
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*perceptron") as caught:
+        load(saved)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_weights_are_refused_instead_of_made_up(saved):
+    weights = load_file(saved / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 of its weights, 'model.norm.weight'"):
+        load(saved)
+
+
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+REFUSED = {
+    "recurrent": (
+        lambda: MambaForCausalLM(
+            MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4)
+        ),
+        "layers of type 'linear_attention'",
+    ),
+    "own attention": (
+        lambda: BloomForCausalLM(
+            BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4)
+        ),
+        "does not go through transformers' AttentionInterface",
+    ),
+    "attention sinks": (
+        lambda: GptOssForCausalLM(GptOssConfig(**SHAPE, num_local_experts=4, head_dim=8)),
+        "uses 's_aux'",
+    ),
+    "own head": (
+        lambda: HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**SHAPE, logits_scaling=3.0)),
+        "logits do not follow from its hidden states",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_architecture_millrace_would_get_wrong_is_refused(tmp_path, case):
+    make, reason = REFUSED[case]
+    make().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"is not supported: .*{reason}"):
+        load(tmp_path)
+
+
+def test_stop_ids_join_the_generation_settings_and_the_tokenizer():
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = [9, 2]
+    assert stop_token_ids(model, SimpleNamespace(eos_token_id=5)) == (2, 5, 9)
+    model.generation_config.eos_token_id = 2
+    assert stop_token_ids(model, SimpleNamespace(eos_token_id=2)) == (2,)
+    model.generation_config.eos_token_id = None
+    assert stop_token_ids(model, SimpleNamespace(eos_token_id=None)) == ()
+
+
+def test_devices_are_resolved_or_refused():
+    assert resolve_device("cpu") == CPU
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ConfigError, match="'quantum' is not known"):
+        resolve_device("quantum")
+    with pytest.raises(ConfigError, match="'cuda:99' does not exist"):
+        resolve_device("cuda:99")

@@ -1,0 +1,383 @@
+"""The scorer pool with real processes; nothing is faked."""
+
+import asyncio
+import contextlib
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from millrace.cluster.hub import Hub
+from millrace.cluster.messages import Progress
+from millrace.core.errors import ConfigError, RunFailed, ScoreError
+from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
+from millrace.scoring import workers as scorer_workers
+from millrace.scoring.advantages import GroupAdvantages
+from millrace.scoring.pool import ScorerSpec, build_scorer_pool, inspect_scorers
+
+
+def group(*completions: str, number: int = 12, prompt="1+1=", **columns) -> Group:
+    """One episode per completion; its tokens are 0 (prompt), 1, 2 (sampled)."""
+    rollout = Rollout(
+        tokens=np.arange(3, dtype=np.int32),
+        mask=np.array([False, True, True]),
+        engine_logprobs=np.zeros(3, np.float32),
+        versions=np.array([-1, 0, 0], np.int32),
+        sampling=Sampling(),
+    )
+    episodes = tuple(
+        Episode(turns=(Turn(prompt=prompt, completion=text, finish="stop"),), rollouts=(rollout,))
+        for text in completions
+    )
+    return Group(number=number, task=Task(prompt=prompt, columns=columns), episodes=episodes)
+
+
+def spec(function: str, **settings) -> ScorerSpec:
+    return ScorerSpec(function=f"rewards_for_tests:{function}", **settings)
+
+
+def scorer_processes() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if "millrace.workers.scorer" in child.cmdline()]
+
+
+@pytest.fixture
+async def open_pool(tmp_path):
+    """Opens pools on one hub; the hub's events land in `.events`."""
+    async with contextlib.AsyncExitStack() as stack:
+        events: list = []
+        hub = await stack.enter_async_context(
+            Hub(log_dir=tmp_path, on_event=lambda _, message: events.append(message))
+        )
+
+        async def open_pool(*specs: ScorerSpec, num_workers: int = 1, advantages=None):
+            pool = build_scorer_pool(
+                specs,
+                advantages=advantages or GroupAdvantages(),
+                num_workers=num_workers,
+                launch=lambda name: hub.launch(name, "millrace.workers.scorer"),
+                folder=tmp_path / "rewards",
+            )
+            return await stack.enter_async_context(pool)
+
+        open_pool.events = events
+        yield open_pool
+
+
+async def test_weighted_scores_and_advantages_come_back_with_the_group(open_pool, tmp_path):
+    pool = await open_pool(spec("exact", weight=2.0), spec("length", name="size", weight=0.5))
+    scored = await pool.score(group("2", "33", answer="2"))
+    assert scored.scores == (
+        Score(total=2.5, parts={"exact": 1.0, "size": 1.0}),
+        Score(total=1.0, parts={"exact": 0.0, "size": 2.0}),
+    )
+    np.testing.assert_allclose(scored.advantages, [0.5**0.5, -(0.5**0.5)], rtol=1e-3)
+    assert scored.number == 12
+    assert scored.task.columns == {"answer": "2"}
+    stats = pool.stats()
+    assert stats.calls == {"exact": 1, "size": 1}
+    assert stats.failures == {}
+    assert stats.seconds["exact"] > 0
+    assert (stats.workers_busy, stats.workers_lost, stats.calls_waiting) == (0, 0, 0)
+    assert "exact sees 2 completions" in (tmp_path / "scorer-0.log").read_text()
+
+
+async def test_chat_tasks_are_shown_as_messages(open_pool):
+    pool = await open_pool(spec("echo_shapes"))
+    chat = [{"role": "user", "content": "1+1?"}]
+    scored = await pool.score(group("2", "33", prompt=chat, answer="2", meta={"level": [1, None]}))
+    assert [score.total for score in scored.scores] == [1.0, 1.0]
+
+
+async def test_none_is_left_out_of_the_total(open_pool):
+    pool = await open_pool(spec("only_short"), spec("length"))
+    scored = await pool.score(group("2", "33"))
+    assert scored.scores == (
+        Score(total=2.0, parts={"only_short": 1.0, "length": 1.0}),
+        Score(total=2.0, parts={"only_short": None, "length": 2.0}),
+    )
+
+
+async def test_an_episode_to_which_no_scorer_applies_is_an_error(open_pool):
+    pool = await open_pool(spec("only_short"), spec("nothing"))
+    with pytest.raises(
+        ScoreError, match="No scorer applied to episode 1 of group 12: all of only_sho"
+    ):
+        await pool.score(group("2", "33"))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("raises", r"(?m)^Reward 'raises' raised ValueError: cannot judge this \(group 12\)\.$"),
+        ("raises_async", r"(?m)^Reward 'raises_async' raised KeyError: 'verdict' \(group 12\)\.$"),
+        ("leaves_async", r"(?m)^Reward 'leaves_async' raised SystemExit: 1 \(group 12\)\.$"),
+        (
+            "too_few",
+            r"(?m)^Reward 'too_few' returned 1 values for 2 completions; .* \(group 12\)\.$",
+        ),
+        (
+            "nan",
+            r"(?m)^Reward 'nan' returned nan \(float\) for completion 0; return .* \(group 12\)\.$",
+        ),
+    ],
+)
+async def test_a_failing_function_costs_its_group_and_not_its_worker(open_pool, name, sentence):
+    pool = await open_pool(spec(name), spec("length"))
+    with pytest.raises(ScoreError, match=sentence) as caught:
+        await pool.score(group("2", "33"))
+    if name.startswith("raises"):
+        assert "rewards_for_tests.py" in "".join(caught.value.__notes__)
+    with pytest.raises(ScoreError, match=sentence):
+        await pool.score(group("2", "33"))
+    stats = pool.stats()
+    assert stats.failures == {name: 2}
+    assert stats.calls == {name: 2, "length": 2}
+    assert stats.workers_lost == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "hangs_on_x",
+            r"'hangs_on_x' took longer than 0.5 s on group 12; make it faster, or raise",
+        ),
+        ("exits_on_x", r"'exits_on_x' lost its process on group 12: Worker 'scorer-0' .*3"),
+        ("leaves_on_x", r"'leaves_on_x' lost its process on group 12: "),
+        ("segfaults_on_x", r"'segfaults_on_x' lost its process on group 12: .*SEGV"),
+    ],
+)
+async def test_a_function_that_takes_its_worker_down_costs_one_group(open_pool, name, sentence):
+    pool = await open_pool(spec(name, timeout_s=0.5 if name == "hangs_on_x" else 30.0))
+    bad = asyncio.create_task(pool.score(group("x", "x")))
+    await asyncio.sleep(0.05)
+    # These wait for the only worker, and then for the one that replaces it.
+    good = [asyncio.create_task(pool.score(group("a", "b", number=n))) for n in range(3)]
+    with pytest.raises(ScoreError, match=sentence):
+        await bad
+    for scored in await asyncio.gather(*good):
+        assert [score.total for score in scored.scores] == [1.0, 1.0]
+    stats = pool.stats()
+    assert stats.workers_lost == 1
+    assert stats.failures == {name: 1}
+
+
+async def test_a_worker_that_dies_while_idle_is_replaced_and_costs_nothing(open_pool):
+    pool = await open_pool(spec("length"))
+    (process,) = scorer_processes()
+    process.kill()
+    await asyncio.sleep(0.2)
+    assert [score.total for score in (await pool.score(group("a", "bb"))).scores] == [1.0, 2.0]
+    assert pool.stats().workers_lost == 1
+
+
+async def test_a_blocking_function_does_not_block_the_loop(open_pool):
+    pool = await open_pool(spec("sleeps"))
+    gaps: list[float] = []
+
+    async def tick():
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.005)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    ticking = asyncio.create_task(tick())
+    await pool.score(group("0.8", "0.8"))
+    ticking.cancel()
+    assert len(gaps) > 20
+    assert max(gaps) < 0.6
+
+
+async def test_sync_functions_run_one_at_a_time_on_each_worker(open_pool):
+    pool = await open_pool(spec("sleeps"), num_workers=2)
+    start = time.monotonic()
+    scoring = [asyncio.create_task(pool.score(group("0.3", "0.3", number=n))) for n in range(4)]
+    await asyncio.sleep(0.1)
+    stats = pool.stats()
+    assert (stats.workers_busy, stats.calls_waiting) == (2, 2)
+    await asyncio.gather(*scoring)
+    assert time.monotonic() - start >= 0.6
+
+
+async def test_async_functions_share_a_worker(open_pool):
+    pool = await open_pool(spec("sleeps_async"), num_workers=2)
+    start = time.monotonic()
+    scored = await asyncio.gather(*(pool.score(group("0.5", "0.5", number=n)) for n in range(20)))
+    assert time.monotonic() - start < 5.0  # one after the other: 10 s
+    assert len({score.total for one in scored for score in one.scores}) == 1  # one process id
+
+
+async def test_more_async_calls_than_fit_wait_for_a_place(open_pool, monkeypatch):
+    monkeypatch.setattr(scorer_workers, "CALLS_PER_WORKER", 2)
+    pool = await open_pool(spec("sleeps_async"), num_workers=2)
+    scoring = [asyncio.create_task(pool.score(group("0.3", number=n))) for n in range(6)]
+    await asyncio.sleep(0.1)
+    assert (pool.stats().workers_busy, pool.stats().calls_waiting) == (2, 2)
+    await asyncio.gather(*scoring)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_a_sync_function_has_its_worker_to_itself(open_pool, order):
+    pool = await open_pool(spec("sleeps_async"), spec("sleeps"))
+    calls = [asyncio.create_task(pool.scorers[index].score(group("0.3"))) for index in order]
+    await asyncio.sleep(0.1)
+    assert pool.stats().calls_waiting == 1
+    await asyncio.gather(*calls)
+
+
+async def test_a_stream_of_async_calls_does_not_starve_a_sync_one(open_pool):
+    pool = await open_pool(spec("sleeps_async"), spec("sleeps"))
+    sleepy, sync = pool.scorers
+    stream: list[asyncio.Task] = []
+
+    async def keep_coming():
+        for number in range(100):
+            stream.append(asyncio.create_task(sleepy.score(group("0.3", number=number))))
+            await asyncio.sleep(0.05)
+
+    coming = asyncio.create_task(keep_coming())
+    await asyncio.sleep(0.1)
+    assert await sync.score(group("0.1")) == [0.1]
+    assert not coming.done()  # without its turn it would have waited for the last of them
+    coming.cancel()
+    await asyncio.gather(*stream)
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [("x", "lost its process on group 9"), ("o", r"took longer than 1.5 s on group 9")],
+)
+async def test_calls_that_share_a_worker_survive_the_one_that_takes_it_down(
+    open_pool, bad, sentence
+):
+    pool = await open_pool(spec("misbehaves_async", timeout_s=1.5))
+    culprit = asyncio.create_task(pool.score(group(bad, number=9)))
+    await asyncio.sleep(1.2 if bad == "o" else 0.0)  # the others run when its time is over
+    others = [asyncio.create_task(pool.score(group("a", number=n))) for n in range(2)]
+    with pytest.raises(ScoreError, match=sentence):
+        await culprit
+    assert [one.scores[0].total for one in await asyncio.gather(*others)] == [1.0, 1.0]
+    assert pool.stats().failures == {"misbehaves_async": 1}
+
+
+async def test_a_cancelled_caller_leaves_the_worker_in_order(open_pool):
+    pool = await open_pool(spec("sleeps"))
+    running = asyncio.create_task(pool.score(group("0.4")))
+    waiting = asyncio.create_task(pool.score(group("5")))
+    await asyncio.sleep(0.1)
+    running.cancel()
+    waiting.cancel()
+    start = time.monotonic()
+    scored = await pool.score(group("0.01"))
+    assert time.monotonic() - start > 0.2  # after the abandoned call, on the same worker
+    assert scored.scores[0].total == 0.01
+    stats = pool.stats()
+    assert (stats.workers_lost, stats.calls_waiting, stats.failures) == (0, 0, {})
+
+
+async def test_sync_functions_may_use_signals_and_a_loop_of_their_own(open_pool):
+    pool = await open_pool(spec("own_loop_and_signals"))
+    assert (await pool.score(group("a"))).scores[0].total == 1.0
+
+
+async def test_closures_and_lambdas_run_in_the_workers(open_pool):
+    bonus = 5.0
+
+    def closure(completions):
+        return [bonus + len(c) for c in completions]
+
+    async def judge(completions):
+        await asyncio.sleep(0)
+        return [1.0 for _ in completions]
+
+    pool = await open_pool(
+        ScorerSpec(function=closure),
+        ScorerSpec(function=lambda completions: [0.5 for _ in completions]),
+        # Nothing tells that it is async but its result.
+        ScorerSpec(function=lambda completions: judge(completions), name="judge"),
+    )
+    scored = await pool.score(group("a", "bb"))
+    assert pool.names == ("closure", "lambda", "judge")
+    assert [score.total for score in scored.scores] == [7.5, 8.5]
+
+
+async def test_the_timeline_shows_what_a_worker_runs(open_pool):
+    pool = await open_pool(spec("sleeps"))
+    await pool.score(group("0.6"))
+    await asyncio.sleep(0.4)
+    spans = [
+        span for event in open_pool.events if isinstance(event, Progress) for span in event.spans
+    ]
+    busy = [span for span in spans if span.name == "sleeps"]
+    assert all(span.busy and span.worker == "scorer-0" for span in busy)
+    assert 0.55 < sum(span.end_s - span.start_s for span in busy) < 1.5
+    assert [span.busy for span in spans if span.name == "no work"] != []
+
+
+async def test_closing_while_a_function_hangs_leaves_no_process(open_pool):
+    pool = await open_pool(spec("hangs_on_x"), num_workers=2)
+    hanging = asyncio.create_task(pool.score(group("x")))
+    queued = [asyncio.create_task(pool.score(group("x", number=n))) for n in range(3)]
+    await asyncio.sleep(0.1)
+    processes = scorer_processes()
+    assert len(processes) == 2
+    start = time.monotonic()
+    await pool.close()
+    assert time.monotonic() - start < 4.0
+    assert not any(process.is_running() for process in processes)
+    for outcome in await asyncio.gather(hanging, *queued, return_exceptions=True):
+        assert isinstance(outcome, RunFailed | ScoreError)
+    with pytest.raises(RunFailed, match="The scorers are closed"):
+        await pool.score(group("a"))
+
+
+async def test_a_pool_whose_workers_cannot_be_replaced_ends_the_run(open_pool, tmp_path):
+    file = tmp_path / "fleeting_rewards.py"
+    file.write_text("import os\ndef crash(completions):\n    os._exit(1)\n")
+    pool = await open_pool(ScorerSpec(function=f"{file}:crash"))
+    file.unlink()
+    first = asyncio.create_task(pool.score(group("a")))
+    second = asyncio.create_task(pool.score(group("b")))
+    with pytest.raises(ScoreError, match="'crash' lost its process"):
+        await first
+    with pytest.raises(RunFailed, match=r"No scorer process is left: .*fleeting_rewards.py"):
+        await second
+    with pytest.raises(RunFailed, match="No scorer process is left"):
+        await pool.score(group("c"))
+
+
+async def test_advantages_must_be_finite_and_one_per_episode(open_pool):
+    too_many = await open_pool(spec("length"), advantages=lambda scores: np.zeros(3))
+    with pytest.raises(ScoreError, match=r"advantages of group 12 are .*each of its 1 episodes"):
+        await too_many.score(group("a"))
+
+
+@pytest.mark.parametrize(
+    ("specs", "sentence"),
+    [
+        ([], r"There is no scorer; add a \[\[scorer\]\] table"),
+        ([spec("exact"), spec("exact")], "Two scorers are named 'exact'; give each a name"),
+        ([spec("exact", weight=float("nan"))], "'exact' has the weight nan"),
+        ([spec("exact", timeout_s=0.0)], r"'exact' has timeout_s = 0.0; it must be above 0"),
+        ([spec("exakt")], "has no 'exakt'"),
+    ],
+)
+def test_what_can_be_known_before_start_is_refused_then(specs, sentence, tmp_path):
+    with pytest.raises(ConfigError, match=sentence):
+        build_scorer_pool(
+            specs,
+            advantages=GroupAdvantages(),
+            num_workers=1,
+            launch=lambda name: pytest.fail("no worker may start"),
+            folder=tmp_path,
+        )
+
+
+def test_a_column_that_tasks_lack_is_known_before_start():
+    _, exact = inspect_scorers([spec("length"), spec("exact")])
+    with pytest.raises(ConfigError, match="Reward 'exact' needs the column 'answer'"):
+        exact.check_columns([Task(prompt="a")])

@@ -1,0 +1,100 @@
+"""Batches for trainers of tiny models: random tokens, temperatures, kept ids, advantages."""
+
+import numpy as np
+import torch
+from architectures import VOCAB
+
+from millrace.core.microbatch import Batch
+from millrace.core.records import Episode, Group, Kept, Rollout, Sampling, Task
+from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.staging.packing import pack
+from millrace.training.losses import ClippedLoss
+from millrace.training.optimizer import Schedule
+from millrace.training.trainer import Trainer
+
+
+def random_rollout(
+    rng: np.random.Generator,
+    *,
+    prompt: int = 4,
+    sampled: int = 6,
+    temperature: float = 1.0,
+    num_kept: int = 0,
+    vocab: int = VOCAB,
+) -> Rollout:
+    """num_kept ids besides the token itself survive at each sampled position; 0 = no truncation."""
+    length = prompt + sampled
+    tokens = rng.integers(3, vocab, length).astype(np.int32)
+    mask = np.arange(length) >= prompt
+    kept = None
+    if num_kept:
+        rows = [
+            np.unique(np.append(rng.integers(0, vocab, num_kept), token)) if sampled_here else []
+            for token, sampled_here in zip(tokens, mask, strict=True)
+        ]
+        kept = Kept(
+            ids=np.concatenate(rows).astype(np.int32),
+            offsets=np.cumsum([0, *(len(row) for row in rows)]).astype(np.int64),
+        )
+    return Rollout(
+        tokens=tokens,
+        mask=mask,
+        engine_logprobs=np.where(mask, -3 + rng.random(length), 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        sampling=Sampling(temperature=temperature, top_k=num_kept),
+        kept=kept,
+    )
+
+
+def mixed_rollouts(rng: np.random.Generator, num: int = 8) -> list[Rollout]:
+    """Of many lengths, at several temperatures, some truncated."""
+    return [
+        random_rollout(
+            rng,
+            prompt=int(rng.integers(1, 9)),
+            sampled=int(rng.integers(1, 20)),
+            temperature=[1.0, 0.7, 1.3][i % 3],
+            num_kept=[0, 5][i % 2],
+        )
+        for i in range(num)
+    ]
+
+
+def batch_of(rollouts: list[Rollout], *, advantages=None, microbatch_tokens: int = 10_000) -> Batch:
+    if advantages is None:
+        advantages = [1.0 if i % 2 else -0.5 for i in range(len(rollouts))]
+    group = Group(
+        number=0,
+        task=Task(prompt=""),
+        episodes=tuple(Episode(turns=(), rollouts=(rollout,)) for rollout in rollouts),
+        advantages=np.array(advantages, np.float32),
+    )
+    return pack([group], microbatch_tokens=microbatch_tokens)
+
+
+def trainer_of(model, *, loss=None, learning_rate: float = 1e-2, **settings) -> Trainer:
+    model.set_attn_implementation(PACKED_ATTENTION)
+    return Trainer(
+        model,
+        loss=loss or ClippedLoss(),
+        schedule=Schedule(learning_rate=learning_rate, total_steps=100),
+        **settings,
+    )
+
+
+def reference_logprobs(model, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropies of the sampled tokens by a plain forward of this sequence alone."""
+    tokens = torch.from_numpy(rollout.tokens).long()
+    logits = model(tokens[None]).logits[0].float()
+    logprobs, entropies = [], []
+    for t in np.flatnonzero(rollout.mask):
+        row = logits[t - 1] / rollout.sampling.temperature
+        if rollout.kept is not None:
+            begin, end = rollout.kept.offsets[t : t + 2]
+            ids = torch.from_numpy(rollout.kept.ids[begin:end]).long()
+            row = torch.full_like(row, -torch.inf).index_put((ids,), row[ids])
+        distribution = torch.log_softmax(row, -1)
+        finite = distribution[distribution > -torch.inf]
+        logprobs.append(distribution[tokens[t]])
+        entropies.append(-(finite.exp() * finite).sum())
+    return torch.stack(logprobs), torch.stack(entropies)

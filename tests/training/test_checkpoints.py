@@ -1,0 +1,214 @@
+import contextlib
+import json
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from architectures import tiny_model
+from batches import batch_of, mixed_rollouts, trainer_of
+from transformers import AutoModelForCausalLM
+
+from millrace.core.errors import CheckpointError
+from millrace.models.loading import load_model
+from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.training.checkpoints import (
+    latest_checkpoint,
+    prune_checkpoints,
+    read_run_state,
+    write_checkpoint,
+)
+
+
+def batches(num: int):
+    return [batch_of(mixed_rollouts(np.random.default_rng(seed))) for seed in range(num)]
+
+
+def save(trainer, directory: Path, **run_state) -> None:
+    write_checkpoint(
+        directory,
+        write=trainer.save,
+        run_state={"step": trainer.steps_done, **run_state},
+        needed_bytes=trainer.state_bytes(),
+    )
+
+
+def load_trainer(directory: Path, **settings):
+    model = load_model(
+        str(directory),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        attention=PACKED_ATTENTION,
+    )
+    trainer = trainer_of(model, **settings)
+    trainer.restore(directory)
+    return trainer
+
+
+def write_fake(folder: Path) -> None:
+    for name in ("config.json", "trainer_state.pt"):
+        (folder / name).write_text("{}")
+
+
+def fake_checkpoint(run_dir: Path, step: int) -> Path:
+    directory = run_dir / "checkpoints" / f"step_{step}"
+    write_checkpoint(directory, write=write_fake, run_state={"step": step}, needed_bytes=0)
+    return directory
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, architecture):
+    first, second = batches(4)[:2], batches(4)[2:]
+    settings = {"weight_decay": 0.1, "learning_rate": 3e-3}
+    trainer = trainer_of(tiny_model(architecture), **settings)
+    for batch in first:
+        trainer.step(batch)
+    save(trainer, tmp_path / "step_2")
+    drawn = torch.rand(3)
+    metrics = [trainer.step(batch) for batch in second]
+
+    torch.manual_seed(999)
+    resumed = load_trainer(tmp_path / "step_2", **settings)
+    assert resumed.steps_done == 2
+    assert torch.equal(torch.rand(3), drawn)
+    assert [resumed.step(batch) for batch in second] == metrics
+    for name, weight in trainer.named_weights().items():
+        assert torch.equal(resumed.named_weights()[name], weight), name
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+def test_a_checkpoint_is_a_hugging_face_model(tmp_path, architecture):
+    trainer = trainer_of(tiny_model(architecture))
+    trainer.step(batches(1)[0])
+    save(trainer, tmp_path / "step_1")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
+    assert loaded.dtype == torch.float32
+    assert "millrace" not in (loaded.config._attn_implementation or "")
+    assert "millrace" not in (tmp_path / "step_1" / "config.json").read_text()
+    for name, weight in trainer.named_weights().items():
+        assert torch.equal(loaded.get_parameter(name), weight), name
+    tokens = torch.randint(0, 60, (1, 9))
+    plain = tiny_model(architecture)
+    plain.load_state_dict(trainer.model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, plain(tokens).logits)
+
+
+def test_the_run_state_comes_back_as_it_was(tmp_path):
+    directory = tmp_path / "checkpoints" / "step_3"
+    state = {"step": 3, "version": 3, "next_number": 12, "unfinished": [7, 9]}
+    write_checkpoint(directory, write=write_fake, run_state=state, needed_bytes=0)
+    assert read_run_state(directory) == state
+    assert names(directory.parent) == {"step_3"}
+
+
+def test_the_latest_checkpoint_is_the_complete_one_of_the_most_steps(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+    fake_checkpoint(tmp_path, 9)
+    expected = fake_checkpoint(tmp_path, 10)
+    (tmp_path / "checkpoints" / "step_11").mkdir()  # incomplete
+    (tmp_path / "checkpoints" / "step_x").mkdir()
+    (tmp_path / "checkpoints" / ".unfinished_step_12").mkdir()
+    (tmp_path / "checkpoints" / "step_99").write_text("a file")
+    assert latest_checkpoint(tmp_path) == expected
+
+
+def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path):
+    directory = fake_checkpoint(tmp_path, 4)
+    (directory / "trainer_state.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"it has no trainer_state\.pt"):
+        read_run_state(directory)
+
+
+def test_a_damaged_run_state_is_named(tmp_path):
+    directory = fake_checkpoint(tmp_path, 4)
+    (directory / "run_state.json").write_text('{"step": ')
+    with pytest.raises(CheckpointError, match=r"run_state\.json' is damaged"):
+        read_run_state(directory)
+
+
+def test_a_damaged_trainer_state_is_named(tmp_path):
+    trainer = trainer_of(tiny_model("llama"))
+    save(trainer, tmp_path / "step_0")
+    (tmp_path / "step_0" / "trainer_state.pt").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"trainer state in .*step_0' cannot be read"):
+        load_trainer(tmp_path / "step_0")
+
+
+def test_pruning_keeps_the_newest(tmp_path):
+    for step in (2, 30, 4, 100):
+        fake_checkpoint(tmp_path, step)
+    folder = tmp_path / "checkpoints"
+    prune_checkpoints(folder, keep=2)
+    assert names(folder) == {"step_30", "step_100"}
+    prune_checkpoints(folder, keep=5)
+    assert names(folder) == {"step_30", "step_100"}
+
+
+def test_a_step_done_again_replaces_its_checkpoint(tmp_path):
+    directory = fake_checkpoint(tmp_path, 4)
+    write_checkpoint(directory, write=write_fake, run_state={"again": True}, needed_bytes=0)
+    assert read_run_state(directory) == {"again": True}
+    assert names(directory.parent) == {"step_4"}
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int):
+    """A full disk, as far as a process can tell: writing beyond the limit fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# The first limit is hit by the model's weights, the second by the larger optimizer state.
+@pytest.mark.parametrize("limit", [40_000, 120_000])
+def test_a_disk_that_fills_up_leaves_the_old_checkpoint_and_nothing_half_written(tmp_path, limit):
+    trainer = trainer_of(tiny_model("llama"))
+    trainer.step(batches(1)[0])
+    directory = tmp_path / "checkpoints" / "step_1"
+    save(trainer, directory, marker="old")
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    with files_of_at_most(limit), pytest.raises(CheckpointError) as caught:
+        save(trainer, directory, marker="new")
+    sentence = str(caught.value)
+    assert "file too large" in sentence.lower()
+    assert sentence.startswith(f"Checkpoint '{directory}' could not be written (")
+    assert "it needs about 235 kB and" in sentence
+    assert "make room there" in sentence
+    assert "\n" not in sentence
+    assert names(directory.parent) == {"step_1"}
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    save(trainer, directory, marker="new")  # with room again, all is well
+    assert json.loads((directory / "run_state.json").read_text())["marker"] == "new"
+
+
+def test_a_disk_without_room_is_noticed_before_anything_is_written(tmp_path):
+    written = []
+    with pytest.raises(CheckpointError, match=r"the disk is too full\): it needs about 1e\+03 TB"):
+        write_checkpoint(
+            tmp_path / "step_1", write=written.append, run_state={}, needed_bytes=10**18 // 1000
+        )
+    assert written == []
+    assert names(tmp_path) == set()
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"could not be written \(file exists\)"):
+        fake_checkpoint(tmp_path, 1)
+
+
+def test_what_a_killed_process_left_is_cleared_by_the_next_checkpoint(tmp_path):
+    left = tmp_path / "checkpoints" / ".unfinished_step_3"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    fake_checkpoint(tmp_path, 4)
+    assert names(tmp_path / "checkpoints") == {"step_4"}

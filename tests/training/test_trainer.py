@@ -1,0 +1,249 @@
+import numpy as np
+import pytest
+import torch
+from architectures import ARCHITECTURES, tiny_model
+from batches import batch_of, mixed_rollouts, random_rollout, reference_logprobs, trainer_of
+
+from millrace.core.errors import RunFailed
+from millrace.core.microbatch import Batch
+from millrace.training.losses import ClippedLoss
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(11)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def backward(trainer, batch) -> None:
+    """The gradient of a batch, without applying it."""
+    trainer.model.zero_grad()
+    for microbatch in batch.microbatches:
+        loss, _ = trainer._loss(trainer._token_batch(microbatch, batch))
+        loss.backward()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_trainer_logprobs_are_those_of_a_plain_forward_of_each_sequence(architecture):
+    rollouts = mixed_rollouts(rng())
+    trainer = trainer_of(tiny_model(architecture), logprob_chunk=7)
+    plain = tiny_model(architecture)
+    plain.set_attn_implementation("eager")
+    batch = batch_of(rollouts)
+    assert len(batch.microbatches) == 1
+    # Packing reorders sequences by length; stable for ties.
+    order = sorted(rollouts, key=lambda rollout: -len(rollout.tokens))
+    with torch.no_grad():
+        logprobs, entropies = trainer.token_logprobs(batch.microbatches[0])
+        expected = [reference_logprobs(plain, rollout) for rollout in order]
+    torch.testing.assert_close(logprobs, torch.cat([e[0] for e in expected]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropies, torch.cat([e[1] for e in expected]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_a_batch_has_one_gradient_however_it_is_split(aggregation):
+    rollouts = mixed_rollouts(rng(), num=10)
+    loss = ClippedLoss(aggregation=aggregation)
+    trainer = trainer_of(tiny_model("llama"), loss=loss)
+    whole = batch_of(rollouts)
+    split = batch_of(rollouts, microbatch_tokens=40)
+    assert len(split.microbatches) > 3
+    backward(trainer, whole)
+    expected = {name: g.clone() for name, g in gradients(trainer.model).items()}
+    backward(trainer, split)
+    for name, gradient in gradients(trainer.model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
+def test_the_packed_gradient_is_that_of_separate_plain_forwards(architecture):
+    rollouts = mixed_rollouts(rng(), num=6)
+    advantages = [1.0, -0.5, 0.3, -2.0, 0.7, 0.1]
+    batch = batch_of(rollouts, advantages=advantages)
+    trainer = trainer_of(tiny_model(architecture))
+    backward(trainer, batch)
+    plain = tiny_model(architecture)
+    plain.set_attn_implementation("eager")
+    objective = torch.zeros(())
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        logprobs, _ = reference_logprobs(plain, rollout)
+        engine = torch.from_numpy(rollout.engine_logprobs[rollout.mask])
+        ratio = (logprobs - engine).exp()
+        # The truncated weight is a constant beyond max_ratio, with the gradient of the logprob.
+        weight = ratio.detach().clamp(max=2.0)
+        surrogate = weight * (logprobs - logprobs.detach()).exp() * advantage
+        objective = objective + torch.minimum(surrogate, ratio.clamp(0.8, 1.28) * advantage).sum()
+    (-objective / batch.num_trained_tokens).backward()
+    ours, theirs = gradients(trainer.model), gradients(plain)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_metrics_do_not_depend_on_the_split_and_match_a_hand_computed_step():
+    rollouts = mixed_rollouts(rng(), num=6)
+    plain = tiny_model("llama")
+    with torch.no_grad():
+        logprobs, entropies = map(
+            torch.cat, zip(*(reference_logprobs(plain, r) for r in rollouts), strict=True)
+        )
+    engine = torch.from_numpy(np.concatenate([r.engine_logprobs[r.mask] for r in rollouts]))
+    log_ratio = (logprobs - engine).double()
+    expected = {
+        "entropy": entropies.mean(),
+        "kl_k1": -log_ratio.mean(),
+        "kl_k3": (log_ratio.exp() - 1 - log_ratio).mean(),
+        "ratio_mean": log_ratio.exp().mean(),
+        "ratio_max": log_ratio.exp().max(),
+        "logprob_mismatch": log_ratio.abs().mean(),
+        "trained_tokens": float(len(engine)),
+        "learning_rate": 1e-2,
+    }
+    for microbatch_tokens, num_microbatches in ((10_000, 1), (30, 3)):
+        batch = batch_of(rollouts, microbatch_tokens=microbatch_tokens)
+        metrics = trainer_of(tiny_model("llama")).step(batch)
+        assert metrics["microbatches"] == len(batch.microbatches) == num_microbatches
+        for name, value in expected.items():
+            assert metrics[name] == pytest.approx(float(value), rel=1e-4), name
+        assert 0 < metrics["clipped_share"] < 1
+        assert metrics["grad_norm"] > 0
+
+
+def test_steps_make_good_tokens_likelier_and_bad_ones_less_likely():
+    rollouts = [random_rollout(rng(), temperature=0.8), random_rollout(np.random.default_rng(5))]
+    trainer = trainer_of(tiny_model("qwen3"), learning_rate=3e-3)
+    plain = trainer.model
+    batch = batch_of(rollouts, advantages=[1.0, -1.0])
+
+    def mean_logprobs():
+        with torch.no_grad():
+            logprobs, _ = trainer.token_logprobs(batch.microbatches[0])
+        return logprobs[:6].mean().item(), logprobs[6:].mean().item()
+
+    # On-policy: the engine's logprobs are the trainer's own.
+    with torch.no_grad():
+        own, _ = trainer.token_logprobs(batch.microbatches[0])
+    microbatch = batch.microbatches[0]
+    microbatch.engine_logprobs[microbatch.mask] = own.numpy()
+    good_before, bad_before = mean_logprobs()
+    metrics = trainer.step(batch)
+    assert metrics["logprob_mismatch"] < 1e-6
+    assert metrics["loss"] == pytest.approx(0.0, abs=1e-6)
+    trainer.step(batch)
+    good_after, bad_after = mean_logprobs()
+    assert good_after > good_before
+    assert bad_after < bad_before
+    assert trainer.steps_done == 2
+    assert plain.training is False
+
+
+def test_the_gradient_is_clipped_to_its_norm():
+    batch = batch_of(mixed_rollouts(rng()))
+    trainer = trainer_of(tiny_model("llama"), max_grad_norm=1e-3)
+    metrics = trainer.step(batch)
+    assert metrics["grad_norm"] > 1e-3
+    norm = torch.stack([g.norm() for g in gradients(trainer.model).values()]).norm()
+    assert norm.item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_gradient_checkpointing_gives_the_same_gradient_with_less_saved():
+    batch = batch_of(mixed_rollouts(rng()))
+    outcomes = []
+    for gradient_checkpointing in (False, True):
+        trainer = trainer_of(tiny_model("gemma2"), gradient_checkpointing=gradient_checkpointing)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t.numel()) or t, lambda t: t
+        ):
+            trainer.token_logprobs(batch.microbatches[0])
+        backward(trainer, batch)
+        outcomes.append((gradients(trainer.model), sum(saved)))
+    (plain, plain_saved), (checkpointed, checkpointed_saved) = outcomes
+    assert checkpointed_saved < 0.7 * plain_saved
+    for name, gradient in plain.items():
+        torch.testing.assert_close(checkpointed[name], gradient, msg=name)
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters():
+    batch = batch_of(mixed_rollouts(rng()))
+    trainer = trainer_of(tiny_model("llama"), compute_dtype=torch.bfloat16)
+    exact = trainer_of(tiny_model("llama"))
+    with torch.no_grad():
+        rough, _ = trainer.token_logprobs(batch.microbatches[0])
+        fine, _ = exact.token_logprobs(batch.microbatches[0])
+    assert rough.dtype == torch.float32
+    difference = (rough - fine).abs().max().item()
+    assert 1e-6 < difference < 0.2
+    trainer.step(batch)
+    assert {p.dtype for p in trainer.named_weights().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("poison", ["advantages", "engine_logprobs"])
+def test_a_step_that_is_not_finite_raises_and_changes_nothing(poison):
+    batch = batch_of(mixed_rollouts(rng()))
+    values = getattr(batch.microbatches[0], poison)
+    values[batch.microbatches[0].mask] = np.nan
+    trainer = trainer_of(tiny_model("llama"))
+    before = {name: w.clone() for name, w in trainer.named_weights().items()}
+    with pytest.raises(RunFailed, match=r"Step 1 has loss nan .* lower trainer\.learning_rate"):
+        trainer.step(batch)
+    assert trainer.steps_done == 0
+    for name, weight in trainer.named_weights().items():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_microbatches_without_trained_tokens_cost_nothing():
+    batch = batch_of([random_rollout(rng()), random_rollout(np.random.default_rng(4))])
+    (microbatch,) = batch.microbatches
+    padded = batch_of([random_rollout(np.random.default_rng(9))]).microbatches[0]
+    padded.mask[:] = False
+    with_empty = Batch(
+        microbatches=(microbatch, padded),
+        num_sequences=batch.num_sequences,
+        num_trained_tokens=batch.num_trained_tokens,
+    )
+    metrics = trainer_of(tiny_model("llama")).step(with_empty)
+    assert metrics["microbatches"] == 1
+
+
+def test_read_only_arrays_from_the_wire_are_fine(recwarn):
+    batch = batch_of(mixed_rollouts(rng()))
+    (microbatch,) = batch.microbatches
+    for name in ("tokens", "positions", "lengths", "mask", "engine_logprobs", "versions"):
+        getattr(microbatch, name).setflags(write=False)
+    microbatch.kept.ids.setflags(write=False)
+    microbatch.kept.offsets.setflags(write=False)
+    trainer_of(tiny_model("llama")).step(batch)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_named_weights_hold_tied_weights_once():
+    trainer = trainer_of(tiny_model("qwen3"))
+    names = list(trainer.named_weights())
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    assert not any(weight.requires_grad for weight in trainer.named_weights().values())
+
+
+def test_a_users_loss_gets_every_token_with_its_sequence_and_staleness():
+    seen = []
+
+    def loss(tokens):
+        seen.append(tokens)
+        return -aggregate_mean(tokens), {"mine": tokens.advantages}
+
+    def aggregate_mean(tokens):
+        return (tokens.trainer_logprobs + 0.1 * tokens.entropies).sum() / tokens.num_trained_tokens
+
+    rollouts = [random_rollout(rng(), sampled=3), random_rollout(rng(), sampled=2)]
+    trainer = trainer_of(tiny_model("llama"), loss=loss)
+    trainer.steps_done = 4
+    metrics = trainer.step(batch_of(rollouts, advantages=[0.5, -1.0]))
+    assert metrics["mine"] == pytest.approx((3 * 0.5 - 2 * 1.0) / 5)
+    (tokens,) = seen
+    assert tokens.sequence_ids.tolist() == [0, 0, 0, 1, 1]
+    assert tokens.staleness.tolist() == [4] * 5
+    assert tokens.advantages.tolist() == [0.5] * 3 + [-1.0] * 2
+    assert (tokens.num_trained_tokens, tokens.num_sequences) == (5, 2)

@@ -1,0 +1,198 @@
+import queue
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from batches import batch_of, random_rollout
+from tiny_model import ALPHABET, make_tiny_model
+from transformers import AutoTokenizer
+
+from millrace.cluster.hub import Hub
+from millrace.cluster.link import Call
+from millrace.cluster.messages import (
+    Done,
+    Error,
+    Generate,
+    Message,
+    Progress,
+    Published,
+    Release,
+    SaveCheckpoint,
+    StartTrainer,
+    Step,
+    Stepped,
+    Stop,
+)
+from millrace.config import load_config
+from millrace.core.microbatch import Batch
+from millrace.core.records import Request, Sampling
+from millrace.training.checkpoints import read_run_state
+from millrace.weights.receiver import make_receiver
+from millrace.workers.trainer import build_trainer, main
+
+TIMEOUT_S = 30.0
+
+
+class InProcessLink:
+    """A link whose other end is the test."""
+
+    def __init__(self) -> None:
+        self._calls: queue.Queue[Call] = queue.Queue()
+        self._replies: queue.Queue[Message] = queue.Queue()
+        self.events: queue.Queue[Message] = queue.Queue()
+
+    def receive(self, timeout_s: float | None = None) -> Call | None:
+        try:
+            return self._calls.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def emit(self, message: Message) -> None:
+        self.events.put(message)
+
+    def _send(self, id: bytes, message: Message) -> None:
+        self._replies.put(message)
+
+    def call(self, message: Message) -> Message:
+        self._calls.put(Call(message, link=self, id=b"1"))
+        return self._replies.get(timeout=TIMEOUT_S)
+
+    def event(self, kind: type[Message]) -> Message:
+        while not isinstance(event := self.events.get(timeout=TIMEOUT_S), kind):
+            pass
+        return event
+
+
+@pytest.fixture
+def link():
+    link = InProcessLink()
+    thread = threading.Thread(target=main, args=(link, "trainer"))
+    thread.start()
+    yield link
+    if thread.is_alive():
+        assert link.call(Stop()) == Done()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict:
+    return load_config(
+        {
+            "model": str(make_tiny_model(tmp_path / "model")),
+            "run_dir": str(tmp_path / "run"),
+            "trainer": {"threads": 1, "learning_rate": 1e-3, "device": "cpu"},
+            "checkpoint": {"keep": 2},
+        }
+    ).model_dump(mode="json")
+
+
+def batch(seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    vocab = len(ALPHABET)
+    return batch_of([random_rollout(rng, sampled=n, vocab=vocab) for n in (3, 9, 5, 5)])
+
+
+def poisoned_batch() -> Batch:
+    poisoned = batch()
+    poisoned.microbatches[0].advantages[:] = np.nan
+    return poisoned
+
+
+def staged(update) -> dict[str, torch.Tensor]:
+    receiver = make_receiver("shm")
+    tensors = {name: tensor.clone() for name, tensor in receiver.stage(update).items()}
+    receiver.close()
+    return tensors
+
+
+def test_each_step_is_answered_and_its_weights_published(link, config):
+    assert link.call(StartTrainer(config=config, checkpoint=None)) == Done()
+    expected = build_trainer(load_config(config), path=config["model"]["path"])
+    for version in (1, 2):
+        reply = link.call(Step(batch=batch(version), version=version))
+        metrics = expected.step(batch(version))
+        assert reply == Stepped(version=version, metrics=metrics)
+        update = link.event(Published).update
+        assert update.version == version
+        weights = staged(update)
+        assert weights.keys() == expected.named_weights().keys()
+        for name, weight in expected.named_weights().items():
+            assert torch.equal(weights[name], weight), name
+        assert link.call(Release(version=version)) == Done()
+
+
+def test_progress_tells_spans_and_counters(link, config):
+    link.call(StartTrainer(config=config, checkpoint=None))
+    reply = link.call(Step(batch=batch(), version=1))
+    spans = []
+    while not {"start", "step", "publish", "wait for batch"} <= {span.name for span in spans}:
+        progress = link.event(Progress)
+        spans += progress.spans
+    assert progress.counters["steps"] == 1
+    assert progress.counters["trained_tokens"] == reply.metrics["trained_tokens"] == 22
+    assert {span.worker for span in spans} == {"trainer"}
+    busy = {span.name: span.busy for span in spans}
+    assert busy["step"]
+    assert busy["publish"]
+    assert not busy["wait for batch"]
+
+
+def test_a_checkpoint_holds_model_tokenizer_and_both_states(link, config, tmp_path):
+    link.call(StartTrainer(config=config, checkpoint=None))
+    folder = tmp_path / "run" / "checkpoints"
+    for version in (1, 2, 3):
+        link.call(Step(batch=batch(version), version=version))
+        link.call(Release(version=link.event(Published).update.version))
+        saved = SaveCheckpoint(directory=str(folder / f"step_{version}"), run_state={"cursor": 7})
+        assert link.call(saved) == Done()
+    assert {path.name for path in folder.iterdir()} == {"step_2", "step_3"}  # checkpoint.keep = 2
+    assert read_run_state(folder / "step_3") == {"step": 3, "version": 3, "cursor": 7}
+    tokenizer = AutoTokenizer.from_pretrained(folder / "step_3")
+    assert tokenizer.decode(tokenizer.encode("1+2=3")) == "1+2=3"
+
+
+def test_a_trainer_started_from_a_checkpoint_goes_on_from_its_step(link, config, tmp_path):
+    trainer = build_trainer(load_config(config), path=config["model"]["path"])
+    trainer.step(batch(1))
+    make_tiny_model(tmp_path / "step_1", seed=99)  # its tokenizer; the model is overwritten
+    trainer.save(tmp_path / "step_1")
+    metrics = trainer.step(batch(2))
+    assert link.call(StartTrainer(config=config, checkpoint=str(tmp_path / "step_1"))) == Done()
+    assert link.call(Step(batch=batch(2), version=2)) == Stepped(version=2, metrics=metrics)
+
+
+def test_a_failed_call_is_answered_and_the_trainer_goes_on(link, config, tmp_path):
+    link.call(StartTrainer(config=config, checkpoint=None))
+    reply = link.call(Step(batch=poisoned_batch(), version=1))
+    assert isinstance(reply, Error)
+    assert reply.kind == "RunFailed"
+    (tmp_path / "in the way").write_text("")
+    directory = str(tmp_path / "in the way" / "step_0")
+    reply = link.call(SaveCheckpoint(directory=directory, run_state={}))
+    assert reply.kind == "CheckpointError"
+    request = Request(id="0", prompt=np.zeros(1, np.int32), sampling=Sampling())
+    assert "does not know Generate" in link.call(Generate(request=request)).reason
+    assert link.call(Step(batch=batch(), version=1)).version == 1
+
+
+def test_a_model_that_is_not_there_is_one_sentence(link, config):
+    wrong = {**config, "model": {"path": "/nowhere/model"}}
+    reply = link.call(StartTrainer(config=wrong, checkpoint=None))
+    assert reply.kind == "ConfigError"
+    assert reply.reason == "Model '/nowhere/model' does not exist; check model.path."
+
+
+async def test_a_real_trainer_process_steps_publishes_and_stops(config, tmp_path):
+    events = []
+    async with Hub(log_dir=tmp_path, on_event=lambda _, event: events.append(event)) as hub:
+        worker = await hub.launch("trainer", "millrace.workers.trainer")
+        await worker.call(StartTrainer(config=config, checkpoint=None))
+        stepped = await worker.call(Step(batch=batch(), version=1))
+        assert isinstance(stepped, Stepped)
+        await worker.call(Step(batch=batch(1), version=2))
+        await worker.stop()
+    assert 1 in [event.update.version for event in events if isinstance(event, Published)]
+    assert (tmp_path / "trainer.log").read_text() == ""

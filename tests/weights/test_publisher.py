@@ -1,0 +1,229 @@
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import torch
+
+from millrace.core.errors import ConfigError, WeightError
+from millrace.core.weight_update import WeightUpdate
+from millrace.weights.publisher import Publisher, make_sender
+from millrace.weights.receiver import make_receiver
+from millrace.weights.shm import ShmReceiver, ShmSender
+
+
+class SlowSender:
+    """Publishes when told to; keeps what it was given."""
+
+    def __init__(self, *, num_slots: int = 1) -> None:
+        self.dtype = torch.bfloat16
+        self.num_slots = num_slots
+        self.may_publish = threading.Event()
+        self.is_publishing = threading.Event()
+        self.published: dict[int, dict[str, torch.Tensor]] = {}
+        self.held: set[int] = set()
+        self.is_closed = False
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.held) < self.num_slots
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightUpdate:
+        self.is_publishing.set()
+        assert self.may_publish.wait(5)
+        self.published[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.held.add(version)
+        return WeightUpdate(
+            version=version, tensors=(), num_bytes=0, checksum=0, transport="slow", location=""
+        )
+
+    def release(self, version: int) -> None:
+        if version not in self.held:
+            raise WeightError(f"Version {version} is not held.")
+        self.held.remove(version)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def emitted() -> "queue.Queue[WeightUpdate]":
+    return queue.Queue()
+
+
+@pytest.fixture
+def slow() -> SlowSender:
+    return SlowSender()
+
+
+@pytest.fixture
+def publisher(slow: SlowSender, emitted: "queue.Queue[WeightUpdate]") -> Iterator[Publisher]:
+    publisher = Publisher(slow, emit=emitted.put)
+    yield publisher
+    slow.may_publish.set()
+    publisher.close()
+    assert slow.is_closed
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((3,), float(value)), "count": torch.tensor([int(value)])}
+
+
+def versions(emitted: "queue.Queue[WeightUpdate]", count: int) -> list[int]:
+    found = [emitted.get(timeout=5).version for _ in range(count)]
+    time.sleep(0.05)
+    assert emitted.empty()
+    return found
+
+
+def test_published_weights_are_those_of_the_moment_of_publish(
+    publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
+):
+    live = weights(1)
+    publisher.publish(1, live)
+    for tensor in live.values():
+        tensor.fill_(99)  # the trainer steps on
+    slow.may_publish.set()
+    assert versions(emitted, 1) == [1]
+    assert slow.published[1]["weight"].tolist() == [1, 1, 1]
+    assert slow.published[1]["weight"].dtype is torch.bfloat16
+    assert slow.published[1]["count"].dtype is torch.int64
+
+
+def test_publish_never_waits_and_the_newest_supersedes_what_was_not_sent(
+    publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
+):
+    publisher.publish(1, weights(1))
+    assert slow.is_publishing.wait(5)
+    for version in range(2, 6):  # returns although the sender is stuck in version 1
+        publisher.publish(version, weights(version))
+    assert publisher.superseded == 3
+    slow.num_slots = 2
+    slow.may_publish.set()
+    assert versions(emitted, 2) == [1, 5]
+    assert slow.published[1]["weight"].tolist() == [1, 1, 1]
+    assert slow.published[5]["weight"].tolist() == [5, 5, 5]
+
+
+def test_a_pending_version_waits_for_room_and_goes_out_on_release(
+    publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
+):
+    slow.may_publish.set()
+    publisher.publish(1, weights(1))
+    assert versions(emitted, 1) == [1]
+    publisher.publish(2, weights(2))
+    publisher.publish(3, weights(3))
+    assert versions(emitted, 0) == []
+    publisher.release(1)
+    assert versions(emitted, 1) == [3]
+    assert slow.held == {3}
+
+
+def test_an_error_in_the_thread_is_raised_by_the_next_call(
+    slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
+):
+    publisher = Publisher(slow, emit=emitted.put)
+    publisher.release(7)
+    publisher._thread.join(5)
+    for call in (
+        lambda: publisher.publish(1, weights(1)),
+        lambda: publisher.release(1),
+        publisher.close,
+    ):
+        with pytest.raises(WeightError, match="Version 7 is not held"):
+            call()
+    assert slow.is_closed
+
+
+def test_an_error_of_emit_is_raised_by_the_next_call(slow: SlowSender):
+    def refuse(update: WeightUpdate) -> None:
+        raise ConnectionError(f"nobody takes version {update.version}")
+
+    slow.may_publish.set()
+    publisher = Publisher(slow, emit=refuse)
+    publisher.publish(1, weights(1))
+    publisher._thread.join(5)
+    with pytest.raises(ConnectionError, match="nobody takes version 1"):
+        publisher.close()
+
+
+def test_a_failed_snapshot_leaves_the_publisher_usable(
+    publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
+):
+    slow.may_publish.set()
+    for _ in range(3):
+        with pytest.raises(AttributeError):
+            publisher.publish(1, {"weight": None})  # type: ignore[dict-item]
+    publisher.publish(2, weights(2))
+    assert versions(emitted, 1) == [2]
+
+
+def test_close_drops_what_is_pending_and_finishes_what_is_sent(
+    slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
+):
+    publisher = Publisher(slow, emit=emitted.put)
+    publisher.publish(1, weights(1))
+    assert slow.is_publishing.wait(5)
+    publisher.publish(2, weights(2))
+    threading.Timer(0.1, slow.may_publish.set).start()
+    publisher.close()
+    assert versions(emitted, 1) == [1]
+
+
+def test_shapes_may_change_between_snapshots(
+    publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
+):
+    slow.may_publish.set()
+    slow.num_slots = 9
+    for version, size in enumerate((3, 4, 2)):
+        publisher.publish(version, {"weight": torch.full((size,), float(version))})
+        assert versions(emitted, 1) == [version]
+        assert slow.published[version]["weight"].tolist() == [version] * size
+
+
+def test_a_trainer_that_outruns_its_engines_delivers_only_whole_versions():
+    """200 versions through real shared memory while a slow engine stages what it gets."""
+    torch.set_num_threads(1)
+    emitted: queue.Queue[WeightUpdate | None] = queue.Queue()
+    publisher = Publisher(ShmSender(dtype=torch.float32), emit=emitted.put)
+    released: queue.Queue[int] = queue.Queue()
+    seen: list[int] = []
+
+    def engine() -> None:
+        receiver = ShmReceiver()
+        while (update := emitted.get(timeout=20)) is not None:
+            tensors = receiver.stage(update)
+            seen.append(update.version)
+            for tensor in tensors.values():
+                assert torch.all(tensor == update.version)
+            time.sleep(0.002)
+            released.put(update.version)
+        receiver.close()
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    live = {f"layer.{i}": torch.zeros(1000) for i in range(20)}
+    for version in range(200):
+        for tensor in live.values():
+            tensor.fill_(version)
+        publisher.publish(version, live)
+        while not released.empty():
+            publisher.release(released.get())
+        time.sleep(0.0005)
+    while 199 not in seen:
+        assert thread.is_alive()
+        publisher.release(released.get(timeout=20))
+    emitted.put(None)
+    thread.join(20)
+    publisher.close()
+    assert seen == sorted(set(seen))
+    assert len(seen) + publisher.superseded == 200
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: make_sender("pigeon", dtype=torch.float32), lambda: make_receiver("pigeon")]
+)
+def test_an_unknown_transport_is_refused(make: Callable[[], object]):
+    with pytest.raises(ConfigError, match=r"weights\.transport = 'pigeon'"):
+        make()

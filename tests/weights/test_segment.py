@@ -1,0 +1,123 @@
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from millrace.core.errors import WeightError
+from millrace.weights.segment import Backing, Segment, SegmentReader, default_backing
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
+BACKINGS = [pytest.param("memfd", marks=linux), "file"]
+
+
+@pytest.mark.parametrize("backing", BACKINGS)
+def test_what_the_owner_writes_the_reader_sees(backing: Backing):
+    segment, reader = Segment(100, backing=backing), SegmentReader(keep=2)
+    segment.payload[:] = bytes(range(100))
+    buffer = reader.map(segment.location, num_bytes=100)
+    assert bytes(buffer) == bytes(range(100))
+    segment.payload[0] = 7
+    assert bytes(reader.map(segment.location, num_bytes=100))[0] == 7
+    segment.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("backing", BACKINGS)
+def test_tensors_outlive_reader_and_owner(backing: Backing):
+    segment, reader = Segment(4000, backing=backing), SegmentReader(keep=1)
+    np.frombuffer(segment.payload, dtype=np.float32)[:] = 2.5
+    buffer = reader.map(segment.location, num_bytes=4000)
+    tensor = torch.frombuffer(buffer, dtype=torch.float32)[10:20]
+    del buffer
+    reader.close()
+    segment.close()
+    gc.collect()
+    assert torch.equal(tensor, torch.full((10,), 2.5))
+
+
+@pytest.mark.parametrize("backing", BACKINGS)
+def test_a_closed_segment_cannot_be_opened_and_its_reader_is_told(backing: Backing):
+    segment, reader = Segment(10, backing=backing), SegmentReader(keep=1)
+    location = segment.location
+    segment.close()
+    segment.close()  # again is fine
+    with pytest.raises(WeightError, match="Cannot open the published weights at"):
+        reader.map(location, num_bytes=10)
+
+
+@pytest.mark.parametrize("backing", BACKINGS)
+def test_the_reader_keeps_the_last_few_segments_open_and_no_more(backing: Backing):
+    reader, process = SegmentReader(keep=2), psutil.Process()
+    segments = [Segment(10, backing=backing) for _ in range(5)]
+    before = process.num_fds()
+    for _ in range(3):
+        for segment in segments:
+            reader.map(segment.location, num_bytes=10)
+            assert process.num_fds() <= before + 2
+    reader.close()
+    assert process.num_fds() == before
+    for segment in segments:
+        segment.close()
+    assert process.num_fds() == before - 2 * len(segments)  # one is the mapping's own
+
+
+@linux
+def test_an_anonymous_segment_cannot_shrink_under_its_readers():
+    segment = Segment(100, backing="memfd")
+    fd = os.open(segment.location, os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 10)
+    os.close(fd)
+    segment.close()
+
+
+def test_a_truncated_file_is_refused():
+    segment, reader = Segment(100, backing="file"), SegmentReader(keep=1)
+    os.truncate(segment.location, 50)
+    with pytest.raises(WeightError, match="holds 50 bytes and the update 100"):
+        reader.map(segment.location, num_bytes=100)
+    segment.close()
+
+
+def test_private_files_are_private_and_removed():
+    segment = Segment(100, backing="file")
+    path = Path(segment.location)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+    segment.close()
+    assert not path.parent.exists()
+
+
+@linux
+def test_a_killed_owner_leaves_nothing_behind(tmp_path: Path):
+    script = (
+        "import sys, time\n"
+        "from millrace.weights.segment import Segment, default_backing\n"
+        "segment = Segment(1000, backing=default_backing())\n"
+        "print(segment.location, flush=True)\n"
+        "time.sleep(3600)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=env
+    )
+    with owner:
+        assert owner.stdout is not None
+        location = owner.stdout.readline().strip()
+        reader = SegmentReader(keep=1)
+        assert bytes(reader.map(location, num_bytes=1000)) == bytes(1000)
+        owner.send_signal(signal.SIGKILL)
+    assert not Path(location).exists()
+    assert not list(tmp_path.iterdir())
+    assert not list(Path("/dev/shm").glob("*millrace*"))
+
+
+def test_linux_uses_anonymous_files():
+    assert default_backing() == ("memfd" if sys.platform == "linux" else "file")

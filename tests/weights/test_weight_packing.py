@@ -1,0 +1,89 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.core.errors import WeightError
+from millrace.weights.packing import (
+    ALIGN_BYTES,
+    check_fits,
+    check_manifest,
+    checksum,
+    lay_out,
+    pack,
+    unpack,
+)
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+tensors = st.builds(
+    lambda shape, dtype: torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype),
+    shapes,
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]),
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text(max_size=5), tensors, max_size=6))
+def test_tensors_lie_aligned_and_apart_and_come_back(named: dict[str, torch.Tensor]):
+    specs, num_bytes = lay_out(named, dtype=torch.bfloat16)
+    check_manifest(specs, num_bytes=num_bytes)
+    end = 0
+    for spec in specs:
+        assert spec.offset % ALIGN_BYTES == 0
+        assert spec.offset >= end
+        size = 2 if named[spec.name].is_floating_point() else named[spec.name].itemsize
+        end = spec.offset + named[spec.name].numel() * size
+    assert num_bytes == end
+    payload = bytearray(num_bytes)
+    pack(named, specs, into=payload)
+    for name, tensor in unpack(specs, payload).items():
+        sent = named[name]
+        assert tensor.dtype == (torch.bfloat16 if sent.is_floating_point() else sent.dtype)
+        assert torch.equal(tensor, sent.to(tensor.dtype))
+
+
+def test_the_checksum_covers_every_byte():
+    named = {"a": torch.ones(3), "b": torch.ones(5)}
+    specs, num_bytes = lay_out(named, dtype=torch.float32)
+    payload = bytearray(num_bytes)
+    pack(named, specs, into=payload)
+    sound = checksum(payload)
+    for position in range(num_bytes):
+        payload[position] ^= 1
+        assert checksum(payload) != sound
+        payload[position] ^= 1
+    assert checksum(payload) == sound
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "complex64"}, "'complex64'"),
+        ({"offset": -64}, "no tensor can lie"),
+        ({"offset": 3}, "no tensor can lie"),
+        ({"shape": (-1, -3)}, "no tensor can lie"),
+        ({"offset": 6400}, "beyond the 80 bytes"),
+        ({"shape": (2**62,)}, "beyond the 80 bytes"),
+        ({"name": "a"}, "twice"),
+    ],
+)
+def test_a_manifest_that_leaves_its_payload_is_refused(change: dict[str, object], reason: str):
+    named = {"a": torch.ones(3), "b": torch.ones(4)}
+    (first, second), num_bytes = lay_out(named, dtype=torch.float32)
+    assert num_bytes == 80
+    broken = dataclasses.replace(second, **change)
+    with pytest.raises(WeightError, match=reason):
+        check_manifest((first, broken), num_bytes=num_bytes)
+
+
+def test_a_missing_an_extra_and_a_misshapen_tensor_are_named():
+    specs, _ = lay_out({"a": torch.ones(2, 3), "b": torch.ones(1)}, dtype=torch.float32)
+    check_fits(specs, expected={"b": (1,), "a": (2, 3)})
+    with pytest.raises(WeightError, match="lacks 'c'"):
+        check_fits(specs, expected={"a": (2, 3), "b": (1,), "c": (1,)})
+    with pytest.raises(WeightError, match="brings 'b'"):
+        check_fits(specs, expected={"a": (2, 3)})
+    with pytest.raises(WeightError, match=r"'a' as \[2, 3\], and the model as \[3, 2\]"):
+        check_fits(specs, expected={"a": (3, 2), "b": (1,)})
