@@ -14,11 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from millrace.core.errors import ConfigError
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
+# Strict: true is no number, and "8" is no 8.
+Int = Annotated[int, Field(strict=True)]
+PositiveInt = Annotated[Int, Field(gt=0)]
+NonNegativeInt = Annotated[Int, Field(ge=0)]
+Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegativeFloat = Annotated[Float, Field(ge=0)]
+Share = Annotated[Float, Field(ge=0, le=1)]
+Beta = Annotated[Float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -47,8 +51,8 @@ class SamplingConfig(Section):
     temperature: PositiveFloat = 1.0
     top_k: NonNegativeInt = 0
     """0 = off."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     stop: tuple[str, ...] = ()
     """Strings that end a completion; the eos token always does."""
 
@@ -58,7 +62,7 @@ class ScorerConfig(Section):
     """ "module:name" or "file.py:name" with the TRL reward signature, sync or async."""
     name: str | None = None
     """Name in metrics; the function's own name if not given."""
-    weight: float = 1.0
+    weight: Float = 1.0
     timeout_s: PositiveFloat = 30.0
 
 
@@ -70,7 +74,7 @@ class ScoringConfig(Section):
 
 
 class RolloutConfig(Section):
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[Int, Field(ge=2)] = 8
     """Episodes per task."""
     max_running_groups: PositiveInt = 64
     """Groups being played or scored at once."""
@@ -121,7 +125,7 @@ class TrainerConfig(Section):
     warmup_steps: NonNegativeInt = 0
     min_learning_rate_share: Share = 0.0
     """Where linear and cosine schedules end, as a share of learning_rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
     device: str = "auto"
@@ -152,7 +156,7 @@ class EvaluateConfig(Section):
     """Or "module:name" of a function that returns a list of tasks."""
     every_steps: NonNegativeInt = 0
     """Besides before the first and after the last step; 0 = only then."""
-    solved_at: float = 1.0
+    solved_at: Float = 1.0
     """An episode counts as solved when its score reaches this."""
     max_tasks: PositiveInt = 256
 
@@ -180,7 +184,7 @@ class ClusterConfig(Section):
 
 class RunConfig(Section):
     run_dir: str = "runs/run"
-    seed: int = 0
+    seed: Int = 0
     model: ModelConfig
     tasks: TasksConfig = TasksConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -251,12 +255,14 @@ def parse_override(text: str) -> Any:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"No config file {str(path)!r}; `millrace init` writes one to start from."
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ConfigError(f"Config file {str(path)!r} cannot be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
     return _anchored(table, folder=path.resolve().parent)
 
@@ -290,7 +296,8 @@ def _merged(table: Mapping[str, Any], keys: list[str], value: Any) -> dict[str, 
 
 
 def _sentence(error: ValidationError) -> str:
-    return "; ".join(_clauses(error)) + "."
+    sentence = "; ".join(_clauses(error))
+    return sentence if sentence.endswith("?") else f"{sentence}."
 
 
 def _clauses(error: ValidationError) -> Iterator[str]:

@@ -110,7 +110,7 @@ class Controller:
         self._releasing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Outcome:
-        before = await self._evaluate()
+        before = await self._evaluate_and_log()
         async with asyncio.TaskGroup() as activities:
             dispatching = activities.create_task(self._dispatcher.run())
             delivering = activities.create_task(self._courier.run())
@@ -118,7 +118,7 @@ class Controller:
             await self._learn(activities)
             dispatching.cancel()  # cancelling a group aborts its requests in the engines
             await self._courier.wait_visible(self._version)
-            after = await self._evaluate()
+            after = await self._evaluate_and_log()
             delivering.cancel()
             watching.cancel()
         checkpoint = self._saved
@@ -171,7 +171,7 @@ class Controller:
         if last or _due(self._version, self._config.checkpoint.every_steps):
             await self._save(must_succeed=last)
         if not last and _due(self._version, self._config.evaluate.every_steps):
-            activities.create_task(self._evaluate_and_log(self._version))
+            activities.create_task(self._evaluate_and_log())
 
     async def _save(self, *, must_succeed: bool) -> None:
         directory = self._checkpoints / f"step_{self._version}"
@@ -185,10 +185,12 @@ class Controller:
         else:
             self._saved = directory
 
-    async def _evaluate_and_log(self, step: int) -> None:
+    async def _evaluate_and_log(self) -> Evaluation | None:
+        step = self._version
         evaluation = await self._evaluate()
         if evaluation is not None:
             self._watcher.evaluated(step, evaluation.accuracy)
+        return evaluation
 
     async def _evaluate(self) -> Evaluation | None:
         if not self._held_out:

@@ -26,6 +26,7 @@ from millrace.core.records import Sampling
 from millrace.engines.pool import EnginePool, RemoteEngine
 from millrace.envs.single_turn import SingleTurn
 from millrace.prepare import Prepared, prepare
+from millrace.rollout.evaluation import Evaluation
 from millrace.rollout.player import Player
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
 from millrace.training.remote import RemoteTrainer
@@ -44,6 +45,8 @@ class RunResult:
     seconds: float
     accuracy_before: float | None
     accuracy_after: float | None
+    before: Evaluation | None = None  # every held-out episode, before the first step
+    after: Evaluation | None = None  # and after the last
 
 
 def train(
@@ -205,6 +208,8 @@ class _Run:
             seconds=seconds,
             accuracy_before=outcome.before.accuracy if outcome.before else None,
             accuracy_after=outcome.after.accuracy if outcome.after else None,
+            before=outcome.before,
+            after=outcome.after,
         )
         self._run_dir.write_summary(
             {

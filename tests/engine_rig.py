@@ -123,7 +123,7 @@ def assert_sampled_from(
 ) -> None:
     """The completion's logprobs and kept ids are those of these logits [N, V]."""
     expected = distribution(logits, sampling)
-    tokens = torch.from_numpy(completion.tokens).long()
+    tokens = torch.from_numpy(completion.tokens.astype(np.int64))
     chosen = expected.gather(-1, tokens[:, None]).squeeze(-1).numpy()
     np.testing.assert_allclose(completion.logprobs, chosen, rtol=0, atol=tolerance)
     if not sampling.truncates:

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import pytest
 from millrace.cli import report, split_settings, what_is_left
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, RunFailed, WorkerError
+from millrace.core.references import load_reference
+from millrace.starter import write_starter
 from millrace.watch.run_dir import RunDir
 
 REPOSITORY = Path(__file__).parent.parent
@@ -150,6 +153,73 @@ def test_an_interrupted_run_says_where_it_lies_and_how_to_go_on(tmp_path):
     assert what_is_left(str(run_dir.path)).endswith("x; no checkpoint was written yet")
     (run_dir.checkpoints / "step_20").mkdir()
     assert what_is_left(str(run_dir.path)).endswith("x; --resume goes on from step_20")
+
+
+# Init
+
+
+def make_untrained_model(directory: Path) -> None:
+    """Skips the half minute of supervised training that `millrace init` spends."""
+    from millrace.demo.model import build_model, build_tokenizer
+
+    tokenizer = build_tokenizer()
+    build_model(tokenizer, seed=0).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def make_no_model(directory: Path) -> None:
+    directory.mkdir()
+
+
+def test_the_starter_trains_as_it_is(tmp_path):
+    write_starter(tmp_path / "first", make_model=make_untrained_model)
+    short = ("--trainer.steps", "2", "--evaluate.max_tasks=8", "--trainer.groups-per-step", "4")
+    done = millrace("train", "first/run.toml", *short, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "trained 2 steps" in done.stdout
+    assert "held-out accuracy" in done.stdout
+    run_dir = RunDir(tmp_path / "first" / "run")
+    assert run_dir.is_finished
+    assert [path.name for path in run_dir.checkpoint_paths] == ["step_2"]
+
+
+def test_the_starter_sets_only_what_exists_and_holds_tasks_out(tmp_path):
+    write_starter(tmp_path, make_model=make_no_model)
+    config = load_config(tmp_path / "run.toml")
+    assert config.scorer[0].function == f"{tmp_path}/rewards.py:exact_match"
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("tasks.jsonl", "heldout.jsonl")
+    }
+    trained, held_out = ({row["prompt"] for row in rows[name]} for name in rows)
+    assert len(rows["heldout.jsonl"]) == config.evaluate.max_tasks
+    assert not trained & held_out
+    reward = load_reference(config.scorer[0].function)
+    answers = [row["answer"] for row in rows["tasks.jsonl"]]
+    assert set(reward(completions=answers, answer=answers, prompts=answers)) == {1.0}
+    assert reward(completions=["no"], answer=["01"]) == [0.0]
+
+
+def test_init_overwrites_nothing(tmp_path):
+    (tmp_path / "rewards.py").write_text("mine")
+    assert "rewards.py already exists" in sentence_of(millrace("init", tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["rewards.py"]
+
+
+def test_an_interrupted_init_can_be_repeated(tmp_path):
+    def interrupted(directory: Path) -> None:
+        directory.mkdir()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_starter(tmp_path / "first", make_model=interrupted)
+    write_starter(tmp_path / "first", make_model=make_no_model)
+    assert (tmp_path / "first" / "model").is_dir()
+
+
+def test_init_into_a_file_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    assert "Cannot write into" in sentence_of(millrace("init", tmp_path / "file" / "below"))
 
 
 # Inspect

@@ -65,7 +65,7 @@ def measure(
             model=str(folder / "model"),
             run_dir=str(folder / mode),
             seed=seed,
-            tasks=[{"prompt": f"{a}+{b}="} for a in range(32) for b in range(32)],
+            tasks=[{"prompt": f"task{number:04}"} for number in range(1024)],
             scorers=[distinct_share],
             sampling={"max_new_tokens": max_new_tokens},
             rollout={"group_size": 8},

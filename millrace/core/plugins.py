@@ -29,8 +29,8 @@ def build_plugin(table: Mapping[str, Any], *, builtins: Mapping[str, type], sect
         if key not in valid:
             close = difflib.get_close_matches(key, valid, n=1)
             names = ", ".join(valid) or "none"
-            hint = f"did you mean {close[0]!r}?" if close else f"valid here: {names}"
-            raise ConfigError(f"Unknown setting '{section}.{key}' of {name!r}; {hint}.")
+            hint = f"did you mean {close[0]!r}?" if close else f"valid here: {names}."
+            raise ConfigError(f"Unknown setting '{section}.{key}' of {name!r}; {hint}")
     return _call(cls, settings, section=section)
 
 

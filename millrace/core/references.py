@@ -11,15 +11,14 @@ from typing import Any
 from millrace.core.errors import ConfigError
 
 
-def load_reference(reference: str, *, relative_to: Path | None = None) -> Any:
-    """Import what a reference names; `relative_to` is the folder that file references start
-    from."""
+def load_reference(reference: str) -> Any:
+    """Import what a reference names. A relative file starts from the working directory."""
     module_name, separator, attribute = reference.rpartition(":")
     if not separator or not module_name or not attribute:
         raise ConfigError(
             f"{reference!r} is not a reference; write 'package.module:Name' or 'file.py:Name'."
         )
-    module = _load_module(module_name, relative_to=relative_to)
+    module = _load_module(module_name)
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -28,7 +27,7 @@ def load_reference(reference: str, *, relative_to: Path | None = None) -> Any:
         ) from None
 
 
-def _load_module(name: str, *, relative_to: Path | None) -> ModuleType:
+def _load_module(name: str) -> ModuleType:
     if not name.endswith(".py"):
         try:
             return importlib.import_module(name)
@@ -38,7 +37,7 @@ def _load_module(name: str, *, relative_to: Path | None) -> ModuleType:
             raise ConfigError(
                 f"No module named {name!r}; is it installed or on PYTHONPATH?"
             ) from None
-    path = ((relative_to or Path.cwd()) / name).resolve()
+    path = Path(name).resolve()
     if not path.is_file():
         raise ConfigError(f"No file {str(path)!r}; in a TOML, files are named from its own folder.")
     # The name must be the same in every process, and free of clashes between folders.

@@ -4,17 +4,18 @@ Promise: the directory is an ordinary Hugging Face model directory, and the same
 weights on the same machine. Nothing is downloaded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from millrace.demo.warm_start import warm_start
+from millrace.demo.warm_start import careless_examples, warm_start
 
 PAD, EOS = "<pad>", "<eos>"
 PIECES = ("sort ", "=", *"0123456789")
+NUM_EXAMPLES = 150 * 128  # enough to answer in the right form, too few to sort well
 
 
 def make_model(
@@ -23,14 +24,15 @@ def make_model(
     """Create the model, warm it up and save it, with its tokenizer, to `directory`."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=seed)
-    warm_start(model, tokenizer, seed=seed, on_step=on_step)
+    examples = careless_examples(NUM_EXAMPLES, seed=seed)
+    warm_start(model, tokenizer, examples=examples, on_step=on_step)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
     """One token for the instruction, one for each other character."""
-    vocabulary = {piece: number for number, piece in enumerate((PAD, EOS, *PIECES))}
+    vocabulary = {piece: number for number, piece in enumerate((PAD, EOS, *pieces))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("sort |."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

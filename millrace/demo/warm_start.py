@@ -10,8 +10,7 @@ to find that sorting pays, and then to sort far more reliably than the examples 
 """
 
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -22,30 +21,38 @@ from millrace.demo.task import make_tasks
 CARE = 0.3
 IGNORED = -100  # label of the tokens that are given, not predicted
 
+Example = tuple[str, str]  # prompt, answer
+
+
+def careless_examples(num: int, seed: int) -> list[Example]:
+    """The teacher's examples: some numbers sorted, more of them left as they were."""
+    rng = random.Random(seed)
+    examples = []
+    for task in make_tasks(num, seed=seed):
+        unsorted = task["prompt"].removeprefix("sort ").removesuffix("=")
+        examples.append((task["prompt"], task["answer"] if rng.random() < CARE else unsorted))
+    return examples
+
 
 def warm_start(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    seed: int,
-    num_steps: int = 150,
+    examples: Sequence[Example],
     batch_size: int = 128,
     learning_rate: float = 1e-3,
     on_step: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Train `model` in place on the teacher's examples; `on_step` is told each step and its loss."""
-    rng = random.Random(seed)
-    tasks = make_tasks(num_steps * batch_size, seed=seed)
+    """Train `model` in place, once through the examples; `on_step` is told each step and its loss."""
+    num_steps = len(examples) // batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, learning_rate, total_steps=num_steps, pct_start=0.1, anneal_strategy="linear"
     )
     model.train()
     for step in range(num_steps):
-        batch = tasks[step * batch_size : (step + 1) * batch_size]
-        answers = [careless_answer(task, rng) for task in batch]
-        prompts = [task["prompt"] for task in batch]
-        loss = _imitation_loss(model, tokenizer, prompts=prompts, answers=answers)
+        batch = examples[step * batch_size : (step + 1) * batch_size]
+        loss = _imitation_loss(model, tokenizer, batch)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -56,28 +63,17 @@ def warm_start(
     model.eval()
 
 
-def careless_answer(task: dict[str, Any], rng: random.Random) -> str:
-    """What the teacher writes: the sorted digits, or, more often, the number as it was given."""
-    if rng.random() < CARE:
-        return task["answer"]
-    return task["prompt"].removeprefix("sort ").removesuffix("=")
-
-
 def _imitation_loss(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    prompts: list[str],
-    answers: list[str],
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Example]
 ) -> torch.Tensor:
     """Mean cross-entropy of the answers and the end token, given the prompts."""
     sequences = [
         (tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id])
-        for prompt, answer in zip(prompts, answers, strict=True)
+        for prompt, answer in batch
     ]
     length = max(len(prompt) + len(answer) for prompt, answer in sequences)
-    tokens_BL = torch.full((len(sequences), length), tokenizer.pad_token_id)
-    labels_BL = torch.full((len(sequences), length), IGNORED)
+    tokens_BL = torch.full((len(batch), length), tokenizer.pad_token_id)
+    labels_BL = torch.full((len(batch), length), IGNORED)
     for row, (prompt, answer) in enumerate(sequences):
         end = len(prompt) + len(answer)
         tokens_BL[row, :end] = torch.tensor(prompt + answer)

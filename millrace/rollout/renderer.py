@@ -32,12 +32,19 @@ class Renderer:
     def render(self, prompt: Prompt) -> np.ndarray:  # [P] int32
         """Text with the tokenizer's own special tokens, or messages through the chat template."""
         if isinstance(prompt, str):
-            ids = self._tokenizer.encode(prompt)
+            ids = self._text_ids(prompt)
         else:
             ids = self._chat_ids(prompt)
         if not ids:
             raise TaskError(f"Prompt {prompt!r} has no tokens; give the task a non-empty prompt.")
         return np.asarray(ids, dtype=np.int32)
+
+    def _text_ids(self, text: str) -> list[int]:
+        try:
+            return self._tokenizer.encode(text)
+        except Exception as error:
+            # Tokenizers without an unknown token raise a bare Exception at what they do not know.
+            raise TaskError(f"The tokenizer refused the prompt {text[:80]!r}: {error}.") from error
 
     def _chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         if not self._tokenizer.chat_template:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from millrace.core.spans import Span
 
-STARTING = "start"  # the name of a Timeline's first span
+STARTING = ("start", "load")  # activities of a worker that is not yet part of the flow
+ROLES = ("engine", "trainer")  # shown first, in this order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,7 @@ class Activity:
     def add(self, spans: Iterable[Span]) -> None:
         for span in spans:
             worker = self._workers.setdefault(span.worker, _Worker())
-            if span.name == STARTING:
+            if span.name in STARTING:
                 continue
             worker.total_s[span.name, span.busy] += span.end_s - span.start_s
             worker.recent.append(span)
@@ -51,12 +52,12 @@ class Activity:
                 worker.recent.popleft()
 
     def recent(self) -> dict[str, Shares | None]:
-        """By worker, over the window; None while a worker starts."""
-        return {name: _shares(self._in_window(worker)) for name, worker in self._workers.items()}
+        """By worker, in order, over the window; None while a worker starts."""
+        return {n: _shares(self._in_window(self._workers[n])) for n in in_order(self._workers)}
 
     def total(self) -> dict[str, Shares | None]:
-        """By worker, over the whole run; None while a worker starts."""
-        return {name: _shares(worker.total_s) for name, worker in self._workers.items()}
+        """By worker, in order, over the whole run; None while a worker starts."""
+        return {n: _shares(self._workers[n].total_s) for n in in_order(self._workers)}
 
     def _in_window(self, worker: _Worker) -> dict[tuple[str, bool], float]:
         seconds: dict[tuple[str, bool], float] = defaultdict(float)
@@ -71,6 +72,18 @@ def role_of(worker: str) -> str:
     """ "engine-3" is an engine."""
     role, _, number = worker.rpartition("-")
     return role if number.isdigit() else worker
+
+
+def in_order(workers: Iterable[str]) -> list[str]:
+    """Engines, the trainer, and then the others: the order in which a reader looks for them."""
+
+    def rank(worker: str) -> tuple[int, str, int]:
+        role = role_of(worker)
+        number = worker.removeprefix(f"{role}-")
+        place = ROLES.index(role) if role in ROLES else len(ROLES)
+        return place, role, int(number) if number.isdigit() else 0
+
+    return sorted(workers, key=rank)
 
 
 def mean_by_role(workers: Mapping[str, Shares | None]) -> dict[str, Shares]:

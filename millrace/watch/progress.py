@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from rich.console import Console
 from rich.live import Live
 
+from millrace.watch.activity import mean_by_role
 from millrace.watch.snapshot import RunSnapshot
 from millrace.watch.text import counts, duration, rate
 from millrace.watch.view import RunView
@@ -136,12 +137,9 @@ def progress_line(shot: RunSnapshot) -> str:
         f"buffer {shot.buffer_depth}/{shot.buffer_capacity}",
         f"staleness {shot.staleness_mean:.2f} (max {shot.staleness_max})",
     ]
-    for worker, shares in shot.workers.items():
-        if shares is None:
-            parts.append(f"{worker} starting")
-        else:
-            wait = f" (waits: {shares.top_wait})" if shares.top_wait and shares.busy < 0.9 else ""
-            parts.append(f"{worker} {shares.busy:.0%} busy{wait}")
+    for role, shares in mean_by_role(shot.workers).items():
+        wait = f" (waits: {shares.top_wait})" if shares.top_wait and shares.busy < 0.9 else ""
+        parts.append(f"{role} {shares.busy:.0%} busy{wait}")
     if any(shot.dropped.values()):
         parts.append(f"dropped {counts(shot.dropped)}")
     if any(shot.failed.values()):

@@ -4,6 +4,7 @@ A long run is drawn twice: as shares of time from its start to its end, and span
 from its middle, short enough that single steps and swaps can be seen.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from millrace.core.spans import Span
-from millrace.watch.activity import STARTING
+from millrace.watch.activity import ROLES, STARTING, in_order, role_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,20 +20,21 @@ if TYPE_CHECKING:
 
 BUSY_COLOURS = ("#2f6fb7", "#2a9d6f", "#8e63b8", "#c9518b", "#4aa8b5", "#7a8a3a", "#5b6b7a")
 WAITING_COLOURS = ("#f6dcae", "#f3c9c0", "#dcd8f0", "#d3e8d3", "#e3e7ea")
-STARTING_COLOUR = "#e9edf0"
+STARTING_COLOUR = "#cfd6dc"
+IDLE, IDLE_COLOUR = "no work", "#eff2f4"  # a scorer without work is no reason to worry
 LANE = 0.72  # height of a lane; lanes are 1 apart
 BINS = 160  # columns of the whole run
-SPANS_IN_WINDOW = 60  # per worker, about
+SPANS_IN_WINDOW = 60  # of the engine or trainer with the fewest, about
 
 Activity = tuple[str, bool]  # name, busy
 
 
 def draw_timeline(figure: "Figure", spans: Sequence[Span]) -> None:
-    workers = list(dict.fromkeys(span.worker for span in spans))
+    workers = in_order({span.worker for span in spans})
     colours = _colours(spans)
     joined = _joined(spans)
     begin_s, end_s = min(s.start_s for s in joined), max(s.end_s for s in joined)
-    window_s = (end_s - begin_s) * min(1.0, SPANS_IN_WINDOW * len(workers) / len(joined))
+    window_s = (end_s - begin_s) * min(1.0, SPANS_IN_WINDOW / _num_spans_of_main_worker(joined))
     if window_s > (end_s - begin_s) / 2:
         figure.set_figheight(1.9 + 0.55 * len(workers))
         axes = figure.subplots()
@@ -125,15 +127,21 @@ def _colours(spans: Sequence[Span]) -> dict[Activity, str]:
     for span in spans:
         key = (span.name, span.busy)
         seconds[key] = seconds.get(key, 0.0) + span.end_s - span.start_s
+    special = {(name, True): STARTING_COLOUR for name in STARTING} | {(IDLE, False): IDLE_COLOUR}
     colours: dict[Activity, str] = {}
     for busy, palette in ((True, BUSY_COLOURS), (False, WAITING_COLOURS)):
-        keys = [key for key in seconds if key[1] is busy and key != (STARTING, True)]
+        keys = [key for key in seconds if key[1] is busy and key not in special]
         keys.sort(key=lambda key: -seconds[key])
         # Rare activities share the last colour: a legend must stay readable.
         colours |= {key: palette[min(i, len(palette) - 1)] for i, key in enumerate(keys)}
-    if (STARTING, True) in seconds:
-        colours[STARTING, True] = STARTING_COLOUR
-    return colours
+    return colours | {key: colour for key, colour in special.items() if key in seconds}
+
+
+def _num_spans_of_main_worker(spans: Sequence[Span]) -> int:
+    """Of the engine or trainer with the fewest; scorers may change a hundred times a second."""
+    counts = Counter(span.worker for span in spans)
+    main = [n for worker, n in counts.items() if role_of(worker) in ROLES]
+    return max(min(main or counts.values()), 1)
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

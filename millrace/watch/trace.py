@@ -8,7 +8,8 @@ Called from the controller's event loop.
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from millrace.core.spans import Span
 from millrace.watch.run_dir import write_atomically
 
 PROCESS = 1  # all workers are tracks of one group, so that overlap is seen at a glance
+MAX_SPANS_PER_BATCH = 16  # of one worker; batches come a few times a second
 BUSY_COLOUR, WAITING_COLOUR = "thread_state_running", "grey"  # names the viewers know
 
 Event = dict[str, Any]
@@ -34,12 +36,12 @@ class TraceWriter:
         )
         if not events:
             events = [_metadata("process_name", 0, {"name": "millrace"})]
-        write_atomically(path, "[\n" + ",\n".join(json.dumps(event) for event in events))
+        write_atomically(path, "[\n" + ",\n".join(_line(event) for event in events))
         self._file = path.open("a")
 
     def write(self, spans: Iterable[Span]) -> None:
-        events = [event for span in spans for event in self._events(span)]
-        self._file.write("".join(f",\n{json.dumps(event)}" for event in events))
+        events = [event for span in _condensed(spans) for event in self._events(span)]
+        self._file.write("".join(f",\n{_line(event)}" for event in events))
         self._file.flush()
 
     def close(self) -> None:
@@ -66,6 +68,27 @@ class TraceWriter:
             "args": {"count": span.count} | ({} if span.busy else {"reason": span.name}),
         }
         return [*new_track, event]
+
+
+def _condensed(spans: Iterable[Span]) -> Iterator[Span]:
+    """A worker that changes its activity hundreds of times a second would fill the disk.
+
+    Its batch is joined by activity: how long each took stays exact, the order within it is lost.
+    """
+    by_worker: dict[str, list[Span]] = {}
+    for span in spans:
+        by_worker.setdefault(span.worker, []).append(span)
+    for batch in by_worker.values():
+        if len(batch) <= MAX_SPANS_PER_BATCH:
+            yield from batch
+            continue
+        begin_s = batch[0].start_s
+        for name, busy in dict.fromkeys((span.name, span.busy) for span in batch):
+            same = [span for span in batch if (span.name, span.busy) == (name, busy)]
+            end_s = begin_s + sum(span.end_s - span.start_s for span in same)
+            count = sum(span.count for span in same)
+            yield replace(same[0], start_s=begin_s, end_s=end_s, count=count)
+            begin_s = end_s
 
 
 def read_trace(path: Path) -> list[Span]:
@@ -103,3 +126,7 @@ def _read_events(path: Path) -> list[Event]:
 
 def _metadata(name: str, track: int, args: dict[str, Any]) -> Event:
     return {"name": name, "ph": "M", "pid": PROCESS, "tid": track, "args": args}
+
+
+def _line(event: Event) -> str:
+    return json.dumps(event, separators=(",", ":"))

@@ -17,7 +17,7 @@ from millrace.config import RunConfig
 from millrace.core.records import Group
 from millrace.core.spans import Span
 from millrace.watch.activity import Activity, Shares, mean_by_role
-from millrace.watch.metrics import MetricsLog
+from millrace.watch.metrics import MetricsLog, read_metrics
 from millrace.watch.progress import make_progress
 from millrace.watch.run_dir import RunDir
 from millrace.watch.samples import SampleLog
@@ -61,18 +61,20 @@ class Watcher:
         self._trace = TraceWriter(run_dir.trace, resume=resume_from is not None)
         self._samples = SampleLog(run_dir.rollouts, per_step=config.watch.samples_per_step)
         self._tensorboard = (
-            TensorBoardLog(run_dir.tensorboard) if config.watch.tensorboard else None
+            TensorBoardLog(run_dir.tensorboard, resume_from=resume_from)
+            if config.watch.tensorboard
+            else None
         )
         self._progress = make_progress(config.watch.progress)
         self._activity = Activity()
-        self._started_s = time.monotonic()
-        self._first_step = resume_from or 0
+        earlier = read_metrics(run_dir.metrics)  # of the part that this run continues
+        self._started_s = time.monotonic() - (earlier[-1]["time_s"] if earlier else 0.0)
         self._generated: dict[str, float] = {}  # tokens so far, by engine
         self.episodes = 0  # trained so far
         self._marks = [self._mark()]
-        self._rewards: list[float] = []
+        self._rewards: list[float] = [row["reward_mean"] for row in earlier]
         self._accuracies: list[float] = []
-        self._new_accuracy: dict[int, float] = {}
+        self._new_accuracy: float | None = None  # not yet in a row
         self._staleness = (0.0, 0)
         self._failures_noted = 0
         self._moment: Callable[[], Moment] | None = None
@@ -118,8 +120,8 @@ class Watcher:
             "groups_dropped": moment.groups_dropped,
             "groups_failed": moment.groups_failed,
         }
-        if self._new_accuracy:
-            row["accuracy"] = self._new_accuracy.popitem()[1]
+        if self._new_accuracy is not None:
+            row["accuracy"], self._new_accuracy = self._new_accuracy, None
         self._rewards.append(row["reward_mean"])
         self._staleness = (row["staleness_mean"], row["staleness_max"])
         self._metrics.write(row)
@@ -129,7 +131,7 @@ class Watcher:
 
     def evaluated(self, step: int, accuracy: float) -> None:
         self._accuracies.append(accuracy)
-        self._new_accuracy[step] = accuracy
+        self._new_accuracy = accuracy
         self._progress.note(f"held-out accuracy after step {step}: {accuracy:.3f}")
 
     def warn(self, sentence: str) -> None:
@@ -196,10 +198,9 @@ class Watcher:
         }
 
     def _eta(self, step: int) -> float | None:
-        done = step - self._first_step
-        if done < 1:
+        if len(self._marks) < 2:
             return None
-        per_step_s = (self._marks[-1].time_s - self._marks[0].time_s) / max(len(self._marks) - 1, 1)
+        per_step_s = (self._marks[-1].time_s - self._marks[0].time_s) / (len(self._marks) - 1)
         return per_step_s * (self._steps - step)
 
     def _shares(self) -> dict[str, Any]:
@@ -215,11 +216,9 @@ class Watcher:
 
 def _explained(span: Span, moment: Moment) -> Span:
     """A worker knows only that it has nothing to do; the controller knows why."""
-    if span.busy:
-        return span
-    if span.worker.startswith("engine"):
+    if span.worker.startswith("engine") and span.name == "no work":
         return replace(span, name=moment.engine_waits_for)
-    if span.worker.startswith("trainer"):
+    if span.worker.startswith("trainer") and span.name == "a batch":
         return replace(span, name=moment.trainer_waits_for)
     return span
 

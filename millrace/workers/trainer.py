@@ -100,7 +100,7 @@ class TrainerWorker:
     def run(self) -> None:
         """Answer calls until Stop. Raises what the publisher's thread raised."""
         while True:
-            self._timeline.enter("wait for batch", busy=False)
+            self._timeline.enter("a batch", busy=False)
             call = self._link.receive(PROGRESS_S)
             if call is not None and not self._handle(call):
                 return

@@ -1,9 +1,20 @@
 """A completion depends on (seed, completion index, position) and on nothing around it."""
 
 import numpy as np
-from engine_rig import assert_same, finish_all, make_engine, make_request, prompt_of
+import torch
+from architectures import tiny_model
+from engine_rig import (
+    assert_same,
+    distribution,
+    finish_all,
+    make_engine,
+    make_request,
+    plain_logits,
+    prompt_of,
+)
 
 from millrace.core.records import Completion, Request
+from millrace.engines.embedded.draws import stream_key, uniforms
 
 
 def crowd(*, count: int = 12) -> list[Request]:
@@ -56,3 +67,16 @@ def test_seeds_give_different_completions():
 def test_the_same_request_twice_gives_the_same_completion():
     request = make_request(seed=-1, top_p=0.9)
     np.testing.assert_array_equal(alone(request)[0].tokens, alone(request)[0].tokens)
+
+
+def test_token_i_is_the_inverse_cdf_at_the_draw_of_seed_index_and_i():
+    model = tiny_model("qwen3")
+    for length in (4, 11):
+        request = make_request(prompt=length, n=2, seed=6, temperature=1.3, top_p=0.9)
+        for index, completion in enumerate(alone(request)):
+            positions = torch.arange(len(completion.tokens))
+            draws = uniforms(torch.full_like(positions, stream_key(6, index)), positions)
+            logits = plain_logits(model, request.prompt, completion)
+            cdf = distribution(logits, request.sampling).double().exp().cumsum(-1)
+            expected = torch.searchsorted(cdf, draws[:, None], right=True).squeeze(-1)
+            np.testing.assert_array_equal(completion.tokens, expected)

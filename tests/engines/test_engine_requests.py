@@ -1,5 +1,7 @@
 """How requests begin and end: refusals, eos, stop strings, limits, aborts."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -150,13 +152,30 @@ def test_resuming_what_had_already_ended_returns_it_without_computing(change, fi
     assert engine.stats().prefill_tokens == 0
 
 
+def resume(partial: Completion, **request) -> Request:
+    return dataclasses.replace(make_request(**request), id="again", partial=partial)
+
+
 def test_only_one_completion_can_be_resumed_at_a_time():
-    request = make_request(n=2)
     partial = sampled(max_new_tokens=2)
     with pytest.raises(TaskError, match="resumes one completion but asks 2"):
-        make_engine().submit(
-            Request(id="x", prompt=request.prompt, sampling=request.sampling, n=2, partial=partial)
-        )
+        make_engine().submit(resume(partial, n=2))
+
+
+def test_a_completion_is_not_resumed_with_other_truncation():
+    partial = sampled(max_new_tokens=2)
+    with pytest.raises(TaskError, match="sampled with other truncation"):
+        make_engine().submit(resume(partial, top_k=3))
+
+
+def test_what_was_aborted_before_its_first_token_resumes_from_the_prompt():
+    engine = make_engine(eos_ids=())
+    engine.submit(make_request(top_k=3))
+    ((partial,),) = (aborted.completions for aborted in engine.abort(["r"]))
+    assert len(partial.tokens) == 0
+    (completion,) = finish_all(engine, [resume(partial, top_k=3)])["again"]
+    assert completion.kept is not None
+    assert completion.kept.offsets.tolist() == list(range(0, 3 * 16 + 1, 3))
 
 
 def test_weights_that_give_no_numbers_end_the_run_with_a_sentence():

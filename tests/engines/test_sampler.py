@@ -1,5 +1,6 @@
 """Draws, truncation and the numbers behind them."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -125,6 +126,14 @@ def test_a_token_without_probability_is_never_drawn():
     logits[:, 6] = -80.0  # exp(-80) is lost beside 1 in the cumulated sum
     drawn = sample(logits, rows_of([Sampling()] * 4000, vocab_size=9))
     assert set(drawn.tokens.tolist()) == {4}
+
+
+def test_the_smallest_draw_skips_ids_without_probability():
+    rows = rows_of([Sampling()], vocab_size=3)
+    smallest = dataclasses.replace(rows, keys=torch.tensor([-0x9E3779B97F4A7C15 + (1 << 64)]))
+    assert uniforms(smallest.keys, smallest.positions).item() == 0.0
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0]])
+    assert sample(logits, smallest).tokens.item() == 1
 
 
 def test_uniforms_are_splitmix64_in_unit_interval():

@@ -143,3 +143,12 @@ def test_lanes_are_kept_free_for_the_followers_of_a_prefill_in_progress():
     for _ in range(3):
         rehearsal.step()
     assert sorted(s.arrival for s in rehearsal.lanes.running()) == [0, 1, 2, 3]
+
+
+def test_a_follower_whose_prefix_fills_all_blocks_gives_it_up_to_get_started():
+    rehearsal = Rehearsal(num_lanes=1, num_blocks=3, block_tokens=2, prefill_tokens=64)
+    rehearsal.add(num_prompt=5, n=2, max_new_tokens=1)
+    rehearsal.step()  # the leader finishes; the prefix its follower holds leaves no block to write
+    assert rehearsal.pool.num_free == 0
+    rehearsal.step()
+    assert rehearsal.finished == [0, 1]

@@ -44,6 +44,19 @@ def test_a_stop_string_is_noticed_with_its_last_byte(before: str, stop: str):
     assert STOPPING.text(tokens_of(before + stop), (stop,)) == before
 
 
+def test_a_stop_string_keeps_the_space_that_decoding_drops_from_a_beginning():
+    letters = ["▁", *"abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = Tokenizer(
+        models.WordLevel({name: id for id, name in enumerate(letters)}, unk_token="▁")
+    )
+    tokenizer.decoder = decoders.Metaspace()
+    stopping = Stopping(PreTrainedTokenizerFast(tokenizer_object=tokenizer), eos_ids=())
+    tokens = np.array([letters.index(letter) for letter in "▁the▁end"], dtype=np.int32)
+    assert not stopping.ends_in_stop_string(tokens[:-1], (" end",))
+    assert stopping.ends_in_stop_string(tokens, (" end",))
+    assert stopping.text(tokens, (" end",)) == "the"
+
+
 def test_half_a_character_is_no_match():
     tokens = tokens_of("日")
     assert not STOPPING.ends_in_stop_string(tokens[:2], ("日",))

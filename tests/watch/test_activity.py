@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from synthetic_run import spans
 
 from millrace.core.spans import Span
-from millrace.watch.activity import Activity, Shares, mean_by_role, role_of
+from millrace.watch.activity import Activity, Shares, in_order, mean_by_role, role_of
 
 
 def span(start_s: float, end_s: float, name: str, *, busy: bool) -> Span:
@@ -40,7 +40,7 @@ def test_the_window_forgets_what_lies_before_it():
 
 def test_a_worker_that_starts_has_no_shares_yet():
     activity = Activity()
-    activity.add([span(0, 3, "start", busy=True)])
+    activity.add([span(0, 3, "start", busy=True), span(3, 5, "load", busy=True)])
     assert activity.recent() == {"trainer": None}
     assert activity.total() == {"trainer": None}
 
@@ -76,3 +76,8 @@ def test_a_role_is_a_name_without_its_number():
         "trainer",
         "scorer-x",
     ]
+
+
+def test_engines_come_first_then_the_trainer_then_the_rest():
+    workers = ["scorer-0", "trainer", "engine-10", "engine-2", "helper"]
+    assert in_order(workers) == ["engine-2", "engine-10", "trainer", "helper", "scorer-0"]

@@ -153,7 +153,7 @@ def test_the_last_line_is_printed_when_a_run_stops_early():
 def test_a_line_tells_everything():
     assert progress_line(SNAPSHOT) == (
         "step 78/120 | reward 0.770 | accuracy 0.880 | 812 samples/s | 10.2k tokens/s"
-        " | buffer 6/64 | staleness 1.13 (max 2) | engine-0 94% busy"
+        " | buffer 6/64 | staleness 1.13 (max 2) | engine 94% busy"
         " | trainer 41% busy (waits: generation) | dropped 3 (too stale 3)"
         " | failed 1 (reward raised 1) | 1:23, 0:42 left"
     )

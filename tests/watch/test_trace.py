@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -60,7 +61,7 @@ def test_a_trace_cut_anywhere_reads_up_to_the_cut(tmp_path_factory, cut):
     path.write_text(text[:cut])
     some = read_trace(path)
     assert some == whole[: len(some)]
-    lines_lost = text[cut:].count('"ph": "X"') + 1
+    lines_lost = text[cut:].count('"ph":"X"') + 1
     assert len(some) >= len(whole) - lines_lost
 
 
@@ -97,3 +98,20 @@ def test_another_file_is_not_mistaken_for_a_trace(tmp_path):
     path.write_text("hello\nworld\n")
     with pytest.raises(ConfigError, match=r"trace\.json is not a trace of Millrace: 'hello'"):
         read_trace(path)
+
+
+def test_a_worker_that_changes_too_often_is_joined_by_activity_with_exact_times(tmp_path):
+    path = tmp_path / "trace.json"
+    trace = TraceWriter(path, start_s=0.0)
+    flicker = [
+        span(i / 100, (i + 1) / 100, name="score" if i % 4 == 0 else "no work", busy=i % 4 == 0)
+        for i in range(100)
+    ]
+    trace.write([*flicker, replace(flicker[0], worker="engine-0")])
+    trace.close()
+    found = [(s.worker, s.name, s.start_s, s.end_s, s.count) for s in read_trace(path)]
+    assert found == [
+        ("trainer", "score", 0.0, pytest.approx(0.25), 75),
+        ("trainer", "no work", pytest.approx(0.25), pytest.approx(1.0), 225),
+        ("engine-0", "score", 0.0, 0.01, 3),
+    ]

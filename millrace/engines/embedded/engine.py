@@ -207,8 +207,17 @@ class EmbeddedEngine:
                 f"Request {request.id!r} needs n and max_new_tokens of at least 1, and no empty"
                 f" stop string; it has {request.n}, {sampling.max_new_tokens}, {sampling.stop}."
             )
-        if request.partial is not None and request.n != 1:
+        if request.partial is not None:
+            self._check_partial(request, request.partial)
+
+    def _check_partial(self, request: Request, partial: Completion) -> None:
+        if request.n != 1:
             raise TaskError(f"Request {request.id!r} resumes one completion but asks {request.n}.")
+        if request.sampling.truncates != (partial.kept is not None) and len(partial.tokens):
+            raise TaskError(
+                f"Request {request.id!r} resumes a completion that was sampled with other"
+                " truncation; resume it with the settings it began with."
+            )
 
     def _sample(self, lanes: np.ndarray, *, hidden: Tensor, rows: np.ndarray) -> None:
         """Draw and record one token for each of `lanes`, from its row of hidden."""

@@ -4,6 +4,7 @@ P = prompt tokens, N = sampled tokens so far.
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -78,4 +79,6 @@ def sequences_of(request: Request, *, first_arrival: int) -> list[Sequence]:
 
 
 def _rows(kept: Kept | None) -> list[np.ndarray]:
-    return [] if kept is None else np.split(kept.ids, kept.offsets[1:-1])
+    if kept is None:
+        return []
+    return [kept.ids[start:stop] for start, stop in pairwise(kept.offsets.tolist())]

@@ -1,0 +1,306 @@
+"""Millrace against TRL's GRPOTrainer with transformers generation: same model, tasks, batch, cores.
+
+    pip install trl datasets
+    python benchmarks/versus_trl.py --json versus_trl.json
+
+Two workloads. "thinking" has the lengths that reasoning has: before it answers, the model writes a
+random number of dots, mostly few, sometimes as many as fit. "short" is the demo's own task, where
+every completion has 4 to 8 tokens. Both sides take the same number of prompts and completions per
+step, sample at temperature 1 up to the same limit, and minimise the same clipped, token-averaged
+objective in float32. TRL gets the whole batch in one forward pass, no gradient checkpointing and
+all cores at once; Millrace shares the cores out between engine and trainer.
+
+Rows: samples per second between the first steps and the last, and seconds from the start of the
+process until the reward, averaged over WINDOW steps, first reaches what TRL ended with.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.demo.task import make_tasks
+
+GROUPS, GROUP_SIZE = 32, 8  # prompts per step, completions of each
+LEARNING_RATE, BETAS, SEED = 1.5e-4, (0.9, 0.95), 0
+WARM_UP_STEPS = 3  # left out of samples per second
+WINDOW = 5  # steps over which rewards are averaged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    max_new_tokens: int
+    peer_steps: int
+    our_steps: int
+    dots: tuple[float, float] | None  # mean and deviation of the logarithm of their number
+
+
+WORKLOADS = {
+    "thinking": Workload(max_new_tokens=128, peer_steps=30, our_steps=60, dots=(1.5, 1.2)),
+    "short": Workload(max_new_tokens=10, peer_steps=40, our_steps=60, dots=None),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """What one side measured: one entry per step, times in seconds since its process started."""
+
+    times_s: list[float]
+    rewards: list[float]
+    mean_lengths: list[float]  # completion tokens
+    cpu_s: float  # of the process and its children
+    notes: dict[str, float]
+
+    @property
+    def samples_per_s(self) -> float:
+        first, last = self.times_s[WARM_UP_STEPS - 1], self.times_s[-1]
+        return GROUPS * GROUP_SIZE * (len(self.times_s) - WARM_UP_STEPS) / (last - first)
+
+    def seconds_to(self, reward: float) -> float | None:
+        for end in range(WINDOW, len(self.rewards) + 1):
+            if sum(self.rewards[end - WINDOW : end]) / WINDOW >= reward:
+                return self.times_s[end - 1]
+        return None
+
+
+def last_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """1 for exactly the right digits after the dots, otherwise 0."""
+    return [float(text.lstrip(".") == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workload", choices=WORKLOADS, action="append", help="default: all")
+    parser.add_argument("--json", metavar="FILE", help="write the rows here")
+    parser.add_argument("--keep", metavar="DIR", help="keep models and measurements here")
+    parser.add_argument("--side", choices=SIDES, help="run one side only, in this process")
+    args = parser.parse_args()
+    names = args.workload or list(WORKLOADS)
+    with tempfile.TemporaryDirectory(prefix="versus-trl-") as scratch:
+        folder = Path(args.keep or scratch).resolve()
+        if args.side:
+            _measure_here(args.side, names[0], folder=folder)
+            return 0
+        rows = [row for name in names for row in compare(name, folder=folder)]
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def compare(name: str, *, folder: Path) -> list[dict[str, Any]]:
+    """Measure both sides of one workload, one after the other, each in a process of its own."""
+    if not (folder / name / "config.json").exists():
+        make_model(folder / name, WORKLOADS[name])
+    peer, ours = (_measure_apart(side, name, folder=folder) for side in ("peer", "ours"))
+    reward = sum(peer.rewards[-WINDOW:]) / WINDOW
+    reached_s, peer_reached_s = ours.seconds_to(reward), peer.seconds_to(reward)
+    assert peer_reached_s is not None  # its last steps are among those looked at
+    rows = [
+        {
+            "workload": name,
+            "measure": "samples_per_s",
+            "ours": ours.samples_per_s,
+            "peer": peer.samples_per_s,
+            "ratio": ours.samples_per_s / peer.samples_per_s,
+        },
+        {
+            "workload": name,
+            "measure": f"seconds to reward {reward:.3f}",
+            "ours": reached_s,
+            "peer": peer_reached_s,
+            "ratio": None if reached_s is None else peer_reached_s / reached_s,
+        },
+    ]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    print(json.dumps({"workload": name, "ours": _shown(ours), "peer": _shown(peer)}), flush=True)
+    return rows
+
+
+def _shown(side: Side) -> dict[str, float]:
+    length = sum(side.mean_lengths) / len(side.mean_lengths)
+    return {"completion_tokens_mean": length, "cpu_s": side.cpu_s, **side.notes}
+
+
+def make_model(directory: Path, workload: Workload) -> None:
+    """The demo's model after the demo's warm start; for "thinking", with dots before the answers."""
+    from millrace.demo.model import NUM_EXAMPLES, PIECES, build_model, build_tokenizer
+    from millrace.demo.warm_start import careless_examples, warm_start
+
+    print(f"making {directory.name} model ...", flush=True)
+    examples = careless_examples(NUM_EXAMPLES, seed=SEED)
+    if workload.dots is not None:
+        examples = _thoughtful(examples, workload)
+    tokenizer = build_tokenizer((*PIECES, "."))
+    model = build_model(tokenizer, seed=SEED)
+    warm_start(model, tokenizer, examples=examples)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _thoughtful(examples: Sequence[tuple[str, str]], workload: Workload) -> list[tuple[str, str]]:
+    """The examples with a long-tailed number of dots before each answer, like lengths together."""
+    assert workload.dots is not None
+    rng = random.Random(SEED)
+    longest = workload.max_new_tokens - 8  # room for the answer and its end
+    dotted = sorted(
+        (
+            (prompt, "." * min(int(rng.lognormvariate(*workload.dots)), longest) + answer)
+            for prompt, answer in examples
+        ),
+        key=lambda example: len(example[1]),
+    )
+    # The warm start takes them in batches of 128; a long one would pad all others in its batch.
+    batches = [dotted[start : start + 128] for start in range(0, len(dotted), 128)]
+    rng.shuffle(batches)
+    return [example for batch in batches for example in batch]
+
+
+def _measure_apart(side: str, name: str, *, folder: Path) -> Side:
+    print(f"{name}: running {side} ...", flush=True)
+    command = [sys.executable, __file__, "--side", side, "--workload", name, "--keep", str(folder)]
+    result = folder / f"{name}-{side}.json"
+    with (folder / f"{name}-{side}.log").open("w") as log:
+        environment = {**os.environ, "STARTED": str(time.time()), "HF_HUB_OFFLINE": "1"}
+        subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
+    return Side(**json.loads(result.read_text()))
+
+
+def _measure_here(side: str, name: str, *, folder: Path) -> None:
+    measured = SIDES[side](folder / name, WORKLOADS[name])
+    (folder / f"{name}-{side}.json").write_text(json.dumps(asdict(measured)))
+
+
+def _since_start_s() -> float:
+    return time.time() - float(os.environ["STARTED"])
+
+
+def _cpu_s() -> float:
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measure_ours(model: Path, workload: Workload) -> Side:
+    import millrace as mr
+    from millrace.watch.metrics import read_metrics
+
+    begin_s = _since_start_s()
+    result = mr.train(
+        model=str(model),
+        run_dir=str(model.with_name(f"{model.name}-run")),
+        seed=SEED,
+        tasks=make_tasks(8192, seed=SEED),
+        scorers=last_answer,
+        sampling={"max_new_tokens": workload.max_new_tokens},
+        rollout={"group_size": GROUP_SIZE, "max_running_groups": 2 * GROUPS},
+        buffer={"capacity": 2 * GROUPS, "max_staleness": 2},
+        engine={"max_sequences": 128},
+        trainer={
+            "steps": workload.our_steps,
+            "groups_per_step": GROUPS,
+            "learning_rate": LEARNING_RATE,
+            "betas": BETAS,
+            "microbatch_tokens": 2048,
+        },
+        scoring={"workers": 1},
+        checkpoint={"every_steps": 0},
+        watch={"progress": "off", "samples_per_step": 0},
+    )
+    # Its clock starts once settings, tasks and tokenizer are checked.
+    offset_s = _since_start_s() - result.seconds
+    rows = read_metrics(result.run_dir / "metrics.jsonl")
+    return Side(
+        times_s=[offset_s + row["time_s"] for row in rows],
+        rewards=[row["reward_mean"] for row in rows],
+        mean_lengths=[row["completion_tokens_mean"] for row in rows],
+        cpu_s=_cpu_s(),
+        notes={
+            "checking_s": offset_s - begin_s,
+            "engine_busy": sum(row["engine_busy"] for row in rows) / len(rows),
+            "trainer_busy": sum(row["trainer_busy"] for row in rows) / len(rows),
+        },
+    )
+
+
+def measure_peer(model: Path, workload: Workload) -> Side:
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    settings = GRPOConfig(
+        output_dir=str(model.with_name(f"{model.name}-trl")),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_steps=workload.peer_steps,
+        per_device_train_batch_size=GROUPS * GROUP_SIZE,
+        num_generations=GROUP_SIZE,
+        max_completion_length=workload.max_new_tokens,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        max_grad_norm=1.0,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        delta=2.0,
+        loss_type="dapo",
+        beta=0.0,
+        seed=SEED,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    times_s: list[float] = []
+    rewards: list[float] = []
+    lengths: list[float] = []
+    generating_s = [0.0]
+
+    class Recorder(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, *, logs: dict, **_: Any) -> None:
+            if "reward" in logs:  # the last log of a run sums up and has none
+                times_s.append(_since_start_s())
+                rewards.append(float(logs["reward"]))
+                lengths.append(float(logs["completions/mean_length"]))
+
+    class TimedTrainer(GRPOTrainer):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            begin_s = time.monotonic()
+            generated = super()._generate_single_turn(*args, **kwargs)
+            generating_s[0] += time.monotonic() - begin_s
+            return generated
+
+    trainer = TimedTrainer(
+        model=str(model),
+        args=settings,
+        reward_funcs=last_answer,
+        train_dataset=Dataset.from_list(make_tasks(8192, seed=SEED)),
+        callbacks=[Recorder()],
+    )
+    begin_s = time.monotonic()
+    trainer.train()
+    return Side(
+        times_s=times_s,
+        rewards=rewards,
+        mean_lengths=lengths,
+        cpu_s=_cpu_s(),
+        notes={"generating_share": generating_s[0] / (time.monotonic() - begin_s)},
+    )
+
+
+SIDES: dict[str, Callable[[Path, Workload], Side]] = {"ours": measure_ours, "peer": measure_peer}
+
+if __name__ == "__main__":
+    sys.exit(main())
