@@ -31,7 +31,7 @@ from typing import Any
 from millrace.demo.task import make_tasks
 
 GROUPS, GROUP_SIZE = 32, 8  # prompts per step, completions of each
-LEARNING_RATE, BETAS, SEED = 1.5e-4, (0.9, 0.95), 0
+BETAS, SEED = (0.9, 0.95), 0
 WARM_UP_STEPS = 3  # left out of samples per second
 WINDOW = 5  # steps over which rewards are averaged
 
@@ -41,12 +41,15 @@ class Workload:
     max_new_tokens: int
     peer_steps: int
     our_steps: int
-    dots: tuple[float, float] | None  # mean and deviation of the logarithm of their number
+    learning_rate: float
+    dots: tuple[float, float] | None = None  # mean and deviation of the logarithm of their number
 
 
 WORKLOADS = {
-    "thinking": Workload(max_new_tokens=128, peer_steps=30, our_steps=60, dots=(1.5, 1.2)),
-    "short": Workload(max_new_tokens=10, peer_steps=40, our_steps=60, dots=None),
+    "thinking": Workload(
+        max_new_tokens=256, peer_steps=30, our_steps=60, learning_rate=5e-5, dots=(2.0, 1.2)
+    ),
+    "short": Workload(max_new_tokens=10, peer_steps=40, our_steps=60, learning_rate=1.5e-4),
 }
 
 
@@ -207,7 +210,7 @@ def measure_ours(model: Path, workload: Workload) -> Side:
         trainer={
             "steps": workload.our_steps,
             "groups_per_step": GROUPS,
-            "learning_rate": LEARNING_RATE,
+            "learning_rate": workload.learning_rate,
             "betas": BETAS,
             "microbatch_tokens": 2048,
         },
@@ -247,7 +250,7 @@ def measure_peer(model: Path, workload: Workload) -> Side:
         per_device_train_batch_size=GROUPS * GROUP_SIZE,
         num_generations=GROUP_SIZE,
         max_completion_length=workload.max_new_tokens,
-        learning_rate=LEARNING_RATE,
+        learning_rate=workload.learning_rate,
         lr_scheduler_type="constant",
         adam_beta1=BETAS[0],
         adam_beta2=BETAS[1],

@@ -184,7 +184,9 @@ class ClusterConfig(Section):
 
 class RunConfig(Section):
     run_dir: str = "runs/run"
+    """Where everything the run leaves behind goes; never written over."""
     seed: Int = 0
+    """Fixes the order of tasks and every draw."""
     model: ModelConfig
     tasks: TasksConfig = TasksConfig()
     sampling: SamplingConfig = SamplingConfig()

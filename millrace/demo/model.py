@@ -41,7 +41,7 @@ def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=EOS,
         padding_side="left",
-        model_max_length=256,
+        model_max_length=512,
         clean_up_tokenization_spaces=False,
     )
 
@@ -56,7 +56,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCau
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=256,
+        max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,0 +1,83 @@
+"""Writes docs/configuration.md from millrace/config.py: `python docs/write_configuration.py`."""
+
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from millrace.config import RunConfig, ScorerConfig
+
+PAGE = Path(__file__).with_name("configuration.md")
+INTRODUCTION = """# Configuration
+
+Every setting, with its default. The same names work in a TOML file, as keyword arguments of `mr.train`
+(`trainer={"steps": 10}`) and on the command line (`--trainer.steps 10`). Relative paths in a TOML start from the
+folder of that TOML. An unknown key is an error that names the nearest valid one.
+
+This page is written by `python docs/write_configuration.py` from `millrace/config.py`.
+"""
+
+
+def page() -> str:
+    parts = [INTRODUCTION, _table("", RunConfig, skip_sections=True)]
+    for name, field in RunConfig.model_fields.items():
+        section = ScorerConfig if name == "scorer" else field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            heading = f"[[{name}]]" if name == "scorer" else f"[{name}]"
+            parts.append(_table(heading, section))
+    return "\n".join(parts)
+
+
+def _table(heading: str, section: type[BaseModel], *, skip_sections: bool = False) -> str:
+    rows = [f"## `{heading}`\n" if heading else "## Top level\n"]
+    rows += ["| key | type | default | |", "|---|---|---|---|"]
+    for name, field in section.model_fields.items():
+        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        if skip_sections and (is_section or name == "scorer"):
+            continue
+        text = (field.description or "").strip().replace("\n", " ").replace("|", "\\|")
+        rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {text} |")
+    return "\n".join(rows) + "\n"
+
+
+def _type(field: FieldInfo) -> str:
+    return _spelled(field.annotation).replace("|", "\\|")
+
+
+def _spelled(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _spelled(arguments[0])
+    if origin is typing.Literal:
+        return " | ".join(f'"{argument}"' for argument in arguments)
+    if origin in (tuple, list):
+        return "list of " + _spelled(arguments[0])
+    if origin is dict:
+        return "table"
+    if arguments:
+        return " | ".join(_spelled(a) for a in arguments if a is not type(None))
+    names = {str: "text", int: "integer", float: "number", bool: "true/false"}
+    return names.get(annotation, str(annotation))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default is None:
+        return ""
+    value = field.default
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, str):
+        return f'`"{value}"`'
+    if isinstance(value, tuple):
+        return f"`{list(value)}`"
+    if isinstance(value, dict):
+        return "`{" + ", ".join(f'{k} = "{v}"' for k, v in value.items()) + "}`"
+    return f"`{value}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,19 @@
+"""An objective of your own: a frozen dataclass; its fields are its TOML keys."""
+
+from dataclasses import dataclass
+
+from millrace.training.losses import TokenBatch, aggregate
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncatedReinforce:
+    """-min(r, cap) A log pi, with the importance weight r = pi / engine held constant."""
+
+    cap: float = 2.0
+
+    def __call__(self, tokens: TokenBatch):
+        log_ratio = (tokens.trainer_logprobs - tokens.engine_logprobs).detach()
+        weight = log_ratio.exp().clamp(max=self.cap)
+        objective = weight * tokens.advantages * tokens.trainer_logprobs
+        metrics = {"capped_share": (log_ratio.exp() > self.cap).float()}
+        return -aggregate(objective, tokens, by="token"), metrics
