@@ -3,12 +3,15 @@
     pip install trl datasets
     python benchmarks/versus_trl.py --json versus_trl.json
 
-Two workloads. "thinking" has the lengths that reasoning has: before it answers, the model writes a
-random number of dots, mostly few, sometimes as many as fit. "short" is the demo's own task, where
-every completion has 4 to 8 tokens. Both sides take the same number of prompts and completions per
-step, sample at temperature 1 up to the same limit, and minimise the same clipped, token-averaged
-objective in float32. TRL gets the whole batch in one forward pass, no gradient checkpointing and
-all cores at once; Millrace shares the cores out between engine and trainer.
+Two workloads, both the demo's task and model. In "long_tail" the model was warmed up to ramble: it
+goes on after its answer, mostly with a few dots, sometimes with dashes that hardly ever end. So
+most completions are short and a few run to the limit, as when models reason. In "short" all have
+about 4 to 8 tokens.
+
+Both sides take the same number of prompts and completions per step, sample at temperature 1 up to
+the same limit, and minimise the same clipped, token-averaged objective in float32. TRL gets the
+whole batch in one forward pass, no gradient checkpointing and all cores at once; Millrace shares
+the cores out between engine and trainer.
 
 Rows: samples per second between the first steps and the last, and seconds from the start of the
 process until the reward, averaged over WINDOW steps, first reaches what TRL ended with.
@@ -32,6 +35,7 @@ from millrace.demo.task import make_tasks
 
 GROUPS, GROUP_SIZE = 32, 8  # prompts per step, completions of each
 BETAS, SEED = (0.9, 0.95), 0
+BATCH_SIZE = 128  # of the warm start
 WARM_UP_STEPS = 3  # left out of samples per second
 WINDOW = 5  # steps over which rewards are averaged
 
@@ -42,12 +46,12 @@ class Workload:
     peer_steps: int
     our_steps: int
     learning_rate: float
-    dots: tuple[float, float] | None = None  # mean and deviation of the logarithm of their number
+    rambling: bool = False
 
 
 WORKLOADS = {
-    "thinking": Workload(
-        max_new_tokens=256, peer_steps=30, our_steps=60, learning_rate=5e-5, dots=(2.0, 1.2)
+    "long_tail": Workload(
+        max_new_tokens=256, peer_steps=20, our_steps=60, learning_rate=1e-4, rambling=True
     ),
     "short": Workload(max_new_tokens=10, peer_steps=40, our_steps=60, learning_rate=1.5e-4),
 }
@@ -75,9 +79,11 @@ class Side:
         return None
 
 
-def last_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """1 for exactly the right digits after the dots, otherwise 0."""
-    return [float(text.lstrip(".") == right) for text, right in zip(completions, answer, strict=True)]
+def digits_right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """1 for exactly the right digits, whatever rambling follows them, otherwise 0."""
+    return [
+        float(text.rstrip(".-") == right) for text, right in zip(completions, answer, strict=True)
+    ]
 
 
 def main() -> int:
@@ -135,37 +141,34 @@ def _shown(side: Side) -> dict[str, float]:
 
 
 def make_model(directory: Path, workload: Workload) -> None:
-    """The demo's model after the demo's warm start; for "thinking", with dots before the answers."""
+    """The demo's model after the demo's warm start, where the teacher may ramble."""
     from millrace.demo.model import NUM_EXAMPLES, PIECES, build_model, build_tokenizer
     from millrace.demo.warm_start import careless_examples, warm_start
 
     print(f"making {directory.name} model ...", flush=True)
     examples = careless_examples(NUM_EXAMPLES, seed=SEED)
-    if workload.dots is not None:
-        examples = _thoughtful(examples, workload)
-    tokenizer = build_tokenizer((*PIECES, "."))
+    if workload.rambling:
+        examples = _rambling(examples, workload)
+    tokenizer = build_tokenizer((*PIECES, ".", "-"))
     model = build_model(tokenizer, seed=SEED)
-    warm_start(model, tokenizer, examples=examples)
+    warm_start(model, tokenizer, examples=examples, batch_size=BATCH_SIZE)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
-def _thoughtful(examples: Sequence[tuple[str, str]], workload: Workload) -> list[tuple[str, str]]:
-    """The examples with a long-tailed number of dots before each answer, like lengths together."""
-    assert workload.dots is not None
+def _rambling(examples: Sequence[tuple[str, str]], workload: Workload) -> list[tuple[str, str]]:
+    """The examples with dots or dashes after each answer, in batches of like lengths."""
     rng = random.Random(SEED)
     longest = workload.max_new_tokens - 8  # room for the answer and its end
-    dotted = sorted(
-        (
-            (prompt, "." * min(int(rng.lognormvariate(*workload.dots)), longest) + answer)
-            for prompt, answer in examples
-        ),
-        key=lambda example: len(example[1]),
-    )
-    # The warm start takes them in batches of 128; a long one would pad all others in its batch.
-    batches = [dotted[start : start + 128] for start in range(0, len(dotted), 128)]
-    rng.shuffle(batches)
-    return [example for batch in batches for example in batch]
+    rambling = []
+    for prompt, answer in examples:
+        mark, mean = ("-", 120) if rng.random() < 0.15 else (".", 16)
+        rambling.append((prompt, answer + mark * min(int(rng.expovariate(1 / mean)), longest)))
+    rambling.sort(key=lambda example: len(example[1]))
+    # One long example would pad all others in its batch.
+    starts = list(range(0, len(rambling), BATCH_SIZE))
+    rng.shuffle(starts)
+    return [example for start in starts for example in rambling[start : start + BATCH_SIZE]]
 
 
 def _measure_apart(side: str, name: str, *, folder: Path) -> Side:
@@ -202,7 +205,7 @@ def measure_ours(model: Path, workload: Workload) -> Side:
         run_dir=str(model.with_name(f"{model.name}-run")),
         seed=SEED,
         tasks=make_tasks(8192, seed=SEED),
-        scorers=last_answer,
+        scorers=digits_right,
         sampling={"max_new_tokens": workload.max_new_tokens},
         rollout={"group_size": GROUP_SIZE, "max_running_groups": 2 * GROUPS},
         buffer={"capacity": 2 * GROUPS, "max_staleness": 2},
@@ -288,7 +291,7 @@ def measure_peer(model: Path, workload: Workload) -> Side:
     trainer = TimedTrainer(
         model=str(model),
         args=settings,
-        reward_funcs=last_answer,
+        reward_funcs=digits_right,
         train_dataset=Dataset.from_list(make_tasks(8192, seed=SEED)),
         callbacks=[Recorder()],
     )

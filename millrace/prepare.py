@@ -17,7 +17,7 @@ from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Advantages
 from millrace.core.records import Task
 from millrace.envs.tasks import TaskStream, load_tasks
-from millrace.models.loading import configured_context, load_tokenizer
+from millrace.models.directory import configured_context, load_tokenizer
 from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import ADVANTAGES
 from millrace.scoring.pool import ScorerSpec, inspect_scorers

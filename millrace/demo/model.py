@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from millrace.demo.warm_start import careless_examples, warm_start
 
 PAD, EOS = "<pad>", "<eos>"
+PAD_ID, EOS_ID = 0, 1
 PIECES = ("sort ", "=", *"0123456789")
 NUM_EXAMPLES = 150 * 128  # enough to answer in the right form, too few to sort well
 
@@ -31,7 +32,7 @@ def make_model(
 
 
 def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
-    """One token for the instruction, one for each other character."""
+    """One token for the instruction, one for each other character; PAD_ID and EOS_ID come first."""
     vocabulary = {piece: number for number, piece in enumerate((PAD, EOS, *pieces))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("sort |."), behavior="isolated")
@@ -59,13 +60,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCau
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     return model

@@ -43,7 +43,7 @@ def warm_start(
     learning_rate: float = 1e-3,
     on_step: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Train `model` in place, once through the examples; `on_step` is told each step and its loss."""
+    """Train in place, once through the examples; `on_step` hears each step's number and loss."""
     num_steps = len(examples) // batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -68,17 +68,17 @@ def _imitation_loss(
 ) -> torch.Tensor:
     """Mean cross-entropy of the answers and the end token, given the prompts."""
     sequences = [
-        (tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id])
+        (tokenizer.encode(prompt), tokenizer.encode(f"{answer}{tokenizer.eos_token}"))
         for prompt, answer in batch
     ]
     length = max(len(prompt) + len(answer) for prompt, answer in sequences)
-    tokens_BL = torch.full((len(batch), length), tokenizer.pad_token_id)
+    tokens_BL = torch.zeros(len(batch), length, dtype=torch.int64)
     labels_BL = torch.full((len(batch), length), IGNORED)
     for row, (prompt, answer) in enumerate(sequences):
         end = len(prompt) + len(answer)
         tokens_BL[row, :end] = torch.tensor(prompt + answer)
         labels_BL[row, len(prompt) : end] = torch.tensor(answer)
-    # Padding stands on the right, where causal attention never looks, so no attention mask is needed.
+    # Padding stands on the right, where causal attention never looks, so it needs no mask.
     logits_BLV = model(input_ids=tokens_BL, use_cache=False).logits
     return functional.cross_entropy(
         logits_BLV[:, :-1].flatten(0, 1), labels_BL[:, 1:].flatten(), ignore_index=IGNORED

@@ -9,26 +9,20 @@ T = tokens of one forward pass, D = hidden size.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
 from millrace.core.errors import ConfigError
+from millrace.models.directory import LOADING_ERRORS, check_directory, first_line
 from millrace.models.support import PROBE_ATTENTION, check_supported
-
-# What transformers raises for files that are missing, damaged, or of a kind it does not know.
-_LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
 def load_model(
@@ -43,7 +37,7 @@ def load_model(
 
     `attention` is a name registered with transformers' AttentionInterface.
     """
-    _check_directory(path)
+    check_directory(path)
     try:
         with without_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -53,8 +47,8 @@ def load_model(
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
-    except _LOADING_ERRORS as error:
-        raise ConfigError(f"Model {path!r} cannot be loaded: {_first_line(error)}.") from error
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"Model {path!r} cannot be loaded: {first_line(error)}.") from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         # transformers fills these with random numbers, which is never what a run wants.
@@ -91,16 +85,6 @@ def max_context(model: PreTrainedModel) -> int:
     return limit
 
 
-def configured_context(path: str, *, trust_remote_code: bool = False) -> int | None:
-    """Longest sequence the model at `path` says it can take, read without its weights."""
-    _check_directory(path)
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except _LOADING_ERRORS as error:
-        raise ConfigError(f"Model {path!r} cannot be read: {_first_line(error)}.") from error
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a completion: the eos of the generation settings and of the tokenizer."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
@@ -108,16 +92,6 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     if isinstance(tokenizer.eos_token_id, int):
         ids.append(tokenizer.eos_token_id)
     return tuple(sorted(set(ids)))
-
-
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    _check_directory(path)
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except _LOADING_ERRORS as error:
-        raise ConfigError(
-            f"The tokenizer of {path!r} cannot be loaded: {_first_line(error)}."
-        ) from error
 
 
 def resolve_device(name: str) -> torch.device:
@@ -148,24 +122,3 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if was_enabled:
             transformers_logging.enable_progress_bar()
-
-
-def _check_directory(path: str) -> None:
-    folder = Path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"Model {path!r} is not a model directory: it has no config.json;"
-                " point model.path at what save_pretrained wrote."
-            )
-        return
-    # Hub names are "name" or "owner/name"; everything else can only be meant as a path.
-    if folder.is_absolute() or len(folder.parts) > 2 or path.startswith((".", "~")):
-        raise ConfigError(f"Model {path!r} does not exist; check model.path.")
-
-
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, KeyError):
-        return f"it knows no {error}"
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].strip().rstrip(".")

@@ -10,10 +10,10 @@ from transformers.models.hyperclovax import HyperCLOVAXConfig, HyperCLOVAXForCau
 from transformers.models.mamba import MambaConfig, MambaForCausalLM
 
 from millrace.core.errors import ConfigError
+from millrace.models.directory import load_tokenizer
 from millrace.models.loading import (
     hidden_states,
     load_model,
-    load_tokenizer,
     max_context,
     resolve_device,
     stop_token_ids,

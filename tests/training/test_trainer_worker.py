@@ -128,7 +128,7 @@ def test_progress_tells_spans_and_counters(link, config):
     link.call(StartTrainer(config=config, checkpoint=None))
     reply = link.call(Step(batch=batch(), version=1))
     spans = []
-    while not {"start", "step", "publish", "wait for batch"} <= {span.name for span in spans}:
+    while not {"start", "step", "publish", "a batch"} <= {span.name for span in spans}:
         progress = link.event(Progress)
         spans += progress.spans
     assert progress.counters["steps"] == 1
@@ -137,7 +137,7 @@ def test_progress_tells_spans_and_counters(link, config):
     busy = {span.name: span.busy for span in spans}
     assert busy["step"]
     assert busy["publish"]
-    assert not busy["wait for batch"]
+    assert not busy["a batch"]
 
 
 def test_a_checkpoint_holds_model_tokenizer_and_both_states(link, config, tmp_path):

@@ -8,9 +8,9 @@ from millrace.core.errors import ConfigError
 from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.kv_cache import block_bytes
 from millrace.engines.embedded.paged_attention import PAGED_ATTENTION, measure_kv
+from millrace.models.directory import load_tokenizer
 from millrace.models.loading import (
     load_model,
-    load_tokenizer,
     max_context,
     resolve_device,
     stop_token_ids,

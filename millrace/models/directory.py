@@ -1,0 +1,55 @@
+"""What a model directory says without its weights: tokenizer and configuration.
+
+The controller reads these to check a user's input, so nothing here imports modelling code.
+"""
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from millrace.core.errors import ConfigError
+
+# What transformers raises for files that are missing, damaged, or of a kind it does not know.
+LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    check_directory(path)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except LOADING_ERRORS as error:
+        raise ConfigError(
+            f"The tokenizer of {path!r} cannot be loaded: {first_line(error)}."
+        ) from error
+
+
+def configured_context(path: str, *, trust_remote_code: bool = False) -> int | None:
+    """Longest sequence the model at `path` says it can take, read without its weights."""
+    check_directory(path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"Model {path!r} cannot be read: {first_line(error)}.") from error
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_directory(path: str) -> None:
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"Model {path!r} is not a model directory: it has no config.json;"
+                " point model.path at what save_pretrained wrote."
+            )
+        return
+    # Hub names are "name" or "owner/name"; everything else can only be meant as a path.
+    if folder.is_absolute() or len(folder.parts) > 2 or path.startswith((".", "~")):
+        raise ConfigError(f"Model {path!r} does not exist; check model.path.")
+
+
+def first_line(error: BaseException) -> str:
+    if isinstance(error, KeyError):
+        return f"it knows no {error}"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].strip().rstrip(".")
