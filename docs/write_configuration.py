@@ -12,9 +12,10 @@ from millrace.config import RunConfig, ScorerConfig
 PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """# Configuration
 
-Every setting, with its default. The same names work in a TOML file, as keyword arguments of `mr.train`
-(`trainer={"steps": 10}`) and on the command line (`--trainer.steps 10`). Relative paths in a TOML start from the
-folder of that TOML. An unknown key is an error that names the nearest valid one.
+Every setting, with its default. The same names work in a TOML file, as keyword arguments of
+`mr.train` (`trainer={"steps": 10}`) and on the command line (`--trainer.steps 10`). Relative paths
+in a TOML start from the folder of that TOML. An unknown key is an error that names the nearest
+valid one.
 
 This page is written by `python docs/write_configuration.py` from `millrace/config.py`.
 """

@@ -14,7 +14,8 @@ def exact(completions, answer, **columns):
 
 
 async def right_length(completions, answer, **columns):  # async works too
-    return [0.2 * (len(text) == len(right)) for text, right in zip(completions, answer, strict=True)]
+    pairs = zip(completions, answer, strict=True)
+    return [0.2 * (len(text) == len(right)) for text, right in pairs]
 
 
 def main() -> None:

@@ -60,9 +60,14 @@ def prepare(
     specs = _scorers(config.scorer, scorers)
     for function in inspect_scorers(specs):
         function.check_columns([*train_tasks, *held_out])
-    build_plugin(config.loss, builtins=LOSSES, section="loss")  # a typo costs no start-up
+    build_plugin(
+        config.loss, builtins=LOSSES, default="clipped", section="loss"
+    )  # a typo costs no start-up
     advantages = build_plugin(
-        config.scoring.advantages, builtins=ADVANTAGES, section="scoring.advantages"
+        config.scoring.advantages,
+        builtins=ADVANTAGES,
+        default="group",
+        section="scoring.advantages",
     )
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)

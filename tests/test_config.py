@@ -199,7 +199,7 @@ class Clipped:
 
 
 def plugin(**table: Any) -> Any:
-    return build_plugin(table, builtins={"clipped": Clipped}, section="loss")
+    return build_plugin(table, builtins={"clipped": Clipped}, default="clipped", section="loss")
 
 
 def test_a_plugin_is_its_own_config():
@@ -213,8 +213,7 @@ def test_a_plugin_may_be_anything_callable():
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({}, "Setting 'loss.type' is missing; built in: clipped."),
-        ({"type": 3}, "Setting 'loss.type' is missing; built in: clipped."),
+        ({"type": 3}, "Setting 'loss.type' = 3 is not a name; built in: clipped."),
         ({"type": "cliped"}, "'loss.type' = 'cliped' is not known; did you mean 'clipped'?"),
         ({"type": "zzz"}, "'loss.type' = 'zzz' is not known; built in: clipped."),
         ({"type": "clipped", "hihg": 1}, "'loss.hihg' of 'clipped'; did you mean 'high'?"),

@@ -9,12 +9,16 @@ from millrace.core.errors import ConfigError
 from millrace.core.references import load_reference
 
 
-def build_plugin(table: Mapping[str, Any], *, builtins: Mapping[str, type], section: str) -> Any:
+def build_plugin(
+    table: Mapping[str, Any], *, builtins: Mapping[str, type], default: str, section: str
+) -> Any:
     """The object a table like {type = "clipped", high = 0.28} describes."""
     settings = dict(table)
-    name = settings.pop("type", None)
+    name = settings.pop("type", default)
     if not isinstance(name, str):
-        raise ConfigError(f"Setting '{section}.type' is missing; built in: {', '.join(builtins)}.")
+        raise ConfigError(
+            f"Setting '{section}.type' = {name!r} is not a name; built in: {', '.join(builtins)}."
+        )
     cls = builtins.get(name)
     if cls is None:
         if ":" not in name:

@@ -186,7 +186,7 @@ def build_trainer(config: RunConfig, *, path: str) -> Trainer:
     )
     return Trainer(
         model,
-        loss=build_plugin(config.loss, builtins=LOSSES, section="loss"),
+        loss=build_plugin(config.loss, builtins=LOSSES, default="clipped", section="loss"),
         schedule=Schedule(
             learning_rate=settings.learning_rate,
             kind=settings.schedule,

@@ -110,6 +110,26 @@ def test_the_trace_shows_generation_and_training_at_the_same_time(finished):
     assert overlap > 0.2 * sum(span.end_s - span.start_s for span in steps)
 
 
+def test_the_engine_never_waits_for_the_trainer_while_the_buffer_has_room(settings):
+    """Lengths are long-tailed: the random model ends each completion by chance, or at the limit."""
+    result = mr.train(
+        settings,
+        tasks=TASKS,
+        scorers=[share_of_digits],
+        sampling={"max_new_tokens": 100},
+        buffer={"capacity": 1000, "max_staleness": 100},
+        trainer={"steps": 10},
+    )
+    spans = read_trace(result.run_dir / "trace.json")
+    engine = [span for span in spans if span.worker == "engine-0"]
+    first = min(span.start_s for span in spans if span.name == "step")
+    last = max(span.end_s for span in spans if span.name == "step")
+    inside = [span for span in engine if span.start_s >= first and span.end_s <= last]
+    assert sum(span.name == "generate" for span in inside) > 0
+    waiting_s = sum(span.end_s - span.start_s for span in inside if not span.busy)
+    assert waiting_s < 0.05 * (last - first)
+
+
 def test_spans_of_a_worker_leave_no_gaps(finished):
     spans = read_trace(finished.run_dir / "trace.json")
     for worker in ("engine-0", "trainer"):

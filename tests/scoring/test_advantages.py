@@ -39,7 +39,7 @@ def test_a_group_without_variance_gives_exact_zeros(totals, normalize_std):
 
 def test_the_estimator_is_built_from_its_table():
     table = {"type": "group", "normalize_std": False, "epsilon": 0.01}
-    built = build_plugin(table, builtins=ADVANTAGES, section="scoring.advantages")
+    built = build_plugin(table, builtins=ADVANTAGES, default="group", section="scoring.advantages")
     assert built == GroupAdvantages(normalize_std=False, epsilon=0.01)
 
 
@@ -54,4 +54,4 @@ def test_the_estimator_is_built_from_its_table():
 def test_wrong_settings_are_refused(settings, sentence):
     table = {"type": "group", **settings}
     with pytest.raises(ConfigError, match=sentence):
-        build_plugin(table, builtins=ADVANTAGES, section="scoring.advantages")
+        build_plugin(table, builtins=ADVANTAGES, default="group", section="scoring.advantages")

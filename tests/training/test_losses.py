@@ -94,11 +94,16 @@ def test_sequence_aggregation_weighs_every_sequence_of_the_batch_the_same():
 )
 def test_settings_that_make_no_sense_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
-        build_plugin({"type": "clipped", **settings}, builtins=LOSSES, section="loss")
+        build_plugin(
+            {"type": "clipped", **settings}, builtins=LOSSES, default="clipped", section="loss"
+        )
 
 
 def test_a_loss_of_the_users_own_is_found_by_reference():
     loss = build_plugin(
-        {"type": "millrace.training.losses:ClippedLoss", "low": 0.1}, builtins={}, section="loss"
+        {"type": "millrace.training.losses:ClippedLoss", "low": 0.1},
+        builtins={},
+        default="clipped",
+        section="loss",
     )
     assert loss == ClippedLoss(low=0.1)
