@@ -35,7 +35,8 @@ from millrace.demo.task import make_tasks
 
 GROUPS, GROUP_SIZE = 32, 8  # prompts per step, completions of each
 BETAS, SEED = (0.9, 0.95), 0
-BATCH_SIZE = 128  # of the warm start
+BATCH_SIZE = 32  # of the warm start
+PROCESS_START_S = time.monotonic()
 WARM_UP_STEPS = 3  # left out of samples per second
 WINDOW = 5  # steps over which rewards are averaged
 
@@ -91,11 +92,12 @@ def main() -> int:
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="default: all")
     parser.add_argument("--json", metavar="FILE", help="write the rows here")
     parser.add_argument("--keep", metavar="DIR", help="keep models and measurements here")
-    parser.add_argument("--side", choices=SIDES, help="run one side only, in this process")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = args.workload or list(WORKLOADS)
     with tempfile.TemporaryDirectory(prefix="versus-trl-") as scratch:
         folder = Path(args.keep or scratch).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
         if args.side:
             _measure_here(args.side, names[0], folder=folder)
             return 0
@@ -176,7 +178,7 @@ def _measure_apart(side: str, name: str, *, folder: Path) -> Side:
     command = [sys.executable, __file__, "--side", side, "--workload", name, "--keep", str(folder)]
     result = folder / f"{name}-{side}.json"
     with (folder / f"{name}-{side}.log").open("w") as log:
-        environment = {**os.environ, "STARTED": str(time.time()), "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}  # everything needed is in the folder
         subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
     return Side(**json.loads(result.read_text()))
 
@@ -187,7 +189,7 @@ def _measure_here(side: str, name: str, *, folder: Path) -> None:
 
 
 def _since_start_s() -> float:
-    return time.time() - float(os.environ["STARTED"])
+    return time.monotonic() - PROCESS_START_S
 
 
 def _cpu_s() -> float:
@@ -202,7 +204,7 @@ def measure_ours(model: Path, workload: Workload) -> Side:
     begin_s = _since_start_s()
     result = mr.train(
         model=str(model),
-        run_dir=str(model.with_name(f"{model.name}-run")),
+        run_dir=tempfile.mkdtemp(dir=model.parent, prefix=f"{model.name}-run-"),
         seed=SEED,
         tasks=make_tasks(8192, seed=SEED),
         scorers=digits_right,

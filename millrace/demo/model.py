@@ -4,7 +4,8 @@ Promise: the directory is an ordinary Hugging Face model directory, and the same
 weights on the same machine. Nothing is downloaded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,17 +17,22 @@ from millrace.demo.warm_start import careless_examples, warm_start
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
 PIECES = ("sort ", "=", *"0123456789")
-NUM_EXAMPLES = 150 * 128  # enough to answer in the right form, too few to sort well
+NUM_EXAMPLES = 12_800  # enough to answer in the right form, too few to sort well
 
 
 def make_model(
-    directory: str | Path, seed: int, *, on_step: Callable[[int, float], None] | None = None
+    directory: str | Path,
+    seed: int,
+    *,
+    num_examples: int = NUM_EXAMPLES,
+    on_step: Callable[[int, float], None] | None = None,
 ) -> None:
     """Create the model, warm it up and save it, with its tokenizer, to `directory`."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=seed)
-    examples = careless_examples(NUM_EXAMPLES, seed=seed)
-    warm_start(model, tokenizer, examples=examples, on_step=on_step)
+    with _one_thread():
+        examples = careless_examples(num_examples, seed=seed)
+        warm_start(model, tokenizer, examples=examples, on_step=on_step)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -68,3 +74,14 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCau
         model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     return model
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """So small a model gains little from more, and its weights must not depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -39,7 +39,7 @@ def warm_start(
     tokenizer: PreTrainedTokenizerBase,
     *,
     examples: Sequence[Example],
-    batch_size: int = 128,
+    batch_size: int = 32,
     learning_rate: float = 1e-3,
     on_step: Callable[[int, float], None] | None = None,
 ) -> None:

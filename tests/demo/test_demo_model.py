@@ -6,15 +6,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from millrace.demo import model as demo_model
 from millrace.demo.model import build_model, build_tokenizer, make_model
 from millrace.demo.task import make_tasks
 from millrace.demo.warm_start import CARE, careless_examples, warm_start
-
-
-@pytest.fixture
-def short_warm_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_model, "NUM_EXAMPLES", 64)
 
 
 def test_the_tokenizer_gives_back_every_task_as_it_was() -> None:
@@ -40,9 +34,8 @@ def test_the_model_has_about_a_million_parameters() -> None:
     assert 0.9e6 < build_model(build_tokenizer(), seed=0).num_parameters() < 1.1e6
 
 
-@pytest.mark.usefixtures("short_warm_start")
 def test_the_directory_loads_like_any_model_of_the_hub(tmp_path: Path) -> None:
-    make_model(tmp_path, seed=0)
+    make_model(tmp_path, seed=0, num_examples=64)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert model.config.model_type == "qwen3"
@@ -52,10 +45,9 @@ def test_the_directory_loads_like_any_model_of_the_hub(tmp_path: Path) -> None:
     assert tokenizer.decode(completion) != ""
 
 
-@pytest.mark.usefixtures("short_warm_start")
 def test_the_same_seed_makes_the_same_weights_whatever_was_drawn_before(tmp_path: Path) -> None:
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
-        make_model(tmp_path / name, seed=seed)
+        make_model(tmp_path / name, seed=seed, num_examples=64)
         torch.rand(7)
     first, again, other = (
         load_file(tmp_path / name / "model.safetensors") for name in ("first", "again", "other")
@@ -64,10 +56,9 @@ def test_the_same_seed_makes_the_same_weights_whatever_was_drawn_before(tmp_path
     assert any(not torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.usefixtures("short_warm_start")
 def test_making_a_model_leaves_random_state_and_threads_as_they_were(tmp_path: Path) -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    make_model(tmp_path, seed=0)
+    make_model(tmp_path, seed=0, num_examples=64)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
 
@@ -83,9 +74,45 @@ def test_the_teacher_sorts_some_numbers_and_copies_the_others() -> None:
 
 
 def test_the_warm_start_lowers_the_loss_and_reports_every_step() -> None:
-    tokenizer = build_tokenizer()
+    losses: list[float] = []
+    steps: list[int] = []
+
+    def on_step(step: int, loss: float) -> None:
+        steps.append(step)
+        losses.append(loss)
+
+    examples = careless_examples(40 * 32, seed=0)
+    warm_start(
+        _tiny_model(), build_tokenizer(), examples=examples, learning_rate=1e-2, on_step=on_step
+    )
+    assert steps == list(range(1, 41))
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_padding_and_prompts_do_not_count_in_the_loss() -> None:
+    tokenizer, model = build_tokenizer(), _tiny_model()
+    examples = [("sort 21=", "12"), ("sort 7654321=", "1234567")]
+    logprobs = []
+    for prompt, answer in examples:
+        given, told = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id]
+        with torch.no_grad():
+            logits = model(torch.tensor([given + told])).logits[0]
+        predicted = logits.log_softmax(-1)[len(given) - 1 : -1]
+        logprobs += [float(row[token]) for row, token in zip(predicted, told, strict=True)]
+    losses: list[float] = []
+    warm_start(
+        model,
+        tokenizer,
+        examples=examples,
+        batch_size=2,
+        on_step=lambda _, loss: losses.append(loss),
+    )
+    assert losses == [pytest.approx(-sum(logprobs) / len(logprobs), abs=1e-5)]
+
+
+def _tiny_model() -> Qwen3ForCausalLM:
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=len(build_tokenizer()),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=1,
@@ -94,12 +121,4 @@ def test_the_warm_start_lowers_the_loss_and_reports_every_step() -> None:
         head_dim=16,
     )
     torch.manual_seed(0)
-    reports: list[tuple[int, float]] = []
-    warm_start(
-        Qwen3ForCausalLM(config),
-        tokenizer,
-        examples=careless_examples(40 * 32, seed=0),
-        on_step=lambda step, loss: reports.append((step, loss)),
-    )
-    assert [step for step, _ in reports] == list(range(1, 41))
-    assert reports[-1][1] < reports[0][1] - 0.3
+    return Qwen3ForCausalLM(config)
