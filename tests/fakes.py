@@ -1,8 +1,22 @@
 """Stand-ins and ready-made records for tests."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from millrace.core.records import Episode, Group, Kept, Rollout, Sampling, Score, Task, Turn
+from millrace.core.records import (
+    Completion,
+    Episode,
+    Group,
+    Kept,
+    Request,
+    Rollout,
+    Sampling,
+    Score,
+    Task,
+    Turn,
+)
+from millrace.core.weight_update import WeightUpdate
 
 
 def make_rollout(
@@ -52,3 +66,42 @@ def make_group(
         scores=tuple(Score(total=float(i), parts={"f": float(i)}) for i in range(size)),
         advantages=np.linspace(-1, 1, size).astype(np.float32),
     )
+
+
+class ScriptedEngine:
+    """An Engine whose completions are the given texts, one token per character."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+
+    async def generate(self, request: Request) -> list[Completion]:
+        self.requests.append(request)
+        return [make_completion(self.texts[i % len(self.texts)]) for i in range(request.n)]
+
+    async def swap(self, update: WeightUpdate) -> int:
+        return update.version
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        self.aborted += ids
+
+
+def make_completion(text: str, *, version: int = 0) -> Completion:
+    num_tokens = max(len(text), 1)
+    return Completion(
+        tokens=np.array([ord(c) for c in text or "."], np.int32),
+        logprobs=np.full(num_tokens, -0.5, np.float32),
+        versions=np.full(num_tokens, version, np.int32),
+        finish="stop",
+        text=text,
+    )
+
+
+class CharacterTokenizer:
+    """The part of a Hugging Face tokenizer that a Renderer uses; one token per character."""
+
+    chat_template = None
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]

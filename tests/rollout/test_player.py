@@ -1,0 +1,75 @@
+from dataclasses import replace
+
+import pytest
+from fakes import CharacterTokenizer, ScriptedEngine, make_group
+
+from millrace.core.errors import ScoreError, TaskError
+from millrace.core.records import Sampling, Score, Task
+from millrace.envs.single_turn import SingleTurn
+from millrace.rollout.evaluation import evaluate
+from millrace.rollout.player import Player, group_seed
+from millrace.rollout.renderer import Renderer
+
+
+def make_player(engine, *, max_context=100, **sampling):
+    return Player(
+        environment=SingleTurn(),
+        engine=engine,
+        renderer=Renderer(CharacterTokenizer()),
+        sampling=Sampling(**sampling),
+        max_context=max_context,
+        seed=7,
+    )
+
+
+async def test_a_group_is_one_request_of_n_completions_that_share_the_prompt():
+    engine = ScriptedEngine("12", "3")
+    group = await make_player(engine).play(Task(prompt="1+2="), number=5, group_size=4)
+    (request,) = engine.requests
+    assert request.n == 4
+    assert [e.turns[0].completion for e in group.episodes] == ["12", "3", "12", "3"]
+    assert group.rollouts[0].tokens.tolist() == [ord(c) for c in "1+2=12"]
+    assert group.rollouts[0].mask.tolist() == [False] * 4 + [True] * 2
+
+
+async def test_draws_depend_on_the_run_and_the_group_alone():
+    first, again = ScriptedEngine("1"), ScriptedEngine("1")
+    for engine in (first, again):
+        for number in (0, 1):
+            await make_player(engine).play(Task(prompt="x"), number=number, group_size=2)
+    assert [r.seed for r in first.requests] == [r.seed for r in again.requests]
+    assert first.requests[0].seed != first.requests[1].seed
+    assert 0 <= group_seed(-3, 10**12) < 2**63
+
+
+async def test_a_prompt_that_fills_the_context_is_a_task_error_with_the_numbers():
+    with pytest.raises(TaskError, match=r"8 tokens, but the context holds 8.*engine.max_context"):
+        await make_player(ScriptedEngine("1"), max_context=8).play(
+            Task(prompt="12345678"), number=0, group_size=2
+        )
+
+
+async def test_greedy_play_switches_temperature_and_truncation_off():
+    engine = ScriptedEngine("1")
+    player = make_player(engine, temperature=0.7, top_k=5, top_p=0.9, stop=("\n",))
+    await player.greedy().play(Task(prompt="x"), number=0, group_size=1)
+    sampling = engine.requests[0].sampling
+    assert sampling.temperature == 0
+    assert not sampling.truncates
+    assert sampling.stop == ("\n",)
+
+
+async def test_accuracy_counts_what_failed_as_not_solved():
+    async def play(task, number):
+        return replace(make_group(number, size=1), task=task)
+
+    async def score(group):
+        if group.number == 2:
+            raise ScoreError("no")
+        return replace(group, scores=(Score(total=float(group.number % 2), parts={}),))
+
+    tasks = [Task(prompt=str(n)) for n in range(5)]
+    result = await evaluate(tasks, play=play, score=score, solved_at=1.0, max_running=2)
+    assert result.accuracy == 2 / 5
+    assert result.num_failed == 1
+    assert [group.number for group in result.groups] == [0, 1, 3, 4]

@@ -1,0 +1,74 @@
+import asyncio
+
+from fakes import make_group
+
+from millrace.config import load_config
+from millrace.core.spans import Span
+from millrace.watch.metrics import read_metrics
+from millrace.watch.run_dir import RunDir
+from millrace.watch.trace import read_trace
+from millrace.watch.watcher import Moment, Watcher
+
+
+def make_watcher(tmp_path, *, resume_from=None):
+    config = load_config({"model": "m", "run_dir": str(tmp_path), "watch": {"progress": "off"}})
+    run_dir = RunDir(tmp_path)
+    for folder in (run_dir.rollouts, run_dir.logs):
+        folder.mkdir(parents=True, exist_ok=True)
+    return Watcher(config, run_dir=run_dir, resume_from=resume_from), run_dir
+
+
+def make_moment(version=3, **changes):
+    settings = {
+        "version": version,
+        "buffer_depth": 4,
+        "groups_running": 2,
+        "groups_dropped": {"stale": 1},
+        "groups_failed": {},
+        "last_failure": "",
+        "engine_waits_for": "the trainer (staleness limit)",
+        "trainer_waits_for": "generation",
+    }
+    return Moment(**{**settings, **changes})
+
+
+def test_a_row_tells_rewards_and_staleness_of_its_own_groups(tmp_path):
+    watcher, run_dir = make_watcher(tmp_path)
+    groups = [make_group(0, versions=[1, 1, 2, 3]), make_group(1, versions=3)]
+    watcher.step(make_moment(version=3), groups=groups, trainer_metrics={"loss": 0.5})
+    watcher.close()
+    (row,) = read_metrics(run_dir.metrics)
+    assert row["step"] == 4
+    assert row["reward_mean"] == 0.5
+    assert row["staleness_hist"] == {"0": 10, "1": 2, "2": 4}
+    assert row["staleness_max"] == 2
+    assert row["loss"] == 0.5
+    assert row["groups_dropped"] == {"stale": 1}
+
+
+async def test_an_idle_worker_is_shown_with_the_reason_only_the_controller_knows(tmp_path):
+    watcher, run_dir = make_watcher(tmp_path)
+    watching = asyncio.create_task(watcher.run(make_moment))
+    await asyncio.sleep(0)
+    for worker, name in (("engine-0", "no work"), ("trainer", "a batch"), ("scorer-0", "no work")):
+        span = Span(worker=worker, name=name, busy=False, start_s=1.0, end_s=2.0)
+        watcher.heard(worker, spans=[span], counters={})
+    watching.cancel()
+    watcher.close()
+    reasons = {span.worker: span.name for span in read_trace(run_dir.trace)}
+    assert reasons["engine-0"] == "the trainer (staleness limit)"
+    assert reasons["trainer"] == "generation"
+    assert reasons["scorer-0"] == "no work"
+
+
+def test_a_resumed_run_goes_on_in_the_same_files(tmp_path):
+    first, run_dir = make_watcher(tmp_path)
+    for version in range(3):
+        first.step(make_moment(version), groups=[make_group(version)], trainer_metrics={})
+    first.close()
+    second, _ = make_watcher(tmp_path, resume_from=2)
+    second.step(make_moment(2), groups=[make_group(9)], trainer_metrics={})
+    second.close()
+    rows = read_metrics(run_dir.metrics)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[2]["time_s"] >= rows[1]["time_s"]
