@@ -263,9 +263,7 @@ def _run_on_own_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def _run_here(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
         loop = runner.get_loop()
 
         async def main() -> T:
@@ -280,6 +278,15 @@ def _run_here(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
             return runner.run(main())
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def _run_in_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
