@@ -9,9 +9,9 @@ most completions are short and a few run to the limit, as when models reason. In
 about 4 to 8 tokens.
 
 Both sides take the same number of prompts and completions per step, sample at temperature 1 up to
-the same limit, and minimise the same clipped, token-averaged objective in float32. TRL gets the
-whole batch in one forward pass, no gradient checkpointing and all cores at once; Millrace shares
-the cores out between engine and trainer.
+the same limit, and minimise the same clipped, token-averaged objective in float32. TRL generates
+the whole batch at once, trains in the batches that are fastest for it, without gradient
+checkpointing, and has all cores all the time; Millrace shares them out between engine and trainer.
 
 Rows: samples per second between the first steps and the last, and seconds from the start of the
 process until the reward, averaged over WINDOW steps, first reaches what TRL ended with.
@@ -47,14 +47,22 @@ class Workload:
     peer_steps: int
     our_steps: int
     learning_rate: float
+    peer_sequences: int  # in one forward and backward pass of TRL: what is fastest for it
     rambling: bool = False
 
 
 WORKLOADS = {
     "long_tail": Workload(
-        max_new_tokens=256, peer_steps=20, our_steps=60, learning_rate=1e-4, rambling=True
+        max_new_tokens=256,
+        peer_steps=20,
+        our_steps=60,
+        learning_rate=1e-4,
+        peer_sequences=32,
+        rambling=True,
     ),
-    "short": Workload(max_new_tokens=10, peer_steps=40, our_steps=60, learning_rate=1.5e-4),
+    "short": Workload(
+        max_new_tokens=10, peer_steps=40, our_steps=60, learning_rate=1.5e-4, peer_sequences=256
+    ),
 }
 
 
@@ -252,7 +260,8 @@ def measure_peer(model: Path, workload: Workload) -> Side:
         bf16=False,
         gradient_checkpointing=False,
         max_steps=workload.peer_steps,
-        per_device_train_batch_size=GROUPS * GROUP_SIZE,
+        per_device_train_batch_size=workload.peer_sequences,
+        gradient_accumulation_steps=GROUPS * GROUP_SIZE // workload.peer_sequences,
         num_generations=GROUP_SIZE,
         max_completion_length=workload.max_new_tokens,
         learning_rate=workload.learning_rate,
