@@ -115,9 +115,6 @@ class EngineWorker:
                 if self._engine.has_work:
                     self._timeline.enter("generate", busy=True)
                     self._answer(self._engine.step())
-                else:
-                    complete = self._engine.version is not None
-                    self._timeline.enter("no work" if complete else "no weights", busy=False)
                 if time.monotonic() - self._reported_s >= PROGRESS_S:
                     self._report()
         finally:
@@ -128,7 +125,11 @@ class EngineWorker:
 
     def _take_calls(self) -> Call | None:
         """Handle what has arrived, waiting a little if there is nothing else to do."""
-        call = self._link.receive(self._patience_s())
+        patience_s = self._patience_s()
+        if patience_s > 0:  # entered before the wait, or the wait would count as generating
+            complete = self._engine.version is not None
+            self._timeline.enter("no work" if complete else "no weights", busy=False)
+        call = self._link.receive(patience_s)
         while call is not None:
             if isinstance(call.message, Stop):
                 return call
