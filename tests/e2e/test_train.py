@@ -98,16 +98,17 @@ def test_nothing_is_trained_beyond_the_staleness_limit(finished):
     assert max(row["staleness_max"] for row in rows) > 0
 
 
+def overlap_s(some, others):
+    return sum(
+        max(0.0, min(a.end_s, b.end_s) - max(a.start_s, b.start_s)) for a in some for b in others
+    )
+
+
 def test_the_trace_shows_generation_and_training_at_the_same_time(finished):
     spans = [span for span in read_trace(finished.run_dir / "trace.json") if span.busy]
     steps = [span for span in spans if span.worker == "trainer" and span.name == "step"]
     generating = [span for span in spans if span.worker == "engine-0" and span.name == "generate"]
-    overlap = sum(
-        max(0.0, min(a.end_s, b.end_s) - max(a.start_s, b.start_s))
-        for a in steps
-        for b in generating
-    )
-    assert overlap > 0.2 * sum(span.end_s - span.start_s for span in steps)
+    assert overlap_s(steps, generating) > 0.2 * sum(s.end_s - s.start_s for s in steps)
 
 
 def test_the_engine_never_waits_for_the_trainer_while_the_buffer_has_room(settings):
@@ -150,7 +151,7 @@ def _line(process: psutil.Process) -> str:
         return ""
 
 
-def test_on_policy_engine_and_trainer_logprobs_agree(settings):
+def test_at_staleness_zero_they_take_turns_and_their_logprobs_agree(settings):
     result = mr.train(
         {**settings, "buffer": {"max_staleness": 0}},
         tasks=TASKS,
@@ -161,6 +162,10 @@ def test_on_policy_engine_and_trainer_logprobs_agree(settings):
     assert {row["staleness_max"] for row in rows} == {0}
     assert max(row["logprob_mismatch"] for row in rows) < 1e-5
     assert max(abs(row["ratio_mean"] - 1) for row in rows) < 1e-4
+    spans = [span for span in read_trace(result.run_dir / "trace.json") if span.busy]
+    steps = [span for span in spans if span.name == "step"]
+    generating = [span for span in spans if span.name == "generate"]
+    assert overlap_s(steps, generating) < 0.1 * sum(s.end_s - s.start_s for s in steps)
 
 
 def test_resume_goes_on_from_the_newest_checkpoint(settings):
