@@ -64,10 +64,13 @@ def _show(console: Console, result: RunResult, directory: RunDir, *, seconds: fl
         f" ({result.after.num_tasks} tasks, never trained on)"
         f" in {seconds:.0f} s: {result.episodes} episodes, {result.steps} steps.\n"
     )
-    console.print(f"checkpoint  {result.checkpoint}   (AutoModelForCausalLM.from_pretrained)")
-    console.print(f"metrics     {directory.metrics}")
-    console.print(f"trace       {directory.trace}   (open in ui.perfetto.dev)")
-    console.print(f"plots       millrace inspect {directory.path}")
+    for line in (
+        f"checkpoint  {result.checkpoint}   (AutoModelForCausalLM.from_pretrained)",
+        f"metrics     {directory.metrics}",
+        f"trace       {directory.trace}   (open in ui.perfetto.dev)",
+        f"plots       millrace inspect {directory.path}",
+    ):
+        console.print(line, soft_wrap=True)
 
 
 def _pairs(before: Evaluation, after: Evaluation) -> list[tuple[Group, Group]]:
