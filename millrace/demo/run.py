@@ -27,7 +27,7 @@ def run_demo(run_dir: str | Path = "runs/demo", *, seed: int = 0) -> RunResult:
     model = directory.path / "model"
     console.print("[bold]Millrace demo[/]: a 1M-parameter model learns to sort digits.\n")
     _warm_up(console, model, seed=seed)
-    console.print("[bold]2.[/] Reinforcement learning, asynchronous: the engine never stops.\n")
+    console.print("[bold]2.[/] Reinforcement learning: generation and training side by side.\n")
     overrides = {"model": str(model), "run_dir": str(run_dir), "seed": seed}
     result = train(load_config(SETTINGS, overrides=overrides))
     seconds = time.monotonic() - start_s

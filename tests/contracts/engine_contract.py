@@ -174,6 +174,8 @@ class EngineContract:
     async def test_aborting_nothing_is_no_error(self, engine: Engine):
         await engine.abort([])
         await engine.abort(["no such request"])
+        (completion,) = await engine.generate(make_request("after"))
+        assert completion.finish != "abort"
 
     async def test_a_prompt_that_fills_the_context_is_refused_and_costs_nobody_else(
         self, engine: Engine

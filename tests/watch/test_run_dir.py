@@ -78,7 +78,8 @@ def test_a_run_is_not_overwritten(tmp_path):
 
 def test_a_run_that_never_made_a_step_may_start_anew(tmp_path):
     opened(tmp_path / "x").close()
-    opened(tmp_path / "x")
+    again = opened(tmp_path / "x")
+    assert again.is_running
 
 
 def test_resume_keeps_what_is_there_and_forgets_the_old_summary(tmp_path):
