@@ -1,7 +1,11 @@
-"""The trainer's input: rollouts laid end to end, without padding.
+"""The trainer's input: the tokens of some rollouts laid end to end, shared beginnings once.
 
-T = tokens in the microbatch, S = sequences in it. The logprob of token t is predicted at t - 1;
-the first token of a sequence is never trained, so t - 1 always lies in the same sequence.
+T = rows: one per token that is computed. S = segments: runs of rows that continue one another.
+N = trained tokens, R = rollouts they belong to.
+
+Rollouts of a group begin alike. What several of them share lies there once, as a segment, and what
+follows it in each is a segment of its own with the shared one as its parent; a rollout that shares
+nothing is one segment without a parent. A token that nothing trained comes after has no row.
 """
 
 from dataclasses import dataclass
@@ -13,17 +17,25 @@ from millrace.core.records import Kept
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Microbatch:
-    """One forward pass. Sequences never attend to each other; positions restart in each."""
+    """One forward pass. A row sees the earlier rows of its segment and all rows of its parent.
+
+    Parents come first and have no parents themselves; then their children, in the order of the
+    parents; then segments that are neither. A trained token and the row that predicts it (what the
+    model says there, it was drawn from) are listed once per rollout, so rows may serve several.
+    """
 
     tokens: np.ndarray  # [T] int32
-    positions: np.ndarray  # [T] int32; 0.. within each sequence
+    positions: np.ndarray  # [T] int32; from the start of the rollout, so that of a parent goes on
     lengths: np.ndarray  # [S] int32; sums to T
-    mask: np.ndarray  # [T] bool; True = trained
-    engine_logprobs: np.ndarray  # [T] float32
-    versions: np.ndarray  # [T] int32
-    advantages: np.ndarray  # [T] float32; the sequence's advantage at each of its trained tokens
-    temperatures: np.ndarray  # [T] float32; the temperature each token was sampled at
-    kept: Kept | None = None  # rows = T
+    parents: np.ndarray  # [S] int32; index of a segment, -1 = none
+    predictors: np.ndarray  # [N] int32; row at which each trained token is predicted
+    targets: np.ndarray  # [N] int32; the trained tokens
+    rollouts: np.ndarray  # [N] int32; 0 .. R - 1 in ascending order
+    engine_logprobs: np.ndarray  # [N] float32
+    versions: np.ndarray  # [N] int32
+    advantages: np.ndarray  # [N] float32; of the rollout
+    temperatures: np.ndarray  # [N] float32; the temperature each token was sampled at
+    kept: Kept | None = None  # rows = N
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.core.records import Kept
+from millrace.models.head import LogitRules, compute_dtype, is_plain, output_head, project
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -26,15 +26,11 @@ class KeptRows:
     offsets: Tensor  # [N + 1] int64
 
     @classmethod
-    def select(cls, kept: Kept, *, rows: np.ndarray, device: torch.device) -> "KeptRows":
-        """The rows of a numpy record that `rows` ([N] int) names, in that order."""
-        starts, ends = kept.offsets[rows], kept.offsets[rows + 1]
-        sizes = ends - starts
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        shift = np.repeat(starts - offsets[:-1], sizes)
-        ids = kept.ids[np.arange(len(shift)) + shift].astype(np.int64)
+    def of(cls, kept: Kept, *, device: torch.device) -> "KeptRows":
+        """A copy: arrays from the wire are read-only."""
         return cls(
-            ids=torch.from_numpy(ids).to(device), offsets=torch.from_numpy(offsets).to(device)
+            ids=torch.from_numpy(kept.ids.astype(np.int64)).to(device),
+            offsets=torch.from_numpy(kept.offsets.copy()).to(device),
         )
 
     def split(self, chunk: int) -> list["KeptRows"]:
@@ -65,18 +61,15 @@ class KeptRows:
 
 def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """hidden [N, D] -> float32 logits [N, V]: the head, and what some models put behind it."""
-    head = model.get_output_embeddings()
-    assert head is not None, "load_model refuses models without a head"
-    logits = head(hidden).float()
-    # Which of these exist depends on the architecture; load_model checks that the outcome is right.
-    config = model.config.get_text_config()
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:
-        logits = logits / divisor
-    if (factor := getattr(config, "logit_scale", None)) is not None:
-        logits = logits * factor
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+    head = output_head(model)
+    if torch.is_grad_enabled() or not is_plain(head):
+        products = head(hidden).float()
+    else:
+        assert isinstance(head, nn.Linear)
+        dtype = compute_dtype(hidden)
+        bias = None if head.bias is None else head.bias.to(dtype)
+        products = project(hidden.to(dtype), head.weight.to(dtype), bias)
+    return LogitRules.of(model).apply(products)
 
 
 def token_logprobs(
@@ -87,53 +80,23 @@ def token_logprobs(
     logits [N, V] float32, temperatures [N] all above 0: greedy tokens have no distribution of their
     own, and whoever wants a logprob for them asks at temperature 1. Differentiable in the logits.
     """
-    scaled = logits / temperatures[:, None]
-    if kept is None:
-        finite = scaled
-    else:
-        allowed = kept.allowed(logits.shape[-1])
-        finite = scaled.masked_fill(~allowed, 0.0)
-        scaled = scaled.masked_fill(~allowed, -torch.inf)
-    normalizer = scaled.logsumexp(-1)  # [N]
-    logprobs = scaled.gather(-1, targets[:, None]).squeeze(-1) - normalizer
-    # H = log Z - E[z]; ruled-out ids have probability 0 and must not meet their -inf.
-    probabilities = (scaled - normalizer[:, None]).exp()
-    entropies = normalizer - (probabilities * finite).sum(-1)
+    allowed = None if kept is None else kept.allowed(logits.shape[-1])
+    logprobs, entropies, _ = distribution(logits, targets, temperatures, allowed)
     return logprobs, entropies
 
 
-def chunked_token_logprobs(
-    model: PreTrainedModel,
-    hidden: Tensor,
-    targets: Tensor,
-    *,
-    temperatures: Tensor,
-    kept: KeptRows | None,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """token_logprobs of final_logits of hidden [N, D]; logits of at most `chunk` positions exist.
-
-    That holds in the backward pass too: logits are computed again there, chunk by chunk.
-    """
-
-    def of_chunk(
-        hidden: Tensor, targets: Tensor, temperatures: Tensor, kept: KeptRows | None
-    ) -> tuple[Tensor, Tensor]:
-        logits = final_logits(model, hidden)
-        return token_logprobs(logits, targets, temperatures=temperatures, kept=kept)
-
-    if len(targets) <= chunk:
-        return of_chunk(hidden, targets, temperatures, kept)
-    parts = zip(
-        hidden.split(chunk),
-        targets.split(chunk),
-        temperatures.split(chunk),
-        kept.split(chunk) if kept is not None else [None] * -(-len(targets) // chunk),
-        strict=True,
-    )
-    # The head draws no random numbers, so there is no generator state worth saving.
-    outcomes = [
-        checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
-    ]
-    logprobs, entropies = zip(*outcomes, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+def distribution(
+    logits: Tensor, targets: Tensor, temperatures: Tensor, allowed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs, entropies and normalizers [N]; `allowed` [N, V] bool are the ids not ruled out."""
+    scaled = logits / temperatures[:, None]
+    finite = scaled
+    if allowed is not None:
+        finite = scaled.masked_fill(~allowed, 0.0)
+        scaled = scaled.masked_fill(~allowed, -torch.inf)
+    normalizers = scaled.logsumexp(-1)  # [N]
+    logprobs = scaled.gather(-1, targets[:, None]).squeeze(-1) - normalizers
+    # H = log Z - E[z]; ruled-out ids have probability 0 and must not meet their -inf.
+    probabilities = (scaled - normalizers[:, None]).exp()
+    entropies = normalizers - (probabilities * finite).sum(-1)
+    return logprobs, entropies, normalizers

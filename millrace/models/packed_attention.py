@@ -1,103 +1,59 @@
-"""Causal attention over sequences laid end to end, as an attention function for transformers.
+"""Causal attention over segments laid end to end, as an attention function for transformers.
 
-Promise: no token attends outside its sequence, and no matrix holds scores of two sequences: memory
-grows with the sum of squared lengths at worst, never with the square of the sum. Window, softcap,
-scaling and grouped heads are honoured; dropout is not, because the trainer must reproduce the
-distribution that was sampled.
+Promise: no row sees outside its segment and that segment's parent, and no matrix holds scores of
+two unrelated segments: memory grows with the sum of squared lengths at worst, never with the square
+of the sum. Window, softcap, scaling and grouped heads are honoured; dropout is not, because the
+trainer must reproduce the distribution that was sampled.
 
-Sequences of similar length are attended to together, padded at the end. The padding needs no mask:
-it comes after every real token, where causality hides it.
+On CUDA in bfloat16 or float16 a flash kernel takes the segments as they lie. Everywhere else, and
+for what that kernel does not know, segments of similar length are attended to together, padded at
+the end. The padding needs no mask: it comes after every real row, where causality hides it.
 
-T = tokens, b = sequences of a bucket, L = longest of them, M = sum of b * L over the buckets,
+T = rows, b, Q, K = rectangles, queries and keys of a block, M = padded rows of all blocks,
 H = heads, D = head size.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+import warnings
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from millrace.models.flash_attention import MAX_HEAD_SIZE, flash_attention, flattened
+from millrace.models.packed_layout import Block, Blocks, PackedLayout
+
 PACKED_ATTENTION = "millrace_packed"
-_MIN_FILL = 0.75  # a sequence shorter than this share of its bucket's longest opens a new bucket
 _QUERY_BLOCK = 512  # queries whose scores exist together, where scores must be spelled out
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedLayout:
-    """Where each token of a microbatch sits in padded buckets; made once, used by every layer."""
-
-    buckets: tuple[tuple[int, int], ...]  # (b, L) of each
-    padded_from_packed: Tensor  # [M] int64; padding points at token 0
-    packed_from_padded: Tensor  # [T] int64
-    is_padding: Tensor  # [M] bool
-
-    @classmethod
-    def of(cls, lengths: Sequence[int] | np.ndarray, *, device: torch.device) -> "PackedLayout":
-        """`lengths` of the sequences, in the order in which they lie."""
-        lengths = np.asarray(lengths, dtype=np.int64)
-        starts = np.cumsum(lengths) - lengths
-        buckets: list[tuple[int, int]] = []
-        sources, paddings = [], []
-        for members in _bucketed(lengths):
-            longest = int(lengths[members].max())
-            offsets = np.arange(longest)
-            padding = offsets >= lengths[members][:, None]  # [b, L]
-            sources.append(np.where(padding, 0, starts[members][:, None] + offsets).ravel())
-            paddings.append(padding.ravel())
-            buckets.append((len(members), longest))
-        source, is_padding = np.concatenate(sources), np.concatenate(paddings)
-        inverse = np.empty(int(lengths.sum()), np.int64)
-        inverse[source[~is_padding]] = np.flatnonzero(~is_padding)
-        return cls(
-            buckets=tuple(buckets),
-            padded_from_packed=torch.from_numpy(source).to(device),
-            packed_from_padded=torch.from_numpy(inverse).to(device),
-            is_padding=torch.from_numpy(is_padding).to(device),
-        )
-
-
-def _bucketed(lengths: np.ndarray) -> list[np.ndarray]:
-    """Indices of sequences that are padded together, longest first."""
-    order = np.argsort(-lengths, kind="stable")
-    buckets: list[np.ndarray] = []
-    begin = 0
-    for end in range(1, len(order) + 1):
-        if end == len(order) or lengths[order[end]] < _MIN_FILL * lengths[order[begin]]:
-            buckets.append(order[begin:end])
-            begin = end
-    return buckets
 
 
 class _Pad(torch.autograd.Function):
     """[T, ...] -> [M, ...]. The gradient of padding is dropped: nothing real depends on it."""
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, layout: PackedLayout) -> Tensor:
-        ctx.layout = layout
-        return packed.index_select(0, layout.padded_from_packed)
+    def forward(ctx: Any, packed: Tensor, blocks: Blocks) -> Tensor:
+        ctx.blocks = blocks
+        return packed.index_select(0, blocks.row_of_query)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].index_select(0, ctx.layout.packed_from_padded), None
+        return grads[0].index_select(0, ctx.blocks.query_of_row), None
 
 
 class _Unpad(torch.autograd.Function):
     """[M, ...] -> [T, ...]. Autograd's own backward of a gather would be a slow scatter-add."""
 
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, layout: PackedLayout) -> Tensor:
-        ctx.layout = layout
-        return padded.index_select(0, layout.packed_from_padded)
+    def forward(ctx: Any, padded: Tensor, blocks: Blocks) -> Tensor:
+        ctx.blocks = blocks
+        return padded.index_select(0, blocks.query_of_row)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        padded = grads[0].index_select(0, ctx.layout.padded_from_packed)
-        return padded.masked_fill_(ctx.layout.is_padding.view(-1, 1, 1), 0.0), None
+        padded = grads[0].index_select(0, ctx.blocks.row_of_query)
+        return padded.masked_fill_(ctx.blocks.is_padding.view(-1, 1, 1), 0.0), None
 
 
 def packed_attention(
@@ -114,62 +70,147 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The signature transformers calls; returns [1, T, H, D_v]."""
-    sizes = [b * longest for b, longest in layout.buckets]
-    padded = [
-        _Pad.apply(x[0].transpose(0, 1), layout).split(sizes)  # of each bucket: [b * L, H, D]
-        for x in (query, key, value)
-    ]
-    outputs = []
-    for shape, *inputs in zip(layout.buckets, *padded, strict=True):
-        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in inputs)
-        out = _attend(q, k, v, scaling=scaling, window=sliding_window, softcap=softcap)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [b * L, H, D_v]
-    return _Unpad.apply(torch.cat(outputs), layout)[None], None
+    packed = [x[0].transpose(0, 1) for x in (query, key, value)]  # each [T, H, D]
+    if sliding_window is not None and sliding_window >= layout.longest:
+        sliding_window = None
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        packed = [x.to(torch.get_autocast_dtype("cuda")) for x in packed]
+    q, k, v = packed
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    obstacle = "the tensors are not on a GPU"
+    if query.is_cuda:
+        obstacle = flash_obstacle(q, k, v, layout=layout, window=sliding_window, softcap=softcap)
+    if obstacle is None:
+        out, _ = flash_attention(q, k, v, *flattened(layout), sliding_window, scale)
+    else:
+        options = (layout, scale, sliding_window, softcap, obstacle)
+        out: Any = _attend_in_blocks(q, k, v, *options)  # pyright: ignore[reportCallIssue]
+    return out[None], None
 
 
-def _attend(
-    q: Tensor,  # [b, H, L, D]
-    k: Tensor,  # [b, H_kv, L, D]
-    v: Tensor,  # [b, H_kv, L, D_v]
+def flash_obstacle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
-    scaling: float | None,
+    layout: PackedLayout,
+    window: int | None,
+    softcap: float | None,
+) -> str | None:
+    """Why the flash kernel cannot take this; None if it can."""
+    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        return f"it computes in {q.dtype} (set trainer.dtype to bfloat16)"
+    size = q.shape[-1]
+    if size % 8 or size > MAX_HEAD_SIZE or v.shape[-1] != size:
+        return f"its head sizes are {size} and {v.shape[-1]}"
+    if softcap is not None:
+        return "the model softcaps its attention scores"
+    if window is not None and layout.families is not None:
+        return "the model's window is shorter than the sequences, which share beginnings"
+    if not layout.on_flash_gpu:
+        return "the GPU is older than Ampere"
+    return None
+
+
+@functools.cache
+def _warn(obstacle: str) -> None:
+    """Once for each reason, not once a layer."""
+    warnings.warn(
+        f"Attention in the trainer does not use the flash kernel because {obstacle}: it pads"
+        " sequences by up to a third and takes several times as long.",
+        stacklevel=3,
+    )
+
+
+@torch.compiler.disable  # what it does depends on the numbers in the layout
+def _attend_in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    obstacle: str,
+) -> Tensor:
+    """[T, H, D] of each -> [T, H, D_v]; `obstacle` is why it is not done by the flash kernel."""
+    if query.is_cuda:
+        _warn(obstacle)
+    blocks = layout.blocks
+    queries = _Pad.apply(query, blocks)
+    if blocks.row_of_key is None:
+        keys, values = (_Pad.apply(x, blocks) for x in (key, value))
+    else:
+        # Rows that several segments see are repeated; their gradients add up.
+        keys, values = (x.index_select(0, blocks.row_of_key) for x in (key, value))
+    num_queries = [b * q for b, q, _ in (block.shape for block in blocks.blocks)]
+    num_keys = [b * k for b, _, k in (block.shape for block in blocks.blocks)]
+    parts = (queries.split(num_queries), keys.split(num_keys), values.split(num_keys))
+    outputs = []
+    for block, *inputs in zip(blocks.blocks, *parts, strict=True):
+        q, k, v = (x.unflatten(0, (block.shape[0], -1)).transpose(1, 2) for x in inputs)
+        out = attend(q, k, v, block=block, scale=scale, window=window, softcap=softcap)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [b * Q, H, D_v]
+    return _Unpad.apply(torch.cat(outputs), blocks)
+
+
+def attend(
+    q: Tensor,  # [b, H, Q, D]
+    k: Tensor,  # [b, H_kv, K, D]
+    v: Tensor,  # [b, H_kv, K, D_v]
+    *,
+    block: Block,
+    scale: float,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention within each row; [b, H, L, D_v]."""
-    length = q.shape[2]
-    grouped = q.shape[1] != k.shape[1]
-    if window is not None and window >= length:
+    """Attention within each rectangle of one block; [b, H, Q, D_v]."""
+    _, num_queries, num_keys = block.shape
+    if window is not None and window >= num_keys:
         window = None
-    if window is None and softcap is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
-        )
-    blocks = []
-    for begin in range(0, length, _QUERY_BLOCK):
-        end = min(begin + _QUERY_BLOCK, length)
-        first = 0 if window is None else max(0, begin - window + 1)
-        at = torch.arange(begin, end, device=q.device)[:, None]
-        behind = at - torch.arange(first, end, device=q.device)  # [queries, keys]
-        seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-        block = (q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end])
-        if softcap is None:
-            out = F.scaled_dot_product_attention(
-                *block, attn_mask=seen, scale=scaling, enable_gqa=grouped
+    if block.mask is not None:
+        if window is None and softcap is None:
+            grouped = q.shape[1] != k.shape[1]
+            bias = block.mask.bias.to(q.dtype)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped
             )
-        else:
-            out = _attend_capped(*block, seen=seen, scaling=scaling, softcap=softcap)
-        blocks.append(out)
-    return torch.cat(blocks, dim=2)
+        seen = _seen(block.mask.behind, window)
+        return _attend_masked(q, k, v, seen=seen, scale=scale, softcap=softcap)
+    if window is None and softcap is None and num_queries == num_keys:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    parts = []
+    before = num_keys - num_queries  # keys that precede the first query
+    for begin in range(0, num_queries, _QUERY_BLOCK):
+        end = min(begin + _QUERY_BLOCK, num_queries)
+        first = 0 if window is None else max(0, before + begin - window + 1)
+        at = torch.arange(before + begin, before + end, device=q.device)[:, None]
+        behind = at - torch.arange(first, before + end, device=q.device)  # [queries, keys]
+        keys = slice(first, before + end)
+        part = (q[:, :, begin:end], k[:, :, keys], v[:, :, keys])
+        seen = _seen(behind, window)
+        parts.append(_attend_masked(*part, seen=seen, scale=scale, softcap=softcap))
+    return torch.cat(parts, dim=2)
 
 
-def _attend_capped(
-    q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, scaling: float | None, softcap: float
+def _seen(behind: Tensor, window: int | None) -> Tensor:
+    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
+
+
+def _attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
-    """Attention whose scores pass through softcap * tanh(scores / softcap)."""
+    """Attention where `seen` (broadcast over heads) is True; softcap bounds the scores."""
+    if softcap is None:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped
+        )
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = torch.matmul(q, k.transpose(2, 3)) * (scaling or q.shape[-1] ** -0.5)
+    scores = torch.matmul(q, k.transpose(2, 3)) * scale
     scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~seen, -torch.inf)
     return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)

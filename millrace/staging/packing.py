@@ -1,26 +1,60 @@
 """Lays the rollouts of a batch end to end into microbatches under a token budget.
 
-Promise: every rollout lands in exactly one microbatch, whole and unpadded; no microbatch exceeds
-the budget unless a single rollout does. Pure numpy, so the controller can run it in a thread.
+Promise: every rollout lands in exactly one microbatch, unpadded; a beginning that rollouts of a
+group share is laid once for all of them that land together. The budget counts rows (what is
+computed), and no microbatch exceeds it unless a single rollout does. Pure numpy, so the controller
+can run it in a thread.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Group, Kept, Rollout
 
+# A shared beginning costs a second look at keys in every layer; a shorter one is not worth it.
+MIN_SHARED_TOKENS = 4
+
+_Row = tuple[Rollout, float]  # with the advantage of its episode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Branch:
+    """The rollouts of a group that are computed from the very same rows."""
+
+    tokens: np.ndarray  # [rows] int32; up to the row that predicts the last trained token
+    members: tuple[_Row, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Family:
+    """Branches laid together: the first `shared` rows of each are the same and lie there once."""
+
+    shared: int  # 0 for a branch on its own
+    branches: tuple[_Branch, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.shared + sum(len(branch.tokens) - self.shared for branch in self.branches)
+
 
 def pack(groups: Sequence[Group], *, microbatch_tokens: int) -> Batch:
     """One optimizer step's worth of microbatches from scored groups."""
-    rows = [row for group in groups for row in _rows(group)]
-    bins = fill_bins([len(rollout.tokens) for rollout, _ in rows], budget=microbatch_tokens)
+    families = [
+        part
+        for group in groups
+        for family in _families(_branches(group))
+        for part in _split(family, budget=microbatch_tokens)
+    ]
+    bins = fill_bins([family.num_rows for family in families], budget=microbatch_tokens)
     return Batch(
-        microbatches=tuple(_lay_out([rows[i] for i in bin_]) for bin_ in bins),
-        num_sequences=len(rows),
-        num_trained_tokens=sum(rollout.num_sampled for rollout, _ in rows),
+        microbatches=tuple(_lay_out([families[i] for i in bin_]) for bin_ in bins),
+        num_sequences=sum(len(group.rollouts) for group in groups),
+        num_trained_tokens=sum(group.num_sampled for group in groups),
     )
 
 
@@ -43,33 +77,118 @@ def fill_bins(sizes: Sequence[int], *, budget: int) -> list[list[int]]:
     return bins
 
 
-def _rows(group: Group) -> list[tuple[Rollout, float]]:
-    """Each rollout of a group with the advantage of its episode."""
+def _branches(group: Group) -> list[_Branch]:
+    """In an order in which those that begin alike are neighbours."""
     assert group.advantages is not None, "a group is scored before it is packed"
+    members: dict[bytes, list[_Row]] = {}
+    for episode, advantage in zip(group.episodes, group.advantages, strict=True):
+        for rollout in episode.rollouts:
+            trained = np.flatnonzero(rollout.mask)
+            if len(trained):
+                rows = rollout.tokens[: trained[-1]].astype(np.int32)
+                members.setdefault(rows.tobytes(), []).append((rollout, float(advantage)))
     return [
-        (rollout, float(advantage))
-        for episode, advantage in zip(group.episodes, group.advantages, strict=True)
-        for rollout in episode.rollouts
+        _Branch(tokens=np.frombuffer(rows, np.int32), members=tuple(members[rows]))
+        for rows in sorted(members)
     ]
 
 
-def _lay_out(rows: Sequence[tuple[Rollout, float]]) -> Microbatch:
-    rollouts = [rollout for rollout, _ in rows]
-    lengths = np.array([len(rollout.tokens) for rollout in rollouts], np.int32)
-    mask = np.concatenate([rollout.mask for rollout in rollouts])
-    advantages = np.repeat(np.array([a for _, a in rows], np.float32), lengths)
+def _families(branches: Sequence[_Branch]) -> list[_Family]:
+    """Of all ways to join neighbours, the one that saves the most rows."""
+    common = [_common(earlier.tokens, later.tokens) for earlier, later in pairwise(branches)]
+    # Of the branches before each: the rows saved, the begin of the last family, what it shares.
+    best = [(0, 0, 0)]
+    for end in range(1, len(branches) + 1):
+        begin = end - 1
+        choices = [(best[begin][0], begin, 0)]
+        shared = len(branches[end - 1].tokens)
+        while begin and (shared := min(shared, common[begin - 1])) >= MIN_SHARED_TOKENS:
+            begin -= 1
+            choices.append((best[begin][0] + shared * (end - begin - 1), begin, shared))
+        best.append(max(choices))
+    families: list[_Family] = []
+    end = len(branches)
+    while end:
+        _, begin, shared = best[end]
+        families.append(_Family(shared=shared, branches=tuple(branches[begin:end])))
+        end = begin
+    return families[::-1]
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the longest common beginning."""
+    shortest = min(len(a), len(b))
+    differs = a[:shortest] != b[:shortest]
+    return int(differs.argmax()) if differs.any() else shortest
+
+
+def _split(family: _Family, *, budget: int) -> Iterator[_Family]:
+    """Parts within the budget, each with its own copy of what is shared."""
+    if family.num_rows <= budget or len(family.branches) == 1:
+        yield family
+        return
+    own = [len(branch.tokens) - family.shared for branch in family.branches]
+    # With no room beside the shared rows, bins of nothing put every branch on its own.
+    for bin_ in fill_bins(own, budget=max(0, budget - family.shared)):
+        branches = tuple(family.branches[i] for i in sorted(bin_))
+        yield _Family(shared=family.shared if len(branches) > 1 else 0, branches=branches)
+
+
+def _lay_out(families: Sequence[_Family]) -> Microbatch:
+    """Shared rows first, then what follows them, then branches on their own."""
+    families = sorted(families, key=lambda family: family.shared == 0)
+    shared_rows = [f.branches[0].tokens[: f.shared] for f in families if f.shared]
+    segments = _Segments(shared_rows)
+    predictors: list[np.ndarray] = []
+    members: list[_Row] = []
+    for number, family in enumerate(families):
+        parent = number if family.shared else -1
+        for branch in family.branches:
+            rows = segments.lay(branch.tokens, parent=parent, shared=family.shared)
+            predictors += [rows[np.flatnonzero(rollout.mask) - 1] for rollout, _ in branch.members]
+            members += branch.members
+    lengths = np.array([len(tokens) for tokens in segments.tokens], np.int32)
+    rollouts = [rollout for rollout, _ in members]
+    counts = [rollout.num_sampled for rollout in rollouts]
     temperatures = [rollout.sampling.temperature for rollout in rollouts]
     return Microbatch(
-        tokens=np.concatenate([rollout.tokens for rollout in rollouts]),
-        positions=np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]),
+        tokens=np.concatenate(segments.tokens),
+        positions=np.concatenate(segments.positions).astype(np.int32),
         lengths=lengths,
-        mask=mask,
-        engine_logprobs=np.concatenate([rollout.engine_logprobs for rollout in rollouts]),
-        versions=np.concatenate([rollout.versions for rollout in rollouts]),
-        advantages=np.where(mask, advantages, np.float32(0)),
-        temperatures=np.repeat(np.array(temperatures, np.float32), lengths),
+        parents=np.array(segments.parents, np.int32),
+        predictors=np.concatenate(predictors).astype(np.int32),
+        targets=np.concatenate([r.tokens[r.mask] for r in rollouts]),
+        rollouts=np.repeat(np.arange(len(members), dtype=np.int32), counts),
+        engine_logprobs=np.concatenate([r.engine_logprobs[r.mask] for r in rollouts]),
+        versions=np.concatenate([r.versions[r.mask] for r in rollouts]),
+        advantages=np.repeat(np.array([a for _, a in members], np.float32), counts),
+        temperatures=np.repeat(np.array(temperatures, np.float32), counts),
         kept=_join_kept(rollouts),
     )
+
+
+class _Segments:
+    """The segments of a microbatch while it is laid out; parents were laid before the others."""
+
+    def __init__(self, parents: Sequence[np.ndarray]) -> None:
+        self.tokens = list(parents)
+        self.positions = [np.arange(len(tokens)) for tokens in parents]
+        self.parents = [-1] * len(parents)
+        self._ends = np.cumsum([len(tokens) for tokens in parents])
+        self._num_rows = sum(len(tokens) for tokens in parents)
+
+    def lay(self, tokens: np.ndarray, *, parent: int, shared: int) -> np.ndarray:
+        """Add what follows the first `shared` tokens; returns the row of each token [L]."""
+        num_own = len(tokens) - shared
+        rows = np.arange(len(tokens)) + (self._num_rows - shared)
+        if shared:
+            rows[:shared] = np.arange(shared) + (self._ends[parent] - shared)
+        if num_own:
+            self.tokens.append(tokens[shared:])
+            self.positions.append(np.arange(shared, len(tokens)))
+            self.parents.append(parent)
+            self._num_rows += num_own
+        return rows
 
 
 def _join_kept(rollouts: Sequence[Rollout]) -> Kept | None:
@@ -79,9 +198,9 @@ def _join_kept(rollouts: Sequence[Rollout]) -> Kept | None:
     sizes: list[np.ndarray] = []
     for rollout in rollouts:
         if rollout.kept is None:
-            sizes.append(np.zeros(len(rollout.tokens), np.int64))
+            sizes.append(np.zeros(rollout.num_sampled, np.int64))
         else:
-            ids.append(rollout.kept.ids)
-            sizes.append(np.diff(rollout.kept.offsets))
+            ids.append(rollout.kept.ids)  # rows that are not trained are empty
+            sizes.append(np.diff(rollout.kept.offsets)[rollout.mask])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
     return Kept(ids=np.concatenate(ids), offsets=offsets)

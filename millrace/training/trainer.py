@@ -1,15 +1,16 @@
 """The learner: one batch, one step, one version.
 
 Promise: trainer logprobs are those of the distribution each token was drawn from (its temperature,
-its kept ids). A step applies a finite gradient, or raises and leaves the weights as they were.
+its kept ids). A step applies a finite gradient, or raises and leaves the weights as they were. A
+microbatch that does not fit into memory is split, and the step is the same.
 
 Master weights and optimizer state are float32; bfloat16 is used for computing only. The model stays
 in eval mode: dropout would make the trainer's distribution another one than the engine's.
-Used by one thread. T = tokens of a microbatch, N = trained tokens of it, D = hidden size.
+Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidden size.
 """
 
-import functools
 import math
+import sys
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -17,18 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millrace.core.errors import CheckpointError, RunFailed
 from millrace.core.microbatch import Batch, Microbatch
+from millrace.models.fused_logprobs import chunked_token_logprobs
+from millrace.models.fused_norm import fuse_norms
 from millrace.models.loading import hidden_states, without_progress_bars
-from millrace.models.logprobs import KeptRows, chunked_token_logprobs
-from millrace.models.packed_attention import PackedLayout
+from millrace.models.logprobs import KeptRows
+from millrace.models.packed_layout import PackedLayout
+from millrace.training import layers
 from millrace.training.losses import Loss, TokenBatch
 from millrace.training.metrics import StepMetrics
 from millrace.training.optimizer import Schedule, build_optimizer
+from millrace.training.splitting import halves
 
 STATE_FILE = "trainer_state.pt"
 
@@ -48,6 +51,7 @@ class Trainer:
         compute_dtype: torch.dtype = torch.float32,
         logprob_chunk: int = 1024,
         gradient_checkpointing: bool = False,
+        compile_layers: bool = False,
     ) -> None:
         assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
         self.model = model
@@ -58,21 +62,19 @@ class Trainer:
         self._compute_dtype = compute_dtype
         self._logprob_chunk = logprob_chunk
         self._optimizer = build_optimizer(model, betas=betas, weight_decay=weight_decay)
+        self._compiles = compile_layers
+        self._most_rows = sys.maxsize  # that have not yet been too many for the memory
+        if compile_layers:
+            layers.compile_layers(model)
+        elif model.device.type == "cpu":
+            fuse_norms(model)
         if gradient_checkpointing:
-            _checkpoint_layers(model)
+            layers.checkpoint_layers(model)
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One optimizer update; returns its metrics."""
         assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"
-        self._optimizer.zero_grad(set_to_none=True)
-        metrics = StepMetrics()
-        for microbatch in batch.microbatches:
-            if not microbatch.mask.any():
-                continue
-            tokens = self._token_batch(microbatch, batch)
-            loss, named = self._loss(tokens)
-            loss.backward()
-            metrics.add(tokens, loss=loss.detach(), named=named)
+        metrics, num_splits = self.accumulate(batch)
         grad_norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), max_norm=self._max_grad_norm
         ).item()
@@ -83,12 +85,16 @@ class Trainer:
             group["lr"] = learning_rate
         self._optimizer.step()
         self.steps_done += 1
-        return {**summary, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        return {
+            **summary,
+            "microbatch_splits": float(num_splits),
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+        }
 
     def token_logprobs(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Trainer logprobs and entropies [N] of the trained tokens, in order; differentiable."""
         device = self.model.device
-        trained = np.flatnonzero(microbatch.mask)
         with torch.autocast(
             device.type, dtype=torch.bfloat16, enabled=self._compute_dtype is torch.bfloat16
         ):
@@ -96,17 +102,19 @@ class Trainer:
                 self.model,
                 input_ids=_tensor(microbatch.tokens, np.int64, device)[None],
                 position_ids=_tensor(microbatch.positions, np.int64, device)[None],
-                layout=PackedLayout.of(microbatch.lengths, device=device),
+                layout=PackedLayout.of(
+                    microbatch.lengths, parents=microbatch.parents, device=device
+                ),
             )  # [T, D]
             kept = microbatch.kept
             return chunked_token_logprobs(
                 self.model,
-                # Token t was drawn from what the model says at t - 1.
-                hidden.index_select(0, _tensor(trained - 1, np.int64, device)),
-                _tensor(microbatch.tokens[trained], np.int64, device),
-                temperatures=_tensor(microbatch.temperatures[trained], np.float32, device),
-                kept=None if kept is None else KeptRows.select(kept, rows=trained, device=device),
+                hidden.index_select(0, _tensor(microbatch.predictors, np.int64, device)),
+                _tensor(microbatch.targets, np.int64, device),
+                temperatures=_tensor(microbatch.temperatures, np.float32, device),
+                kept=None if kept is None else KeptRows.of(kept, device=device),
                 chunk=self._logprob_chunk,
+                compiled=self._compiles,
             )
 
     def named_weights(self) -> dict[str, Tensor]:
@@ -150,19 +158,62 @@ class Trainer:
         """About what save() writes: the weights, and the optimizer's two moments of each."""
         return 3 * sum(p.numel() * p.element_size() for p in self.model.parameters())
 
+    def accumulate(self, batch: Batch) -> tuple[StepMetrics, int]:
+        """The gradient of the batch; returns its metrics and how many microbatches were split.
+
+        A microbatch that does not fit into memory may have left half of its gradient behind, so the
+        batch begins anew, and it and later ones of its size are split.
+        """
+        while True:
+            parts, num_splits = self._fitting(batch)
+            metrics = StepMetrics()
+            self._optimizer.zero_grad(set_to_none=True)
+            for part in parts:
+                if not self._learn(part, batch, metrics):
+                    self._most_rows = len(part.tokens) - 1
+                    if halves(part) is None:
+                        raise RunFailed(_too_long(len(part.tokens)))
+                    break
+            else:
+                return metrics, num_splits
+
+    def _fitting(self, batch: Batch) -> tuple[list[Microbatch], int]:
+        """The batch's microbatches with trained tokens, split where they have too many rows."""
+        waiting = [m for m in batch.microbatches if len(m.targets)][::-1]
+        parts: list[Microbatch] = []
+        num_splits = 0
+        while waiting:
+            part = waiting.pop()
+            both = halves(part) if len(part.tokens) > self._most_rows else None
+            if both is None:
+                parts.append(part)
+            else:
+                waiting += both[::-1]
+                num_splits += 1
+        return parts, num_splits
+
+    def _learn(self, microbatch: Microbatch, batch: Batch, metrics: StepMetrics) -> bool:
+        """Add its gradient; False = it does not fit into memory."""
+        try:
+            tokens = self._token_batch(microbatch, batch)
+            loss, named = self._loss(tokens)
+            loss.backward()
+            metrics.add(tokens, loss=loss.detach(), named=named)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
     def _token_batch(self, microbatch: Microbatch, batch: Batch) -> TokenBatch:
         device = self.model.device
-        trained = np.flatnonzero(microbatch.mask)
         logprobs, entropies = self.token_logprobs(microbatch)
-        sequences = np.repeat(np.arange(len(microbatch.lengths)), microbatch.lengths)
-        staleness = self.steps_done - microbatch.versions[trained]
+        staleness = self.steps_done - microbatch.versions
         return TokenBatch(
             trainer_logprobs=logprobs,
-            engine_logprobs=_tensor(microbatch.engine_logprobs[trained], np.float32, device),
+            engine_logprobs=_tensor(microbatch.engine_logprobs, np.float32, device),
             entropies=entropies,
-            advantages=_tensor(microbatch.advantages[trained], np.float32, device),
+            advantages=_tensor(microbatch.advantages, np.float32, device),
             staleness=_tensor(staleness, np.int64, device),
-            sequence_ids=_tensor(sequences[trained], np.int64, device),
+            sequence_ids=_tensor(microbatch.rollouts, np.int64, device),
             num_trained_tokens=batch.num_trained_tokens,
             num_sequences=batch.num_sequences,
         )
@@ -175,14 +226,12 @@ class Trainer:
             )
 
 
-def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Keep only the inputs of each layer for the backward pass, and compute the rest again.
-
-    transformers' own switch works in train mode only, and the model stays in eval mode.
-    """
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+def _too_long(num_tokens: int) -> str:
+    return (
+        f"A sequence of {num_tokens} tokens does not fit into the trainer's memory; set"
+        " trainer.gradient_checkpointing to true, or lower sampling.max_new_tokens"
+        " (trainer.microbatch_tokens bounds several sequences together, not one)."
+    )
 
 
 def _tensor(array: np.ndarray, dtype: Any, device: torch.device) -> Tensor:

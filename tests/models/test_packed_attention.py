@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.models.loading import hidden_states
-from millrace.models.packed_attention import PACKED_ATTENTION, PackedLayout, _attend
+from millrace.models.packed_attention import PACKED_ATTENTION, attend, packed_attention
+from millrace.models.packed_layout import Block, PackedLayout
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 19, 1, 12, 20, 3, 19]
@@ -75,23 +76,147 @@ def test_a_token_changes_only_what_follows_it_in_its_own_sequence():
     assert moved.tolist() == [False] * 9 + [True] * 5 + [False] * 7
 
 
+def family_hidden(model, families: list[tuple[torch.Tensor, list[torch.Tensor]]]):
+    """Hidden states of every own part behind the shared one, computed with that laid once."""
+    parents = [shared for shared, _ in families]
+    children = [(i, own) for i, (_, parts) in enumerate(families) for own in parts]
+    segments = [*parents, *(own for _, own in children)]
+    begins = [*[0] * len(parents), *(len(parents[i]) for i, _ in children)]
+    lengths = [len(segment) for segment in segments]
+    hidden = hidden_states(
+        model,
+        input_ids=torch.cat(segments)[None],
+        position_ids=torch.cat([torch.arange(n) + b for n, b in zip(lengths, begins, strict=True)])[
+            None
+        ],
+        layout=PackedLayout.of(
+            lengths, parents=[*[-1] * len(parents), *(i for i, _ in children)], device=CPU
+        ),
+    )
+    return hidden.split(lengths)
+
+
+def families_of(sizes: list[tuple[int, list[int]]]):
+    parts = sequences_of([n for shared, own in sizes for n in (shared, *own)])
+    families = []
+    for _, own in sizes:
+        shared, *rest = parts[: 1 + len(own)]
+        parts = parts[1 + len(own) :]
+        families.append((shared, rest))
+    return families
+
+
+# Small families are attended to whole, large ones (more than 128 rows) part by part.
+FAMILIES = {
+    "small": [(9, [4, 5, 1]), (30, [2, 20]), (5, [7])],
+    "large": [(60, [50, 3, 45]), (9, [70, 66])],
+    "both": [(9, [4, 8]), (60, [50, 30]), (21, [1, 2, 3, 4])],
+}
+
+
+@pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_shared_beginning_gives_what_whole_sequences_give(architecture, sizes):
+    packed, plain = packed_and_plain(architecture)
+    families = families_of(sizes)
+    torch.manual_seed(0)
+    shared_hidden = family_hidden(packed, families)
+    children = list(shared_hidden[len(families) :])
+    loss, expected_loss = torch.zeros(()), torch.zeros(())
+    for number, (shared, parts) in enumerate(families):
+        weight = torch.randn(len(shared), packed.config.hidden_size)
+        loss = loss + (shared_hidden[number] * weight).sum()
+        for i, own in enumerate(parts):
+            tokens = torch.cat([shared, own])[None]
+            whole = plain.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
+            hidden = children.pop(0)
+            torch.testing.assert_close(hidden, whole[len(shared) :], rtol=1e-5, atol=1e-5)
+            own_weight = torch.randn_like(hidden)
+            loss = loss + (hidden * own_weight).sum()
+            expected_loss = expected_loss + (whole[len(shared) :] * own_weight).sum()
+            if i == 0:
+                expected_loss = expected_loss + (whole[: len(shared)] * weight).sum()
+    loss.backward()
+    expected_loss.backward()
+    for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            scale = theirs.grad.abs().max().item()
+            torch.testing.assert_close(
+                ours.grad, theirs.grad, rtol=1e-4, atol=1e-5 * scale, msg=name
+            )
+
+
+def test_a_token_of_one_branch_changes_nothing_in_another():
+    packed, _ = packed_and_plain("qwen3")
+    families = families_of([(6, [4, 5]), (70, [40, 41])])
+    changed = [(shared, [own.clone() for own in parts]) for shared, parts in families]
+    for number, (_, parts) in enumerate(changed):
+        parts[number][1] = (parts[number][1] + 1) % VOCAB
+    with torch.no_grad():
+        before, after = family_hidden(packed, families), family_hidden(packed, changed)
+    moved = [(a != b).any(-1).tolist() for a, b in zip(before, after, strict=True)]
+    assert [any(rows) for rows in moved] == [False, False, True, False, False, True]
+    assert moved[2] == [False, True, True, True]
+    assert moved[5] == [False] + [True] * 40
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=40))
-def test_a_layout_places_every_token_once_and_wastes_little(lengths):
-    layout = PackedLayout.of(lengths, device=CPU)
-    num_tokens = sum(lengths)
-    tokens = torch.arange(num_tokens)
-    padded = tokens[layout.padded_from_packed]
-    assert torch.equal(padded[layout.packed_from_padded], tokens)
-    assert int((~layout.is_padding).sum()) == num_tokens
-    assert len(padded) <= num_tokens / 0.75 + len(lengths)
-    # Each row of each bucket is one sequence from its start, then padding.
+def test_blocks_place_every_row_once_and_waste_little(lengths):
+    blocks = PackedLayout.of(lengths, device=CPU).blocks
+    num_rows = sum(lengths)
+    rows = torch.arange(num_rows)
+    padded = rows[blocks.row_of_query]
+    assert torch.equal(padded[blocks.query_of_row], rows)
+    assert int((~blocks.is_padding).sum()) == num_rows
+    assert blocks.row_of_key is None
+    assert len(padded) <= num_rows / 0.75 + len(lengths)
+    # Each row of each block is one segment from its start, then padding.
     starts = set((np.cumsum(lengths) - lengths).tolist())
     row = 0
-    for b, longest in layout.buckets:
+    for block in blocks.blocks:
+        b, longest, _ = block.shape
         for _ in range(b):
             assert int(padded[row]) in starts
             row += longest
+
+
+sizes = st.integers(1, 40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    families=st.lists(st.tuples(sizes, st.lists(sizes, min_size=1, max_size=5)), max_size=4),
+    others=st.lists(sizes, min_size=1, max_size=3),
+    window=st.none() | st.integers(1, 50),
+)
+def test_rows_see_their_segment_and_its_parent_and_nothing_else(families, others, window):
+    children = [(i, n) for i, (_, own) in enumerate(families) for n in own]
+    lengths = [*(n for n, _ in families), *(n for _, n in children), *others]
+    parents = [*[-1] * len(families), *(i for i, _ in children), *[-1] * len(others)]
+    layout = PackedLayout.of(lengths, parents=parents, device=CPU)
+    segment = np.repeat(np.arange(len(lengths)), lengths)
+    row = np.arange(len(segment))
+    parent = np.array(parents)[segment]
+    position = row - (np.cumsum(lengths) - lengths)[segment]
+    position = position + np.where(parent >= 0, np.array(lengths)[parent], 0)
+    behind = position[:, None] - position
+    seen = ((segment[:, None] == segment) & (behind >= 0)) | (parent[:, None] == segment)
+    seen &= behind < (window or len(row))
+    # With equal scores and values that name their rows, the output says what was seen.
+    values = torch.eye(len(row)).view(1, 1, len(row), len(row))
+    zeros = torch.zeros(1, 1, len(row), 4)
+    out, _ = packed_attention(
+        None, zeros, zeros, values, None, layout=layout, sliding_window=window
+    )
+    expected = torch.from_numpy(seen / seen.sum(1, keepdims=True)).float()
+    torch.testing.assert_close(out[0, :, 0], expected)
+
+
+def test_a_layout_refuses_children_that_do_not_follow_their_parents():
+    for parents in ([-1, -1, 0], [-1, -1, 1, 0]):
+        with pytest.raises(AssertionError, match="children"):
+            PackedLayout.of([3] * len(parents), parents=parents, device=CPU)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -100,7 +225,8 @@ def test_long_sequences_are_attended_to_in_query_blocks(softcap, window):
     torch.manual_seed(0)
     length = 1100  # more than two query blocks
     q, k, v = (torch.randn(1, heads, length, 4) for heads in (2, 1, 1))
-    out = _attend(q, k, v, scaling=0.7, window=window, softcap=softcap)
+    block = Block(shape=(1, length, length))
+    out = attend(q, k, v, block=block, scale=0.7, window=window, softcap=softcap)
     scores = (q @ k.transpose(2, 3)) * 0.7
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

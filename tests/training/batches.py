@@ -1,10 +1,12 @@
 """Batches for trainers of tiny models: random tokens, temperatures, kept ids, advantages."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from architectures import VOCAB
 
-from millrace.core.microbatch import Batch
+from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Episode, Group, Kept, Rollout, Sampling, Task
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.staging.packing import pack
@@ -21,10 +23,13 @@ def random_rollout(
     temperature: float = 1.0,
     num_kept: int = 0,
     vocab: int = VOCAB,
+    begin: Sequence[int] | np.ndarray = (),
 ) -> Rollout:
-    """num_kept ids besides the token itself survive at each sampled position; 0 = no truncation."""
+    """Its first tokens are `begin`. num_kept ids besides the token itself survive at each sampled
+    position; 0 = no truncation."""
     length = prompt + sampled
     tokens = rng.integers(3, vocab, length).astype(np.int32)
+    tokens[: len(begin)] = begin
     mask = np.arange(length) >= prompt
     kept = None
     if num_kept:
@@ -60,6 +65,27 @@ def mixed_rollouts(rng: np.random.Generator, num: int = 8) -> list[Rollout]:
     ]
 
 
+def sharing_rollouts(
+    rng: np.random.Generator, *, prompt: int = 9, num: int = 6, sampled: int = 8
+) -> list[Rollout]:
+    """As a group samples them: one prompt, some completions equal, some equal at first."""
+    likely = rng.integers(3, VOCAB, prompt + sampled)
+    rollouts = []
+    for i in range(num):
+        length = prompt + int(rng.integers(1, sampled + 1))
+        rollouts.append(
+            random_rollout(
+                rng,
+                prompt=prompt,
+                sampled=length - prompt,
+                temperature=[1.0, 0.7, 1.3][i % 3],
+                num_kept=[0, 5][i % 2],
+                begin=likely[: [prompt, min(prompt + 2, length), length][i % 3]],
+            )
+        )
+    return rollouts
+
+
 def batch_of(rollouts: list[Rollout], *, advantages=None, microbatch_tokens: int = 10_000) -> Batch:
     if advantages is None:
         advantages = [1.0 if i % 2 else -0.5 for i in range(len(rollouts))]
@@ -80,6 +106,16 @@ def trainer_of(model, *, loss=None, learning_rate: float = 1e-2, **settings) -> 
         schedule=Schedule(learning_rate=learning_rate, total_steps=100),
         **settings,
     )
+
+
+def in_order_of(rollouts: list[Rollout], microbatch: Microbatch) -> list[Rollout]:
+    """The rollouts as the microbatch numbers them; no two have the same engine logprobs."""
+    by_logprobs = {r.engine_logprobs[r.mask].tobytes(): r for r in rollouts}
+    assert len(by_logprobs) == len(rollouts)
+    numbers = range(microbatch.rollouts.max() + 1)
+    return [
+        by_logprobs[microbatch.engine_logprobs[microbatch.rollouts == n].tobytes()] for n in numbers
+    ]
 
 
 def reference_logprobs(model, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,18 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, tiny_model
-from batches import batch_of, mixed_rollouts, random_rollout, reference_logprobs, trainer_of
+from batches import (
+    batch_of,
+    in_order_of,
+    mixed_rollouts,
+    random_rollout,
+    reference_logprobs,
+    sharing_rollouts,
+    trainer_of,
+)
 
 from millrace.core.errors import RunFailed
 from millrace.core.microbatch import Batch
@@ -25,16 +35,28 @@ def backward(trainer, batch) -> None:
         loss.backward()
 
 
+def rollouts_of(kind: str, num: int = 8):
+    return {
+        "unrelated": lambda: mixed_rollouts(rng(), num),
+        "sharing": lambda: sharing_rollouts(rng(), num=num),
+        "sharing much": lambda: sharing_rollouts(rng(), num=num, prompt=100, sampled=20),
+    }[kind]()
+
+
+KINDS = ("unrelated", "sharing", "sharing much")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_trainer_logprobs_are_those_of_a_plain_forward_of_each_sequence(architecture):
-    rollouts = mixed_rollouts(rng())
+def test_trainer_logprobs_are_those_of_a_plain_forward_of_each_sequence(architecture, kind):
+    rollouts = rollouts_of(kind)
     trainer = trainer_of(tiny_model(architecture), logprob_chunk=7)
     plain = tiny_model(architecture)
     plain.set_attn_implementation("eager")
     batch = batch_of(rollouts)
     assert len(batch.microbatches) == 1
-    # Packing reorders sequences by length; stable for ties.
-    order = sorted(rollouts, key=lambda rollout: -len(rollout.tokens))
+    assert (batch.microbatches[0].parents >= 0).any() == (kind != "unrelated")
+    order = in_order_of(rollouts, batch.microbatches[0])
     with torch.no_grad():
         logprobs, entropies = trainer.token_logprobs(batch.microbatches[0])
         expected = [reference_logprobs(plain, rollout) for rollout in order]
@@ -42,14 +64,15 @@ def test_trainer_logprobs_are_those_of_a_plain_forward_of_each_sequence(architec
     torch.testing.assert_close(entropies, torch.cat([e[1] for e in expected]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_a_batch_has_one_gradient_however_it_is_split(aggregation):
-    rollouts = mixed_rollouts(rng(), num=10)
+def test_a_batch_has_one_gradient_however_it_is_split(aggregation, kind):
+    rollouts = rollouts_of(kind, num=10)
     loss = ClippedLoss(aggregation=aggregation)
     trainer = trainer_of(tiny_model("llama"), loss=loss)
     whole = batch_of(rollouts)
-    split = batch_of(rollouts, microbatch_tokens=40)
-    assert len(split.microbatches) > 3
+    split = batch_of(rollouts, microbatch_tokens=40 if kind == "unrelated" else 18)
+    assert len(split.microbatches) >= 3
     backward(trainer, whole)
     expected = {name: g.clone() for name, g in gradients(trainer.model).items()}
     backward(trainer, split)
@@ -57,9 +80,10 @@ def test_a_batch_has_one_gradient_however_it_is_split(aggregation):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
-def test_the_packed_gradient_is_that_of_separate_plain_forwards(architecture):
-    rollouts = mixed_rollouts(rng(), num=6)
+def test_the_packed_gradient_is_that_of_separate_plain_forwards(architecture, kind):
+    rollouts = rollouts_of(kind, num=6)
     advantages = [1.0, -0.5, 0.3, -2.0, 0.7, 0.1]
     batch = batch_of(rollouts, advantages=advantages)
     trainer = trainer_of(tiny_model(architecture))
@@ -126,7 +150,7 @@ def test_steps_make_good_tokens_likelier_and_bad_ones_less_likely():
     with torch.no_grad():
         own, _ = trainer.token_logprobs(batch.microbatches[0])
     microbatch = batch.microbatches[0]
-    microbatch.engine_logprobs[microbatch.mask] = own.numpy()
+    microbatch.engine_logprobs[:] = own.numpy()
     good_before, bad_before = mean_logprobs()
     metrics = trainer.step(batch)
     assert metrics["logprob_mismatch"] < 1e-6
@@ -166,10 +190,12 @@ def test_gradient_checkpointing_gives_the_same_gradient_with_less_saved():
         torch.testing.assert_close(checkpointed[name], gradient, msg=name)
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters():
-    batch = batch_of(mixed_rollouts(rng()))
-    trainer = trainer_of(tiny_model("llama"), compute_dtype=torch.bfloat16)
-    exact = trainer_of(tiny_model("llama"))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(architecture, kind):
+    batch = batch_of(rollouts_of(kind))
+    trainer = trainer_of(tiny_model(architecture), compute_dtype=torch.bfloat16)
+    exact = trainer_of(tiny_model(architecture))
     with torch.no_grad():
         rough, _ = trainer.token_logprobs(batch.microbatches[0])
         fine, _ = exact.token_logprobs(batch.microbatches[0])
@@ -184,7 +210,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters():
 def test_a_step_that_is_not_finite_raises_and_changes_nothing(poison):
     batch = batch_of(mixed_rollouts(rng()))
     values = getattr(batch.microbatches[0], poison)
-    values[batch.microbatches[0].mask] = np.nan
+    values[:] = np.nan
     trainer = trainer_of(tiny_model("llama"))
     before = {name: w.clone() for name, w in trainer.named_weights().items()}
     with pytest.raises(RunFailed, match=r"Step 1 has loss nan .* lower trainer\.learning_rate"):
@@ -197,10 +223,12 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(poison):
 def test_microbatches_without_trained_tokens_cost_nothing():
     batch = batch_of([random_rollout(rng()), random_rollout(np.random.default_rng(4))])
     (microbatch,) = batch.microbatches
-    padded = batch_of([random_rollout(np.random.default_rng(9))]).microbatches[0]
-    padded.mask[:] = False
+    nothing = {
+        name: getattr(microbatch, name)[:0]
+        for name in ("predictors", "targets", "rollouts", "engine_logprobs")
+    }
     with_empty = Batch(
-        microbatches=(microbatch, padded),
+        microbatches=(microbatch, dataclasses.replace(microbatch, **nothing)),
         num_sequences=batch.num_sequences,
         num_trained_tokens=batch.num_trained_tokens,
     )
@@ -211,8 +239,9 @@ def test_microbatches_without_trained_tokens_cost_nothing():
 def test_read_only_arrays_from_the_wire_are_fine(recwarn):
     batch = batch_of(mixed_rollouts(rng()))
     (microbatch,) = batch.microbatches
-    for name in ("tokens", "positions", "lengths", "mask", "engine_logprobs", "versions"):
-        getattr(microbatch, name).setflags(write=False)
+    for field in dataclasses.fields(microbatch):
+        if field.name != "kept":
+            getattr(microbatch, field.name).setflags(write=False)
     microbatch.kept.ids.setflags(write=False)
     microbatch.kept.offsets.setflags(write=False)
     trainer_of(tiny_model("llama")).step(batch)
@@ -243,7 +272,8 @@ def test_a_users_loss_gets_every_token_with_its_sequence_and_staleness():
     metrics = trainer.step(batch_of(rollouts, advantages=[0.5, -1.0]))
     assert metrics["mine"] == pytest.approx((3 * 0.5 - 2 * 1.0) / 5)
     (tokens,) = seen
-    assert tokens.sequence_ids.tolist() == [0, 0, 0, 1, 1]
+    assert tokens.sequence_ids.tolist() in ([0, 0, 0, 1, 1], [0, 0, 1, 1, 1])
+    by_sequence = {tuple(tokens.advantages[tokens.sequence_ids == i].tolist()) for i in (0, 1)}
+    assert by_sequence == {(0.5,) * 3, (-1.0,) * 2}
     assert tokens.staleness.tolist() == [4] * 5
-    assert tokens.advantages.tolist() == [0.5] * 3 + [-1.0] * 2
     assert (tokens.num_trained_tokens, tokens.num_sequences) == (5, 2)

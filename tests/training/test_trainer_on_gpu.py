@@ -1,8 +1,10 @@
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, tiny_model
-from batches import batch_of, mixed_rollouts, trainer_of
+from batches import batch_of, mixed_rollouts, random_rollout, sharing_rollouts, trainer_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -12,6 +14,10 @@ pytestmark = [
 
 def batch():
     return batch_of(mixed_rollouts(np.random.default_rng(11)))
+
+
+def sharing_batch(prompt: int):
+    return batch_of(sharing_rollouts(np.random.default_rng(11), prompt=prompt, sampled=40))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -40,6 +46,27 @@ def test_bfloat16_steps_run_on_the_gpu(gradient_checkpointing):
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.2)
 
 
+@pytest.mark.parametrize("prompt", [9, 150])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_flash_path_gives_the_step_of_the_cpu_with_shared_beginnings(architecture, prompt):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # which a fall back to blocks would be
+        on_gpu = trainer_of(tiny_model(architecture).to("cuda"), compute_dtype=torch.bfloat16)
+        metrics = on_gpu.step(sharing_batch(prompt))
+    expected = trainer_of(tiny_model(architecture)).step(sharing_batch(prompt))
+    assert metrics["entropy"] == pytest.approx(expected["entropy"], rel=0.02)
+    assert metrics["kl_k1"] == pytest.approx(expected["kl_k1"], abs=0.05)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_what_the_flash_kernel_does_not_know_falls_back_with_a_warning(architecture):
+    on_gpu = trainer_of(tiny_model(architecture).to("cuda"), compute_dtype=torch.bfloat16)
+    metrics = on_gpu.step(sharing_batch(9))
+    expected = trainer_of(tiny_model(architecture)).step(sharing_batch(9))
+    assert metrics["entropy"] == pytest.approx(expected["entropy"], rel=0.02)
+
+
 def test_a_trainer_on_the_gpu_is_saved_and_restored(tmp_path):
     trainer = trainer_of(tiny_model("llama").to("cuda"))
     trainer.step(batch())
@@ -51,3 +78,38 @@ def test_a_trainer_on_the_gpu_is_saved_and_restored(tmp_path):
     assert resumed.steps_done == 1
     assert torch.equal(torch.rand(3, device="cuda"), drawn)
     assert resumed.step(batch())["loss"] == pytest.approx(trainer.step(batch())["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_compiled_layers_on_the_gpu_give_the_same_steps(gradient_checkpointing):
+    settings = {"compute_dtype": torch.bfloat16, "logprob_chunk": 16}
+    compiled = trainer_of(
+        tiny_model("qwen3").to("cuda"),
+        compile_layers=True,
+        gradient_checkpointing=gradient_checkpointing,
+        **settings,
+    )
+    plain = trainer_of(tiny_model("qwen3").to("cuda"), **settings)
+    for make in (batch, lambda: sharing_batch(9), lambda: sharing_batch(150)):
+        ours, theirs = compiled.step(make()), plain.step(make())
+        assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=0.02)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
+
+
+def test_a_microbatch_over_the_gpus_memory_is_split_and_the_run_goes_on():
+    model = tiny_model("qwen3").to("cuda")
+    trainer = trainer_of(model, compute_dtype=torch.bfloat16)
+    rng = np.random.default_rng(1)
+    rollouts = [random_rollout(rng, prompt=10, sampled=200) for _ in range(64)]
+    whole = batch_of(rollouts, microbatch_tokens=10**6)
+    expected = trainer_of(tiny_model("qwen3").to("cuda"), compute_dtype=torch.bfloat16).step(whole)
+    torch.cuda.empty_cache()
+    allowed = torch.cuda.memory_reserved() + 24 * 2**20
+    try:
+        # What one forward and backward pass of all takes is several times this.
+        torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
+        metrics = trainer.step(whole)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert metrics["microbatch_splits"] >= 1
+    assert metrics["entropy"] == pytest.approx(expected["entropy"], rel=0.02)

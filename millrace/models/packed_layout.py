@@ -1,0 +1,239 @@
+"""Where the rows of a microbatch lie, and which of them see which.
+
+Promise: made once per microbatch and used by every layer. Two forms serve two kinds of kernels:
+- spans, for kernels that take rows of any lengths laid end to end;
+- blocks, for attention over padded rectangles: every row is a query in exactly one of them. They
+  are built when the first layer asks for them.
+
+A segment that shares its beginning with others has a parent: it sees all rows of that one, and the
+earlier rows of its own. Parents come first, then their children in the order of the parents, then
+segments that are neither (see core/microbatch.py).
+
+T = rows, S = segments, b = rectangles' first dimension, Q and K = queries and keys in each.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FLASH_CAPABILITY = (8, 0)  # Ampere, the first generation that PyTorch's flash kernel takes
+_MIN_FILL = 0.75  # a row of a block shorter than this share of its longest opens a new block
+_TREE_ROWS = 128  # families up to this size are attended to whole, with a mask
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Block:
+    """b rectangles of Q queries and K keys. Without a mask, query i sees keys 0 .. K - Q + i."""
+
+    shape: tuple[int, int, int]  # b, Q, K
+    mask: "TreeMask | None" = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TreeMask:
+    """Who sees whom in the families of a block; all [b, 1, Q, Q]."""
+
+    behind: Tensor  # int16; how many positions each key lies before each query, -1 = not seen
+    bias: Tensor  # float32; 0 = seen, -inf = not
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Blocks:
+    """All blocks and, laid end to end in their order, the row of each query and each key."""
+
+    blocks: tuple[Block, ...]
+    row_of_query: Tensor  # [sum of b * Q] int64; padding points at row 0
+    query_of_row: Tensor  # [T] int64
+    is_padding: Tensor  # [sum of b * Q] bool
+    # [sum of b * K] int64; None = the keys of every block are its queries
+    row_of_key: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Spans:
+    """Rows from bounds[i] to bounds[i + 1] belong together."""
+
+    bounds: Tensor  # [spans + 1] int32
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, *, device: torch.device) -> "Spans":
+        bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return cls(bounds=torch.from_numpy(bounds).to(device), longest=int(lengths.max()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SharedSpans:
+    """The families: rows [0, num_shared) are parents, the next num_own rows are their children."""
+
+    shared: Spans  # one span per parent
+    own: Spans  # one span per parent: all of its children
+    num_shared: int
+    num_own: int
+
+    @property
+    def shared_rows(self) -> slice:
+        return slice(self.num_shared)
+
+    @property
+    def own_rows(self) -> slice:
+        return slice(self.num_shared, self.num_shared + self.num_own)
+
+
+class PackedLayout:
+    """Used by one thread."""
+
+    def __init__(self, lengths: np.ndarray, parents: np.ndarray, *, device: torch.device) -> None:
+        self.lengths = lengths
+        self.parents = parents
+        self.num_parents = int(parents.max(initial=-1)) + 1
+        is_child = parents >= 0
+        self.num_children = int(is_child.sum())
+        children = slice(self.num_parents, self.num_parents + self.num_children)
+        assert is_child[children].all(), "children come right behind the parents"
+        assert (np.diff(parents[children]) >= 0).all(), "children lie in the order of the parents"
+        self._device = device
+        self._starts = np.cumsum(lengths) - lengths
+        # Plain attributes, because compiled layers read them.
+        self.segments = Spans.of(lengths, device=device)
+        self.families = self._spans_of_families() if self.num_parents else None
+        # Rows that the last row of some segment sees, itself included.
+        self.longest = int((lengths + np.where(is_child, lengths[parents], 0)).max())
+        self.on_flash_gpu = (
+            device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+        )
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int] | np.ndarray,
+        *,
+        parents: Sequence[int] | np.ndarray | None = None,
+        device: torch.device,
+    ) -> "PackedLayout":
+        """`lengths` of the segments as they lie; without `parents` none has one."""
+        lengths = np.asarray(lengths, np.int64)
+        parents = np.full(len(lengths), -1) if parents is None else np.asarray(parents, np.int64)
+        return cls(lengths, parents, device=device)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        parts = [*self._tree_blocks(), *self._row_blocks()]
+        queries = [queries for _, queries, _ in parts]
+        keys = [keys for _, _, keys in parts]
+        row_of_query = np.concatenate([rows.ravel() for rows in queries])
+        is_padding = row_of_query < 0
+        query_of_row = np.empty(int(self.lengths.sum()), np.int64)
+        query_of_row[row_of_query[~is_padding]] = np.flatnonzero(~is_padding)
+        repeats = any(k is not q for q, k in zip(queries, keys, strict=True))
+        row_of_key = np.concatenate([rows.ravel() for rows in keys]).clip(0) if repeats else None
+        return Blocks(
+            blocks=tuple(block for block, _, _ in parts),
+            row_of_query=self._tensor(row_of_query.clip(0)),
+            query_of_row=self._tensor(query_of_row),
+            is_padding=self._tensor(is_padding),
+            row_of_key=None if row_of_key is None else self._tensor(row_of_key),
+        )
+
+    def _spans_of_families(self) -> SharedSpans:
+        end = self.num_parents + self.num_children
+        shared, own = self.lengths[: self.num_parents], self.lengths[self.num_parents : end]
+        owners = self.parents[self.num_parents : end]
+        per_parent = np.bincount(owners, weights=own, minlength=self.num_parents).astype(np.int64)
+        return SharedSpans(
+            shared=Spans.of(shared, device=self._device),
+            own=Spans.of(per_parent, device=self._device),
+            num_shared=int(shared.sum()),
+            num_own=int(own.sum()),
+        )
+
+    def _tree_blocks(self) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
+        """Small families whole: few queries, so a mask is cheaper than laying keys repeatedly."""
+        families = [self._rows_of_family(number) for number in self._small_families]
+        sizes = np.array([len(rows) for rows in families], np.int64)
+        for members in bucketed(sizes):
+            longest = int(sizes[members[0]])
+            rows = _padded([families[i] for i in members], longest)  # [b, Q]
+            behind = self._behind(rows)[:, None]
+            bias = np.where(behind < 0, -np.inf, 0).astype(np.float32)
+            mask = TreeMask(behind=self._tensor(behind), bias=self._tensor(bias))
+            yield Block(shape=(*rows.shape, longest), mask=mask), rows, rows
+
+    def _row_blocks(self) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
+        """Segments without parents by length; those of a large family by family, then by length."""
+        small = set(self._small_families)
+        numbers = np.arange(len(self.lengths))
+        alone = [n for n in numbers if self.parents[n] < 0 and n not in small]
+        large = [n for n in range(self.num_parents) if n not in small]
+        for parent, members in [(-1, alone), *((n, self._children(n)) for n in large)]:
+            members = np.asarray(members, np.int64)
+            for bucket in bucketed(self.lengths[members]):
+                chosen = members[bucket]
+                longest = int(self.lengths[chosen].max())
+                queries = _padded([self._rows(n) for n in chosen], longest)  # [b, Q]
+                keys = queries
+                if parent >= 0:
+                    shared = np.tile(self._rows(parent), (len(chosen), 1))
+                    keys = np.concatenate([shared, queries], axis=1)  # [b, K]
+                yield Block(shape=(*queries.shape, keys.shape[1])), queries, keys
+
+    def _behind(self, rows: np.ndarray) -> np.ndarray:
+        """Of rows [b, Q] of families: [b, Q, Q] int16, by how much each precedes what sees it."""
+        is_real = rows >= 0
+        real = self._segment_of_row[rows]  # of some row or other where there is none
+        within = np.where(is_real, rows - self._starts[real], 0)
+        parent = np.where(is_real, self.parents[real], -1)
+        position = within + np.where(parent >= 0, self.lengths[parent], 0)
+        alone = -2 - np.arange(rows.shape[1])  # every padding is a segment of its own
+        segment = np.where(is_real, real, alone)
+        behind = position[:, :, None] - position[:, None, :]
+        same = segment[:, :, None] == segment[:, None, :]
+        seen = (same & (behind >= 0)) | (parent[:, :, None] == segment[:, None, :])
+        return np.where(seen, behind, -1).astype(np.int16)
+
+    @cached_property
+    def _small_families(self) -> list[int]:
+        sizes = self.lengths[: self.num_parents].copy()
+        has_parent = self.parents >= 0
+        np.add.at(sizes, self.parents[has_parent], self.lengths[has_parent])
+        return np.flatnonzero(sizes <= _TREE_ROWS).tolist()
+
+    @cached_property
+    def _segment_of_row(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def _children(self, parent: int) -> np.ndarray:
+        return np.flatnonzero(self.parents == parent)
+
+    def _rows(self, segment: int) -> np.ndarray:
+        return np.arange(self._starts[segment], self._starts[segment] + self.lengths[segment])
+
+    def _rows_of_family(self, parent: int) -> np.ndarray:
+        return np.concatenate([self._rows(n) for n in (parent, *self._children(parent))])
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def bucketed(lengths: np.ndarray) -> list[np.ndarray]:
+    """Indices of what is padded together, longest first."""
+    order = np.argsort(-lengths, kind="stable")
+    buckets: list[np.ndarray] = []
+    begin = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or lengths[order[end]] < _MIN_FILL * lengths[order[begin]]:
+            buckets.append(order[begin:end])
+            begin = end
+    return buckets
+
+
+def _padded(rows: Sequence[np.ndarray], longest: int) -> np.ndarray:
+    """[b, longest] int64; -1 at the end of what is shorter."""
+    padded = np.full((len(rows), longest), -1, np.int64)
+    for target, source in zip(padded, rows, strict=True):
+        target[: len(source)] = source
+    return padded

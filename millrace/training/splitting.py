@@ -1,0 +1,61 @@
+"""Halves of a microbatch, for when the whole does not fit into memory.
+
+Promise: the halves train what the whole trained: every rollout is in exactly one of them, with all
+rows it needs. What rollouts of both halves share is in both.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from millrace.core.microbatch import Microbatch
+from millrace.core.records import Kept
+
+_PER_TRAINED = ("targets", "engine_logprobs", "versions", "advantages", "temperatures")
+
+
+def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
+    """Of about as many trained tokens each; None if there is one rollout only."""
+    last = int(whole.rollouts[-1])
+    if last == 0:
+        return None
+    begin_of_second = min(max(1, int(whole.rollouts[len(whole.rollouts) // 2])), last)
+    is_first = whole.rollouts < begin_of_second
+    return _part(whole, is_first), _part(whole, ~is_first)
+
+
+def _part(whole: Microbatch, chosen: np.ndarray) -> Microbatch:
+    """The trained tokens where `chosen` [N] is True, and the segments they are predicted from."""
+    segment_of_row = np.repeat(np.arange(len(whole.lengths)), whole.lengths)
+    segments = _in_order(whole, np.unique(segment_of_row[whole.predictors[chosen]]))
+    rows = np.concatenate([np.flatnonzero(segment_of_row == segment) for segment in segments])
+    new_row = np.empty(len(whole.tokens), np.int32)
+    new_row[rows] = np.arange(len(rows))
+    new_segment = np.full(len(whole.lengths) + 1, -1, np.int32)  # its last entry: parent -1
+    new_segment[segments] = np.arange(len(segments))
+    rollouts = whole.rollouts[chosen]
+    return dataclasses.replace(
+        whole,
+        tokens=whole.tokens[rows],
+        positions=whole.positions[rows],
+        lengths=whole.lengths[segments],
+        parents=new_segment[whole.parents[segments]],
+        predictors=new_row[whole.predictors[chosen]],
+        rollouts=rollouts - rollouts[0],
+        kept=None if whole.kept is None else _kept_rows(whole.kept, chosen),
+        **{name: getattr(whole, name)[chosen] for name in _PER_TRAINED},
+    )
+
+
+def _in_order(whole: Microbatch, used: np.ndarray) -> np.ndarray:
+    """`used` segments and their parents, as a microbatch orders them."""
+    children = used[whole.parents[used] >= 0]
+    parents = np.unique(whole.parents[children])
+    others = np.setdiff1d(used, np.concatenate([parents, children]))
+    return np.concatenate([parents, children, others])
+
+
+def _kept_rows(kept: Kept, chosen: np.ndarray) -> Kept:
+    sizes = np.diff(kept.offsets)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[chosen])])
+    return Kept(ids=kept.ids[np.repeat(chosen, sizes)], offsets=offsets)

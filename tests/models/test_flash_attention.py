@@ -1,0 +1,202 @@
+"""The merge of two calls and its gradient, with a dense stand-in for the kernel on the CPU."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from millrace.models.flash_attention import (
+    Reach,
+    attend_backward,
+    attend_forward,
+    flash_attention,
+    flash_attention_backward,
+    flattened,
+    unflattened,
+)
+from millrace.models.packed_attention import flash_obstacle
+from millrace.models.packed_layout import PackedLayout
+
+CPU = torch.device("cpu")
+
+
+class DenseKernel:
+    """What FlashKernel computes, span by span with whole score matrices."""
+
+    def forward(self, q, k, v, reach):
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[1], q.shape[0])
+        for rows, seen in spans_of(reach):
+            scores, values = scores_of(q[rows], k[seen], v[seen], reach)
+            lse[:, rows] = scores.logsumexp(-1)
+            out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        return out, lse
+
+    def backward(self, grad, q, k, v, out, lse, reach):
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        for rows, seen in spans_of(reach):
+            scores, values = scores_of(q[rows], k[seen], v[seen], reach)
+            p = (scores - lse[:, rows, None]).exp()  # of the merged normalizer
+            dp = torch.einsum("qhd,khd->hqk", grad[rows], values)
+            ds = p * (dp - (grad[rows] * out[rows]).sum(-1).t()[:, :, None]) * reach.scale
+            groups = q.shape[1] // k.shape[1]
+            keys_repeated = k[seen].repeat_interleave(groups, 1)
+            dq[rows] = torch.einsum("hqk,khd->qhd", ds, keys_repeated)
+            for target, part in ((dk, (ds, q[rows])), (dv, (p, grad[rows]))):
+                per_head = torch.einsum("hqk,qhd->khd", *part)
+                target[seen] = per_head.unflatten(1, (-1, groups)).sum(2)
+        return dq, dk, dv
+
+
+def spans_of(reach: Reach):
+    bounds = zip(reach.queries.bounds.tolist(), reach.keys.bounds.tolist(), strict=True)
+    for (q0, k0), (q1, k1) in pairwise(bounds):
+        yield slice(q0, q1), slice(k0, k1)
+
+
+def scores_of(q, k, v, reach: Reach):
+    groups = q.shape[1] // k.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(groups, 1)) * reach.scale
+    behind = torch.arange(len(q), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
+    if reach.causal:
+        scores = scores.masked_fill(behind < 0, -torch.inf)
+    if reach.window is not None:
+        scores = scores.masked_fill(behind >= reach.window, -torch.inf)
+    return scores, v.repeat_interleave(groups, 1)
+
+
+@flash_attention.register_kernel("cpu")
+def _(q, k, v, spans, sizes, window, scale):
+    parts = unflattened(spans, sizes)
+    return attend_forward(DenseKernel(), q, k, v, **parts, window=window, scale=scale)
+
+
+@flash_attention_backward.register_kernel("cpu")
+def _(grad, q, k, v, out, lse, spans, sizes, window, scale):
+    parts = unflattened(spans, sizes)
+    return attend_backward(
+        DenseKernel(), grad, q, k, v, out, lse, **parts, window=window, scale=scale
+    )
+
+
+# lengths and parents of segments
+LAYOUTS = {
+    "no family": ([3, 1, 5], [-1, -1, -1]),
+    "one family": ([4, 3, 1, 2], [-1, 0, 0, 0]),
+    "families and others": ([4, 2, 3, 1, 1, 2, 5], [-1, -1, 0, 0, 1, 1, -1]),
+}
+
+
+def inputs_of(num_rows, *, heads=4, kv_heads=2, size=8, dtype=torch.float64, device=CPU):
+    torch.manual_seed(0)
+    return tuple(
+        torch.randn(num_rows, n, size, dtype=dtype, device=device, requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    )
+
+
+def seen_by_rows(lengths, parents) -> torch.Tensor:
+    """[T, T] bool, from the definition."""
+    segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    rows = torch.arange(len(segment))
+    same = (segment[:, None] == segment) & (rows[:, None] >= rows)
+    return same | (torch.tensor(parents)[segment][:, None] == segment)
+
+
+def dense(q, k, v, seen, scale):
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize(("lengths", "parents"), LAYOUTS.values(), ids=LAYOUTS)
+def test_two_merged_calls_are_attention_to_segment_and_parent(lengths, parents):
+    q, k, v = inputs_of(sum(lengths))
+    layout = PackedLayout.of(lengths, parents=parents, device=CPU)
+    out, _ = flash_attention(q, k, v, *flattened(layout), None, 0.3)
+    expected = dense(q, k, v, seen_by_rows(lengths, parents), 0.3)
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(out)
+    ours = torch.autograd.grad(out, (q, k, v), grad)
+    theirs = torch.autograd.grad(expected, (q, k, v), grad)
+    for got, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(("lengths", "parents"), LAYOUTS.values(), ids=LAYOUTS)
+def test_the_merged_gradient_is_that_of_finite_differences(lengths, parents):
+    inputs = inputs_of(sum(lengths), heads=2, kv_heads=1, size=2)
+    spans, sizes = flattened(PackedLayout.of(lengths, parents=parents, device=CPU))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: flash_attention(q, k, v, spans, sizes, None, 0.5)[0], inputs
+    )
+
+
+def test_the_operator_keeps_pytorchs_rules():
+    lengths, parents = LAYOUTS["families and others"]
+    inputs = inputs_of(sum(lengths))
+    spans, sizes = flattened(PackedLayout.of(lengths, parents=parents, device=CPU))
+    torch.library.opcheck(flash_attention, (*inputs, spans, sizes, None, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "obstacle"),
+    [
+        ({"dtype": torch.float32}, "computes in torch.float32"),
+        ({"size": 12}, "head sizes are 12 and 12"),
+        ({"size": 264}, "head sizes are 264"),
+        ({"softcap": 30.0}, "softcaps"),
+        ({"window": 3}, "window is shorter"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_said(change, obstacle):
+    settings = {"dtype": torch.bfloat16, "size": 8, "softcap": None, "window": None, **change}
+    lengths, parents = LAYOUTS["one family"]
+    inputs = inputs_of(sum(lengths), size=settings["size"], dtype=settings["dtype"])
+    layout = PackedLayout.of(lengths, parents=parents, device=CPU)
+    options = {name: settings[name] for name in ("softcap", "window")}
+    assert obstacle in flash_obstacle(*inputs, layout=layout, **options)
+
+
+HEADS = [(4, 4), (8, 2), (6, 1)]
+GPU_LAYOUTS = {
+    "no family": ([1, 130, 257, 64, 2], [-1] * 5),
+    "single rows": ([1, 1, 1], [-1, 0, 0]),
+    "families": ([129, 1, 64, 200, 1, 63, 3, 300], [-1, -1, 0, 0, 0, 1, 1, -1]),
+    "long": ([1000, 257, 512, 31], [-1, 0, 0, 0]),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+class TestFlashKernel:
+    @pytest.mark.parametrize("size", [64, 80, 128, 256])
+    @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+    @pytest.mark.parametrize(("lengths", "parents"), GPU_LAYOUTS.values(), ids=GPU_LAYOUTS)
+    def test_values_and_gradients_are_those_of_a_float64_reference(
+        self, lengths, parents, heads, kv_heads, size
+    ):
+        exact = inputs_of(sum(lengths), heads=heads, kv_heads=kv_heads, size=size)
+        exact = tuple(x.detach().bfloat16().double().requires_grad_() for x in exact)
+        rough = tuple(x.detach().bfloat16().cuda().requires_grad_() for x in exact)
+        layout = PackedLayout.of(lengths, parents=parents, device=torch.device("cuda"))
+        out, _ = flash_attention(*rough, *flattened(layout), None, size**-0.5)
+        expected = dense(*exact, seen_by_rows(lengths, parents), size**-0.5)
+        grad = torch.randn_like(expected)
+        ours = torch.autograd.grad(out, rough, grad.to(out))
+        theirs = torch.autograd.grad(expected, exact, grad)
+        for got, wanted in zip((out, *ours), (expected, *theirs), strict=True):
+            error = (got.cpu().double() - wanted).abs().max().item()
+            assert error < 2e-2 * wanted.abs().max().item()
+
+    @pytest.mark.parametrize("window", [1, 2, 100])
+    def test_windows_reach_as_far_as_in_the_dense_stand_in(self, window):
+        lengths, parents = GPU_LAYOUTS["no family"]
+        exact = inputs_of(sum(lengths), size=64)
+        layout = PackedLayout.of(lengths, parents=parents, device=torch.device("cuda"))
+        rough = (x.detach().bfloat16().cuda() for x in exact)
+        out, _ = flash_attention(*rough, *flattened(layout), window, 0.125)
+        on_cpu = PackedLayout.of(lengths, parents=parents, device=CPU)
+        expected, _ = flash_attention(*exact, *flattened(on_cpu), window, 0.125)
+        assert (out.cpu().double() - expected).abs().max().item() < 3e-2
