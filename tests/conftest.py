@@ -1,5 +1,16 @@
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 # tests/fakes.py is imported by name from every folder below.
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))

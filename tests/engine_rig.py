@@ -38,10 +38,15 @@ def letter_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_engine(
-    architecture: str = "qwen3", *, seed: int = 0, eos_ids: Sequence[int] = (EOS,), **settings: Any
+    architecture: str = "qwen3",
+    *,
+    seed: int = 0,
+    eos_ids: Sequence[int] = (EOS,),
+    device: str = "cpu",
+    **settings: Any,
 ) -> EmbeddedEngine:
     """Small blocks and chunks, so that a few tokens cross many boundaries."""
-    model = tiny_model(architecture, seed=seed)
+    model = tiny_model(architecture, seed=seed).to(device)
     model.set_attn_implementation(PAGED_ATTENTION)
     sizes = {
         "version": 0,

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Sequence
 
 from millrace.cluster.hub import Worker
-from millrace.cluster.messages import Abort, Generate, Generated, Swap, Swapped
+from millrace.cluster.messages import Abort, Generate, Generated, Pause, Resume, Swap, Swapped
 from millrace.core.errors import WorkerError
 from millrace.core.protocols import Engine
 from millrace.core.records import Completion, Request
@@ -38,6 +38,12 @@ class RemoteEngine:
 
     async def abort(self, ids: Sequence[str]) -> None:
         await self._worker.call(Abort(ids=list(ids)))
+
+    async def pause(self) -> None:
+        await self._worker.call(Pause())
+
+    async def resume(self) -> None:
+        await self._worker.call(Resume())
 
     def _abort_later(self, request_id: str) -> None:
         async def abort() -> None:
@@ -79,3 +85,10 @@ class EnginePool:
             if request_id in self._placed:
                 by_engine.setdefault(self._placed[request_id], []).append(request_id)
         await asyncio.gather(*(self._engines[i].abort(ids) for i, ids in by_engine.items()))
+
+    async def pause(self) -> None:
+        """Returns when the last engine has finished its pass."""
+        await asyncio.gather(*(engine.pause() for engine in self._engines))
+
+    async def resume(self) -> None:
+        await asyncio.gather(*(engine.resume() for engine in self._engines))

@@ -32,7 +32,8 @@ from millrace.cluster.messages import (
 from millrace.core.errors import ConfigError, MillraceError, TaskError, WeightError
 from millrace.core.spans import Timeline
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.shm import ShmSender
+from millrace.weights.outlet import PackingSender
+from millrace.weights.sender import make_sender
 from millrace.workers import engine as engine_worker
 from millrace.workers.engine import EngineWorker
 
@@ -108,8 +109,8 @@ def link() -> Iterator[FakeLink]:
 
 
 @pytest.fixture
-def sender() -> Iterator[ShmSender]:
-    sender = ShmSender(dtype=torch.float32)
+def sender() -> Iterator[PackingSender]:
+    sender = make_sender("shm", dtype=torch.float32)
     yield sender
     sender.close()
 
@@ -196,7 +197,7 @@ def test_requests_are_answered_and_spans_and_counters_reported(link: FakeLink, m
     assert counters["running"] == counters["waiting"] == counters["swaps"] == 0
 
 
-def test_published_weights_become_visible(link: FakeLink, model_path: Path, sender: ShmSender):
+def test_published_weights_become_visible(link: FakeLink, model_path: Path, sender: PackingSender):
     start(link, model_path)
     update = sender.publish(4, weights(seed=1))
     swapped = link.call(Swap(update=update)).result()
@@ -208,7 +209,7 @@ def test_published_weights_become_visible(link: FakeLink, model_path: Path, send
 
 
 def test_a_damaged_update_is_refused_and_the_old_version_goes_on(
-    link: FakeLink, model_path: Path, sender: ShmSender
+    link: FakeLink, model_path: Path, sender: PackingSender
 ):
     start(link, model_path)
     update = sender.publish(4, weights(seed=1))

@@ -67,3 +67,12 @@ async def test_a_swap_is_visible_when_the_slowest_engine_has_it():
         version=5, tensors=(), num_bytes=0, checksum=0, transport="shm", location=""
     )
     assert await EnginePool([ScriptedEngine("x"), Lagging("x")]).swap(update) == 4
+
+
+async def test_pause_and_resume_reach_every_engine():
+    engines = [ScriptedEngine("x"), ScriptedEngine("y")]
+    pool = EnginePool(engines)
+    await pool.pause()
+    assert [engine.is_paused for engine in engines] == [True, True]
+    await pool.resume()
+    assert [engine.is_paused for engine in engines] == [False, False]

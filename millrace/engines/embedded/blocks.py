@@ -68,6 +68,21 @@ class BlockTables:
             self.rows[lane, size:wanted] = self.pool.allocate(wanted - size)
             self.sizes[lane] = wanted
 
+    def has_room(self, lanes: np.ndarray, *, positions: np.ndarray, num_tokens: np.ndarray) -> bool:
+        """True if these lanes could write from their positions on, up to num_tokens each."""
+        sizes = np.maximum(self.sizes[lanes], positions // self.block_tokens + 1)
+        further = np.maximum(-(-num_tokens // self.block_tokens) - sizes, 0)
+        return self.blocks_to_write(lanes, positions) + further.sum() <= self.pool.num_free
+
+    def extend(self, lanes: np.ndarray, *, num_tokens: np.ndarray) -> None:
+        """Allocate what each of these lanes lacks to hold its num_tokens."""
+        sizes, wanted = self.sizes[lanes], -(-num_tokens // self.block_tokens)
+        lacking = np.maximum(wanted - sizes, 0)
+        rows = np.repeat(lanes, lacking)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(lacking) - lacking, lacking)
+        self.rows[rows, np.repeat(sizes, lacking) + within] = self.pool.allocate(len(rows))
+        self.sizes[lanes] = sizes + lacking
+
     def share(self, lane: int) -> np.ndarray:
         """All blocks of the lane, with a new reference to each for the caller to hold."""
         blocks = self.rows[lane, : self.sizes[lane]].copy()

@@ -1,7 +1,7 @@
-"""An engine from a model directory and its settings."""
+"""An engine from a model and its settings."""
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.config import EngineConfig
 from millrace.core.errors import ConfigError
@@ -16,32 +16,68 @@ from millrace.models.loading import (
     stop_token_ids,
 )
 
+_CPU_KV_BYTES = 2**30
+_GPU_KV_SHARE = 0.4  # of the free memory; a trainer may want the rest
+_GIB = 2**30
+
 
 def build_engine(
     model_path: str, *, config: EngineConfig, trust_remote_code: bool, version: int
 ) -> EmbeddedEngine:
     """Load the model; its weights are `version`."""
-    model = load_model(
-        model_path,
-        dtype=getattr(torch, config.dtype),
-        device=resolve_device(config.device),
-        attention=PAGED_ATTENTION,
-        trust_remote_code=trust_remote_code,
-    )
+    device = resolve_device(config.device)
+    try:
+        model = load_model(
+            model_path,
+            dtype=getattr(torch, config.dtype),
+            device=device,
+            attention=PAGED_ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some of"
+            " it, set engine.dtype to bfloat16, or use another engine.device."
+        ) from None
     tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code)
+    return engine_of(model, tokenizer, config=config, version=version)
+
+
+def engine_of(
+    model: PreTrainedModel,  # loaded with PAGED_ATTENTION
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    config: EngineConfig,
+    version: int,
+) -> EmbeddedEngine:
+    """The engine these settings describe, ready for its first request."""
+    on_gpu = model.device.type == "cuda"
     context = _context(model, config)
-    return EmbeddedEngine(
-        model,
-        tokenizer,
-        version=version,
-        eos_ids=stop_token_ids(model, tokenizer),
-        max_context=context,
-        max_sequences=config.max_sequences,
-        num_blocks=config.num_blocks or _default_num_blocks(model, config, context=context),
-        block_tokens=config.block_tokens,
-        prefill_tokens=config.prefill_tokens,
-        kv=config.kv,
-    )
+    num_blocks = config.num_blocks or _default_num_blocks(model, config, context=context)
+    try:
+        engine = EmbeddedEngine(
+            model,
+            tokenizer,
+            version=version,
+            eos_ids=stop_token_ids(model, tokenizer),
+            max_context=context,
+            max_sequences=config.max_sequences,
+            num_blocks=num_blocks,
+            block_tokens=config.block_tokens,
+            prefill_tokens=config.prefill_tokens or (16384 if on_gpu else 2048),
+            kv=config.kv,
+            round_steps=config.round_steps or (32 if on_gpu else 1),
+            compile_layers=config.compile and on_gpu,
+        )
+        engine.warm_up()
+    except torch.OutOfMemoryError:
+        size = num_blocks * _block_bytes(model, config) / _GIB
+        raise ConfigError(
+            f"The KV cache of {num_blocks} blocks takes {size:.1f} GiB, and with what decoding"
+            f" needs beside it that is more than {model.device} has ({_free(model.device)});"
+            " lower engine.kv_bytes or engine.max_sequences."
+        ) from None
+    return engine
 
 
 def _context(model: PreTrainedModel, config: EngineConfig) -> int:
@@ -59,10 +95,28 @@ def _context(model: PreTrainedModel, config: EngineConfig) -> int:
 def _default_num_blocks(model: PreTrainedModel, config: EngineConfig, *, context: int) -> int:
     """Enough for all sequences at full context, within kv_bytes."""
     enough = config.max_sequences * -(-context // config.block_tokens)
-    size = block_bytes(measure_kv(model), block_tokens=config.block_tokens, dtype=model.dtype)
-    if config.kv_bytes < size:
+    size = _block_bytes(model, config)
+    bound = config.kv_bytes or _default_kv_bytes(model.device)
+    if bound < size:
         raise ConfigError(
-            f"Setting 'engine.kv_bytes' = {config.kv_bytes} does not hold one KV block of {size}"
-            " bytes; raise it."
+            f"Setting 'engine.kv_bytes' = {bound} does not hold one KV block of {size} bytes;"
+            " raise it."
         )
-    return min(enough, config.kv_bytes // size)
+    return min(enough, bound // size)
+
+
+def _default_kv_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _CPU_KV_BYTES
+    return int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
+
+
+def _block_bytes(model: PreTrainedModel, config: EngineConfig) -> int:
+    return block_bytes(measure_kv(model), block_tokens=config.block_tokens, dtype=model.dtype)
+
+
+def _free(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "out of memory"
+    free, total = torch.cuda.mem_get_info(device)
+    return f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free"

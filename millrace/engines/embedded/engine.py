@@ -1,4 +1,5 @@
-"""The embedded engine: continuous batching over a transformers model, one forward pass per step().
+"""The embedded engine: continuous batching over a transformers model. Each step() is one forward
+pass, or one round of them.
 
 Promise: weights change only in swap(), which runs between two steps: no pass sees two versions, and
 an engine whose swap failed half-way computes nothing until it holds a complete version. Every
@@ -8,7 +9,7 @@ ids it was kept from.
 Synchronous; all methods are called by one thread.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,14 +19,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.core.errors import RunFailed, TaskError, WeightError
-from millrace.core.records import Completion, Finish, Request
+from millrace.core.records import Completion, Finish, Request, Sampling
 from millrace.engines.embedded.blocks import BlockPool, BlockTables
+from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, sample_rows
+from millrace.engines.embedded.decode.prefill import flash_can
+from millrace.engines.embedded.decode.rounds import RoundResult, Rounds
+from millrace.engines.embedded.decode.state import NOTHING
+from millrace.engines.embedded.intake import check_request
 from millrace.engines.embedded.kv_cache import KVCache
 from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.paged_attention import measure_kv
 from millrace.engines.embedded.runner import Runner
-from millrace.engines.embedded.sampler import sample
-from millrace.engines.embedded.scheduler import Scheduler
+from millrace.engines.embedded.scheduler import Plan, Scheduler
 from millrace.engines.embedded.sequence import Sequence as Running
 from millrace.engines.embedded.sequence import sequences_of
 from millrace.engines.embedded.stopping import Stopping
@@ -64,6 +69,9 @@ class EmbeddedEngine:
         block_tokens: int,
         prefill_tokens: int,
         kv: Literal["keep", "recompute"] = "keep",
+        round_steps: int = 1,  # tokens of each sequence per round trip to the device
+        kept_capacity: int = KEPT_CAPACITY,
+        compile_layers: bool = False,
     ) -> None:
         # What a sequence alone could not store is beyond the context: so it always finishes.
         self._max_context = min(max_context, num_blocks * block_tokens)
@@ -89,7 +97,30 @@ class EmbeddedEngine:
             device=model.device,
         )
         self._scheduler = Scheduler(self._lanes, tables, prefill_tokens=prefill_tokens)
-        self._runner = Runner(model, lanes=self._lanes, tables=tables, cache=cache)
+        self._runner = Runner(
+            model,
+            lanes=self._lanes,
+            tables=tables,
+            cache=cache,
+            flashes=round_steps > 1
+            and flash_can(cache.shapes.values(), dtype=model.dtype, device=model.device),
+        )
+        self._rounds: Rounds | None = None
+        if round_steps > 1:
+            self._rounds = Rounds(
+                model,
+                lanes=self._lanes,
+                tables=tables,
+                cache=cache,
+                eos_ids=eos_ids,
+                max_steps=round_steps,
+                kept_capacity=kept_capacity,
+                compile_layers=compile_layers,
+            )
+            self._parameters = dict(model.named_parameters())
+        self._must_step_singly = False  # a round had no room for what truncation kept
+        self._has_new = False  # requests came since the last round
+        self._ended: list[tuple[Running, Finish]] = []  # to be recorded while the device works
         self._unfinished: dict[str, list[Completion | None]] = {}  # by request; None = not yet
         self._finished: list[Finished] = []  # not yet handed out
         self._num_arrived = 0
@@ -104,7 +135,13 @@ class EmbeddedEngine:
     @property
     def has_work(self) -> bool:
         """True if step() would get anywhere."""
-        return bool(self._finished) or (self._version is not None and self._scheduler.has_work)
+        has_results = bool(self._finished or self._ended)
+        return has_results or (self._version is not None and self._scheduler.has_work)
+
+    @property
+    def has_room(self) -> bool:
+        """True if another sequence would get a lane."""
+        return self._lanes.num_free > 0
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -122,32 +159,56 @@ class EmbeddedEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; step() will return it. Raises TaskError if it can never be served."""
-        self._check(request)
+        if request.id in self._unfinished:
+            raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
+        check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
         sequences = sequences_of(request, first_arrival=self._num_arrived)
         self._num_arrived += request.n
         self._unfinished[request.id] = [None] * request.n
-        if request.partial is not None and (finish := self._ended(sequences[0])) is not None:
+        if request.partial is not None and (finish := self._end_of(sequences[0])) is not None:
             self._end(sequences[0], finish=finish)
             return
         self._scheduler.add(sequences)
+        self._has_new = True
 
     @torch.inference_mode()
-    def step(self) -> list[Finished]:
-        """One forward pass; returns the requests that are finished by it."""
-        plan = self._scheduler.plan() if self._version is not None else None
-        if plan is not None:
-            hidden = self._runner.forward(plan)
-            self._num_prefilled += int(plan.counts[plan.num_single :].sum())
-            lanes, rows = self._scheduler.complete(plan)
-            if len(lanes):
-                self._sample(lanes, hidden=hidden, rows=rows)
-                self._end_finished(lanes)
+    def warm_up(self) -> None:
+        """Prepare everything that would make the first tokens late."""
+        if self._rounds is None:
+            return
+        self._rounds.warm_up()
+        # Two prompts of different lengths, to have the prefill pass compiled for any.
+        for length in (min(24, self._max_context - 1), min(16, self._max_context - 1)):
+            prompt = np.zeros(length, dtype=np.int32)
+            sampling = Sampling(max_new_tokens=1)
+            self.submit(Request(id="warm-up", prompt=prompt, sampling=sampling))
+            while self.has_work:
+                self.step()
+        self._num_generated = self._num_prefilled = 0
+
+    @torch.inference_mode()
+    def step(self, *, must_end: Callable[[], bool] = lambda: False) -> list[Finished]:
+        """One forward pass, or a round of them; returns the requests that are finished by it.
+
+        What a round finishes is returned by the next step, which makes records of it while the
+        device works. A round ends early when must_end() says so: something waits for its end.
+        """
+        if self._version is not None:
+            if self._rounds is None or self._must_step_singly:
+                self._must_step_singly = False
+                self._pass(self._scheduler.plan())
+            else:
+                self._pass(self._scheduler.plan_prefill())
+                self._round(self._rounds, must_end=must_end)
+        if not self._scheduler.has_work:
+            self._record_ended()
         finished, self._finished = self._finished, []
         return finished
 
     def abort(self, ids: Iterable[str]) -> list[Finished]:
         """End these requests with what they have; those that are not here are left out."""
         aborted = []
+        self._record_ended()
         for id in ids:
             for sequence in self._scheduler.remove(id):
                 self._end(sequence, finish="abort")
@@ -161,8 +222,13 @@ class EmbeddedEngine:
         self._check_weights(tensors, version=version)
         self._version = None
         try:
-            for name, parameter in self._parameters.items():
-                parameter.copy_(tensors[name])
+            names = list(self._parameters)
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - has no public name
+                [self._parameters[name] for name in names], [tensors[name] for name in names]
+            )
+            if self._model.device.type == "cuda":
+                # Whoever lent the tensors may take them back when this returns.
+                torch.cuda.current_stream(self._model.device).synchronize()
         except RuntimeError as error:
             raise WeightError(
                 f"Version {version} was applied only in part ({error}); the engine serves nothing"
@@ -184,56 +250,96 @@ class EmbeddedEngine:
                     f" the model's is {tuple(parameter.shape)}."
                 )
 
-    def _check(self, request: Request) -> None:
-        """Refuse what can never be served, in one sentence."""
-        num_prompt, sampling = len(request.prompt), request.sampling
-        if request.id in self._unfinished:
-            raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
-        if num_prompt == 0:
-            raise TaskError(f"Request {request.id!r} has an empty prompt.")
-        if num_prompt >= self._max_context:
-            raise TaskError(
-                f"The prompt of request {request.id!r} has {num_prompt} tokens, and the context of"
-                f" {self._max_context} has no room for one more; shorten it or raise"
-                " engine.max_context (and engine.num_blocks or engine.kv_bytes, if they bound it)."
-            )
-        if request.prompt.min() < 0 or request.prompt.max() >= self._vocab_size:
-            raise TaskError(
-                f"The prompt of request {request.id!r} has token ids outside"
-                f" 0..{self._vocab_size - 1}; is its tokenizer the model's own?"
-            )
-        if request.n < 1 or sampling.max_new_tokens < 1 or "" in sampling.stop:
-            raise TaskError(
-                f"Request {request.id!r} needs n and max_new_tokens of at least 1, and no empty"
-                f" stop string; it has {request.n}, {sampling.max_new_tokens}, {sampling.stop}."
-            )
-        if request.partial is not None:
-            self._check_partial(request, request.partial)
+    def _pass(self, plan: Plan | None) -> None:
+        if plan is None:
+            return
+        hidden = self._runner.forward(plan)
+        self._num_prefilled += int(plan.counts[plan.num_single :].sum())
+        lanes, rows = self._scheduler.complete(plan)
+        if len(lanes):
+            self._sample(lanes, hidden=hidden, rows=rows)
+            self._end_finished(lanes)
 
-    def _check_partial(self, request: Request, partial: Completion) -> None:
-        if request.n != 1:
-            raise TaskError(f"Request {request.id!r} resumes one completion but asks {request.n}.")
-        if request.sampling.truncates != (partial.kept is not None) and len(partial.tokens):
-            raise TaskError(
-                f"Request {request.id!r} resumes a completion that was sampled with other"
-                " truncation; resume it with the settings it began with."
+    def _round(self, rounds: Rounds, *, must_end: Callable[[], bool]) -> None:
+        plan = self._scheduler.plan_round(max_steps=self._round_steps(rounds))
+        if plan is None:
+            return
+        result = rounds.run(plan, must_end=must_end, meanwhile=self._record_ended)
+        self._check_finite(result.logprobs[result.tokens != NOTHING])
+        counts = self._until_stop_string(plan.lanes, result)
+        assert self._version is not None
+        self._lanes.append_round(
+            plan.lanes,
+            tokens=result.tokens,
+            logprobs=result.logprobs,
+            counts=counts,
+            version=self._version,
+        )
+        self._num_generated += int(counts.sum())
+        if result.kept is not None:
+            self._record_round_kept(plan.lanes, result, counts=counts)
+        self._end_finished(plan.lanes[counts > 0], later=True)
+        idle = counts < len(result.tokens)
+        self._must_step_singly = bool(self._lanes.occupied[plan.lanes[idle]].any())
+
+    def _round_steps(self, rounds: Rounds) -> int:
+        """Shorter rounds while requests come in, and more so while sequences wait for a lane: what
+        falls free within a round stays empty until its end."""
+        share = 4 if self._scheduler.num_waiting else 2 if self._has_new else 1
+        self._has_new = False
+        return max(1, rounds.max_steps // share)
+
+    def _record_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        for sequence, finish in ended:
+            self._end(sequence, finish=finish)
+
+    def _until_stop_string(self, lanes: np.ndarray, result: RoundResult) -> np.ndarray:
+        """[R] how many of each lane's new tokens count: none that come after a stop string."""
+        counts = result.counts.copy()
+        for row in np.flatnonzero(self._lanes.has_stop_strings[lanes]):
+            lane = lanes[row]
+            earlier = self._lanes.tokens[
+                lane, self._lanes.num_prompt[lane] : self._lanes.num_tokens[lane]
+            ]
+            sampled = np.concatenate([earlier, result.tokens[: counts[row], row]])
+            stop = self._lanes.sequence(lane).request.sampling.stop
+            for count in range(1, counts[row] + 1):
+                if self._stopping.ends_in_stop_string(sampled[: len(earlier) + count], stop):
+                    counts[row] = count
+                    break
+        return counts
+
+    def _record_round_kept(
+        self, lanes: np.ndarray, result: RoundResult, *, counts: np.ndarray
+    ) -> None:
+        assert result.kept is not None
+        assert result.num_kept is not None
+        ends = result.num_kept.cumsum().reshape(result.num_kept.shape)
+        for row in np.flatnonzero(self._lanes.truncates[lanes]):
+            kept = self._lanes.sequence(lanes[row]).kept
+            for step in range(counts[row]):
+                end = ends[step, row]
+                kept.append(result.kept[end - result.num_kept[step, row] : end].copy())
+
+    def _check_finite(self, logprobs: np.ndarray) -> None:
+        if not np.isfinite(logprobs).all():
+            raise RunFailed(
+                f"Version {self._version} of the weights gives logits that are not finite;"
+                " lower trainer.learning_rate."
             )
 
     def _sample(self, lanes: np.ndarray, *, hidden: Tensor, rows: np.ndarray) -> None:
         """Draw and record one token for each of `lanes`, from its row of hidden."""
         if len(rows) != len(hidden) or (rows[1:] != rows[:-1] + 1).any():
             hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
-        logits = final_logits(self._model, hidden)
-        drawn = sample(
+        logits = final_logits(self._model, hidden.to(self._model.dtype))
+        drawn = sample_rows(
             logits,
             self._lanes.sampling_rows(lanes, vocab_size=logits.shape[1], device=logits.device),
         )
         logprobs = drawn.logprobs.cpu().numpy()
-        if not np.isfinite(logprobs).all():
-            raise RunFailed(
-                f"Version {self._version} of the weights gives logits that are not finite;"
-                " lower trainer.learning_rate."
-            )
+        self._check_finite(logprobs)
         assert self._version is not None
         tokens = drawn.tokens.cpu().numpy()
         self._lanes.append(lanes, tokens=tokens, logprobs=logprobs, version=self._version)
@@ -248,8 +354,9 @@ class EmbeddedEngine:
             # A copy: a view would keep the ids of the whole batch alive.
             self._lanes.sequence(lanes[row]).kept.append(own.copy())
 
-    def _end_finished(self, lanes: np.ndarray) -> None:
-        """End the sequences in these lanes whose newest token was their last."""
+    def _end_finished(self, lanes: np.ndarray, *, later: bool = False) -> None:
+        """End the sequences in these lanes whose newest token was their last; their lanes fall
+        free now, their records are made now or `later`."""
         num_tokens = self._lanes.num_tokens[lanes]
         stopped = self._stopping.is_eos(self._lanes.tokens[lanes, num_tokens - 1])
         for row in np.flatnonzero(self._lanes.has_stop_strings[lanes] & ~stopped):
@@ -261,9 +368,11 @@ class EmbeddedEngine:
         for row in np.flatnonzero(ended):
             sequence = self._lanes.sequence(lanes[row])
             self._scheduler.finish(sequence)
-            self._end(sequence, finish="stop" if stopped[row] else "length")
+            self._ended.append((sequence, "stop" if stopped[row] else "length"))
+        if not later:
+            self._record_ended()
 
-    def _ended(self, sequence: Running) -> Finish | None:
+    def _end_of(self, sequence: Running) -> Finish | None:
         """How a resumed completion had ended already, if it had."""
         sampled, sampling = sequence.tokens[sequence.num_prompt :], sequence.request.sampling
         if len(sampled) and self._stopping.is_eos(sampled[-1:])[0]:

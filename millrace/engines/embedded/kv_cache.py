@@ -20,6 +20,7 @@ class KVShape:
     num_heads: int
     key_dim: int
     value_dim: int
+    is_capped: bool = False  # its attention squashes scores
 
     @property
     def numbers(self) -> int:
@@ -42,22 +43,37 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.block_tokens = block_tokens
-        self._shapes = dict(shapes)
+        self.dtype = dtype
+        self.shapes = dict(shapes)
         # Zeros, not empty: what a mask hides still meets a factor of 0, which NaN would survive.
         self._layers = {
             layer: torch.zeros(num_blocks, block_tokens * shape.numbers, dtype=dtype, device=device)
             for layer, shape in shapes.items()
         }
 
+    @property
+    def num_heads(self) -> int:
+        """KV heads of a layer, at most."""
+        return max(shape.num_heads for shape in self.shapes.values())
+
+    def layers(self) -> dict[int, Tensor]:
+        """By layer: [slots, H, Dk + Dv], views of the cache itself."""
+        return {
+            layer: tensor.view(-1, shape.num_heads, shape.key_dim + shape.value_dim)
+            for (layer, tensor), shape in zip(
+                self._layers.items(), self.shapes.values(), strict=True
+            )
+        }
+
     def write(self, layer: int, *, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys [T, H, Dk] and values [T, H, Dv] at slots [T] (block * block_tokens + i)."""
-        shape = self._shapes[layer]
+        shape = self.shapes[layer]
         tokens = self._layers[layer].view(-1, shape.num_heads, shape.key_dim + shape.value_dim)
         tokens.index_copy_(0, slots, torch.cat([keys, values], dim=-1))
 
     def gather(self, layer: int, *, blocks: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Contents of blocks [num_rows * B] as keys [num_rows, H, B * block_tokens, Dk], values."""
-        shape = self._shapes[layer]
+        shape = self.shapes[layer]
         found = self._layers[layer].index_select(0, blocks)
         found = found.view(num_rows, -1, shape.num_heads, shape.key_dim + shape.value_dim)
         found = found.transpose(1, 2)

@@ -98,6 +98,26 @@ class Lanes:
         self.versions[lanes, at] = version
         self.num_tokens[lanes] = at + 1
 
+    def append_round(
+        self,
+        lanes: np.ndarray,  # [R]
+        *,
+        tokens: np.ndarray,  # [N, R]
+        logprobs: np.ndarray,  # [N, R]
+        counts: np.ndarray,  # [R]; of each lane, the first so many are recorded
+        version: int,
+    ) -> None:
+        """Record what a round sampled, and that all but the last of it is cached."""
+        at = self.num_tokens[lanes]
+        self._reserve(int((at + counts).max()))
+        step, row = np.nonzero(np.arange(len(tokens))[:, None] < counts)
+        lane, place = lanes[row], at[row] + step
+        self.tokens[lane, place] = tokens[step, row]
+        self.logprobs[lane, place] = logprobs[step, row]
+        self.versions[lane, place] = version
+        self.num_tokens[lanes] = at + counts
+        self.num_cached[lanes] += counts
+
     def sampling_rows(
         self, lanes: np.ndarray, *, vocab_size: int, device: torch.device
     ) -> SamplingRows:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from millrace.core.errors import ConfigError
+from millrace.engines.embedded.decode.attention import DecodeLayer
+from millrace.engines.embedded.decode.prefill import PrefillLayer
 from millrace.engines.embedded.kv_cache import KVCache, KVShape
 from millrace.models.loading import hidden_states
 
@@ -111,9 +113,21 @@ class _ShapeProbe:
 
     shapes: dict[int, KVShape] = field(default_factory=dict)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        softcap: float | None,
+        **_: Any,
+    ) -> Tensor:
         self.shapes[layer] = KVShape(
-            num_heads=key.shape[1], key_dim=key.shape[2], value_dim=value.shape[2]
+            num_heads=key.shape[1],
+            key_dim=key.shape[2],
+            value_dim=value.shape[2],
+            is_capped=softcap is not None,
         )
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
@@ -190,12 +204,19 @@ def _paged_attention(
     value: Tensor,  # [1, H // G, T, Dv]
     attention_mask: Tensor | None,
     *,
-    millrace_paged: _Attends,
+    millrace_paged: _Attends | DecodeLayer | PrefillLayer,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **_: Any,  # load_model refuses models that hand over anything else of consequence
 ) -> tuple[Tensor, None]:
+    # Rotation is done in the dtype of the residual stream; the cache has that of the projections.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    settings = {"scale": scale, "window": sliding_window, "softcap": softcap}
+    if isinstance(millrace_paged, DecodeLayer | PrefillLayer):
+        # The layer's number stays unread here: compiled code would be made anew for each.
+        return millrace_paged.attend(query, key, value, **settings), None
     layer = module.layer_idx
     assert isinstance(layer, int)
     output = millrace_paged.attend(
@@ -203,9 +224,7 @@ def _paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
+        **settings,
     )
     return output[None], None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.engines.embedded.blocks import BlockTables
+from millrace.engines.embedded.decode.prefill import PrefillLayer
 from millrace.engines.embedded.kv_cache import KVCache
 from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.paged_attention import Bucket, PagedBatch
@@ -24,13 +25,21 @@ _BUCKET_SCORES = 1 << 18
 
 class Runner:
     def __init__(
-        self, model: PreTrainedModel, *, lanes: Lanes, tables: BlockTables, cache: KVCache
+        self,
+        model: PreTrainedModel,
+        *,
+        lanes: Lanes,
+        tables: BlockTables,
+        cache: KVCache,
+        flashes: bool = False,
     ) -> None:
+        """`flashes`: prefill passes may use PrefillLayer, because the layers know their caches."""
         self._model = model
         self._device = model.device
         self._lanes = lanes
         self._tables = tables
         self._cache = cache
+        self._flashes = flashes
 
     def forward(self, plan: Plan) -> Tensor:
         """Compute the plan's tokens; returns the hidden state of each row's last one, [R, D]."""
@@ -38,12 +47,14 @@ class Runner:
             self._cache.copy(plan.copy_sources, plan.copy_targets)
         starts = self._lanes.num_cached[plan.lanes]
         lanes, positions = _flatten(plan, starts)
-        block_tokens = self._tables.block_tokens
-        slots = self._tables.rows[lanes, positions // block_tokens] * block_tokens
-        slots += positions % block_tokens
-        batch = PagedBatch(
-            cache=self._cache, slots=self._tensor(slots), buckets=self._buckets(plan, starts)
-        )
+        slots = self._slots(lanes, positions)
+        batch: PrefillLayer | PagedBatch
+        if self._flashes and plan.num_single == 0:
+            batch = self._flash_prefill(plan, starts, slots=slots)
+        else:
+            batch = PagedBatch(
+                cache=self._cache, slots=self._tensor(slots), buckets=self._buckets(plan, starts)
+            )
         hidden = hidden_states(
             self._model,
             input_ids=self._tensor(self._lanes.tokens[lanes, positions])[None],
@@ -53,6 +64,23 @@ class Runner:
         if plan.num_single == len(plan.lanes):
             return hidden
         return hidden[self._tensor(np.cumsum(plan.counts) - 1)]
+
+    def _flash_prefill(self, plan: Plan, starts: np.ndarray, *, slots: np.ndarray) -> PrefillLayer:
+        lengths = starts + plan.counts
+        context_slots = np.empty(0, dtype=np.int64)
+        if starts.any():
+            lanes = np.repeat(plan.lanes, lengths)
+            at = np.arange(len(lanes)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            context_slots = self._slots(lanes, at)
+        return PrefillLayer(
+            cache=self._cache.layers()[0],
+            slots=self._tensor(slots),
+            context_slots=self._tensor(context_slots),
+            query_starts=self._tensor(np.cumsum([0, *plan.counts])).int(),
+            context_starts=self._tensor(np.cumsum([0, *lengths])).int(),
+            max_queries=int(plan.counts.max()),
+            max_context=int(lengths.max()),
+        )
 
     def _buckets(self, plan: Plan, starts: np.ndarray) -> tuple[Bucket, ...]:
         buckets = []
@@ -101,6 +129,12 @@ class Runner:
             unpadded=unpadded,
             fresh=len(starts) == 1 and int(starts[0]) == 0,
         )
+
+    def _slots(self, lanes: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where the cache holds these tokens, [T] each."""
+        block_tokens = self._tables.block_tokens
+        blocks = self._tables.rows[lanes, positions // block_tokens]
+        return blocks * block_tokens + positions % block_tokens
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)

@@ -32,6 +32,16 @@ class Plan:
     copy_targets: np.ndarray  # [C] int64; ... into these
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RoundPlan:
+    """Several steps of one token for each lane; blocks for all of them are there."""
+
+    lanes: np.ndarray  # [R] int64
+    num_steps: int
+    copy_sources: np.ndarray  # as in a Plan
+    copy_targets: np.ndarray
+
+
 class Scheduler:
     def __init__(self, lanes: Lanes, tables: BlockTables, *, prefill_tokens: int) -> None:
         self._lanes = lanes
@@ -74,6 +84,40 @@ class Scheduler:
             num_single=len(single),
             copy_sources=sources,
             copy_targets=targets,
+        )
+
+    def plan_prefill(self) -> Plan | None:
+        """The part of the next pass that is prefill, where rounds do the rest; None = no part."""
+        self._free_blocks_for_writes()
+        self._admit()
+        pending = self._lanes.num_tokens - self._lanes.num_cached
+        # A leader's last prompt token is prefill, too: its followers fork when it is computed.
+        lanes = np.flatnonzero(self._lanes.occupied & ((pending > 1) | self._lanes.leads))
+        if not len(lanes):
+            return None
+        chunked, chunks = self._chunks(lanes)
+        nothing = np.empty(0, dtype=np.int64)
+        return Plan(
+            lanes=chunked, counts=chunks, num_single=0, copy_sources=nothing, copy_targets=nothing
+        )
+
+    def plan_round(self, *, max_steps: int) -> RoundPlan | None:
+        """A round of the lanes that are up to date, as long as the free blocks allow."""
+        self._free_blocks_for_writes()
+        lanes = self._single_lanes()
+        lanes = lanes[~self._lanes.leads[lanes]]
+        if not len(lanes):
+            return None
+        num_cached, limits = self._lanes.num_cached[lanes], self._lanes.limits[lanes]
+        num_steps = min(max_steps, int((limits - num_cached).max()) - 1)
+        while num_steps > 1 and not self._tables.has_room(
+            lanes, positions=num_cached, num_tokens=np.minimum(num_cached + num_steps, limits - 1)
+        ):
+            num_steps //= 2
+        sources, targets = self._tables.prepare_writes(lanes, num_cached)
+        self._tables.extend(lanes, num_tokens=np.minimum(num_cached + num_steps, limits - 1))
+        return RoundPlan(
+            lanes=lanes, num_steps=num_steps, copy_sources=sources, copy_targets=targets
         )
 
     def complete(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,182 @@
+"""`millrace bench engine`: tokens per second of the embedded engine, next to the memory's floor.
+
+Each row generates `batch` completions of random prompts at temperature 1 with logprobs. The floor
+is what reading the weights once and the live KV once per step takes at the bandwidth of a large
+copy, measured in the same run: no engine that reads both can be faster.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from millrace.bench.shapes import make_model, shapes
+from millrace.config import EngineConfig
+from millrace.core.records import Request, Sampling
+from millrace.engines.embedded.build import engine_of
+from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.engines.embedded.kv_cache import block_bytes
+from millrace.engines.embedded.paged_attention import PAGED_ATTENTION, measure_kv
+from millrace.models.loading import resolve_device
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="millrace bench engine",
+        description="Generated tokens per second, next to the floor that memory bandwidth sets.",
+    )
+    parser.add_argument(
+        "--model", nargs="+", help=f"shapes ({', '.join(shapes())}) or model directories"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", help="sequences decoded together")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, help="of each sequence (512; on a CPU 64)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="bfloat16; on a CPU float32"
+    )
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--round-steps", type=int, help="tokens per round trip to the device")
+    parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
+    parser.add_argument("--profile", action="store_true", help="list what the GPU's time went to")
+    parser.add_argument("--json", metavar="FILE", help="write the rows here")
+    args = parser.parse_args(argv)
+    device = resolve_device(args.device)
+    on_gpu = device.type == "cuda"
+    if args.profile and not on_gpu:
+        parser.error("--profile lists the kernels of a GPU, and there is none")
+    rows: list[dict[str, Any]] = []
+    for name in args.model or (["qwen3-1.7b", "smollm2-135m"] if on_gpu else ["tiny"]):
+        rows += measure(
+            name,
+            device=device,
+            dtype=getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32")),
+            batches=args.batch or ([64, 256] if on_gpu else [8, 32]),
+            prompt_tokens=args.prompt_tokens,
+            sampling=Sampling(
+                max_new_tokens=args.new_tokens or (512 if on_gpu else 64),
+                top_p=args.top_p,
+                top_k=args.top_k,
+            ),
+            settings={"round_steps": args.round_steps, "compile": not args.no_compile},
+            profiles=args.profile,
+        )
+    print(_table(rows))
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def measure(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    batches: Sequence[int],
+    prompt_tokens: int,
+    sampling: Sampling,
+    settings: dict[str, Any],
+    profiles: bool = False,
+) -> list[dict[str, Any]]:
+    """One row per batch size, all from one engine."""
+    started_s = time.perf_counter()
+    model, tokenizer = make_model(name, dtype=dtype, device=device, attention=PAGED_ATTENTION)
+    context = prompt_tokens + sampling.max_new_tokens
+    config = EngineConfig(max_sequences=max(batches), max_context=context, **settings)
+    shape = measure_kv(model)
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    token_bytes = block_bytes(shape, block_tokens=1, dtype=dtype)
+    engine = engine_of(model, tokenizer, config=config, version=0)
+    _generate(engine, 1, prompt_tokens=prompt_tokens, sampling=Sampling(max_new_tokens=1))
+    start_s = time.perf_counter() - started_s
+    bytes_per_s = copy_bandwidth(device)
+    rows = []
+    for batch in batches:
+        _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=Sampling(max_new_tokens=40))
+        before_s = time.perf_counter()
+        tokens = _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling)
+        seconds = time.perf_counter() - before_s
+        if profiles:
+            print(_profile(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling))
+        # The context grows by one token a step; on average, half of the new ones are there.
+        live = batch * (prompt_tokens + sampling.max_new_tokens / 2)
+        floor_s = (weight_bytes + live * token_bytes) / bytes_per_s
+        rows.append(
+            {
+                "model": name,
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+                "dtype": str(dtype).removeprefix("torch."),
+                "batch": batch,
+                "prompt_tokens": prompt_tokens,
+                "new_tokens": sampling.max_new_tokens,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "tokens_per_s": tokens / seconds,
+                "floor_tokens_per_s": batch / floor_s,
+                "copy_bytes_per_s": bytes_per_s,
+                "cold_start_s": start_s,
+            }
+        )
+    return rows
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read plus bytes written per second, of one large copy."""
+    on_gpu = device.type == "cuda"
+    source = torch.zeros(2**30 if on_gpu else 2**26, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best_s = float("inf")
+    for _ in range(10):
+        _wait(device)
+        before_s = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        best_s = min(best_s, time.perf_counter() - before_s)
+    return 2 * source.numel() / best_s
+
+
+def _generate(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, sampling: Sampling) -> int:
+    """Tokens generated for `batch` different prompts."""
+    numbers = np.random.default_rng(0).integers(3, 1000, (batch, prompt_tokens)).astype(np.int32)
+    for index, prompt in enumerate(numbers):
+        engine.submit(Request(id=str(index), prompt=prompt, sampling=sampling, seed=index))
+    before = engine.stats().generated_tokens
+    while engine.has_work:
+        engine.step()
+    return engine.stats().generated_tokens - before
+
+
+def _profile(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, sampling: Sampling) -> str:
+    """Kernels of a whole run, by their share of the time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        num_tokens = _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling)
+    num_steps = num_tokens / batch
+    kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    lines = [f"{'ms/step':>8}{'calls/step':>12}  kernel ({batch} sequences)"]
+    for kernel in kernels[:16]:
+        milliseconds = kernel.device_time_total / 1000 / num_steps
+        lines.append(f"{milliseconds:>8.3f}{kernel.count / num_steps:>12.1f}  {kernel.key[:90]}")
+    total = sum(kernel.device_time_total for kernel in kernels) / 1000 / num_steps
+    return "\n".join([*lines, f"{total:>8.3f}{'':>12}  all kernels, prefill included"])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [f"{'model':<14}{'batch':>6}{'tokens/s':>12}{'floor':>12}{'share':>8}{'start s':>9}"]
+    for row in rows:
+        share = row["tokens_per_s"] / row["floor_tokens_per_s"]
+        lines.append(
+            f"{Path(row['model']).name:<14}{row['batch']:>6}{row['tokens_per_s']:>12,.0f}"
+            f"{row['floor_tokens_per_s']:>12,.0f}{share:>8.0%}{row['cold_start_s']:>9.1f}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,230 @@
+"""Triton kernels of decode attention: one query token per row over a paged KV cache.
+
+Only live KV is read: a program walks the blocks of one row, one KV head and one split of its
+context, with all query heads that share that KV head as the rows of one matrix product. Splits are
+put together by a second kernel, so that few long rows occupy the GPU as well as many short ones.
+
+Imported on machines with CUDA only. B = rows, H = query heads, K = KV heads, G = H / K,
+D = head size of keys, E = of values, W = blocks per row in the table, S = splits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 64  # tokens a program handles at a time
+
+
+@triton.jit
+def _attend_kernel(
+    query,  # [B, H, D]
+    key,  # [B, K, D]; of the newest token of each row
+    value,  # [B, K, E]
+    cache,  # [slots, K, D + E]; the newest token is stored there
+    tables,  # [B, W] int32
+    lengths,  # [B] int64; 0 = the row is idle
+    out,  # [B, H, E] if SPLITS == 1, else float32 [B, H, S, E]
+    normalizers,  # float32 [B, H, S], log2 of the sum of exp2(scores); unused if SPLITS == 1
+    scale,  # of the scores, times log2(e) unless capped
+    window,
+    cap,
+    table_width,
+    query_stride,
+    key_stride,
+    value_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    GROUP_PAD: tl.constexpr,  # at least 16: the smallest matrix product
+    KEY_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row).to(tl.int32)
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(length - window, 0)
+    tiles = tl.cdiv(tl.cdiv(length - first, TILE), SPLITS)
+    start = first + split * tiles * TILE
+    stop = tl.minimum(start + tiles * TILE, length)
+
+    group = tl.arange(0, GROUP_PAD)
+    key_dim = tl.arange(0, KEY_PAD)
+    value_dim = tl.arange(0, VALUE_PAD)
+    own = group < GROUP
+    heads = head * GROUP + group
+    q = tl.load(
+        query + row.to(tl.int64) * query_stride + heads[:, None] * KEY_DIM + key_dim[None, :],
+        mask=own[:, None] & (key_dim < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    table = tables + row.to(tl.int64) * table_width
+    if (start < stop) & (stop == length):
+        # This split holds the newest token: store it before anything of the split is read.
+        at = length - 1
+        block = tl.load(table + at // BLOCK_TOKENS).to(tl.int64)
+        slot = block * BLOCK_TOKENS + at % BLOCK_TOKENS
+        entry = cache + (slot * HEADS + head) * (KEY_DIM + VALUE_DIM)
+        source = key + row.to(tl.int64) * key_stride + head * KEY_DIM + key_dim
+        tl.store(entry + key_dim, tl.load(source, mask=key_dim < KEY_DIM), mask=key_dim < KEY_DIM)
+        source = value + row.to(tl.int64) * value_stride + head * VALUE_DIM + value_dim
+        is_value = value_dim < VALUE_DIM
+        tl.store(entry + KEY_DIM + value_dim, tl.load(source, mask=is_value), mask=is_value)
+        tl.debug_barrier()
+    best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
+    for begin in tl.range(start, stop, TILE):
+        at = begin + tl.arange(0, TILE)
+        live = at < stop
+        block = tl.load(table + at // BLOCK_TOKENS, mask=live, other=0).to(tl.int64)
+        slot = block * BLOCK_TOKENS + at % BLOCK_TOKENS
+        entry = cache + (slot * HEADS + head) * (KEY_DIM + VALUE_DIM)
+        k = tl.load(
+            entry[None, :] + key_dim[:, None],
+            mask=live[None, :] & (key_dim < KEY_DIM)[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            entry[:, None] + KEY_DIM + value_dim[None, :],
+            mask=live[:, None] & (value_dim < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale
+        if HAS_CAP:
+            # tanh by exp2; scores become base-2 logarithms here, without a cap they already are.
+            squashed = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634) / cap) + 1.0)
+            scores = squashed * cap * 1.4426950408889634
+        scores = tl.where(live[None, :], scores, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        shrink = tl.exp2(best - new_best)
+        weights = tl.exp2(scores - new_best[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        best = new_best
+
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # idle rows and empty splits: 0
+    kept = own[:, None] & (value_dim < VALUE_DIM)[None, :]
+    line = row.to(tl.int64) * (HEADS * GROUP) + heads
+    if SPLITS == 1:
+        place = out + line[:, None] * VALUE_DIM + value_dim[None, :]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=kept)
+    else:
+        line = line * SPLITS + split
+        tl.store(out + line[:, None] * VALUE_DIM + value_dim[None, :], acc, mask=kept)
+        tl.store(normalizers + line, tl.where(total == 0.0, best, best + tl.log2(total)), mask=own)
+
+
+@triton.jit
+def _join_kernel(
+    parts,  # float32 [B, H, S, E]
+    normalizers,  # float32 [B, H, S]
+    out,  # [B, H, E]
+    VALUE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,  # a power of two
+):
+    line = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    dim = tl.arange(0, VALUE_PAD)
+    normalizer = tl.load(normalizers + line * SPLITS + split)
+    best = tl.max(normalizer, 0)
+    weights = tl.exp2(normalizer - tl.where(best == -float("inf"), 0.0, best))
+    part = tl.load(
+        parts + (line * SPLITS + split[:, None]) * VALUE_DIM + dim[None, :],
+        mask=(dim < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    total = tl.sum(weights, 0)
+    joined = tl.sum(part * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + line * VALUE_DIM + dim, joined.to(out.dtype.element_ty), mask=dim < VALUE_DIM)
+
+
+def paged_decode(
+    query: Tensor,  # [B, H, D]
+    key: Tensor,  # [B, K, D]
+    value: Tensor,  # [B, K, E]
+    cache: Tensor,  # [slots, K, D + E]; written
+    *,
+    tables: Tensor,  # [B, W] int32; row stride may exceed W
+    lengths: Tensor,  # [B] int64
+    block_tokens: int,
+    splits: int,  # a power of two
+    scale: float,
+    window: int,  # 0 = none
+    cap: float,  # 0 = none
+) -> Tensor:  # [B, H, E]
+    num_rows, num_heads, key_dim = query.shape
+    num_kv_heads, value_dim = value.shape[1:]
+    query, key, value = (_rows_of_heads(x) for x in (query, key, value))
+    table_width = tables.stride(0)
+    sizes = {
+        "HEADS": num_kv_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_TOKENS": block_tokens,
+    }
+    pad = triton.next_power_of_2
+    group = num_heads // num_kv_heads
+    out = query.new_empty(num_rows, num_heads, value_dim)
+    parts, normalizers = out, lengths
+    if splits > 1:
+        shape = (num_rows, num_heads, splits)
+        parts = torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device)
+        normalizers = torch.empty(shape, dtype=torch.float32, device=query.device)
+    _attend_kernel[(num_kv_heads, num_rows, splits)](
+        query,
+        key,
+        value,
+        cache,
+        tables,
+        lengths,
+        parts,
+        normalizers,
+        scale if cap else scale * 1.4426950408889634,
+        window,
+        cap,
+        table_width,
+        query.stride(0),
+        key.stride(0),
+        value.stride(0),
+        **sizes,
+        GROUP=group,
+        GROUP_PAD=max(16, pad(group)),
+        KEY_PAD=max(16, pad(key_dim)),
+        VALUE_PAD=max(16, pad(value_dim)),
+        TILE=_TILE if key_dim <= 128 else _TILE // 2,
+        SPLITS=splits,
+        HAS_WINDOW=window > 0,
+        HAS_CAP=cap > 0,
+        PRECISION="ieee",
+        num_warps=2 if key_dim <= 128 else 4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _join_kernel[(num_rows * num_heads,)](
+            parts,
+            normalizers,
+            out,
+            VALUE_DIM=value_dim,
+            VALUE_PAD=pad(value_dim),
+            SPLITS=splits,
+            num_warps=2,
+        )
+    return out
+
+
+def _rows_of_heads(x: Tensor) -> Tensor:
+    """[B, heads, dim] with heads and dim dense; only the row stride may be anything."""
+    dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x if dense else x.contiguous()

@@ -1,0 +1,157 @@
+"""Pausing the engine process's body, pass by pass: the test's link decides what arrives when."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_rig import assert_same, finish_all, make_engine, make_request, weights
+
+from millrace.cluster.messages import (
+    Abort,
+    Generate,
+    Generated,
+    Message,
+    Pause,
+    Progress,
+    Resume,
+    Stop,
+    Swap,
+)
+from millrace.core.spans import Timeline
+from millrace.core.weight_update import WeightUpdate
+from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.workers.engine import EngineWorker
+
+POLL_S = 0.001  # of an engine that waits
+UPDATE = WeightUpdate(
+    version=1, tensors=(), num_bytes=0, checksum=0, transport="ready", location=""
+)
+
+
+class RecordedCall:
+    def __init__(self, message: Message) -> None:
+        self.message = message
+        self.replies: list[Message | None] = []
+
+    def reply(self, message: Message | None = None) -> None:
+        self.replies.append(message)
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+
+class ScriptedLink:
+    """Hands out one list of messages before each pass; `tokens` counts what was made by then."""
+
+    has_calls = False  # nothing arrives within a pass
+
+    def __init__(self, script: Sequence[list[Message]], engine: EmbeddedEngine) -> None:
+        self.calls: list[RecordedCall] = []
+        self.tokens: list[int] = []
+        self.spans: list[tuple[str, bool]] = []
+        self._engine = engine
+        self._arrivals = self._play(script)
+
+    def _play(self, script: Sequence[list[Message]]) -> Iterator[RecordedCall | None]:
+        """The script, and Stop when its swaps are answered."""
+        for batch in script:
+            self.tokens.append(self._engine.stats().generated_tokens)
+            for message in batch:
+                self.calls.append(RecordedCall(message))
+                yield self.calls[-1]
+            yield None
+        while any(isinstance(c.message, Swap) and not c.replies for c in self.calls):
+            yield None
+        self.tokens.append(self._engine.stats().generated_tokens)
+        self.calls.append(RecordedCall(Stop()))
+        yield self.calls[-1]
+
+    def receive(self, timeout_s: float | None = None) -> RecordedCall | None:
+        call = next(self._arrivals)
+        if call is None and timeout_s:
+            time.sleep(POLL_S)
+        return call
+
+    def emit(self, message: Message) -> None:
+        assert isinstance(message, Progress)
+        self.spans += [(span.name, span.busy) for span in message.spans]
+
+    def reply_to(self, kind: type[Message]) -> Any:
+        (call,) = [call for call in self.calls if isinstance(call.message, kind)]
+        (reply,) = call.replies
+        return reply
+
+
+class ReadyReceiver:
+    """Weights that need no fetching."""
+
+    def stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
+        return weights(seed=update.version)
+
+    def close(self) -> None:
+        """Nothing to let go."""
+
+
+def serve(*script: list[Message]) -> ScriptedLink:
+    """Run an engine through a script."""
+    engine = make_engine()
+    link = ScriptedLink(script, engine)
+    worker: Any = EngineWorker(
+        link,  # pyright: ignore[reportArgumentType]
+        engine=engine,
+        receiver=ReadyReceiver(),
+        timeline=Timeline("engine-0"),
+    )
+    worker.serve()
+    return link
+
+
+def test_a_paused_engine_makes_no_token_and_a_resumed_one_goes_on_with_the_next():
+    link = serve([Generate(request=make_request())], [], [Pause()], [], [], [Resume()], [])
+    assert link.tokens == [0, 1, 2, 2, 2, 2, 3, 4]
+    assert ("paused", False) in link.spans
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}, {"temperature": 0.0}])
+def test_a_completion_paused_after_every_token_equals_the_undisturbed_one(sampling):
+    request = make_request(n=2, max_new_tokens=12, **sampling)
+    expected = finish_all(make_engine(), [request])[request.id]
+    link = serve([Generate(request=request)], *[[Pause()], [], [Resume()]] * 16)
+    for completion, same in zip(link.reply_to(Generate).completions, expected, strict=True):
+        assert_same(completion, same)
+
+
+def test_a_paused_engine_answers_every_call():
+    late = make_request("late", max_new_tokens=3, temperature=0.0)
+    polls: list[list[Message]] = [[] for _ in range(8)]
+    link = serve(
+        [Generate(request=make_request("early"))],
+        [Pause()],
+        [Abort(ids=["early"])],
+        [Pause()],
+        [Generate(request=late)],
+        [Resume()],
+        *polls,
+    )
+    early, last = [call for call in link.calls if isinstance(call.message, Generate)]
+    assert isinstance(early.replies[0], Generated)
+    assert [completion.finish for completion in early.replies[0].completions] == ["abort"]
+    assert len(last.replies) == 1
+    assert all(len(call.replies) == 1 for call in link.calls)
+    assert link.tokens[:6] == [0, 1, 1, 1, 1, 1]
+
+
+def test_weights_land_in_a_paused_engine():
+    link = serve([Generate(request=make_request())], [Pause()], [Swap(update=UPDATE)])
+    assert link.reply_to(Swap).version == 1
+    assert link.tokens == [0, 1, 1, 1]
+    assert ("swap", True) in link.spans
+
+
+def test_a_paused_engine_stops_when_told_to():
+    link = serve([Generate(request=make_request())], [Pause()], [])
+    assert link.reply_to(Stop) is None
+    assert np.diff(link.tokens).tolist() == [1, 0, 0]
