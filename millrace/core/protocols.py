@@ -33,6 +33,13 @@ class Engine(Protocol):
         "abort"."""
         ...
 
+    async def pause(self) -> None:
+        """Generate nothing until resume(); requests, swaps and aborts are still taken. Returns when
+        the forward pass under way is finished."""
+        ...
+
+    async def resume(self) -> None: ...
+
 
 class Scorer(Protocol):
     """Judges the episodes of one group; None = not applicable."""

@@ -16,10 +16,22 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """The same version again, as the words in which its payload differs from another's."""
+
+    base: int  # the version it differs from
+    num_changed: int  # words
+    word_bytes: int  # 2 or 4
+    num_bytes: int  # indices and words together
+    location: str  # where, in the transport's own words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdate:
     version: int
     tensors: tuple[TensorSpec, ...]
-    num_bytes: int
-    checksum: int  # xxh3_64 of the whole payload
-    transport: str  # which transport carries it: "shm"
+    num_bytes: int  # of the full payload
+    checksum: int  # of the full payload, whichever way it was made: see weights/checksum.py
+    transport: str  # which transport carries it: "shm", "disk", "collective" or "ipc"
     location: str  # where, in that transport's own words
+    delta: Delta | None = None  # a shorter way for whoever holds its base

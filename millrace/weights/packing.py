@@ -1,15 +1,16 @@
-"""Named tensors in one payload: where each lies, how they get in and out, and the checksum.
+"""Named tensors in one flat payload: where each lies, and how they get in and out.
 
 Promise: what unpack() returns is bit for bit what pack() wrote. Floating-point tensors travel in
-the engine's dtype, all others as they are. Every offset is a multiple of ALIGN_BYTES.
+the engine's dtype, all others as they are. Every offset, and the payload's size, is a multiple of
+ALIGN_BYTES; the bytes between two tensors are never written.
+
+A payload is a flat uint8 tensor, on the host or on a GPU.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
-import xxhash
 
 from millrace.core.errors import WeightError
 from millrace.core.weight_update import TensorSpec
@@ -45,8 +46,8 @@ def lay_out(
     end = 0
     for name, tensor in tensors.items():
         travels_as = travel_dtype(tensor, dtype=dtype)
-        offset = math.ceil(end / ALIGN_BYTES) * ALIGN_BYTES
-        end = offset + tensor.numel() * travels_as.itemsize
+        offset = end
+        end = _aligned(offset + tensor.numel() * travels_as.itemsize)
         specs.append(
             TensorSpec(
                 name=name,
@@ -58,40 +59,52 @@ def lay_out(
     return tuple(specs), end
 
 
-def pack(tensors: Mapping[str, torch.Tensor], specs: Iterable[TensorSpec], *, into: Any) -> None:
-    """Copy the tensors, cast as their specs say, into a writable buffer."""
+def pack(
+    tensors: Mapping[str, torch.Tensor], specs: Iterable[TensorSpec], *, into: torch.Tensor
+) -> None:
+    """Copy the tensors, cast as their specs say, into a payload."""
     views = unpack(specs, into)
+    if not views:
+        return
     with torch.no_grad():
-        for name, view in views.items():
-            view.copy_(tensors[name])
+        # One launch for all tensors on a GPU.
+        copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+        copy(list(views.values()), [tensors[name] for name in views])
 
 
-def unpack(specs: Iterable[TensorSpec], payload: Any) -> dict[str, torch.Tensor]:
+def unpack(specs: Iterable[TensorSpec], payload: torch.Tensor) -> dict[str, torch.Tensor]:
     """Views of a payload by name; they keep the payload alive."""
     return {spec.name: _view(spec, payload) for spec in specs}
 
 
-def checksum(payload: Any) -> int:
-    return xxhash.xxh3_64_intdigest(payload)
-
-
 def check_manifest(specs: Sequence[TensorSpec], *, num_bytes: int) -> None:
-    """Refuse a manifest whose tensors do not lie inside its payload."""
+    """Refuse a manifest whose tensors are not exactly its payload."""
     names = {spec.name for spec in specs}
     if len(names) != len(specs):
         raise WeightError("A weight update names a tensor twice; publish it again.")
+    end = 0
     for spec in specs:
         dtype = DTYPES.get(spec.dtype)
         if dtype is None:
             raise WeightError(f"Weights of type {spec.dtype!r} ({spec.name}) are not known.")
-        if spec.offset % ALIGN_BYTES or spec.offset < 0 or any(size < 0 for size in spec.shape):
+        if spec.offset % ALIGN_BYTES or spec.offset < end or any(size < 0 for size in spec.shape):
             raise WeightError(f"The manifest places {spec.name!r} where no tensor can lie.")
-        if spec.offset + math.prod(spec.shape) * dtype.itemsize > num_bytes:
+        end = _aligned(spec.offset + math.prod(spec.shape) * dtype.itemsize)
+        if end > num_bytes:
             raise WeightError(f"{spec.name!r} reaches beyond the {num_bytes} bytes of its update.")
+    if end != num_bytes:
+        raise WeightError(
+            f"A weight update of {num_bytes} bytes has tensors for {end}; publish it again."
+        )
 
 
-def check_fits(specs: Sequence[TensorSpec], *, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse an update that is not exactly the expected tensors, by name and shape."""
+def check_fits(
+    specs: Sequence[TensorSpec],
+    *,
+    expected: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Refuse an update that is not exactly the expected tensors, by name, shape and dtype."""
     shapes = {spec.name: tuple(spec.shape) for spec in specs}
     for name, shape in expected.items():
         if name not in shapes:
@@ -104,12 +117,20 @@ def check_fits(specs: Sequence[TensorSpec], *, expected: Mapping[str, tuple[int,
     for name in shapes:
         if name not in expected:
             raise WeightError(f"The weight update brings {name!r}, which the model does not have.")
+    for spec in specs:
+        if dtype not in (None, DTYPES[spec.dtype]) and DTYPES[spec.dtype].is_floating_point:
+            raise WeightError(
+                f"The weight update has {spec.name!r} as {spec.dtype}, and the engine computes in"
+                f" {str(dtype).removeprefix('torch.')}; give trainer and engines the same"
+                " engine.dtype."
+            )
 
 
-def _view(spec: TensorSpec, payload: Any) -> torch.Tensor:
+def _view(spec: TensorSpec, payload: torch.Tensor) -> torch.Tensor:
     dtype = DTYPES[spec.dtype]
-    count = math.prod(spec.shape)
-    if count == 0:  # frombuffer takes no empty range
-        return torch.empty(spec.shape, dtype=dtype)
-    flat = torch.frombuffer(payload, dtype=dtype, count=count, offset=spec.offset)
-    return flat.view(spec.shape)
+    end = spec.offset + math.prod(spec.shape) * dtype.itemsize
+    return payload[spec.offset : end].view(dtype).view(spec.shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

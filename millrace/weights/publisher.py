@@ -5,21 +5,25 @@ engines. Versions are emitted in order; one that is superseded before it was sen
 
 Threads: the trainer's main thread calls publish, release and close; a thread of the publisher's own
 is the only one that touches the sender. Bounds: two snapshots exist, one being sent and one
-pending. An error in the thread ends it and is raised by the next call.
+pending. An error in the thread ends it and is raised by the next call; only where there is no space
+the newest weights are tried again, for `patience_s`.
 """
 
 import contextlib
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
-from millrace.core.errors import ConfigError
 from millrace.core.protocols import WeightSender
 from millrace.core.weight_update import WeightUpdate
+from millrace.weights.outlet import NoSpace
 from millrace.weights.packing import travel_dtype
-from millrace.weights.shm import ShmSender
+
+RETRY_S = 1.0
 
 
 class Sender(WeightSender, Protocol):
@@ -29,12 +33,6 @@ class Sender(WeightSender, Protocol):
 
     @property
     def has_room(self) -> bool: ...
-
-
-def make_sender(transport: str, *, dtype: torch.dtype) -> Sender:
-    if transport != "shm":
-        raise ConfigError(f"weights.transport = {transport!r} is not known; use 'shm'.")
-    return ShmSender(dtype=dtype)
 
 
 class Snapshot:
@@ -83,11 +81,15 @@ class Snapshot:
 
 
 class Publisher:
-    def __init__(self, sender: Sender, *, emit: Callable[[WeightUpdate], None]) -> None:
+    def __init__(
+        self, sender: Sender, *, emit: Callable[[WeightUpdate], None], patience_s: float = 60.0
+    ) -> None:
         """`emit` is called from the publisher's thread with each update that lies ready."""
         self.superseded = 0  # versions never sent, because a newer one came first
         self._sender = sender
         self._emit = emit
+        self._patience_s = patience_s
+        self._no_space_since_s: float | None = None  # monotonic; the thread's own
         self._changed = threading.Condition()
         # All below is guarded by the condition.
         self._spare = [Snapshot(), Snapshot()]
@@ -101,7 +103,7 @@ class Publisher:
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take a snapshot and return; the update is emitted once it lies ready."""
         with self._changed:
-            self._raise_error()
+            self.check()
             snapshot = self._pending
             if snapshot is None:
                 snapshot = self._spare.pop()
@@ -115,13 +117,16 @@ class Publisher:
                 self._spare.append(snapshot)
             raise
         with self._changed:
+            if self._pending is not None:  # put back by the thread meanwhile
+                self._spare.append(self._pending)
+                self.superseded += 1
             self._pending = snapshot
             self._changed.notify()
 
     def release(self, version: int) -> None:
         """No engine reads this version any more."""
         with self._changed:
-            self._raise_error()
+            self.check()
             self._releases.append(version)
             self._changed.notify()
 
@@ -132,9 +137,10 @@ class Publisher:
             self._changed.notify()
         self._thread.join()
         self._sender.close()
-        self._raise_error()
+        self.check()
 
-    def _raise_error(self) -> None:
+    def check(self) -> None:
+        """Raise what ended the thread, if it has ended."""
         if self._error is not None:
             raise self._error
 
@@ -164,8 +170,33 @@ class Publisher:
         return None
 
     def _send(self, snapshot: Snapshot) -> None:
-        with snapshot.reading():
-            update = self._sender.publish(snapshot.version, snapshot.tensors)
+        try:
+            with snapshot.reading():
+                update = self._sender.publish(snapshot.version, snapshot.tensors)
+        except NoSpace as error:
+            self._try_later(snapshot, error)
+            return
+        self._no_space_since_s = None
         with self._changed:
             self._spare.append(snapshot)
         self._emit(update)
+
+    def _try_later(self, snapshot: Snapshot, error: NoSpace) -> None:
+        """Let it be pending again, or drop it for one that is; engines go on with what they have.
+
+        Raises once there was no space for patience_s: the run would only wait for ever.
+        """
+        now_s = time.monotonic()
+        if self._no_space_since_s is None:
+            self._no_space_since_s = now_s
+            print(f"{error} Trying for {self._patience_s:g} s.", file=sys.stderr, flush=True)
+        if now_s - self._no_space_since_s >= self._patience_s:
+            raise error
+        with self._changed:
+            if self._pending is None:
+                self._pending = snapshot
+            else:
+                self._spare.append(snapshot)
+                self.superseded += 1
+            if not self._is_closing:
+                self._changed.wait(min(RETRY_S, self._patience_s))

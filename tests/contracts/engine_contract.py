@@ -29,7 +29,8 @@ from engine_rig import (
 from millrace.core.errors import TaskError, WeightError
 from millrace.core.protocols import Engine
 from millrace.core.records import Completion, Request
-from millrace.weights.shm import ShmSender
+from millrace.weights.outlet import PackingSender
+from millrace.weights.sender import make_sender
 
 MAX_CONTEXT = 256
 OpenEngine = Callable[[Path], AbstractAsyncContextManager[Engine]]
@@ -72,8 +73,8 @@ class EngineContract:
             yield engine
 
     @pytest.fixture
-    def sender(self) -> Iterator[ShmSender]:
-        sender = ShmSender(dtype=torch.float32)
+    def sender(self) -> Iterator[PackingSender]:
+        sender = make_sender("shm", dtype=torch.float32)
         yield sender
         sender.close()
 
@@ -124,7 +125,7 @@ class EngineContract:
         assert (stopped.finish, stopped.text) == ("stop", free.text[:3])
         np.testing.assert_array_equal(stopped.tokens, free.tokens[:5])
 
-    async def test_a_swap_is_visible_once_it_returns(self, engine: Engine, sender: ShmSender):
+    async def test_a_swap_is_visible_once_it_returns(self, engine: Engine, sender: PackingSender):
         assert await engine.swap(sender.publish(1, weights(seed=1))) == 1
         request = make_request()
         (completion,) = await engine.generate(request)
@@ -132,7 +133,9 @@ class EngineContract:
         logits = plain_logits(tiny_model("qwen3", seed=1), request.prompt, completion)
         assert_sampled_from(logits, completion, request.sampling)
 
-    async def test_requests_under_way_go_on_across_swaps(self, engine: Engine, sender: ShmSender):
+    async def test_requests_under_way_go_on_across_swaps(
+        self, engine: Engine, sender: PackingSender
+    ):
         updates = [sender.publish(version, weights(seed=version)) for version in (1, 2)]
         running = [asyncio.create_task(engine.generate(endless(str(i), seed=i))) for i in range(4)]
         await until_started(engine)
@@ -145,7 +148,7 @@ class EngineContract:
         assert any(len(set(completion.versions)) > 1 for completion in completions)
 
     async def test_a_damaged_update_is_refused_and_the_engine_goes_on_with_what_it_has(
-        self, engine: Engine, sender: ShmSender
+        self, engine: Engine, sender: PackingSender
     ):
         update = sender.publish(1, weights(seed=1))
         with pytest.raises(WeightError):
@@ -170,6 +173,38 @@ class EngineContract:
         (resumed,) = await engine.generate(dataclasses.replace(request, partial=partial))
         assert_same(resumed, whole)
         assert resumed.finish == whole.finish
+
+    async def test_a_paused_engine_takes_requests_swaps_and_aborts_but_generates_after_resume(
+        self, engine: Engine, sender: PackingSender
+    ):
+        running = asyncio.create_task(engine.generate(endless("running")))
+        aborted = asyncio.create_task(engine.generate(endless("aborted", seed=2)))
+        await until_started(engine)
+        await engine.pause()
+        asked = asyncio.create_task(engine.generate(make_request("asked")))
+        await engine.abort(["aborted"])
+        (partial,) = await aborted
+        assert partial.finish == "abort"
+        assert await engine.swap(sender.publish(1, weights(seed=1))) == 1
+        assert not running.done()
+        await engine.resume()
+        (completion,) = await asked
+        assert set(completion.versions) == {1}  # no token was made before the swap
+        assert set((await running)[0].versions) == {0, 1}
+
+    async def test_a_completion_that_was_paused_is_the_one_that_was_not(self, engine: Engine):
+        (whole,) = await engine.generate(endless("whole"))
+        task = asyncio.create_task(engine.generate(endless("paused")))
+        await until_started(engine)
+        for _ in range(5):
+            await engine.pause()
+            await engine.resume()
+        (paused,) = await task
+        assert_same(paused, whole)
+
+    async def test_resuming_an_engine_that_was_not_paused_is_no_error(self, engine: Engine):
+        await engine.resume()
+        assert len(await engine.generate(make_request())) == 1
 
     async def test_aborting_nothing_is_no_error(self, engine: Engine):
         await engine.abort([])

@@ -25,6 +25,8 @@ class InProcessEngine:
         self._receiver = receiver
         self._waiting: dict[str, asyncio.Future[list[Completion]]] = {}
         self._arrived = asyncio.Event()
+        self._may_run = asyncio.Event()
+        self._may_run.set()
 
     async def generate(self, request: Request) -> list[Completion]:
         self._engine.submit(request)
@@ -39,9 +41,16 @@ class InProcessEngine:
     async def abort(self, ids: Sequence[str]) -> None:
         self._hand_out(self._engine.abort(ids))
 
+    async def pause(self) -> None:
+        self._may_run.clear()
+
+    async def resume(self) -> None:
+        self._may_run.set()
+
     async def run(self) -> None:
         while True:
             while self._engine.has_work:
+                await self._may_run.wait()
                 self._hand_out(self._engine.step())
                 await asyncio.sleep(0)
             self._arrived.clear()

@@ -2,39 +2,44 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-import torch
-from transport_contract import TransportContract
+from transport_contract import DeltaContract, TransportContract
+from transport_faults import FaultContract
 
-from millrace.weights.publisher import make_sender as sender_by_name
+from millrace.core.weight_update import WeightUpdate
+from millrace.weights.carriers.shm import ShmOutlet
+from millrace.weights.inlet import StagingReceiver
+from millrace.weights.outlet import PackingSender
+from millrace.weights.publisher import Sender
 from millrace.weights.receiver import make_receiver as receiver_by_name
-from millrace.weights.shm import ShmReceiver, ShmSender
 
 
 class ShmContract(TransportContract):
     transport = "shm"
 
     @pytest.fixture
-    def make_receiver(self) -> Callable[..., ShmReceiver]:
-        return ShmReceiver
+    def make_receiver(self) -> Callable[..., StagingReceiver]:
+        return lambda **arguments: receiver_by_name("shm", **arguments)
+
+    def corrupt(self, sender: Sender, update: WeightUpdate) -> None:
+        with Path(update.location).open("r+b") as segment:
+            byte = segment.read(1)[0]
+            segment.seek(0)
+            segment.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
-class TestShmInAnonymousFiles(ShmContract):
+class TestShmInAnonymousFiles(DeltaContract, FaultContract, ShmContract):
     @pytest.fixture
-    def make_sender(self) -> Callable[[torch.dtype], ShmSender]:
-        return lambda dtype: ShmSender(dtype=dtype, backing="memfd")
+    def make_sender(self) -> Callable[..., PackingSender]:
+        return lambda dtype, **arguments: PackingSender(
+            ShmOutlet(backing="memfd"), dtype=dtype, **arguments
+        )
 
 
 class TestShmInPrivateFiles(ShmContract):
     @pytest.fixture
-    def make_sender(self) -> Callable[[torch.dtype], ShmSender]:
-        return lambda dtype: ShmSender(dtype=dtype, backing="file")
-
-
-def test_shm_is_what_its_name_gives():
-    sender = sender_by_name("shm", dtype=torch.bfloat16)
-    assert isinstance(sender, ShmSender)
-    assert sender.dtype is torch.bfloat16
-    assert isinstance(receiver_by_name("shm"), ShmReceiver)
+    def make_sender(self) -> Callable[..., PackingSender]:
+        return lambda dtype: PackingSender(ShmOutlet(backing="file"), dtype=dtype)

@@ -1,19 +1,18 @@
-"""What every weight transport promises. Subclass it and provide `make_sender` and `make_receiver`.
+"""What every weight transport promises. Subclass it and provide its fixtures.
 
-The sender lives in this process, the receiver here or in a process of its own (`remote`).
+The sender lives in this process, the receiver here or in a process of its own (`remote`). Faults
+of whole processes are in transport_faults.py.
 """
 
 import dataclasses
-import subprocess
-import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import msgspec
 import psutil
 import pytest
 import torch
+from remote_receiver import RemoteReceiver
 
 from millrace.core.errors import WeightError
 from millrace.core.protocols import WeightReceiver
@@ -57,33 +56,9 @@ def assert_arrived(received: Mapping[str, torch.Tensor], sent: Tensors, dtype: t
         assert same_bits(received[name], expected), name
 
 
-class RemoteReceiver:
-    """tests/contracts/transport_receiver.py in a process of its own."""
-
-    def __init__(self, transport: str) -> None:
-        script = Path(__file__).with_name("transport_receiver.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), transport],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={"PYTHONPATH": ":".join(sys.path)},
-        )
-
-    def stage(self, update: WeightUpdate) -> Any:
-        """What the receiver made of it: the sum of each tensor, by name; or an error."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(msgspec.json.encode(update) + b"\n")
-        self.process.stdin.flush()
-        return msgspec.json.decode(self.process.stdout.readline())
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
 class TransportContract:
     transport: str
+    receiver_settings: ClassVar[dict[str, Any]] = {}  # of make_receiver, in other processes
 
     @pytest.fixture(autouse=True)
     def _one_thread(self) -> Iterator[None]:
@@ -97,11 +72,16 @@ class TransportContract:
         return request.param
 
     @pytest.fixture
-    def make_sender(self) -> Callable[[torch.dtype], Sender]:
+    def make_sender(self) -> Callable[..., Sender]:
+        """Called with a dtype, and payload="delta" for that."""
+        raise NotImplementedError
+
+    def corrupt(self, sender: Sender, update: WeightUpdate) -> None:
+        """Change one byte of a published payload."""
         raise NotImplementedError
 
     @pytest.fixture
-    def sender(self, make_sender: Callable[[torch.dtype], Sender]) -> Iterator[Sender]:
+    def sender(self, make_sender: Callable[..., Sender]) -> Iterator[Sender]:
         sender = make_sender(torch.float32)
         yield sender
         sender.close()
@@ -118,13 +98,13 @@ class TransportContract:
 
     @pytest.fixture
     def remote(self) -> Iterator[RemoteReceiver]:
-        remote = RemoteReceiver(self.transport)
+        remote = RemoteReceiver(self.transport, **self.receiver_settings)
         yield remote
         remote.close()
 
     def test_every_bit_arrives(
         self,
-        make_sender: Callable[[torch.dtype], Sender],
+        make_sender: Callable[..., Sender],
         receiver: WeightReceiver,
         dtype: torch.dtype,
     ):
@@ -194,7 +174,7 @@ class TransportContract:
             receiver.stage(old)
 
     def test_an_update_whose_sender_is_gone_is_refused(
-        self, make_sender: Callable[[torch.dtype], Sender], receiver: WeightReceiver
+        self, make_sender: Callable[..., Sender], receiver: WeightReceiver
     ):
         sender = make_sender(torch.float32)
         update = sender.publish(1, some_tensors())
@@ -220,6 +200,7 @@ class TransportContract:
                 {"weight": weight},
                 {"weight": weight, "bias": bias, "extra": bias},
                 {"weight": weight.t(), "bias": bias},
+                {"weight": weight, "bias": bias[:2]},
             ),
             start=2,
         ):
@@ -227,6 +208,53 @@ class TransportContract:
                 receiver.stage(sender.publish(version, wrong))
             sender.release(version)
         receiver.close()
+
+    def test_another_dtype_than_the_engines_is_refused(
+        self,
+        make_sender: Callable[..., Sender],
+        make_receiver: Callable[..., WeightReceiver],
+    ):
+        sender, weights = make_sender(torch.bfloat16), {"weight": torch.ones(3)}
+        receiver = make_receiver(expected={"weight": (3,)}, dtype=torch.float32)
+        with pytest.raises(WeightError, match=r"'weight' as bfloat16, and the engine .* float32"):
+            receiver.stage(sender.publish(1, weights))
+        receiver.close()
+        sender.close()
+
+    def test_a_changed_byte_is_noticed_and_the_next_version_arrives(
+        self, sender: Sender, receiver: WeightReceiver
+    ):
+        first, second = some_tensors(seed=1), some_tensors(seed=2)
+        held = receiver.stage(sender.publish(1, first))
+        update = sender.publish(2, second)
+        self.corrupt(sender, update)
+        with pytest.raises(WeightError, match=r"version 2 do(es)? not match"):
+            receiver.stage(update)
+        assert_arrived(held, first, torch.float32)
+        sender.release(1)
+        sender.release(2)
+        third = some_tensors(seed=3)
+        assert_arrived(receiver.stage(sender.publish(3, third)), third, torch.float32)
+
+    def test_two_versions_race_to_two_receivers(
+        self, sender: Sender, make_receiver: Callable[..., WeightReceiver]
+    ):
+        sent = {version: some_tensors(seed=version) for version in (1, 2)}
+        updates = {version: sender.publish(version, sent[version]) for version in sent}
+        arrived: dict[int, Mapping[str, torch.Tensor]] = {}
+
+        def receive(version: int) -> None:
+            receiver = make_receiver()
+            arrived[version] = {n: t.clone() for n, t in receiver.stage(updates[version]).items()}
+            receiver.close()
+
+        threads = [threading.Thread(target=receive, args=(version,)) for version in sent]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for version in sent:
+            assert_arrived(arrived[version], sent[version], torch.float32)
 
     def test_room_is_bounded_and_comes_back_with_release(self, sender: Sender):
         held = []
@@ -263,7 +291,7 @@ class TransportContract:
         for version in range(500):
             for weight in weights.values():
                 weight.fill_(version)
-            arrived = remote.stage(sender.publish(version, weights))
+            arrived = remote.sums(sender.publish(version, weights))
             assert arrived == dict.fromkeys(weights, version * 10_000.0)
             if version >= 2:
                 sender.release(version - 2)
@@ -279,3 +307,83 @@ class TransportContract:
         assert last[:2] == warm[:2]
         assert last[2] - warm[2] < 1e7  # bytes; leaking every tenth version would make it
         assert last[3] - warm[3] < 1e7
+
+
+class DeltaContract:
+    """The same versions as what changed; mixed into a TransportContract's subclasses."""
+
+    transport: str
+
+    @pytest.fixture
+    def delta_sender(self, make_sender: Callable[..., Sender]) -> Iterator[Sender]:
+        sender = make_sender(torch.bfloat16, payload="delta")
+        yield sender
+        sender.close()
+
+    @pytest.fixture
+    def delta_receiver(
+        self, make_receiver: Callable[..., WeightReceiver]
+    ) -> Iterator[WeightReceiver]:
+        receiver = make_receiver(payload="delta")
+        yield receiver
+        receiver.close()
+
+    def test_a_delta_arrives_bit_for_bit_and_is_small(
+        self, delta_sender: Sender, delta_receiver: WeightReceiver
+    ):
+        weights = {"weight": torch.randn(5000), "count": torch.arange(7), "bias": torch.randn(3)}
+        first = delta_sender.publish(1, weights)
+        assert first.delta is None
+        assert_arrived(delta_receiver.stage(first), weights, torch.bfloat16)
+        for version in range(2, 6):
+            weights["weight"][version::700] += 1
+            weights["count"][0] = -version
+            update = delta_sender.publish(version, weights)
+            assert update.delta is not None
+            assert update.delta.base == version - 1
+            assert update.delta.num_bytes < update.num_bytes / 20
+            held = delta_receiver.stage(update)
+            assert_arrived(held, weights, torch.bfloat16)
+            delta_sender.release(version - 1)
+
+    def test_a_receiver_that_holds_another_base_gets_the_full_payload(
+        self, delta_sender: Sender, delta_receiver: WeightReceiver
+    ):
+        weights = {"weight": torch.zeros(1000)}
+        delta_receiver.stage(delta_sender.publish(1, weights))
+        weights["weight"][1] = 1
+        assert delta_sender.publish(2, weights).delta is not None  # superseded: never staged
+        weights["weight"][2] = 2
+        update = delta_sender.publish(3, weights)
+        assert update.delta is not None
+        assert update.delta.base == 2
+        assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)
+
+    def test_what_is_not_smaller_as_a_delta_is_not_one(
+        self, delta_sender: Sender, delta_receiver: WeightReceiver
+    ):
+        delta_receiver.stage(delta_sender.publish(1, {"weight": torch.zeros(1000)}))
+        weights = {"weight": torch.ones(1000)}
+        update = delta_sender.publish(2, weights)
+        assert update.delta is None
+        assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)
+
+    def test_a_delta_that_gives_another_state_is_refused_and_costs_only_itself(
+        self, delta_sender: Sender, delta_receiver: WeightReceiver
+    ):
+        weights = {"weight": torch.zeros(1000)}
+        delta_receiver.stage(delta_sender.publish(1, weights))
+        weights["weight"][1] = 1
+        update = delta_sender.publish(2, weights)
+        with pytest.raises(WeightError, match="version 2 do not match"):
+            delta_receiver.stage(dataclasses.replace(update, checksum=update.checksum ^ 1))
+        assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)
+
+    def test_a_changed_model_begins_with_a_full_payload(
+        self, delta_sender: Sender, delta_receiver: WeightReceiver
+    ):
+        for version, size in enumerate((1000, 2000, 1000)):
+            weights = {"weight": torch.zeros(size)}
+            update = delta_sender.publish(version, weights)
+            assert update.delta is None
+            assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)

@@ -1,6 +1,11 @@
-"""The engine's end of a transport as a process: WeightUpdates in, sums of their tensors out."""
+"""The engine's end of a transport as a process: commands in, answers out, one JSON line each.
+
+{"open": {make_receiver's arguments}}      a new receiver; answers null
+{"stage": update, "want": "sums"|"bits"}   what arrived, by tensor name; or an error's sentence
+"""
 
 import sys
+from typing import Any
 
 import msgspec
 import torch
@@ -10,12 +15,42 @@ from millrace.core.weight_update import WeightUpdate
 from millrace.weights.receiver import make_receiver
 
 torch.set_num_threads(1)
-receiver = make_receiver(sys.argv[1])
-for line in sys.stdin.buffer:
-    try:
-        tensors = receiver.stage(msgspec.json.decode(line, type=WeightUpdate))
-        answer = {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
-    except WeightError as error:
-        answer = str(error)
+
+
+def bits(tensor: torch.Tensor) -> tuple[str, list[int], str]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    name = str(tensor.dtype).removeprefix("torch.")
+    return name, list(tensor.shape), flat.numpy().tobytes().hex()
+
+
+def answers() -> Any:
+    receiver = None
+    for line in sys.stdin.buffer:
+        command = msgspec.json.decode(line)
+        if "open" in command:
+            if receiver is not None:
+                receiver.close()
+            arguments = command["open"]
+            if "device" in arguments:
+                arguments["device"] = torch.device(arguments["device"])
+            if "dtype" in arguments:
+                arguments["dtype"] = getattr(torch, arguments["dtype"])
+            receiver = make_receiver(**arguments)
+            yield None
+            continue
+        assert receiver is not None
+        update = msgspec.convert(command["stage"], WeightUpdate)
+        try:
+            tensors = receiver.stage(update)
+        except WeightError as error:
+            yield str(error)
+            continue
+        if command["want"] == "bits":
+            yield {name: bits(tensor) for name, tensor in tensors.items()}
+        else:
+            yield {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
+
+
+for answer in answers():
     sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
     sys.stdout.buffer.flush()

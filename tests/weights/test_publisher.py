@@ -8,9 +8,10 @@ import torch
 
 from millrace.core.errors import ConfigError, WeightError
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.publisher import Publisher, make_sender
+from millrace.weights.outlet import NoSpace
+from millrace.weights.publisher import Publisher
 from millrace.weights.receiver import make_receiver
-from millrace.weights.shm import ShmReceiver, ShmSender
+from millrace.weights.sender import make_sender
 
 
 class SlowSender:
@@ -171,6 +172,48 @@ def test_close_drops_what_is_pending_and_finishes_what_is_sent(
     assert versions(emitted, 1) == [1]
 
 
+class FullSender(SlowSender):
+    """Has no space until told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(num_slots=9)
+        self.may_publish.set()
+        self.is_full = True
+        self.num_refused = 0
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightUpdate:
+        if self.is_full:
+            self.num_refused += 1
+            raise NoSpace(f"Version {version} could not be written.")
+        return super().publish(version, tensors)
+
+
+def test_without_space_the_newest_weights_are_tried_again(
+    emitted: "queue.Queue[WeightUpdate]", capfd: pytest.CaptureFixture[str]
+):
+    full = FullSender()
+    publisher = Publisher(full, emit=emitted.put)
+    for version in range(1, 6):
+        publisher.publish(version, weights(version))
+        while full.num_refused < version:  # each publish wakes the thread for another try
+            time.sleep(0.001)
+    full.is_full = False
+    publisher.publish(6, weights(6))
+    assert versions(emitted, 1) == [6]
+    assert publisher.superseded == 5
+    assert full.published[6]["weight"].tolist() == [6, 6, 6]
+    publisher.close()
+    assert capfd.readouterr().err == "Version 1 could not be written. Trying for 60 s.\n"
+
+
+def test_without_space_for_too_long_the_publisher_fails(emitted: "queue.Queue[WeightUpdate]"):
+    publisher = Publisher(FullSender(), emit=emitted.put, patience_s=0.05)
+    publisher.publish(1, weights(1))
+    publisher._thread.join(5)
+    with pytest.raises(NoSpace, match="Version 1 could not be written"):
+        publisher.check()
+
+
 def test_shapes_may_change_between_snapshots(
     publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
 ):
@@ -186,12 +229,12 @@ def test_a_trainer_that_outruns_its_engines_delivers_only_whole_versions():
     """200 versions through real shared memory while a slow engine stages what it gets."""
     torch.set_num_threads(1)
     emitted: queue.Queue[WeightUpdate | None] = queue.Queue()
-    publisher = Publisher(ShmSender(dtype=torch.float32), emit=emitted.put)
+    publisher = Publisher(make_sender("shm", dtype=torch.float32), emit=emitted.put)
     released: queue.Queue[int] = queue.Queue()
     seen: list[int] = []
 
     def engine() -> None:
-        receiver = ShmReceiver()
+        receiver = make_receiver("shm")
         while (update := emitted.get(timeout=20)) is not None:
             tensors = receiver.stage(update)
             seen.append(update.version)

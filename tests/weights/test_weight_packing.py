@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.errors import WeightError
+from millrace.weights.checksum import checksum
 from millrace.weights.packing import (
     ALIGN_BYTES,
     check_fits,
     check_manifest,
-    checksum,
     lay_out,
     pack,
     unpack,
@@ -32,11 +32,13 @@ def test_tensors_lie_aligned_and_apart_and_come_back(named: dict[str, torch.Tens
     end = 0
     for spec in specs:
         assert spec.offset % ALIGN_BYTES == 0
+        assert spec.offset - end < ALIGN_BYTES
         assert spec.offset >= end
         size = 2 if named[spec.name].is_floating_point() else named[spec.name].itemsize
         end = spec.offset + named[spec.name].numel() * size
-    assert num_bytes == end
-    payload = bytearray(num_bytes)
+    assert num_bytes % ALIGN_BYTES == 0
+    assert 0 <= num_bytes - end < ALIGN_BYTES
+    payload = torch.zeros(num_bytes, dtype=torch.uint8)
     pack(named, specs, into=payload)
     for name, tensor in unpack(specs, payload).items():
         sent = named[name]
@@ -47,7 +49,7 @@ def test_tensors_lie_aligned_and_apart_and_come_back(named: dict[str, torch.Tens
 def test_the_checksum_covers_every_byte():
     named = {"a": torch.ones(3), "b": torch.ones(5)}
     specs, num_bytes = lay_out(named, dtype=torch.float32)
-    payload = bytearray(num_bytes)
+    payload = torch.zeros(num_bytes, dtype=torch.uint8)
     pack(named, specs, into=payload)
     sound = checksum(payload)
     for position in range(num_bytes):
@@ -64,15 +66,17 @@ def test_the_checksum_covers_every_byte():
         ({"offset": -64}, "no tensor can lie"),
         ({"offset": 3}, "no tensor can lie"),
         ({"shape": (-1, -3)}, "no tensor can lie"),
-        ({"offset": 6400}, "beyond the 80 bytes"),
-        ({"shape": (2**62,)}, "beyond the 80 bytes"),
+        ({"offset": 6400}, "beyond the 128 bytes"),
+        ({"shape": (2**62,)}, "beyond the 128 bytes"),
         ({"name": "a"}, "twice"),
+        ({"offset": 0}, "no tensor can lie"),
+        ({"shape": (0,)}, "of 128 bytes has tensors for 64"),
     ],
 )
 def test_a_manifest_that_leaves_its_payload_is_refused(change: dict[str, object], reason: str):
     named = {"a": torch.ones(3), "b": torch.ones(4)}
     (first, second), num_bytes = lay_out(named, dtype=torch.float32)
-    assert num_bytes == 80
+    assert num_bytes == 128
     broken = dataclasses.replace(second, **change)
     with pytest.raises(WeightError, match=reason):
         check_manifest((first, broken), num_bytes=num_bytes)

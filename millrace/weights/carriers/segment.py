@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from millrace.core.errors import WeightError
 
@@ -49,6 +50,11 @@ class Segment:
     @property
     def payload(self) -> memoryview:
         return memoryview(self._mapping)[: self.num_bytes]
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The segment as a tensor; it keeps the memory mapped."""
+        return torch.frombuffer(self._mapping, dtype=torch.uint8)[: self.num_bytes]
 
     def close(self) -> None:
         """Give the memory back, as soon as nobody maps it any more."""

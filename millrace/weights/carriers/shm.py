@@ -1,113 +1,68 @@
-"""The shared-memory transport: the trainer packs into a ring of segments, engines map them.
+"""The shared-memory transport: the trainer packs into segments, engines on the same host map them.
 
-Promise: all-or-nothing. stage() returns the complete, verified tensors of one version or raises
-WeightError; the sender never writes into a segment whose version was not released.
-
-Each class is used by one thread of its process.
+Promise: nothing is copied on the way, and nothing outlives the trainer (see segment.py). What an
+engine maps stays as it is until the version is released.
 """
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
-from millrace.core.errors import WeightError
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights import packing
-from millrace.weights.segment import Backing, Segment, SegmentReader, default_backing
+from millrace.weights.carriers.segment import Backing, Segment, SegmentReader, default_backing
+from millrace.weights.inlet import Fetched, Staging
+from millrace.weights.outlet import Memory
 
 TRANSPORT = "shm"
 
 
-class ShmSender:
-    """Trainer side. Holds up to `num_segments` versions that engines may be reading."""
+class ShmOutlet:
+    """Trainer side."""
 
-    def __init__(
-        self, *, dtype: torch.dtype, num_segments: int = 3, backing: Backing | None = None
-    ) -> None:
-        self.dtype = dtype
-        self._num_segments = num_segments
+    transport = TRANSPORT
+
+    def __init__(self, *, backing: Backing | None = None) -> None:
         self._backing: Backing = backing or default_backing()
-        self._free: list[Segment] = []
-        self._held: dict[int, Segment] = {}  # by version
 
-    @property
-    def has_room(self) -> bool:
-        """False while every segment is held by a version that was not released."""
-        return len(self._held) < self._num_segments
-
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightUpdate:
-        if version in self._held:
-            raise WeightError(f"Version {version} is already published.")
-        if not self.has_room:
-            raise WeightError(
-                f"Versions {sorted(self._held)} fill all {self._num_segments} segments;"
-                " release one before publishing the next."
-            )
-        specs, num_bytes = packing.lay_out(tensors, dtype=self.dtype)
-        segment = self._take(num_bytes)
-        self._held[version] = segment
-        try:
-            packing.pack(tensors, specs, into=segment.payload)
-        except BaseException:
-            self.release(version)
-            raise
-        return WeightUpdate(
-            version=version,
-            tensors=specs,
-            num_bytes=num_bytes,
-            checksum=packing.checksum(segment.payload),
-            transport=TRANSPORT,
-            location=segment.location,
-        )
-
-    def release(self, version: int) -> None:
-        segment = self._held.pop(version, None)
-        if segment is None:
-            raise WeightError(f"Version {version} is not published, or was released before.")
-        self._free.append(segment)
-
-    def close(self) -> None:
-        for segment in (*self._free, *self._held.values()):
-            segment.close()
-        self._free.clear()
-        self._held.clear()
-
-    def _take(self, num_bytes: int) -> Segment:
-        """A free segment of this size. Segments of another size are given up: the model changed."""
-        for segment in [*self._free]:
-            self._free.remove(segment)
-            if segment.num_bytes == num_bytes:
-                return segment
-            segment.close()
+    def allocate(self, num_bytes: int, *, device: torch.device) -> Segment:
         return Segment(num_bytes, backing=self._backing)
 
+    def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
+        assert isinstance(payload, Segment)
+        short = update.delta
+        if short is not None:
+            assert isinstance(delta, Segment)
+            short = replace(short, location=delta.location)
+        return replace(update, location=payload.location, delta=short)
 
-class ShmReceiver:
-    """Engine side. The tensors of a stage() are valid until the version is released."""
+    def withdraw(self, version: int) -> None:
+        pass  # an engine that still maps it finds bytes that do not match their checksum
 
-    def __init__(
-        self, *, expected: Mapping[str, tuple[int, ...]] | None = None, keep: int = 3
-    ) -> None:
-        """`expected`: names and shapes the model has, if updates must be exactly those."""
-        self._expected = expected
+    def close(self) -> None:
+        pass
+
+
+class ShmInlet:
+    """Engine side. What a fetch returned is valid until the version is released."""
+
+    transport = TRANSPORT
+
+    def __init__(self, *, keep: int = 3) -> None:
         self._reader = SegmentReader(keep=keep)
 
-    def stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
-        if update.transport != TRANSPORT:
-            raise WeightError(
-                f"Version {update.version} comes by {update.transport!r}, and this engine takes"
-                f" {TRANSPORT!r}; set weights.transport the same for all workers."
-            )
-        packing.check_manifest(update.tensors, num_bytes=update.num_bytes)
-        if self._expected is not None:
-            packing.check_fits(update.tensors, expected=self._expected)
+    def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
+        short = update.delta
+        if short is not None and short.base == base:
+            blob = self._reader.map(short.location, num_bytes=short.num_bytes)
+            return Fetched(flat=_tensor(blob, short.num_bytes), kind="delta")
         payload = self._reader.map(update.location, num_bytes=update.num_bytes)
-        if packing.checksum(payload) != update.checksum:
-            raise WeightError(
-                f"The bytes of version {update.version} do not match their checksum;"
-                " the engine keeps the weights it has."
-            )
-        return packing.unpack(update.tensors, payload)
+        return Fetched(flat=_tensor(payload, update.num_bytes), kind="mapped")
 
     def close(self) -> None:
         self._reader.close()
+
+
+def _tensor(buffer: object, num_bytes: int) -> torch.Tensor:
+    if num_bytes == 0:  # frombuffer takes no empty range
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(buffer, dtype=torch.uint8)

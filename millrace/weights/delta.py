@@ -1,0 +1,83 @@
+"""A version as what changed since another: indices and values of the words that differ.
+
+Promise: apply(find(new, old), old) is new, bit for bit. A word is as wide as the engine's dtype, so
+that small steps, which leave most bfloat16 values as they were, travel small.
+
+The blob: num_changed indices (int32, or int64 from 2**31 words on), ascending; then as many words.
+"""
+
+import torch
+
+from millrace.core.errors import WeightError
+from millrace.core.weight_update import Delta, WeightUpdate
+
+_WORDS = {2: torch.int16, 4: torch.int32}
+_CHUNK_WORDS = 2**24  # compared at a time: bounds the memory that comparing takes
+
+
+def find(
+    new: torch.Tensor, old: torch.Tensor, *, word_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Indices and values of the words that differ; None if they take no less than `new`."""
+    new_words, old_words = _words(new, word_bytes), _words(old, word_bytes)
+    index_dtype = _index_dtype(len(new_words))
+    left = (len(new) - 1) // (index_dtype.itemsize + word_bytes)  # how many still are smaller
+    found: list[torch.Tensor] = []
+    for start in range(0, len(new_words), _CHUNK_WORDS):
+        chunk = slice(start, start + _CHUNK_WORDS)
+        changed = (new_words[chunk] != old_words[chunk]).nonzero().squeeze(1)
+        left -= len(changed)
+        if left < 0:
+            return None
+        found.append((changed + start).to(index_dtype))
+    indices = torch.cat(found) if found else torch.empty(0, dtype=index_dtype, device=new.device)
+    return indices, new_words[indices.long()]
+
+
+def blob_bytes(num_changed: int, *, num_bytes: int, word_bytes: int) -> int:
+    """Size of the blob of a delta on a payload of num_bytes."""
+    return num_changed * (_index_dtype(num_bytes // word_bytes).itemsize + word_bytes)
+
+
+def write(changes: tuple[torch.Tensor, torch.Tensor], *, into: torch.Tensor) -> None:
+    indices, values = changes
+    end = indices.numel() * indices.itemsize
+    into[:end].view(indices.dtype).copy_(indices)
+    into[end:].view(values.dtype).copy_(values)
+
+
+def check(update: WeightUpdate, delta: Delta) -> None:
+    """Refuse a delta that cannot be one of this update."""
+    is_sound = delta.word_bytes in _WORDS and delta.num_changed >= 0
+    if not is_sound or delta.num_bytes != blob_bytes(
+        delta.num_changed, num_bytes=update.num_bytes, word_bytes=delta.word_bytes
+    ):
+        raise WeightError(f"The delta of version {update.version} has an impossible size.")
+
+
+def apply(
+    blob: torch.Tensor,
+    update: WeightUpdate,
+    *,
+    delta: Delta,
+    base: torch.Tensor,
+    into: torch.Tensor,
+) -> None:
+    """Make `into` the payload of `update`, from that of the delta's base."""
+    words = _words(into, delta.word_bytes)
+    index_dtype = _index_dtype(len(words))
+    end = delta.num_changed * index_dtype.itemsize
+    indices = blob[:end].view(index_dtype).to(words.device).long()
+    values = blob[end : delta.num_bytes].view(words.dtype).to(words.device)
+    if len(indices) and not (int(indices.min()) >= 0 and int(indices.max()) < len(words)):
+        raise WeightError(f"The delta of version {update.version} leaves its payload.")
+    into.copy_(base)
+    words[indices] = values
+
+
+def _words(payload: torch.Tensor, word_bytes: int) -> torch.Tensor:
+    return payload.view(_WORDS[word_bytes])
+
+
+def _index_dtype(num_words: int) -> torch.dtype:
+    return torch.int32 if num_words < 2**31 else torch.int64

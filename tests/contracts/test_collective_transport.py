@@ -1,0 +1,153 @@
+"""The collective transport keeps the transport contract over gloo."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from remote_receiver import RemoteReceiver
+from transport_contract import DeltaContract, TransportContract, assert_arrived, some_tensors
+from transport_faults import FaultContract, sums_of, weights_of
+
+from millrace.core.errors import WeightError
+from millrace.core.protocols import WeightReceiver
+from millrace.core.weight_update import WeightUpdate
+from millrace.weights.outlet import PackingSender
+from millrace.weights.publisher import Sender
+from millrace.weights.receiver import make_receiver as receiver_by_name
+from millrace.weights.sender import make_sender as sender_by_name
+
+
+def new_sender(dtype: torch.dtype, **arguments: Any) -> PackingSender:
+    arguments = {"timeout_s": 10.0, "bucket_bytes": 2**16, **arguments}
+    return sender_by_name("collective", dtype=dtype, **arguments)
+
+
+def new_receiver(**arguments: Any) -> WeightReceiver:
+    return receiver_by_name("collective", timeout_s=10.0, **arguments)
+
+
+class TestCollective(DeltaContract, FaultContract, TransportContract):
+    transport = "collective"
+
+    @pytest.fixture
+    def make_sender(self) -> Callable[..., Sender]:
+        return new_sender
+
+    @pytest.fixture
+    def sender_for_two(self) -> Iterator[Sender]:
+        sender = new_sender(torch.float32, num_engines=2)
+        yield sender
+        sender.close()
+
+    @pytest.fixture
+    def make_receiver(self) -> Callable[..., WeightReceiver]:
+        return new_receiver
+
+    def corrupt(self, sender: Sender, update: WeightUpdate) -> None:
+        assert isinstance(sender, PackingSender)
+        sender._held[update.version].payload.flat[0] ^= 1  # on its way, as it were
+
+
+@pytest.fixture
+def pair() -> Iterator[Sender]:
+    sender = new_sender(torch.float32, num_engines=2, bucket_bytes=100)
+    yield sender
+    sender.close()
+
+
+def together(update: WeightUpdate, *receivers: WeightReceiver) -> list[Any]:
+    """What each receiver staged, or its error; all at the same time."""
+    outcomes: list[Any] = [None] * len(receivers)
+
+    def receive(index: int) -> None:
+        try:
+            outcomes[index] = receivers[index].stage(update)
+        except WeightError as error:
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=receive, args=(i,)) for i in range(len(receivers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def test_two_engines_receive_in_one_broadcast_and_the_group_is_kept(pair: Sender):
+    receivers = [new_receiver(), new_receiver()]
+    groups = set()
+    for version in range(3):
+        sent = some_tensors(seed=version)
+        for received in together(pair.publish(version, sent), *receivers):
+            assert_arrived(received, sent, torch.float32)
+        groups.add(pair._outlet._group_number)  # type: ignore[attr-defined]
+        pair.release(version)
+    assert groups == {1}
+    for receiver in receivers:
+        receiver.close()
+
+
+def test_an_engine_that_comes_late_gets_a_group_with_the_others(pair: Sender):
+    first, second = new_receiver(), new_receiver()
+    sent = some_tensors()
+    assert_arrived(first.stage(pair.publish(1, sent)), sent, torch.float32)
+    for received in together(pair.publish(2, sent), first, second):
+        assert_arrived(received, sent, torch.float32)
+    first.close()
+    assert_arrived(second.stage(pair.publish(3, sent)), sent, torch.float32)
+    second.close()
+
+
+def test_a_delta_goes_out_only_if_every_engine_holds_its_base():
+    sender = new_sender(torch.float32, num_engines=2, payload="delta")
+    old, new = new_receiver(payload="delta"), new_receiver(payload="delta")
+    weights = {"weight": torch.zeros(1000)}
+    old.stage(sender.publish(1, weights))
+    for version in (2, 3):  # full for both, because one holds nothing; then a delta for both
+        weights["weight"][version] = version
+        for received in together(sender.publish(version, weights), old, new):
+            assert_arrived(received, weights, torch.float32)
+    for member in (old, new, sender):
+        member.close()
+
+
+def test_an_engine_that_hangs_is_given_up_and_the_others_get_the_version():
+    sender = new_sender(torch.float32, num_engines=2, timeout_s=1.0)
+    survivor = receiver_by_name("collective", timeout_s=1.0)
+    hanging = RemoteReceiver("collective", timeout_s=1.0)
+    try:
+        for version in (1, 2):
+            update = sender.publish(version, weights_of(version))
+            hanging.begin_stage(update)
+            if version == 2:
+                hanging.process.send_signal(signal.SIGSTOP)
+            [received] = together(update, survivor)
+            for tensor in received.values():
+                assert torch.all(tensor == version)
+            if version == 1:
+                assert hanging.answer() == sums_of(1)
+    finally:
+        hanging.close()
+        survivor.close()
+        sender.close()
+
+
+def test_an_engine_without_the_token_is_turned_away(pair: Sender):
+    update = pair.publish(1, some_tensors())
+    forged = update.location.replace('"token":"', '"token":"0')
+    receiver = new_receiver()
+    with pytest.raises(WeightError, match="did not arrive"):
+        receiver.stage(type(update)(**{**_fields(update), "location": forged}))
+    receiver.close()
+
+
+def _fields(update: WeightUpdate) -> dict[str, Any]:
+    return {name: getattr(update, name) for name in update.__dataclass_fields__}
+
+
+def test_an_address_that_is_not_this_hosts_is_refused():
+    with pytest.raises(WeightError, match=r"weights\.address = '192\.0\.2\.1' cannot be listened"):
+        new_sender(torch.float32, address="192.0.2.1")

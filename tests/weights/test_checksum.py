@@ -1,0 +1,41 @@
+"""The sum that GPUs use, computed here on the host; it is the same torch code there."""
+
+import pytest
+import torch
+
+from millrace.weights.checksum import checksum, word_sum
+
+
+def payload(num_words: int, *, seed: int = 0) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_words * 4,), generator=draw, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("num_words", [1, 7, 4096, 4097, 3 * 4096 + 5])
+def test_every_changed_bit_changes_the_sum(num_words: int):
+    sound = payload(num_words)
+    total = word_sum(sound)
+    for position in range(0, len(sound), max(1, len(sound) // 50)):
+        for bit in range(8):
+            damaged = sound.clone()
+            damaged[position] ^= 1 << bit
+            assert word_sum(damaged) != total
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 4096), (5, 4096 + 5), (1, 9000)])
+def test_exchanged_words_change_the_sum(first: int, second: int):
+    words = torch.arange(1, 9002, dtype=torch.int32)
+    total = word_sum(words.view(torch.uint8))
+    words[first], words[second] = words[second].item(), words[first].item()
+    assert word_sum(words.view(torch.uint8)) != total
+
+
+def test_nothing_has_a_sum_too():
+    empty = torch.empty(0, dtype=torch.uint8)
+    assert word_sum(empty) == 0
+    assert checksum(empty) == checksum(empty.clone())
+
+
+def test_the_sum_wraps_instead_of_overflowing():
+    full = torch.full((8 * 4096,), 255, dtype=torch.uint8)
+    assert 0 <= word_sum(full) < 2**64

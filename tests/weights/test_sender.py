@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from millrace.weights.sender import resolve_address, resolve_transport
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "engine_device", "is_one_host", "transport"),
+    [
+        (CPU, "auto", True, "shm"),
+        (CPU, "cpu", True, "shm"),
+        (CPU, "cuda", True, "shm"),
+        (GPU, "cpu", True, "shm"),
+        (GPU, "auto", True, "ipc"),
+        (GPU, "cuda:0", True, "ipc"),
+        (GPU, "auto", False, "collective"),
+        (CPU, "auto", False, "collective"),
+    ],
+)
+def test_auto_picks_by_where_workers_sit(
+    device: torch.device, engine_device: str, is_one_host: bool, transport: str
+):
+    found = resolve_transport(
+        "auto", device=device, engine_device=engine_device, is_one_host=is_one_host
+    )
+    assert found == transport
+
+
+def test_a_transport_that_was_asked_for_is_kept():
+    assert resolve_transport("disk", device=GPU, engine_device="auto", is_one_host=True) == "disk"
+
+
+@pytest.mark.parametrize(
+    ("address", "is_one_host", "cluster_address", "expected"),
+    [
+        ("auto", True, "tcp://10.0.0.1:5000", "127.0.0.1"),
+        ("auto", False, "tcp://10.0.0.1:5000", "10.0.0.1"),
+        ("auto", False, "tcp://[fd00::1]:5000", "fd00::1"),
+        ("auto", False, "trainer.lan", "trainer.lan"),
+        ("10.0.0.2", False, "tcp://10.0.0.1:5000", "10.0.0.2"),
+    ],
+)
+def test_the_trainer_listens_where_its_engines_are(
+    address: str, is_one_host: bool, cluster_address: str, expected: str
+):
+    found = resolve_address(address, is_one_host=is_one_host, cluster_address=cluster_address)
+    assert found == expected
