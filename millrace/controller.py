@@ -152,7 +152,7 @@ class Controller:
             if self._version + 1 < steps:
                 # Fit for the version this step makes, which is the trainer's when it is used.
                 upcoming = activities.create_task(self._next_batch(self._version + 1))
-            metrics = await self._before_stall(self._trainer.step(batch, version=self._version + 1))
+            metrics = await self._before_stall(self._step(batch))
             self._watcher.step(self.moment(), groups=groups, trainer_metrics=metrics)
             self._version += 1
             self._dispatcher.finish(group.number for group in groups)
@@ -164,6 +164,19 @@ class Controller:
             pack, groups, microbatch_tokens=self._config.trainer.microbatch_tokens
         )
         return groups, batch
+
+    async def _step(self, batch: Batch) -> dict[str, float]:
+        """Learn one batch. With cluster.take_turns the engines pause meanwhile; evaluations that
+        are under way go on between two steps."""
+        version = self._version + 1
+        if not self._config.cluster.take_turns:
+            return await self._trainer.step(batch, version=version)
+        await self._engines.pause()
+        metrics = await self._trainer.step(batch, version=version)
+        # Before the weights are published, which is copying and needs no turn of its own.
+        # After a step that failed nobody resumes them: it ends the run.
+        await self._engines.resume()
+        return metrics
 
     async def _after_step(self, activities: asyncio.TaskGroup) -> None:
         """Checkpoint and evaluate when due."""

@@ -75,6 +75,7 @@ class ScriptedEngine:
         self.texts = texts
         self.requests: list[Request] = []
         self.aborted: list[str] = []
+        self.is_paused = False
 
     async def generate(self, request: Request) -> list[Completion]:
         self.requests.append(request)
@@ -85,6 +86,12 @@ class ScriptedEngine:
 
     async def abort(self, ids: Sequence[str]) -> None:
         self.aborted += ids
+
+    async def pause(self) -> None:
+        self.is_paused = True
+
+    async def resume(self) -> None:
+        self.is_paused = False
 
 
 def make_completion(text: str, *, version: int = 0) -> Completion:
