@@ -1,4 +1,4 @@
-"""The command line: demo, init, train, inspect, bench.
+"""The command line: demo, init, train, join, inspect, bench.
 
 Promise: what goes wrong is told in one sentence on stderr and by the exit code; only a failing
 worker's own traceback follows it. Nothing heavy is imported before a command needs it.
@@ -86,6 +86,20 @@ what it leaves in the run directory (setting run_dir):
 Ctrl-C stops all workers; --resume goes on from the newest checkpoint.
 """
 
+JOIN = """\
+Bring engines from this host into a run whose controller is on another. The run says where its
+ticket lies (setting cluster.ticket); copy it here, over ssh or the like: it is a secret, and this
+command refuses one that others on this machine can read.
+
+The engines load the run's model.path, which must exist here too. They end with the run, with this
+command, and when the controller cannot be heard any more.
+"""
+
+JOIN_MORE = """\
+example:
+  scp controller:ticket.json . && millrace join ticket.json --count 2
+"""
+
 INSPECT = """\
 Summarise a run from its directory, whether it has finished, still runs, or was killed: reward,
 accuracy, speed, staleness, how busy every worker was and what it waited for, and what was dropped.
@@ -163,6 +177,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("config", type=Path, metavar="RUN.toml")
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+
+    join = _new_parser(
+        commands.add_parser, JOIN, JOIN_MORE, name="join", help="bring engines from another host"
+    )
+    join.add_argument("ticket", type=Path, metavar="TICKET")
+    join.add_argument("--count", type=int, default=1, metavar="N", help="engines (default: 1)")
+    join.add_argument(
+        "--log-dir",
+        type=Path,
+        default=Path("logs"),
+        metavar="DIR",
+        help="what the engines print (default: logs)",
+    )
+    join.set_defaults(run=_join)
 
     inspect = _new_parser(
         commands.add_parser, INSPECT, name="inspect", help="summarise a run and draw its plots"
@@ -266,6 +294,15 @@ def _outcome(result: "RunResult") -> str:
     lines.append(f"checkpoint         {result.checkpoint}")
     lines.append(f"everything else    {result.run_dir} (see `millrace inspect {result.run_dir}`)")
     return "\n".join(lines)
+
+
+def _join(args: argparse.Namespace) -> int:
+    from millrace.cluster.guests.join import join
+    from millrace.cluster.guests.ticket import read_ticket
+
+    ticket = read_ticket(args.ticket)
+    join(ticket, module="millrace.workers.engine", count=args.count, log_dir=args.log_dir)
+    return DONE
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -24,6 +24,8 @@ NonNegativeFloat = Annotated[Float, Field(ge=0)]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
+# Settings that are paths.
+_PATHS = ("run_dir", "tasks.path", "evaluate.path", "cluster.ticket", "weights.directory")
 
 
 class Section(BaseModel):
@@ -91,8 +93,10 @@ class BufferConfig(Section):
 
 
 class EngineConfig(Section):
-    count: PositiveInt = 1
-    """Engine processes."""
+    count: NonNegativeInt = 1
+    """Engine processes on this host."""
+    remote: NonNegativeInt = 0
+    """Further engines, which other hosts bring with `millrace join`; see docs/cluster.md."""
     device: str = "auto"
     dtype: Dtype = "float32"
     threads: PositiveInt | None = None
@@ -103,10 +107,17 @@ class EngineConfig(Section):
     """Tokens per KV block."""
     num_blocks: PositiveInt | None = None
     """KV blocks; by default enough for max_sequences at full context, within kv_bytes."""
-    kv_bytes: PositiveInt = 2**30
-    """Upper bound of the KV cache when num_blocks is not given."""
-    prefill_tokens: PositiveInt = 2048
-    """Prompt tokens computed per forward pass; longer prompts are prefilled in chunks."""
+    kv_bytes: PositiveInt | None = None
+    """Upper bound of the KV cache when num_blocks is not given; by default 1 GiB on a CPU and 40 %
+    of what is free on a GPU."""
+    prefill_tokens: PositiveInt | None = None
+    """Prompt tokens computed per forward pass; longer prompts are prefilled in chunks. By default
+    2048 on a CPU, 16384 on a GPU."""
+    round_steps: PositiveInt | None = None
+    """Tokens each sequence decodes per round trip to the device, at most: a round is shorter while
+    requests wait, and ends early when new weights are there. By default 1 on a CPU, 32 on a GPU."""
+    compile: bool = True
+    """On a GPU, fuse each decoder layer with torch.compile; it takes some seconds at the start."""
     max_context: PositiveInt | None = None
     """Longest sequence; the model's own limit if not given."""
     kv: Literal["keep", "recompute"] = "keep"
@@ -136,11 +147,28 @@ class TrainerConfig(Section):
     logprob_chunk: PositiveInt = 1024
     """Tokens whose logits exist at one time."""
     gradient_checkpointing: bool = False
+    """Compute each layer twice to keep less for the backward pass."""
+    compile: bool = False
+    """Compile the layers (torch.compile): slower to start, faster steps. Needs g++, and Triton on
+    a GPU."""
 
 
 class WeightsConfig(Section):
-    transport: Literal["shm"] = "shm"
-    """How new weights reach the engines: "shm" = shared memory on one host."""
+    transport: Literal["auto", "shm", "ipc", "collective", "disk"] = "auto"
+    """How new weights reach the engines: "shm" = shared memory on one host, "ipc" = GPU memory on
+    one host, "collective" = one broadcast to all, "disk" = files in a directory that all share.
+    "auto" is ipc between GPUs of one host, else shm there, and collective with remote engines."""
+    payload: Literal["full", "delta"] = "full"
+    """What travels: every value, or those that changed in engine.dtype since the last version."""
+    directory: str | None = None
+    """Where "disk" writes, under the same path on all hosts; weights/ in run_dir if not given."""
+    address: str = "auto"
+    """Host name or address at which the trainer's host listens for "collective": "auto" is
+    loopback or, with remote engines, that of cluster.advertise or cluster.address."""
+    bucket_bytes: PositiveInt = 2**26
+    """How much "collective" sends at a time; two such buckets are under way."""
+    timeout_s: PositiveFloat = 60.0
+    """How long a broadcast may hang, or a full disk stay full, before it counts as failed."""
 
 
 class CheckpointConfig(Section):
@@ -172,14 +200,31 @@ class WatchConfig(Section):
 
 class ClusterConfig(Section):
     address: str = "auto"
-    """Where the controller listens: "auto" (a private local socket) or "tcp://HOST:PORT" on
-    loopback."""
+    """Where the controller listens: "auto" (a private local socket) or "tcp://HOST:PORT", where
+    HOST is a name or interface of this machine, or * for all. TCP is always encrypted, and only
+    workers with the run's keys get in."""
+    advertise: str | None = None
+    """Host name by which other hosts reach the controller; by default the HOST of address, or with
+    * this machine's own name."""
+    ticket: str | None = None
+    """File written for `millrace join` while the run lasts; a secret, so never in run_dir."""
+    join_timeout_s: PositiveFloat = 600.0
+    """How long the run waits for engines from other hosts."""
+    heartbeat_timeout_s: Annotated[Float, Field(ge=1, le=3600)] = 30.0
+    """A worker on another host that is silent for this long is taken for dead; so is the controller
+    by that host."""
     start_timeout_s: PositiveFloat = 180.0
     """How long a worker may take to come up."""
     stop_timeout_s: PositiveFloat = 10.0
     """How long a worker may take to stop before it is killed."""
     stall_timeout_s: PositiveFloat = 600.0
     """The run stops if no step completes for this long, saying what waits for what."""
+    mps: Literal["auto", "on", "off"] = "auto"
+    """Share the GPU through NVIDIA MPS, whose daemon the run starts and stops: "auto" where it is
+    installed and several workers use a GPU, "on" = or fail; see docs/one-gpu.md."""
+    take_turns: bool = False
+    """Engines pause while the trainer steps, and the trainer waits for their pause: one GPU at a
+    time belongs to one of them."""
 
 
 class RunConfig(Section):
@@ -221,7 +266,37 @@ class RunConfig(Section):
         for section, tables in (("tasks", self.tasks), ("evaluate", self.evaluate)):
             if tables.path is not None and tables.function is not None:
                 raise ValueError(f"{section}.path and {section}.function are both set; keep one")
+        if self.engine.count + self.engine.remote < 1:
+            raise ValueError(
+                "engine.count = 0 and engine.remote = 0 leave nobody to generate; raise one"
+            )
+        if self.engine.remote > 0:
+            self._can_be_joined()
         return self
+
+    def _can_be_joined(self) -> None:
+        """Raise ValueError unless engines on other hosts could take part."""
+        remote, cluster = f"engine.remote = {self.engine.remote}", self.cluster
+        if cluster.address == "auto":
+            raise ValueError(
+                f"{remote}, but cluster.address = 'auto' is a local socket that no other host"
+                " reaches; set cluster.address to 'tcp://HOST:PORT'"
+            )
+        if cluster.ticket is None:
+            raise ValueError(
+                f"{remote}, but no cluster.ticket says where to write the file that"
+                " `millrace join` needs; set it to a path outside run_dir"
+            )
+        if Path(cluster.ticket).resolve().is_relative_to(Path(self.run_dir).resolve()):
+            raise ValueError(
+                f"cluster.ticket = {cluster.ticket!r} is a secret and lies in run_dir ="
+                f" {self.run_dir!r}, which is for keeping and sharing; choose another path"
+            )
+        if self.weights.transport in ("shm", "ipc"):
+            raise ValueError(
+                f"{remote}, but weights.transport = {self.weights.transport!r} reaches engines on"
+                " this host only; use 'collective', or 'disk' with a directory that all hosts share"
+            )
 
 
 def load_config(
@@ -282,7 +357,7 @@ def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
         return value
     # A model may also be a hub name, which is no path at all; a reference to a file holds ".py:".
     is_model = key in ("model", "model.path") and (folder / value).exists()
-    is_path = key in ("run_dir", "tasks.path", "evaluate.path")
+    is_path = key in _PATHS
     return str(folder / value) if is_model or is_path or ".py:" in value else value
 
 

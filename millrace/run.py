@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from millrace.cluster.guests.ticket import offered
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Message, Progress, Published, StartEngine, StartTrainer
+from millrace.cluster.mps import behind, shared_gpu
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig, load_config
 from millrace.controller import Controller, Outcome
-from millrace.core.errors import MillraceError, RunFailed
+from millrace.core.errors import ConfigError, MillraceError, RunFailed
 from millrace.core.records import Sampling
 from millrace.engines.pool import EnginePool, RemoteEngine
 from millrace.envs.single_turn import SingleTurn
@@ -63,8 +65,9 @@ def train(
     Settings come from a TOML file, a dict, or keyword arguments (`model="...", trainer={"steps":
     10}`), which go on top. Tasks and reward functions may be Python objects.
     """
+    settled = load_config(config, overrides=settings)
     prepared = prepare(
-        load_config(config, overrides=settings),
+        settled,
         tasks=tasks,
         eval_tasks=eval_tasks,
         scorers=[scorers] if callable(scorers) else scorers,
@@ -73,7 +76,10 @@ def train(
     run_dir = RunDir(prepared.config.run_dir)
     run_dir.open(prepared.config, resume=resume)
     try:
-        return _run_on_own_loop(lambda: _Run(prepared, run_dir=run_dir, resume=resume).run())
+        threads = settled.engine.threads
+        return _run_on_own_loop(
+            lambda: _Run(prepared, threads=threads, run_dir=run_dir, resume=resume).run()
+        )
     finally:
         run_dir.close()
 
@@ -81,9 +87,14 @@ def train(
 class _Run:
     """The processes of one run, and what they say. Lives on the controller's event loop."""
 
-    def __init__(self, prepared: Prepared, *, run_dir: RunDir, resume: bool) -> None:
+    def __init__(
+        self, prepared: Prepared, *, threads: int | None, run_dir: RunDir, resume: bool
+    ) -> None:
+        """`threads` of an engine as the user set them; this machine's cores are not another's."""
         self._prepared = prepared
         self._config = prepared.config
+        engine = prepared.config.engine.model_copy(update={"threads": threads})
+        self._remote_config = prepared.config.model_copy(update={"engine": engine})
         self._run_dir = run_dir
         self._watcher = Watcher(
             prepared.config,
@@ -91,26 +102,32 @@ class _Run:
             resume_from=prepared.cursor.version if resume else None,
         )
         self._controller: Controller | None = None
+        # Of engines and trainer only: a scorer may be killed at any time, and MPS lets such a
+        # death disturb everyone who computes on that GPU.
+        self._gpu_env: dict[str, str] = {}
 
     async def run(self) -> RunResult:
         start_s = time.monotonic()
         cluster = self._config.cluster
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._watcher.close)
+            self._gpu_env = await stack.enter_async_context(self._shared_gpu())
             private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-")))
             hub = await stack.enter_async_context(
                 Hub(
                     log_dir=self._run_dir.logs,
                     on_event=self._heard,
                     address=cluster.address,
+                    advertise=cluster.advertise,
                     start_timeout_s=cluster.start_timeout_s,
                     stop_timeout_s=cluster.stop_timeout_s,
+                    heartbeat_timeout_s=cluster.heartbeat_timeout_s,
                 )
             )
             scorers = self._make_scorers(hub, folder=private)
             # Before the hub: it would take the scorers' end for their death, and replace them.
             stack.push_async_callback(scorers.close)
-            with _first_cause():
+            with _first_cause(), self._invitation(hub):
                 outcome = await self._conduct(hub, scorers=scorers)
         seconds = time.monotonic() - start_s
         return self._conclude(outcome, seconds=seconds)
@@ -121,6 +138,10 @@ class _Run:
             starts = [
                 starting.create_task(self._start_engine(hub, f"engine-{i}"))
                 for i in range(self._config.engine.count)
+            ]
+            starts += [
+                starting.create_task(self._start_remote_engine(hub, f"engine-{i}"))
+                for i in range(len(starts), len(starts) + self._config.engine.remote)
             ]
             starting_trainer = starting.create_task(self._start_trainer(hub))
             starting.create_task(scorers.start())
@@ -134,18 +155,57 @@ class _Run:
                 watch.cancel()
         return outcome
 
-    async def _start_engine(self, hub: Hub, name: str) -> Worker:
-        worker = await hub.launch(name, "millrace.workers.engine")
-        start = StartEngine(
-            config=self._config.model_dump(mode="json"),
-            model_path=self._prepared.model_path,
-            version=self._prepared.cursor.version,
+    def _shared_gpu(self) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
+        engine, trainer = self._config.engine, self._config.trainer
+        num_engines = engine.count if engine.device != "cpu" else 0
+        return shared_gpu(
+            self._config.cluster.mps,
+            num_cuda_workers=num_engines + (trainer.device != "cpu"),
+            log=self._run_dir.logs / "mps.log",
+            warn=self._watcher.warn,
         )
-        await worker.call(start, timeout_s=self._config.cluster.start_timeout_s)
+
+    @contextlib.contextmanager
+    def _invitation(self, hub: Hub) -> Iterator[None]:
+        """While the run lasts, a ticket lies ready for hosts that bring engines."""
+        remote, path = self._config.engine.remote, self._config.cluster.ticket
+        if remote == 0:
+            yield
+            return
+        assert path is not None, "checked with the config"
+        with offered(hub.ticket(), Path(path)):
+            engines = "1 engine" if remote == 1 else f"{remote} engines"
+            print(
+                f"Waiting for {engines} from other hosts; copy the ticket there, it is a secret,"
+                f" and run: millrace join {path} [--count N]",
+                flush=True,
+            )
+            yield
+
+    async def _start_engine(self, hub: Hub, name: str) -> Worker:
+        worker = await hub.launch(name, "millrace.workers.engine", env=self._gpu_env)
+        await self._load_model(worker, config=self._config, model=self._prepared.model_path)
         return worker
 
+    async def _start_remote_engine(self, hub: Hub, name: str) -> Worker:
+        worker = await hub.expect(name, timeout_s=self._config.cluster.join_timeout_s)
+        model = _from_any_folder(self._prepared.model_path)
+        try:
+            await self._load_model(worker, config=self._remote_config, model=model)
+        except ConfigError as error:
+            raise ConfigError(f"On {worker.host}, for {name}: {error}") from error
+        return worker
+
+    async def _load_model(self, engine: Worker, *, config: RunConfig, model: str) -> None:
+        start = StartEngine(
+            config=config.model_dump(mode="json"),
+            model_path=model,
+            version=self._prepared.cursor.version,
+        )
+        await engine.call(start, timeout_s=self._config.cluster.start_timeout_s)
+
     async def _start_trainer(self, hub: Hub) -> Worker:
-        worker = await hub.launch("trainer", "millrace.workers.trainer")
+        worker = await hub.launch("trainer", "millrace.workers.trainer", env=behind(self._gpu_env))
         checkpoint = self._prepared.checkpoint
         start = StartTrainer(
             config=self._config.model_dump(mode="json"),
@@ -224,6 +284,11 @@ class _Run:
             }
         )
         return result
+
+
+def _from_any_folder(model: str) -> str:
+    """What also another host, with a working directory of its own, understands."""
+    return str(Path(model).absolute()) if Path(model).exists() else model
 
 
 async def _raise_on_death(worker: Worker) -> None:

@@ -41,11 +41,11 @@ def a_run(path: Path) -> RunDir:
 def test_help_shows_every_command_and_the_exit_codes():
     done = millrace("--help")
     assert done.returncode == 0
-    for word in ("demo", "init", "train", "inspect", "start here", "exit codes"):
+    for word in ("demo", "init", "train", "join", "inspect", "start here", "exit codes"):
         assert word in done.stdout
 
 
-@pytest.mark.parametrize("command", ["demo", "init", "train", "inspect"])
+@pytest.mark.parametrize("command", ["demo", "init", "train", "join", "inspect"])
 def test_every_command_has_a_help_text_that_fits_the_terminal(command):
     done = millrace(command, "--help")
     assert done.returncode == 0
@@ -96,6 +96,11 @@ def test_an_unknown_setting_names_the_nearest_one(tmp_path):
     (tmp_path / "run.toml").write_text('model = "m"\n')
     done = millrace("train", tmp_path / "run.toml", "--trainer.stepz", "5")
     assert "Unknown setting 'trainer.stepz'; did you mean 'steps'?" in sentence_of(done)
+
+
+def test_a_missing_ticket_is_one_sentence(tmp_path):
+    done = millrace("join", tmp_path / "ticket.json")
+    assert "cannot be read: No such file" in sentence_of(done)
 
 
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):

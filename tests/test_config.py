@@ -269,3 +269,41 @@ def test_a_missing_import_inside_user_code_is_not_blamed_on_the_reference(tmp_pa
     (tmp_path / "rewards.py").write_text("import no_such_package\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         load_reference(f"{tmp_path}/rewards.py:reward")
+
+
+# Engines on other hosts
+
+JOINABLE = {
+    "engine": {"remote": 1},
+    "cluster": {"address": "tcp://*:5000", "ticket": "ticket.json"},
+    "weights": {"transport": "disk"},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"engine": {"remote": -1}}, "Setting 'engine.remote' = -1: "),
+        ({"engine": {"count": 0}}, "engine.count = 0 and engine.remote = 0 leave nobody"),
+        ({"cluster": {"ticket": "t"}}, "cluster.address = 'auto' is a local socket"),
+        ({"cluster": {"address": "tcp://*:5000"}}, "no cluster.ticket says where"),
+        (
+            {"cluster": {"address": "tcp://*:5000", "ticket": "runs/run/t.json"}},
+            "cluster.ticket = 'runs/run/t.json' is a secret and lies in run_dir",
+        ),
+        ({"weights": {"transport": "shm"}}, "weights.transport = 'shm' reaches engines on this"),
+        ({"cluster": {"heartbeat_timeout_s": 0}}, "Setting 'cluster.heartbeat_timeout_s' = 0: "),
+    ],
+)
+def test_what_keeps_engines_of_other_hosts_out_is_one_sentence(change, said):
+    assert said in sentence_of({**JOINABLE, **change})
+
+
+def test_all_engines_may_be_on_other_hosts():
+    config = load_config({"model": "m", **JOINABLE, "engine": {"count": 0, "remote": 2}})
+    assert (config.engine.count, config.engine.remote) == (0, 2)
+
+
+def test_a_relative_ticket_starts_from_the_folder_of_its_toml(tmp_path):
+    (tmp_path / "run.toml").write_text('model = "m"\n[cluster]\nticket = "ticket.json"\n')
+    assert load_config(tmp_path / "run.toml").cluster.ticket == str(tmp_path / "ticket.json")

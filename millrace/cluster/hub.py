@@ -1,8 +1,9 @@
 """The controller's end of the wire: one socket, and the worker processes behind it.
 
-Promise: a worker that dies fails every call that waits for it, at once and with its own account;
-no process, socket or file of the hub outlives it. What is no message of a known worker is counted
-and dropped.
+Promise: a worker that dies fails every call that waits for it, at once and with its own account, or
+within `heartbeat_timeout_s` if it died on another host; no process, socket or file of the hub
+outlives it. Over TCP, only holders of the run's keys get a message in. What is no message of a
+known worker is counted and dropped.
 
 Everything here runs on the controller's event loop. Bounds: the socket takes in RECEIVE_MESSAGES
 per worker and then lets that worker's sends block. Sending is not bounded by the socket, whose
@@ -11,25 +12,27 @@ choice at a full queue would be to drop; it is bounded by the callers, who wait 
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import secrets
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Self
-from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
 
-from millrace.cluster.link import EVENT_ID, TOKEN_VARIABLE, identity_of, read_frames
-from millrace.cluster.messages import Message
+from millrace.cluster import address as addresses
+from millrace.cluster.credentials import Credentials, Doorkeeper, RunKeys
+from millrace.cluster.guests.gate import Gate
+from millrace.cluster.guests.ticket import Ticket
+from millrace.cluster.link import EVENT_ID, identity_of, read_frames
+from millrace.cluster.messages import Beat, Message
+from millrace.cluster.process import start_worker
 from millrace.cluster.wire import Decoder, WireError, encode
-from millrace.cluster.worker import Send, Worker
-from millrace.core.errors import ConfigError
+from millrace.cluster.worker import Worker
+from millrace.core.errors import ConfigError, WorkerError
 
 RECEIVE_MESSAGES = 1000
 MAX_SOCKET_PATH = 100  # bytes; the operating system's limit is 104 or 108
@@ -51,19 +54,30 @@ class Hub:
         log_dir: Path,
         on_event: OnEvent,
         address: str = "auto",
+        advertise: str | None = None,
         start_timeout_s: float = 180.0,
         stop_timeout_s: float = 10.0,
+        heartbeat_timeout_s: float = 30.0,
     ) -> None:
-        """The socket lies in a private folder in `runtime_dir`, by default the temp dir."""
+        """At "auto" the socket lies in a private folder in `runtime_dir`, by default the temp dir.
+
+        `advertise` is the name by which other hosts reach this one.
+        """
         self.refused = 0  # messages from strangers, and what was no message at all
         self.unclaimed = 0  # replies to calls that were given up
-        self.address = address if address == "auto" else _loopback(address)
+        self.address = address if address == "auto" else addresses.to_bind(address)
+        """Where workers on this host connect, once the hub is entered."""
+        self._keys = None if address == "auto" else RunKeys.make()
+        self._doorkeeper: Doorkeeper | None = None  # over TCP
+        self._advertise = advertise
         self._runtime_parent = runtime_dir
         self._log_dir = log_dir
         self._on_event = on_event
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
-        # By routing id. The dead stay until the next launch.
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._gate = Gate(tell=self._send, heartbeat_timeout_s=heartbeat_timeout_s)
+        # By routing id: launched or expected. The dead stay until the next one comes.
         self._workers: dict[bytes, Worker] = {}
         self._exit = contextlib.AsyncExitStack()
 
@@ -75,6 +89,10 @@ class Hub:
                 self.address = _local(folder)
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
+            if self._keys is not None:
+                self._doorkeeper = Doorkeeper(context, keys=self._keys.client)
+                keeping = asyncio.create_task(self._doorkeeper.run(), name="hub-doorkeeper")
+                stack.push_async_callback(_cancelled, keeping)
             self._socket = context.socket(zmq.ROUTER)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what it cannot send
             self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -89,6 +107,11 @@ class Hub:
     async def __aexit__(self, *_exc: object) -> None:
         await self._exit.aclose()
 
+    @property
+    def turned_away(self) -> int:
+        """Connections over TCP whose key is not the run's."""
+        return 0 if self._doorkeeper is None else self._doorkeeper.turned_away
+
     async def launch(
         self, name: str, module: str, *, env: Mapping[str, str] | None = None
     ) -> Worker:
@@ -97,49 +120,92 @@ class Hub:
         The name may be that of a worker that died.
         """
         token = secrets.token_hex(16)
+        async with self._enrolled(name, identity=identity_of(name, token=token)) as worker:
+            keys = None if self._keys is None else self._keys.client
+            process = await start_worker(
+                name,
+                module,
+                address=self.address,
+                credentials=Credentials(token=token, keys=keys),
+                log=self._log_dir / f"{name}.log",
+                env=env,
+            )
+            await worker.start(process, timeout_s=self._start_timeout_s)
+        return worker
+
+    async def expect(self, name: str, *, timeout_s: float) -> Worker:
+        """Wait for another host to bring the worker `name`, and for its Hello."""
+        token = secrets.token_hex(16)
         identity = identity_of(name, token=token)
-        log = self._log_dir / f"{name}.log"
-        command = [sys.executable, "-m", module, "--name", name, "--address", self.address]
-        worker = Worker(
-            name, log=log, send=self._sender(identity), stop_timeout_s=self._stop_timeout_s
+        async with self._enrolled(name, identity=identity) as worker:
+            try:
+                guest = await self._gate.arrival(
+                    name, token=token, worker=identity, timeout_s=timeout_s
+                )
+            except TimeoutError:
+                raise WorkerError(
+                    f"No host joined with {name!r} within {timeout_s} s; run `millrace join` there"
+                    " sooner, or raise cluster.join_timeout_s.",
+                    worker=name,
+                ) from None
+            await worker.start(guest, timeout_s=self._start_timeout_s)
+        return worker
+
+    def ticket(self) -> Ticket:
+        """What another host needs to bring workers."""
+        assert self._keys is not None, "only a hub at a TCP address can be joined"
+        keys = self._keys.client
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return Ticket(
+            address=addresses.advertised(bound, host=self._advertise),
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+            server_key=keys.server,
+            client_key=keys.public,
+            client_secret=keys.secret,
+            token=self._gate.token,
         )
+
+    @contextlib.asynccontextmanager
+    async def _enrolled(self, name: str, *, identity: bytes) -> AsyncIterator[Worker]:
+        """A worker whose messages are let in; one that does not come up leaves nothing behind."""
+
+        async def send(call_id: bytes, message: Message) -> None:
+            await self._send(identity, call_id, message)
+
+        worker = Worker(name, send=send, stop_timeout_s=self._stop_timeout_s)
         self._workers = {id: other for id, other in self._workers.items() if not other.is_gone}
         self._workers[identity] = worker
         try:
-            await worker.start(
-                [*command, "--parent", str(os.getpid())],
-                env=_environment({**(env or {}), TOKEN_VARIABLE: token}),
-                timeout_s=self._start_timeout_s,
-            )
+            yield worker
         except BaseException:
             worker.kill()
             await worker.is_gone_within(None)
             del self._workers[identity]
             raise
-        return worker
 
     def _bind(self) -> None:
+        if self._keys is not None:
+            self._keys.lock(self._socket)
+            self._socket.setsockopt(zmq.IPV6, int(addresses.is_ipv6(self.address)))
         try:
             self._socket.bind(self.address)
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"Cannot listen at cluster.address = {self.address!r}: {error}; choose another."
             ) from None
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = bound if self._keys is None else addresses.local(bound)
 
-    def _sender(self, identity: bytes) -> Send:
-        async def send(call_id: bytes, message: Message) -> None:
-            frames = [identity, call_id, *encode(message)]
-            await self._socket.send_multipart(frames, copy=False)
-
-        return send
+    async def _send(self, identity: bytes, call_id: bytes, message: Message) -> None:
+        await self._socket.send_multipart([identity, call_id, *encode(message)], copy=False)
 
     async def _read(self) -> None:
         decoder = Decoder()
         while True:
             frames = read_frames(await self._socket.recv_multipart(copy=False))
-            worker = self._workers.get(bytes(frames[0]))
-            if worker is None or len(frames) < 3:
+            identity = bytes(frames[0])
+            worker = self._workers.get(identity)
+            if len(frames) < 3 or (worker is None and not self._gate.knows(identity)):
                 self.refused += 1
                 continue
             try:
@@ -147,13 +213,17 @@ class Hub:
             except WireError:
                 self.refused += 1
                 continue
-            if frames[1] == EVENT_ID:
+            if worker is None:
+                self.refused += not await self._gate.hear(identity, bytes(frames[1]), message)
+            elif frames[1] == EVENT_ID:
                 self._hear(worker, message)
             elif not worker.answer(bytes(frames[1]), message):
                 self.unclaimed += 1
 
     def _hear(self, worker: Worker, message: Message) -> None:
         worker.hear(message)
+        if isinstance(message, Beat):
+            return
         try:
             self._on_event(worker.name, message)
         except Exception as error:  # noqa: BLE001 - reported as the failure of this worker
@@ -171,12 +241,6 @@ class Hub:
             await asyncio.gather(*(worker.is_gone_within(None) for worker in workers))
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    # A worker must find what the controller finds, such as modules beside the user's script.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
-    return {**os.environ, "PYTHONPATH": path, **extra}
-
-
 async def _cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -191,24 +255,3 @@ def _local(folder: Path) -> str:
             " set TMPDIR to a shorter folder."
         )
     return f"ipc://{path}"
-
-
-def _loopback(address: str) -> str:
-    """The address as zmq binds it; anything that other hosts could reach is refused."""
-    parts = urlsplit(address)
-    host, _, port = parts.netloc.rpartition(":")
-    if parts.scheme != "tcp" or not host or not (port == "*" or port.isdecimal()):
-        raise ConfigError(
-            f"cluster.address = {address!r} is no address; write 'auto' or 'tcp://127.0.0.1:PORT'."
-        )
-    host = "127.0.0.1" if host == "localhost" else host
-    try:
-        is_loopback = ipaddress.IPv4Address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise ConfigError(
-            f"cluster.address = {address!r} could be reached from other hosts without"
-            " authentication; use 'auto' or 'tcp://127.0.0.1:PORT'."
-        )
-    return f"tcp://{host}:{'*' if port in ('*', '0') else port}"

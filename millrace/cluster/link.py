@@ -24,19 +24,20 @@ from typing import NoReturn
 
 import zmq
 
+from millrace.cluster.credentials import Credentials
+from millrace.cluster.dial import dial
 from millrace.cluster.lifeline import die_with
-from millrace.cluster.messages import Done, Error, Failed, Hello, Message
+from millrace.cluster.messages import Beat, Done, Error, Failed, Hello, Message
 from millrace.cluster.wire import Decoder, Frame, WireError, encode
 
 OUTBOX_MESSAGES = 64
 FLUSH_TIMEOUT_S = 10.0
 EVENT_ID = bytes(8)  # call id of a message that answers nothing
-TOKEN_VARIABLE = "MILLRACE_HUB_TOKEN"
 _CLOSE = b""
 
 
 def identity_of(name: str, *, token: str) -> bytes:
-    """A worker's routing id. The token keeps other local users off a loopback port."""
+    """A worker's routing id. The token keeps one worker from posing as another."""
     return f"{name}:{token}".encode()
 
 
@@ -71,7 +72,16 @@ class Call:
 class Link:
     """The connection of one worker to the controller; says Hello when it is made."""
 
-    def __init__(self, address: str, *, name: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str,
+        credentials: Credentials | None = None,
+        heartbeat_timeout_s: float | None = None,
+    ) -> None:
+        """`heartbeat_timeout_s` is for a worker on another host than the controller's."""
+        credentials = credentials or Credentials()
         self._context = zmq.Context()
         self._inbox: queue.SimpleQueue[Call | BaseException] = queue.SimpleQueue()
         self._lock = threading.Lock()  # one sender at a time on the outbox
@@ -83,14 +93,23 @@ class Link:
         outlet.set_hwm(OUTBOX_MESSAGES)
         outlet.connect("inproc://outbox")
         dealer = self._context.socket(zmq.DEALER)
-        token = os.environ.get(TOKEN_VARIABLE, "")
-        dealer.setsockopt(zmq.ROUTING_ID, identity_of(name, token=token))
-        dealer.connect(address)
+        dial(
+            dealer,
+            address,
+            identity=identity_of(name, token=credentials.token),
+            keys=credentials.keys,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
         self._thread = threading.Thread(
             target=self._move, args=(dealer, outlet), name="link", daemon=True
         )
         self._thread.start()
         self.emit(Hello(worker=name, pid=os.getpid()))
+
+    @property
+    def has_calls(self) -> bool:
+        """True if receive() would not have to wait."""
+        return not self._inbox.empty()
 
     def receive(self, timeout_s: float | None = None) -> Call | None:
         """The next call; None if there was none in time. 0 polls, None waits for ever."""
@@ -161,6 +180,9 @@ class Link:
         except WireError as error:
             dealer.send_multipart([id, *encode(_as_message(error))], copy=False)
             return
+        if isinstance(message, Beat):  # answered here: the main thread may be deep in its work
+            dealer.send_multipart([EVENT_ID, *encode(message)])
+            return
         self._inbox.put(Call(message, link=self, id=bytes(id)))
 
 
@@ -182,7 +204,12 @@ def run_worker(main: Callable[[Link, str], None]) -> NoReturn:
     signal.signal(signal.SIGTERM, _leave)
     options = _parse(sys.argv[1:])
     die_with(options.parent)
-    link = Link(options.address, name=options.name)
+    link = Link(
+        options.address,
+        name=options.name,
+        credentials=Credentials.take(os.environ),
+        heartbeat_timeout_s=options.heartbeat_timeout,
+    )
     try:
         main(link, options.name)
     except Exception as error:  # noqa: BLE001 - reported to the controller
@@ -198,10 +225,13 @@ def run_worker(main: Callable[[Link, str], None]) -> NoReturn:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A Millrace worker; the controller starts it.")
+    parser = argparse.ArgumentParser(
+        description="A Millrace worker; the controller or `millrace join` starts it."
+    )
     parser.add_argument("--name", required=True)
     parser.add_argument("--address", required=True, help="where the controller listens")
-    parser.add_argument("--parent", type=int, default=os.getppid(), help="pid of the controller")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="pid of who started it")
+    parser.add_argument("--heartbeat-timeout", type=float, help="of a controller on another host")
     return parser.parse_args(argv)
 
 

@@ -61,6 +61,48 @@ class Failed(Message, frozen=True):
     traceback: str
 
 
+# Between the controller and a host that brings workers: `millrace join`
+
+
+class Join(Message, frozen=True):
+    """From a host: it offers workers. -> Admitted"""
+
+    host: str  # its name, for reading
+    num_workers: int
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str  # of the worker
+    token: str  # which that worker shows to the hub
+
+    def __repr__(self) -> str:
+        return f"Place(name={self.name!r})"
+
+
+class Admitted(Message, frozen=True):
+    places: list[Place]
+
+
+class Ended(Message, frozen=True):
+    """Unasked, from a host: a worker process of it has ended."""
+
+    worker: str
+    reason: str  # goes on from "Worker 'engine-1' ..."
+    log_tail: str
+    may_have_spoken: bool  # its last messages may still be under way
+
+
+class EndWorker(Message, frozen=True):
+    """Unasked, to a host: end this worker process."""
+
+    worker: str
+    kill: bool  # SIGKILL, else SIGTERM
+
+
+class Beat(Message, frozen=True):
+    """Unasked, to a host and to its workers: the controller is here. A worker sends it back."""
+
+
 # Engine
 
 
@@ -98,6 +140,16 @@ class Abort(Message, frozen=True):
     """End these requests now, with what they have. -> Done"""
 
     ids: list[str]
+
+
+class Pause(Message, frozen=True):
+    """Finish the forward pass or round under way, then generate nothing until Resume. -> Done
+
+    A paused engine still takes requests and swaps."""
+
+
+class Resume(Message, frozen=True):
+    """Go on generating; no matter if it was never paused. -> Done"""
 
 
 # Trainer
@@ -171,12 +223,19 @@ AnyMessage = (
     | Hello
     | Progress
     | Failed
+    | Join
+    | Admitted
+    | Ended
+    | EndWorker
+    | Beat
     | StartEngine
     | Generate
     | Generated
     | Swap
     | Swapped
     | Abort
+    | Pause
+    | Resume
     | StartTrainer
     | Step
     | Stepped

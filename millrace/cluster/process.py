@@ -1,13 +1,29 @@
-"""One child process: started in its own session, logged to a file, reaped, and swept up after."""
+"""One child process: started in its own session, logged to a file, reaped, and swept up after.
+
+How a worker's process is started is said once, for this host and for hosts that join.
+"""
 
 import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from millrace.cluster.credentials import Credentials
+
 LOG_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How a process ended."""
+
+    reason: str  # goes on from "Worker 'engine-0' ..."
+    account: str = ""  # its own: the end of its log
+    may_have_spoken: bool = False  # messages of its last moments may still be under way
 
 
 class Process:
@@ -40,6 +56,11 @@ class Process:
         self._signal_session(signal.SIGKILL)
         return code
 
+    async def ended(self) -> Ending:
+        code = await self.wait()
+        reason = f"{describe_exit(code)}; its log is {self.log}"
+        return Ending(reason=reason, account=self.log_tail(), may_have_spoken=code >= 0)
+
     def terminate(self) -> None:
         if self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -66,3 +87,24 @@ def describe_exit(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"exited with code {code}"
+
+
+async def start_worker(
+    name: str,
+    module: str,
+    *,
+    address: str,
+    credentials: Credentials,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    heartbeat_timeout_s: float | None = None,
+) -> Process:
+    """Start `python -m module` as the worker `name` of the hub at `address`."""
+    command = [sys.executable, "-m", module, "--name", name, "--address", address]
+    command += ["--parent", str(os.getpid())]
+    if heartbeat_timeout_s is not None:
+        command += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
+    # A worker must find what its parent finds, such as modules beside the user's script.
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
+    inherited = {**os.environ, "PYTHONPATH": path, **(env or {})}
+    return await Process.start(command, env={**inherited, **credentials.to_environment()}, log=log)

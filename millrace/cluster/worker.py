@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import itertools
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import zmq
 
+from millrace.cluster.guests.guest import Guest
 from millrace.cluster.messages import Error, Failed, Hello, Message, Stop
-from millrace.cluster.process import Process, describe_exit
+from millrace.cluster.process import Process
 from millrace.core import errors
 from millrace.core.errors import MillraceError, WorkerError
 
@@ -24,18 +25,18 @@ Send = Callable[[bytes, Message], Awaitable[None]]  # call id, message
 
 
 class Worker:
-    """Made by Hub.launch; `start`, `answer`, `hear` and `fail` are for the hub."""
+    """Made by Hub.launch and Hub.expect; `start`, `answer`, `hear` and `fail` are for the hub."""
 
-    def __init__(self, name: str, *, log: Path, send: Send, stop_timeout_s: float) -> None:
+    def __init__(self, name: str, *, send: Send, stop_timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
-        self.log = log
         self.dead: asyncio.Future[WorkerError] = loop.create_future()
         """Resolves when the worker has failed, died or been stopped; calls fail from then on."""
         self._send = send
         self._stop_timeout_s = stop_timeout_s
-        self._process: Process | None = None
-        self._gone: asyncio.Task[None] | None = None  # done = the process is reaped
+        # Started by us, or joined from another host; None until then.
+        self._process: Process | Guest | None = None
+        self._gone: asyncio.Task[None] | None = None  # done = the process has ended
         self._greeted: asyncio.Future[None] = loop.create_future()
         self._ids = itertools.count(1)  # 0 is the id of events
         self._waiting: dict[bytes, asyncio.Future[Message | WorkerError]] = {}
@@ -43,11 +44,22 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        """None before it has started, and for one on another host."""
+        return self._process.pid if isinstance(self._process, Process) else None
+
+    @property
+    def log(self) -> Path | None:
+        """What it prints; None as for the pid."""
+        return self._process.log if isinstance(self._process, Process) else None
+
+    @property
+    def host(self) -> str | None:
+        """Name of the host it joined from; None on this one."""
+        return self._process.host if isinstance(self._process, Guest) else None
 
     @property
     def is_gone(self) -> bool:
-        """True once its process is reaped."""
+        """True once its process has ended."""
         return self._gone is not None and self._gone.done()
 
     async def call(self, message: Message, *, timeout_s: float | None = None) -> Message:
@@ -106,23 +118,23 @@ class Worker:
         await asyncio.wait({self._gone}, timeout=timeout_s)
         return self._gone.done()
 
-    async def start(
-        self, command: Sequence[str], *, env: Mapping[str, str], timeout_s: float
-    ) -> None:
-        self._process = await Process.start(command, env=env, log=self.log)
+    async def start(self, process: Process | Guest, *, timeout_s: float) -> None:
+        """Wait for the Hello of the worker that runs in this process."""
+        self._process = process
         if self._is_stopping:  # meanwhile
             self.kill()
-        self._gone = asyncio.create_task(self._watch(self._process), name=f"watch-{self.name}")
+        self._gone = asyncio.create_task(self._watch(process), name=f"watch-{self.name}")
         first = asyncio.FIRST_COMPLETED
         await asyncio.wait({self._greeted, self.dead}, timeout=timeout_s, return_when=first)
         if self.dead.done():
             raise _copy(self.dead.result())
         if not self._greeted.done():
-            tail = self._process.log_tail()
+            tail = process.log_tail()
             raise self._error(f"did not come up within {timeout_s} s", traceback=tail)
 
     def answer(self, call_id: bytes, message: Message) -> bool:
         """Hand a reply to its call; False if nobody waits for it."""
+        self._note_life()
         reply = self._waiting.get(call_id)
         if reply is None or reply.done():
             return False
@@ -131,6 +143,7 @@ class Worker:
 
     def hear(self, message: Message) -> None:
         """Take note of what the worker said unasked."""
+        self._note_life()
         if isinstance(message, Hello) and not self._greeted.done():
             self._greeted.set_result(None)
         elif isinstance(message, Failed):
@@ -143,15 +156,19 @@ class Worker:
         self._end(self._error(reason, traceback="".join(traceback.format_exception(error))))
         self.kill()
 
-    async def _watch(self, process: Process) -> None:
-        code = await process.wait()
-        if code >= 0 and not self.dead.done() and (self._waiting or not self._is_stopping):
+    def _note_life(self) -> None:
+        if isinstance(self._process, Guest):
+            self._process.heard()
+
+    async def _watch(self, process: Process | Guest) -> None:
+        ending = await process.ended()
+        matters = not self.dead.done() and (self._waiting or not self._is_stopping)
+        if ending.may_have_spoken and matters:
             await asyncio.sleep(LAST_WORDS_S)
         if self._is_stopping:
             self._end(self._error("was stopped"))
         else:
-            reason = f"{describe_exit(code)}; its log is {self.log}"
-            self._end(self._error(reason, traceback=process.log_tail()))
+            self._end(self._error(ending.reason, traceback=ending.account))
 
     def _end(self, error: WorkerError) -> None:
         if self.dead.done():

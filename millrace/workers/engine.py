@@ -21,7 +21,9 @@ from millrace.cluster.messages import (
     Abort,
     Generate,
     Generated,
+    Pause,
     Progress,
+    Resume,
     StartEngine,
     Stop,
     Swap,
@@ -34,6 +36,7 @@ from millrace.core.spans import Timeline
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.embedded.build import build_engine
 from millrace.engines.embedded.engine import EmbeddedEngine, Finished
+from millrace.models.loading import resolve_device
 from millrace.weights.receiver import make_receiver
 
 PROGRESS_S = 0.25
@@ -73,8 +76,21 @@ def _start(message: StartEngine, *, link: Link, timeline: Timeline) -> "EngineWo
         trust_remote_code=config.model.trust_remote_code,
         version=message.version,
     )
-    receiver = make_receiver(config.weights.transport, expected=engine.parameter_shapes())
-    return EngineWorker(link, engine=engine, receiver=receiver, timeline=timeline)
+    receiver = make_receiver(
+        config.weights.transport,
+        expected=engine.parameter_shapes(),
+        dtype=getattr(torch, config.engine.dtype),
+        device=resolve_device(config.engine.device),
+        payload=config.weights.payload,
+        timeout_s=config.weights.timeout_s,
+    )
+    return EngineWorker(
+        link,
+        engine=engine,
+        receiver=receiver,
+        timeline=timeline,
+        takes_turns=config.cluster.take_turns,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,7 +112,9 @@ class EngineWorker:
         engine: EmbeddedEngine,
         receiver: WeightReceiver,
         timeline: Timeline,
+        takes_turns: bool = False,  # with the trainer, which then waits for a pause
     ) -> None:
+        self._takes_turns = takes_turns
         self._link = link
         self._engine = engine
         self._receiver = receiver
@@ -104,6 +122,7 @@ class EngineWorker:
         self._calls: dict[str, Call] = {}  # Generate calls by request id
         self._staging: _Staging | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
+        self._is_paused = False
         self._num_swaps = 0
         self._reported_s = 0.0  # monotonic
 
@@ -112,9 +131,9 @@ class EngineWorker:
         try:
             while (stop := self._take_calls()) is None:
                 self._land_weights()
-                if self._engine.has_work:
+                if self._may_generate:
                     self._timeline.enter("generate", busy=True)
-                    self._answer(self._engine.step())
+                    self._answer(self._engine.step(must_end=self._is_awaited))
                 if time.monotonic() - self._reported_s >= PROGRESS_S:
                     self._report()
         finally:
@@ -123,12 +142,16 @@ class EngineWorker:
         self._report()
         stop.reply()
 
+    def _is_awaited(self) -> bool:
+        """True if a round should end before its time."""
+        is_staged = self._staging is not None and self._staging.staged.done()
+        return is_staged or (self._takes_turns and self._link.has_calls)
+
     def _take_calls(self) -> Call | None:
         """Handle what has arrived, waiting a little if there is nothing else to do."""
         patience_s = self._patience_s()
         if patience_s > 0:  # entered before the wait, or the wait would count as generating
-            complete = self._engine.version is not None
-            self._timeline.enter("no work" if complete else "no weights", busy=False)
+            self._timeline.enter(self._idle_reason(), busy=False)
         call = self._link.receive(patience_s)
         while call is not None:
             if isinstance(call.message, Stop):
@@ -138,9 +161,18 @@ class EngineWorker:
         return None
 
     def _patience_s(self) -> float:
-        if self._engine.has_work:
+        if self._may_generate:
             return 0
         return PROGRESS_S if self._staging is None else STAGING_POLL_S
+
+    @property
+    def _may_generate(self) -> bool:
+        return self._engine.has_work and not self._is_paused
+
+    def _idle_reason(self) -> str:
+        if self._is_paused:
+            return "paused"
+        return "no weights" if self._engine.version is None else "no work"
 
     def _handle(self, call: Call) -> None:
         match call.message:
@@ -155,6 +187,12 @@ class EngineWorker:
                 self._stage(update, call)
             case Abort(ids=ids):
                 self._answer(self._engine.abort(ids))
+                call.reply()
+            case Pause() | Resume():
+                # Calls are handled between two passes: none is under way when this is answered.
+                self._is_paused = isinstance(call.message, Pause)
+                if self._is_paused:  # entered before the reply, which sets the trainer going
+                    self._timeline.enter("paused", busy=False)
                 call.reply()
             case _:
                 call.fail(_unknown(call, but="it is already running"))

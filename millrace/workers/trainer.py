@@ -36,7 +36,8 @@ from millrace.training.checkpoints import prune_checkpoints, write_checkpoint
 from millrace.training.losses import LOSSES
 from millrace.training.optimizer import Schedule
 from millrace.training.trainer import Trainer
-from millrace.weights.publisher import Publisher, make_sender
+from millrace.weights.publisher import Publisher, Sender
+from millrace.weights.sender import make_sender, resolve_address, resolve_transport
 
 PROGRESS_S = 0.25
 
@@ -94,15 +95,18 @@ class TrainerWorker:
         self._link = link
         self._timeline = timeline
         self._told_at = time.monotonic()
-        # The weights travel as what the engines compute with.
-        sender = make_sender(config.weights.transport, dtype=getattr(torch, config.engine.dtype))
-        self._publisher = Publisher(sender, emit=lambda update: link.emit(Published(update=update)))
+        self._publisher = Publisher(
+            build_sender(config),
+            emit=lambda update: link.emit(Published(update=update)),
+            patience_s=config.weights.timeout_s,
+        )
 
     def run(self) -> None:
         """Answer calls until Stop. Raises what the publisher's thread raised."""
         while True:
             self._timeline.enter("a batch", busy=False)
             call = self._link.receive(PROGRESS_S)
+            self._publisher.check()
             if call is not None and not self._handle(call):
                 return
             if time.monotonic() - self._told_at >= PROGRESS_S:
@@ -118,6 +122,8 @@ class TrainerWorker:
         except Exception as error:  # noqa: BLE001 - the controller raises it again
             call.fail(error)
             return True
+        if isinstance(call.message, Step):
+            self._timeline.enter("publish", busy=True)  # the step is over before it is answered
         call.reply(reply)
         if isinstance(call.message, Step):
             self._publish()
@@ -145,7 +151,6 @@ class TrainerWorker:
         return Stepped(version=message.version, metrics=metrics)
 
     def _publish(self) -> None:
-        self._timeline.enter("publish", busy=True)
         self._publisher.publish(self._trainer.steps_done, self._trainer.named_weights())
         self._tell_progress()
 
@@ -200,6 +205,32 @@ def build_trainer(config: RunConfig, *, path: str) -> Trainer:
         compute_dtype=getattr(torch, settings.dtype),
         logprob_chunk=settings.logprob_chunk,
         gradient_checkpointing=settings.gradient_checkpointing,
+        compile_layers=settings.compile,
+    )
+
+
+def build_sender(config: RunConfig) -> Sender:
+    """The trainer's end of the transport; weights travel as what the engines compute with."""
+    weights, engine = config.weights, config.engine
+    device = resolve_device(config.trainer.device)
+    is_one_host = engine.remote == 0
+    transport = resolve_transport(
+        weights.transport, device=device, engine_device=engine.device, is_one_host=is_one_host
+    )
+    return make_sender(
+        transport,
+        dtype=getattr(torch, engine.dtype),
+        payload=weights.payload,
+        directory=Path(weights.directory or Path(config.run_dir) / "weights"),
+        address=resolve_address(
+            weights.address,
+            is_one_host=is_one_host,
+            cluster_address=config.cluster.advertise or config.cluster.address,
+        ),
+        num_engines=engine.count + engine.remote,
+        bucket_bytes=weights.bucket_bytes,
+        timeout_s=weights.timeout_s,
+        device=device if engine.device != "cpu" else None,
     )
 
 

@@ -5,7 +5,8 @@ import sys
 
 import zmq
 
-from millrace.cluster.link import EVENT_ID, TOKEN_VARIABLE, identity_of
+from millrace.cluster.credentials import TOKEN_VARIABLE
+from millrace.cluster.link import EVENT_ID, identity_of
 from millrace.cluster.messages import Done, Hello
 from millrace.cluster.wire import encode
 

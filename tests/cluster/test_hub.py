@@ -1,5 +1,4 @@
 import asyncio
-import re
 import stat
 from pathlib import Path
 
@@ -156,16 +155,15 @@ async def test_an_error_in_the_event_handler_fails_the_worker_it_came_from(tmp_p
     assert "no such metric" in info.value.traceback
 
 
-@pytest.mark.parametrize("address", ["tcp://0.0.0.0:5000", "tcp://*:0", "tcp://10.1.2.3:5000"])
-def test_an_address_that_other_hosts_can_reach_is_refused(tmp_path: Path, address: str):
-    with pytest.raises(ConfigError, match=f"{re.escape(address)}.*without authentication"):
-        Hub(log_dir=tmp_path, on_event=ignore, address=address)
-
-
-@pytest.mark.parametrize("address", ["localhost:5000", "tcp://127.0.0.1", "ipc:///tmp/x", ""])
-def test_what_is_no_address_is_refused(tmp_path: Path, address: str):
+def test_what_is_no_address_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="is no address"):
-        Hub(log_dir=tmp_path, on_event=ignore, address=address)
+        Hub(log_dir=tmp_path, on_event=ignore, address="localhost:5000")
+
+
+async def test_an_address_of_another_machine_is_refused_with_a_sentence(tmp_path: Path):
+    for host in ("203.0.113.1", "no-such-interface"):
+        with pytest.raises(ConfigError, match=f"Cannot listen at .*{host}.*choose another"):
+            await Hub(log_dir=tmp_path, on_event=ignore, address=f"tcp://{host}:0").__aenter__()
 
 
 async def test_a_port_in_use_is_refused_with_a_sentence(tmp_path: Path):
@@ -190,9 +188,10 @@ async def test_the_socket_is_private_and_removed_in_the_end(tmp_path: Path):
     assert not path.parent.exists()
 
 
-def test_a_hub_runs_on_uvloop_and_leaves_nothing_open(tmp_path: Path):
+@pytest.mark.parametrize("address", ["auto", "tcp://localhost:0"])
+def test_a_hub_runs_on_uvloop_and_leaves_nothing_open(tmp_path: Path, address: str):
     async def run() -> int | None:
-        async with Hub(log_dir=tmp_path, on_event=ignore) as hub:
+        async with Hub(log_dir=tmp_path, on_event=ignore, address=address) as hub:
             worker = await hub.launch("echo-0", "echo_worker")
             assert tokens_of(await worker.call(ask("zeros 1000000"))).size == 1_000_000
             with pytest.raises(WorkerError, match="exited with code 9"):

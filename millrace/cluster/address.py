@@ -1,0 +1,64 @@
+"""TCP addresses of the hub: as the user writes them, as zmq binds them, as others reach them."""
+
+import re
+import socket
+
+from millrace.core.errors import ConfigError
+
+_TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\[\]\s]+):(\d{1,5}|\*)")
+_EVERYWHERE = ("0.0.0.0", "[::]")
+
+
+def to_bind(address: str) -> str:
+    """cluster.address as zmq binds it: numbers for names, and * for a port of its own choice."""
+    match = _TCP.fullmatch(address)
+    if match is None or (match[2] != "*" and int(match[2]) > 65535):
+        raise ConfigError(
+            f"cluster.address = {address!r} is no address; write 'auto' or 'tcp://HOST:PORT',"
+            " with a host name or interface of this machine."
+        )
+    host, port = match[1], match[2]
+    return f"tcp://{_numeric(host)}:{'*' if port in ('*', '0') else port}"
+
+
+def local(bound: str) -> str:
+    """Where workers on this host connect."""
+    host, port = split(bound)
+    return join({"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host), port)
+
+
+def advertised(bound: str, *, host: str | None) -> str:
+    """Where workers on other hosts connect: at `host`, or what can be known of it here."""
+    bound_host, port = split(bound)
+    if host is None:
+        host = socket.gethostname() if bound_host in _EVERYWHERE else bound_host
+    return join(f"[{host}]" if ":" in host.strip("[]") and host[0] != "[" else host, port)
+
+
+def split(address: str) -> tuple[str, str]:
+    """Host, in brackets if it is of IPv6, and port."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host, port
+
+
+def join(host: str, port: str) -> str:
+    return f"tcp://{host}:{port}"
+
+
+def is_tcp(address: str) -> bool:
+    return address.startswith("tcp://")
+
+
+def is_ipv6(address: str) -> bool:
+    return address.startswith("tcp://[")
+
+
+def _numeric(host: str) -> str:
+    if host == "*":
+        return "0.0.0.0"
+    if host.startswith("["):
+        return host
+    try:
+        return str(socket.getaddrinfo(host, None, family=socket.AF_INET)[0][4][0])
+    except OSError:
+        return host  # the name of an interface, which zmq knows, or of nothing, which it tells

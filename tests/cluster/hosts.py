@@ -1,0 +1,70 @@
+"""Another host, as far as one machine can play it: a process with its own folder, its own
+environment, and nothing of the run but the ticket."""
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millrace.cluster.guests.ticket import offered
+from millrace.cluster.hub import Hub
+
+HERE = Path(__file__).parent
+
+
+def outside_address() -> str:
+    """An address of this machine that is not loopback."""
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family == socket.AF_INET and not address.address.startswith("127."):
+                return address.address
+    pytest.skip("this machine has no network interface but loopback")
+
+
+def write_ticket(hub: Hub, path: Path) -> Path:
+    """The ticket of a hub, as if copied: it stays when the run is over."""
+    with offered(hub.ticket(), path):
+        copy = path.with_name(f"copy-of-{path.name}")
+        copy.unlink(missing_ok=True)
+        copy.touch(mode=0o600)
+        copy.write_bytes(path.read_bytes())
+    return copy
+
+
+class Host:
+    """`join` as a process of its own; by default it brings echo workers."""
+
+    def __init__(self, process: asyncio.subprocess.Process, *, folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+
+    @classmethod
+    async def start(cls, *arguments: str | Path, folder: Path, script: str = "join_echo") -> "Host":
+        folder.mkdir()  # noqa: ASYNC240
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", script, *map(str, arguments)),
+            cwd=folder,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{HERE.parents[1]}:{HERE}"},
+        )
+        return cls(process, folder=folder)
+
+    def workers(self) -> list[psutil.Process]:
+        """Its worker processes, by name."""
+        children = psutil.Process(self.process.pid).children()
+        return sorted(
+            children, key=lambda child: child.cmdline()[child.cmdline().index("--name") + 1]
+        )
+
+    async def finish(self, timeout_s: float = 20) -> tuple[int, str, str]:
+        """Exit code and what it printed, once it has ended by itself."""
+        async with asyncio.timeout(timeout_s):
+            stdout, stderr = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, stdout.decode(), stderr.decode()

@@ -1,0 +1,16 @@
+"""`millrace join` for tests, with a worker module of choice: TICKET COUNT [MODULE]."""
+
+import sys
+from pathlib import Path
+
+from millrace.cli import report
+from millrace.cluster.guests.join import join
+from millrace.cluster.guests.ticket import read_ticket
+from millrace.core.errors import MillraceError
+
+path, count, *module = sys.argv[1:]
+try:
+    ticket = read_ticket(Path(path))
+    join(ticket, module=[*module, "echo_worker"][0], count=int(count), log_dir=Path("logs"))
+except MillraceError as error:
+    sys.exit(report(error))

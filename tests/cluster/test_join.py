@@ -1,0 +1,392 @@
+"""Workers from other hosts, with real processes: how they come in, and every way they end."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import zmq
+from echo_worker import ask
+from hosts import HERE, Host, outside_address, write_ticket
+
+from millrace.cluster.dial import dial
+from millrace.cluster.guests.gate import host_identity
+from millrace.cluster.guests.guest import Guest
+from millrace.cluster.hub import Hub
+from millrace.cluster.link import EVENT_ID
+from millrace.cluster.messages import Done, Ended, Generated, Join, Message
+from millrace.cluster.process import Ending
+from millrace.cluster.wire import encode
+from millrace.cluster.worker import Worker
+from millrace.core.errors import WorkerError
+
+TIMEOUT_S = 2.0  # of heartbeats
+
+
+def new_hub(tmp_path: Path, *, address: str = "tcp://127.0.0.1:0", **settings) -> Hub:
+    timeouts = {"stop_timeout_s": 4.0, "start_timeout_s": 30.0, "heartbeat_timeout_s": TIMEOUT_S}
+    return Hub(
+        log_dir=tmp_path / "logs",
+        on_event=lambda *_: None,
+        address=address,
+        **{**timeouts, **settings},
+    )
+
+
+@pytest.fixture
+async def hub(tmp_path: Path) -> AsyncIterator[Hub]:
+    async with new_hub(tmp_path) as hub:
+        yield hub
+
+
+@pytest.fixture
+async def hosts() -> AsyncIterator[list[Host]]:
+    """Put a host here, and it does not outlive the test."""
+    hosts: list[Host] = []
+    yield hosts
+    for host in hosts:
+        if host.process.returncode is None:
+            host.process.kill()
+        await host.process.wait()
+
+
+async def joined(
+    hub: Hub, tmp_path: Path, hosts: list[Host], *, count: int = 1, module: str = "echo_worker"
+) -> tuple[Host, list[Worker]]:
+    """One host, and the workers it has brought."""
+    expected = [asyncio.create_task(hub.expect(f"echo-{i}", timeout_s=30)) for i in range(count)]
+    ticket = write_ticket(hub, tmp_path / "ticket.json")
+    host = await Host.start(ticket, str(count), module, folder=tmp_path / "elsewhere")
+    hosts.append(host)
+    return host, await asyncio.gather(*expected)
+
+
+async def failures_of(worker: Worker, *calls: Message) -> list[str]:
+    """What calls say that are pending when the worker ends."""
+    pending = [asyncio.create_task(worker.call(call)) for call in calls]
+    results = await asyncio.wait_for(asyncio.gather(*pending, return_exceptions=True), 15)
+    assert all(isinstance(result, WorkerError) for result in results), results
+    return [str(result) for result in results]
+
+
+async def wait_until_dead(*processes: psutil.Process, timeout_s: float = 15) -> None:
+    async with asyncio.timeout(timeout_s):
+        for process in processes:
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+def in_time(seconds: float, do, *arguments) -> None:
+    asyncio.get_running_loop().call_later(seconds, do, *arguments)
+
+
+# Coming in
+
+
+@pytest.mark.parametrize("listen", ["outside", "everywhere", "ipv6"])
+async def test_a_worker_from_another_host_answers_calls_until_the_run_ends(
+    tmp_path: Path, hosts: list[Host], listen: str
+):
+    address = {"everywhere": "tcp://*:0", "ipv6": "tcp://[::1]:0"}.get(listen)
+    outside = outside_address()
+    advertise = outside if listen == "everywhere" else None
+    async with new_hub(
+        tmp_path, address=address or f"tcp://{outside}:0", advertise=advertise
+    ) as hub:
+        local = await hub.launch("local", "echo_worker")
+        host, workers = await joined(hub, tmp_path, hosts, count=2)
+        assert [worker.name for worker in workers] == ["echo-0", "echo-1"]
+        for worker in (local, *workers):
+            reply = await worker.call(ask("echo", np.arange(1_000_000)))
+            assert isinstance(reply, Generated)
+            assert reply.completions[0].tokens[-1] == 999_999
+        processes = host.workers()
+        assert hub.refused == 0
+    code, stdout, stderr = await host.finish()
+    assert (code, stderr) == (0, "")
+    if listen != "ipv6":
+        assert f"Joined the run at tcp://{outside}:" in stdout
+    await wait_until_dead(*processes)
+
+
+async def test_hosts_with_copies_of_one_ticket_get_different_places(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    expected = [asyncio.create_task(hub.expect(f"echo-{i}", timeout_s=30)) for i in range(2)]
+    ticket = write_ticket(hub, tmp_path / "ticket.json")
+    for name in ("here", "there"):
+        hosts.append(await Host.start(ticket, "1", folder=tmp_path / name))
+    workers = await asyncio.gather(*expected)
+    replies = await asyncio.gather(*(worker.call(ask("echo")) for worker in workers))
+    assert all(isinstance(reply, Generated) for reply in replies)
+
+
+async def test_more_workers_than_places_are_refused_with_a_sentence(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    _, (worker,) = await joined(hub, tmp_path, hosts)
+    waiting = asyncio.create_task(hub.expect("echo-1", timeout_s=30))
+    ticket = write_ticket(hub, tmp_path / "ticket.json")
+    for count, sentence in (
+        (2, "has 1 place left, and 1 taken, but --count = 2"),
+        (0, "brings nobody"),
+    ):
+        greedy = await Host.start(ticket, str(count), folder=tmp_path / f"greedy-{count}")
+        code, _, stderr = await greedy.finish()
+        assert code == 2
+        assert sentence in stderr
+        assert len(stderr.splitlines()) == 1
+    assert isinstance(await worker.call(ask("echo")), Generated)
+    waiting.cancel()
+
+
+async def test_nobody_joining_in_time_is_one_sentence(hub: Hub):
+    with pytest.raises(WorkerError, match=r"No host joined with 'echo-0' within 0\.1 s"):
+        await hub.expect("echo-0", timeout_s=0.1)
+    assert not hub._workers
+
+
+async def test_a_ticket_of_a_run_that_has_ended_is_one_sentence(tmp_path: Path):
+    async with new_hub(tmp_path) as hub:
+        ticket, port = write_ticket(hub, tmp_path / "ticket.json"), hub.address
+    late = await Host.start(ticket, "1", folder=tmp_path / "late")
+    code, _, stderr = await late.finish()
+    assert code == 2
+    assert f"No run listens at {port}" in stderr
+    assert len(stderr.splitlines()) == 1
+
+
+async def test_a_ticket_of_an_earlier_run_at_the_same_port_is_one_sentence(tmp_path: Path):
+    async with new_hub(tmp_path) as hub:
+        ticket, address = write_ticket(hub, tmp_path / "ticket.json"), hub.address
+    async with new_hub(tmp_path, address=address) as hub:
+        waiting = asyncio.create_task(hub.expect("echo-0", timeout_s=30))
+        late = await Host.start(ticket, "1", folder=tmp_path / "late")
+        code, _, stderr = await late.finish()
+        assert code == 2
+        assert "does not accept this ticket" in stderr
+        assert len(stderr.splitlines()) == 1
+        assert not waiting.done()
+        assert hub.refused == 0
+        waiting.cancel()
+
+
+async def test_a_worker_that_cannot_start_there_is_reported_with_its_log(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    with pytest.raises(
+        WorkerError, match=r"'echo-0' exited with code 1; its log is .* on "
+    ) as info:
+        await joined(hub, tmp_path, hosts, module="no_such_module")
+    assert "No module named no_such_module" in info.value.traceback
+    code, _, stderr = await hosts[0].finish()
+    assert code == 1
+    assert "exited with code 1" in stderr
+
+
+async def test_a_worker_that_never_says_hello_is_killed_there(tmp_path: Path, hosts: list[Host]):
+    async with new_hub(tmp_path, start_timeout_s=1.0) as hub:
+        with pytest.raises(WorkerError, match=r"did not come up within 1\.0 s"):
+            await joined(hub, tmp_path, hosts, module="mute_worker")
+    _, _, stderr = await hosts[0].finish()
+    assert "was killed by SIGKILL" in stderr
+
+
+# Ends
+
+
+async def test_sigkill_of_a_joined_worker_fails_its_calls_and_names_the_signal(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    host, (victim, other) = await joined(hub, tmp_path, hosts, count=2)
+    in_time(0.1, host.workers()[0].kill)
+    for failure in await failures_of(victim, *[ask("echo after 99")] * 5):
+        assert "'echo-0' was killed by SIGKILL" in failure
+        assert str(host.folder / "logs" / "echo-0.log") in failure
+    assert isinstance(await other.call(ask("echo")), Generated)
+
+
+async def test_a_joined_worker_that_stands_still_fails_its_calls_and_is_killed(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    host, (victim, other) = await joined(hub, tmp_path, hosts, count=2)
+    process = host.workers()[0]
+    in_time(0.1, process.suspend)
+    (failure,) = await failures_of(victim, ask("echo after 99"))
+    assert f"answered no heartbeat for {TIMEOUT_S} s" in failure
+    await wait_until_dead(process)
+    assert isinstance(await other.call(ask("echo")), Generated)
+
+
+async def test_a_host_that_vanishes_fails_the_calls_of_its_workers(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    """All of it stands still: nobody is left there to say so, and no connection is closed."""
+    host, (worker,) = await joined(hub, tmp_path, hosts)
+    processes = [psutil.Process(host.process.pid), *host.workers()]
+    for process in processes:
+        in_time(0.1, process.suspend)
+    (failure,) = await failures_of(worker, ask("echo after 99"))
+    assert "answered no heartbeat" in failure or "lost its connection" in failure
+    for process in processes:
+        process.resume()
+    await wait_until_dead(*processes)  # what comes back late finds its place gone
+
+
+async def test_the_death_of_join_itself_ends_its_workers_and_their_calls(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    host, (worker,) = await joined(hub, tmp_path, hosts)
+    (process,) = host.workers()
+    in_time(0.1, host.process.kill)
+    (failure,) = await failures_of(worker, ask("echo after 99"))
+    assert "lost its connection" in failure
+    await wait_until_dead(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_join_can_be_interrupted_and_tells_the_controller(
+    hub: Hub, tmp_path: Path, hosts: list[Host], number: signal.Signals
+):
+    host, (worker,) = await joined(hub, tmp_path, hosts)
+    (process,) = host.workers()
+    in_time(0.1, host.process.send_signal, number)
+    (failure,) = await failures_of(worker, ask("echo after 99"))
+    assert "exited with code 143" in failure
+    await wait_until_dead(process)
+
+
+async def test_a_busy_main_thread_is_no_silence(hub: Hub, tmp_path: Path, hosts: list[Host]):
+    _, (worker,) = await joined(hub, tmp_path, hosts)
+    assert isinstance(await worker.call(ask("sleep")), Done)
+    with pytest.raises(WorkerError, match="did not answer Generate within"):
+        await worker.call(ask("echo"), timeout_s=2 * TIMEOUT_S)
+    assert not worker.dead.done()
+
+
+async def test_the_hub_ends_a_joined_worker_that_ignores_sigterm(tmp_path: Path, hosts: list[Host]):
+    async with new_hub(tmp_path, stop_timeout_s=0.6) as hub:
+        host, (worker,) = await joined(hub, tmp_path, hosts)
+        processes = host.workers()
+        await worker.call(ask("go deaf"))
+    await wait_until_dead(*processes)
+    _, _, stderr = await host.finish()
+    assert "was killed by SIGKILL" in stderr
+
+
+async def test_killing_the_controller_ends_join_and_its_workers(tmp_path: Path, hosts: list[Host]):
+    controller = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(HERE / "doomed_run.py"),
+        str(tmp_path),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert controller.stdout is not None
+    ticket = tmp_path / "ticket.json"
+    async with asyncio.timeout(30):
+        while not ticket.exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    host = await Host.start(ticket, "1", folder=tmp_path / "elsewhere")
+    hosts.append(host)
+    assert await asyncio.wait_for(controller.stdout.readline(), 30) == b"ready\n"
+    (process,) = host.workers()
+    controller.kill()
+    await controller.wait()
+    code, _, stderr = await host.finish()
+    assert code == 1
+    assert "was silent for 2.0 s; the workers of this host were ended" in stderr
+    await wait_until_dead(process)
+
+
+async def test_a_controller_that_was_busy_does_not_take_its_guests_for_dead():
+    async def echo(_message: Message) -> None:
+        asyncio.get_running_loop().call_later(0.01, guest.heard)
+
+    async def ignore(_message: Message) -> None: ...
+
+    guest = Guest(
+        "echo-0", host="there", tell_worker=echo, tell_host=ignore, heartbeat_timeout_s=0.4
+    )
+    guest.heard()
+    ended = asyncio.create_task(guest.ended())
+    await asyncio.sleep(0.05)
+    time.sleep(1.0)  # noqa: ASYNC251 - nothing is read meanwhile, whoever speaks
+    await asyncio.sleep(0.5)
+    assert not ended.done()
+    guest.told(Ending(reason="was stopped"))
+    assert (await ended).reason == "was stopped"
+
+
+# What a host may say
+
+
+async def test_a_host_that_asks_and_vanishes_costs_its_place_and_nothing_else(
+    hub: Hub, tmp_path: Path
+):
+    worker = await hub.launch("local", "echo_worker")
+    waiting = asyncio.create_task(hub.expect("echo-0", timeout_s=30))
+    ticket = hub.ticket()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as host:
+        identity = host_identity(ticket.token)
+        dial(host, ticket.address, identity=identity, keys=ticket.keys, heartbeat_timeout_s=None)
+        await asyncio.sleep(0.5)  # for the handshake, which needs the hub's loop
+        host.send_multipart([EVENT_ID, *encode(Join(host="ghost", num_workers=1))])
+    time.sleep(0.5)  # noqa: ASYNC251 - it is gone before the hub reads what it wanted
+    with pytest.raises(WorkerError, match="'echo-0' lost its connection from ghost"):
+        await asyncio.wait_for(waiting, 10)
+    assert isinstance(await worker.call(ask("echo"), timeout_s=10), Generated)
+    assert hub.refused == 0
+
+
+async def test_a_host_speaks_for_its_own_workers_only(hub: Hub, tmp_path: Path, hosts: list[Host]):
+    _, (worker,) = await joined(hub, tmp_path, hosts)
+    intruder = f"host:{hub.ticket().token}:intruder".encode()
+    ended = Ended(worker="echo-0", reason="fell asleep", log_tail="", may_have_spoken=False)
+    assert not await hub._gate.hear(intruder, bytes(8), ended)
+    assert not await hub._gate.hear(intruder, bytes(8), Done())
+    assert isinstance(await worker.call(ask("echo")), Generated)
+
+
+async def test_the_token_of_another_run_opens_nothing(hub: Hub, tmp_path: Path):
+    async with new_hub(tmp_path) as other:
+        assert hub._gate.knows(f"host:{hub.ticket().token}:1".encode())
+        assert not hub._gate.knows(f"host:{other.ticket().token}:1".encode())
+        assert not hub._gate.knows(b"host:")
+
+
+# Secrets
+
+
+def texts_in(folder: Path) -> list[str]:
+    return [path.read_text() for path in folder.rglob("*") if path.is_file()]
+
+
+async def test_no_secret_lies_in_any_log_or_command_line(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    ticket = hub.ticket()
+    host, (worker, other) = await joined(hub, tmp_path, hosts, count=2)
+    (tmp_path / "copy-of-ticket.json").unlink()
+    processes = [psutil.Process(host.process.pid), *host.workers()]
+    commands = [" ".join(process.cmdline()) for process in processes]
+    with pytest.raises(WorkerError) as raised:
+        await worker.call(ask("raise"))
+    await failures_of(other, ask("exit 7"))
+    code, stdout, stderr = await host.finish()
+    assert code == 1
+    texts = texts_in(tmp_path)
+    assert any("out of luck" in text for text in texts)
+    everything = "\n".join(
+        [*texts, *commands, stdout, stderr, str(raised.value), raised.value.traceback]
+    )
+    tokens = [identity.split(b":")[1].decode() for identity in hub._workers]
+    assert len(tokens) == 2
+    for secret in (ticket.client_secret, ticket.token, *tokens):
+        assert secret not in everything

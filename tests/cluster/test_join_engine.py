@@ -1,0 +1,40 @@
+"""`millrace join` as a user runs it: a real engine that loads a model on its own host."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hosts import Host, outside_address, write_ticket
+from tiny_model import make_tiny_model
+
+from millrace.cluster.hub import Hub
+from millrace.cluster.messages import Done, Generate, Generated, StartEngine
+from millrace.config import load_config
+from millrace.core.errors import ConfigError
+from millrace.core.records import Request, Sampling
+
+
+async def test_an_engine_joins_from_another_host_and_says_if_it_has_no_model(tmp_path: Path):
+    model = str(make_tiny_model(tmp_path / "model"))
+    config = load_config({"model": model, "engine": {"threads": 1}}).model_dump(mode="json")
+    address = f"tcp://{outside_address()}:0"
+    async with Hub(log_dir=tmp_path, on_event=lambda *_: None, address=address) as hub:
+        expected = asyncio.create_task(hub.expect("engine-0", timeout_s=60))
+        ticket = write_ticket(hub, tmp_path / "ticket.json")
+        host = await Host.start("join", ticket, folder=tmp_path / "far", script="millrace.cli")
+        engine = await expected
+        with pytest.raises(ConfigError, match="Model '/no/such/model' does not exist"):
+            await engine.call(StartEngine(config=config, model_path="/no/such/model", version=0))
+        start = StartEngine(config=config, model_path=model, version=3)
+        assert isinstance(await engine.call(start), Done)
+        request = Request(
+            id="r", prompt=np.array([2, 3], np.int32), sampling=Sampling(max_new_tokens=5)
+        )
+        reply = await engine.call(Generate(request=request))
+        assert isinstance(reply, Generated)
+        assert set(reply.completions[0].versions.tolist()) == {3}
+    code, stdout, stderr = await host.finish()
+    assert (code, stderr) == (0, "")
+    assert "with engine-0" in stdout
+    assert (host.folder / "logs" / "engine-0.log").is_file()

@@ -1,0 +1,102 @@
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from millrace.cluster.guests.ticket import Ticket, offered, read_ticket
+from millrace.core.errors import ConfigError
+
+TICKET = Ticket(
+    address="tcp://controller:5000",
+    heartbeat_timeout_s=30.0,
+    server_key="s" * 40,
+    client_key="c" * 40,
+    client_secret="x" * 40,
+    token="t" * 32,
+)
+
+
+def test_a_ticket_can_be_read_while_it_is_offered_and_is_gone_afterwards(tmp_path: Path):
+    path = tmp_path / "new" / "ticket.json"
+    with offered(TICKET, path):
+        assert read_ticket(path) == TICKET
+    assert list(path.parent.iterdir()) == []
+
+
+def test_only_its_owner_can_read_a_ticket_whatever_the_umask(tmp_path: Path):
+    path = tmp_path / "ticket.json"
+    before = os.umask(0)
+    try:
+        with offered(TICKET, path):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+
+
+def test_a_ticket_is_removed_also_when_the_run_fails(tmp_path: Path):
+    path = tmp_path / "ticket.json"
+    with pytest.raises(ZeroDivisionError), offered(TICKET, path):
+        raise ZeroDivisionError
+    assert not path.exists()
+
+
+def test_the_ticket_of_a_killed_run_is_replaced_and_that_of_a_newer_run_is_left(tmp_path: Path):
+    path = tmp_path / "ticket.json"
+    newer = Ticket(
+        **{name: getattr(TICKET, name) for name in TICKET.__struct_fields__} | {"token": "n"}
+    )
+    with offered(TICKET, path):
+        leave_open = offered(newer, path)
+        leave_open.__enter__()
+    assert read_ticket(path) == newer
+
+
+@pytest.mark.parametrize("content", [b"my notes", b"{}", b"\xff\xfe", b""])
+def test_a_file_that_is_no_ticket_is_never_written_over(tmp_path: Path, content: bytes):
+    path = tmp_path / "ticket.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="exists and is no ticket"), offered(TICKET, path):
+        pass
+    assert path.read_bytes() == content
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="is no ticket, or not a whole one"):
+        read_ticket(path)
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "ticket.json"):
+        with pytest.raises(ConfigError, match=r"cluster\.ticket = .* choose another path"):
+            offered(TICKET, path).__enter__()
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_a_ticket_that_others_can_read_is_refused(tmp_path: Path, mode: int):
+    path = tmp_path / "ticket.json"
+    with offered(TICKET, path):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=f"chmod 600 {path}"):
+            read_ticket(path)
+
+
+def test_a_missing_ticket_is_one_sentence(tmp_path: Path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_ticket(tmp_path / "ticket.json")
+
+
+def test_half_a_ticket_is_refused_without_quoting_it(tmp_path: Path):
+    path = tmp_path / "ticket.json"
+    with offered(TICKET, path):
+        half = path.read_bytes()[:-8]
+    path.touch(mode=0o600)
+    path.write_bytes(half)
+    with pytest.raises(ConfigError) as info:
+        read_ticket(path)
+    assert TICKET.client_secret not in str(info.value)
+
+
+def test_no_repr_shows_a_secret():
+    shown = repr(TICKET) + repr(TICKET.keys)
+    assert TICKET.client_secret not in shown
+    assert TICKET.token not in shown

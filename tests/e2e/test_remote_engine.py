@@ -1,0 +1,154 @@
+"""Whole runs with an engine that joined from another host, as far as one machine can play it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_model import make_tiny_model
+
+REPOSITORY = Path(__file__).parents[2]
+RUN = """
+run_dir = "run"
+model = "model"
+[tasks]
+path = "tasks.jsonl"
+[sampling]
+max_new_tokens = 16
+[[scorer]]
+function = "rewards.py:digits"
+[scoring]
+workers = 1
+[rollout]
+group_size = 4
+[trainer]
+steps = 5
+groups_per_step = 4
+learning_rate = 1e-3
+threads = 1
+[engine]
+count = 0
+remote = 1
+threads = 1
+[cluster]
+address = "tcp://127.0.0.1:0"
+ticket = "secret/ticket.json"
+heartbeat_timeout_s = 5.0
+[watch]
+progress = "lines"
+"""
+REWARDS = """
+def digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) / (len(text) + 1) for text in completions]
+"""
+
+
+class Command:
+    """A `millrace` command in a folder and with an environment of its own."""
+
+    def __init__(self, *arguments: str | Path, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "millrace.cli", *map(str, arguments)],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "HOME": str(folder)},
+        )
+
+    def wait_for(self, path: Path, *, lines: int = 0) -> None:
+        deadline = time.monotonic() + 90
+        while not path.is_file() or path.read_text().count("\n") < lines:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, f"no {path.name}"
+            time.sleep(0.05)
+
+    def finish(self) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=90)
+        return self.process.returncode, stdout, stderr
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "controller"
+    make_tiny_model(folder / "model")
+    (folder / "run.toml").write_text(RUN)
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [json.dumps({"prompt": f"{n}+1="}) for n in range(50)]
+    (folder / "tasks.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    """What is put here does not outlive the test."""
+    commands: list[Command] = []
+    yield commands
+    for command in commands:
+        if command.process.poll() is None:
+            command.process.kill()
+        command.process.communicate()
+
+
+def start(project: Path, commands: list[Command], *settings: str) -> tuple[Command, Command]:
+    """The run, and the host that joins it."""
+    ticket = project / "secret" / "ticket.json"
+    run = Command("train", "run.toml", *settings, folder=project)
+    commands.append(run)
+    run.wait_for(ticket)
+    host = Command("join", ticket, folder=project.parent / "elsewhere")
+    commands.append(host)
+    return run, host
+
+
+@pytest.mark.parametrize("transport", ["disk", pytest.param("collective", marks=pytest.mark.slow)])
+def test_a_run_whose_only_engine_joined_trains_to_its_end(project, commands, transport):
+    ticket = project / "secret" / "ticket.json"
+    run, host = start(project, commands, "--weights.transport", transport)
+    secrets = json.loads(ticket.read_text())
+    code, stdout, stderr = run.finish()
+    assert code == 0, stderr
+    assert "Waiting for 1 engine from other hosts" in stdout
+    assert f"millrace join {ticket}" in stdout
+    host_code, host_stdout, host_stderr = host.finish()
+    assert (host_code, host_stderr) == (0, "")
+    rows = [json.loads(line) for line in (project / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert list(ticket.parent.iterdir()) == []
+
+    everything = [stdout, stderr, host_stdout]
+    for folder in (project / "run", project.parent / "elsewhere"):
+        files = (path for path in folder.rglob("*") if path.is_file())
+        everything += [path.read_bytes().decode(errors="replace") for path in files]
+    for secret in ("client_secret", "token"):
+        assert not [text for text in everything if secrets[secret] in text]
+
+
+def test_the_death_of_a_joined_engine_ends_the_run_with_a_sentence(project, commands):
+    run, host = start(project, commands, "--weights.transport", "disk", "--trainer.steps", "100000")
+    run.wait_for(project / "run" / "metrics.jsonl", lines=2)
+    workers = psutil.Process(run.process.pid).children(recursive=True)
+    (engine,) = psutil.Process(host.process.pid).children()
+    engine.kill()
+    code, _, stderr = run.finish()
+    assert code == 1
+    assert "'engine-0' was killed by SIGKILL" in stderr
+    assert not (project / "secret" / "ticket.json").exists()
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+
+
+def test_an_engine_that_cannot_start_on_its_host_is_told_with_the_host(project, commands):
+    settings = ["--weights.transport", "disk", "--engine.device", "nonsense"]
+    run, host = start(project, commands, *settings)
+    code, _, stderr = run.finish()
+    assert code == 2
+    assert "error: On " in stderr
+    assert ", for engine-0: " in stderr
+    assert len(stderr.strip().splitlines()) == 1
+    assert host.finish()[0] == 0
