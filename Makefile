@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench wheelhouse clean
 
 demo: $(VENV)/.installed
 	$(BIN)/millrace demo
@@ -39,6 +39,36 @@ $(VENV)/.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	$(PIP) install -r requirements-dev.txt
 	@touch $@
+
+# Wheels for a machine without network that has PyTorch and transformers; see docs/gpu.md.
+WHEELHOUSE ?= wheelhouse
+# What torch and transformers have brought there already; a wheel of ours might not suit them.
+SKIP ?= torch filelock fsspec jinja2 markupsafe mpmath networkx numpy setuptools sympy \
+	typing_extensions transformers annotated-doc anyio click h11 hf-xet httpcore2 httpx2 \
+	huggingface_hub idna markdown-it-py mdurl packaging pygments pyyaml regex rich safetensors \
+	shellingham tokenizers tqdm truststore typer
+# Further packages, each by name, since no dependencies are followed; pinned in requirements-dev.txt.
+EXTRA ?=
+THERE := $(patsubst python%,%,$(notdir $(PYTHON)))
+GLIBC := $(word 3,$(subst _, ,$(PLATFORM)))
+ARCH := $(subst manylinux_2_$(GLIBC)_,,$(PLATFORM))
+# pip takes a platform at its word, but wheels for an older glibc run there as well.
+PLATFORMS = $(foreach minor,$(shell seq 17 $(GLIBC)),--platform manylinux_2_$(minor)_$(ARCH)) \
+	--platform manylinux2014_$(ARCH)
+
+wheelhouse:
+	@case "$(PLATFORM) $(THERE)" in manylinux_2_[0-9]*_*\ 3.[0-9]*) ;; *) \
+		echo "Say for which machine: make wheelhouse PLATFORM=manylinux_2_28_x86_64 PYTHON=3.12"; \
+		exit 1;; esac
+	@mkdir -p $(WHEELHOUSE)
+	@awk -F== -v skip=" $(SKIP) " '/==/ && !index(tolower(skip), " " tolower($$1) " ")' \
+		requirements.txt > $(WHEELHOUSE)/requirements.txt
+	$(firstword $(wildcard $(BIN)/python) python3) -m pip download --quiet --dest $(WHEELHOUSE) \
+		--no-deps --only-binary=:all: --implementation cp --python-version $(THERE) $(PLATFORMS) \
+		-r $(WHEELHOUSE)/requirements.txt -c requirements-dev.txt $(EXTRA)
+	@echo "On that machine, in this checkout with $(WHEELHOUSE)/ in it:"
+	@echo "  pip install --no-index --no-deps $(WHEELHOUSE)/*.whl"
+	@echo "  pip install --no-index --no-deps --no-build-isolation -e ."
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,252 @@
+"""GRPO end to end on one GPU: SmolLM2-135M-Instruct learns sums of two numbers under 100.
+
+    python benchmarks/smollm2.py smollm2
+    python benchmarks/grpo_on_gpu.py smollm2 --json rows.json
+
+32 prompts x 8 completions a step, at most 128 new tokens, reward 1 if the last number is the sum.
+Engine and trainer share the GPU as two processes, in bfloat16 over float32 master weights. The same
+by TRL, for a comparison on one machine (needs `pip install trl datasets`, and vllm to be fast):
+
+    python benchmarks/grpo_on_gpu.py smollm2 --peer --save trl.json
+    python benchmarks/grpo_on_gpu.py smollm2 --peer-json trl.json --json rows.json
+
+Any saved run can be the peer. Asynchronous against synchronous, with lengths to 1,024 tokens:
+
+    python benchmarks/grpo_on_gpu.py smollm2 --lengths long --sync --save sync.json
+    python benchmarks/grpo_on_gpu.py smollm2 --lengths long --peer-json sync.json
+
+Rows are {measure, ours, peer, ratio}: samples per second after the first steps, rewards over the
+same number of samples, lengths, logprob mismatch, memory. The mismatch of an asynchronous run also
+holds what the policy learned while its samples waited; --sync leaves only that of the arithmetic.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_peer import measure_peer
+from grpo_run import (
+    BETAS,
+    PROMPT_TOKENS,
+    WARM_UP_STEPS,
+    Measurement,
+    Workload,
+    compare,
+    load_measurement,
+    watched_gpu,
+)
+from sums import exact_sum
+
+from millrace.config import parse_override
+from millrace.models.loading import resolve_device
+from millrace.run import train
+from millrace.watch.activity import ROLES, Activity, mean_by_role
+from millrace.watch.metrics import read_metrics
+from millrace.watch.run_dir import RunDir
+from millrace.watch.trace import read_trace
+
+MAX_NEW_TOKENS = {"short": 128, "long": 1024}
+SAMPLES_READ = 16  # episodes written each step; they say how many completions ended
+# Samples per second of TRL 1.16 with vLLM 0.24 colocated, on one H200: what a run with the default
+# settings is put beside where TRL itself was not run.
+RECORDED_PEER = 135.0
+
+
+def main() -> int:
+    args = _arguments()
+    workload = Workload(
+        model=args.model,
+        lengths=args.lengths,
+        prompts=args.prompts,
+        group=args.group,
+        max_new_tokens=args.max_new_tokens or MAX_NEW_TOKENS[args.lengths],
+        steps=args.steps,
+        learning_rate=args.learning_rate,
+        seed=args.seed,
+        device=resolve_device(args.device).type,
+    )
+    with tempfile.TemporaryDirectory(prefix="grpo-on-gpu-") as scratch:
+        folder = Path(args.keep or scratch)
+        if args.peer:
+            measured = measure_peer(workload, folder=folder)
+        else:
+            measured = measure_ours(
+                workload,
+                folder=folder,
+                max_staleness=0 if args.sync else args.max_staleness,
+                overrides=dict(_override(text) for text in args.set),
+            )
+    if args.save:
+        measured.save(Path(args.save))
+    peer = load_measurement(Path(args.peer_json)) if args.peer_json else None
+    recorded = RECORDED_PEER if _is_what_was_recorded(workload) and not args.peer else None
+    rows = compare(measured, peer, recorded=recorded)
+    print(_table(rows, ours=measured.name, peer=_peer_name(peer, recorded)))
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", help="directory that smollm2.py made")
+    parser.add_argument("--steps", type=int, default=60, help="at least 2 (60)")
+    parser.add_argument("--prompts", type=int, default=32, help="per step (32)")
+    parser.add_argument("--group", type=int, default=8, help="completions of each prompt (8)")
+    parser.add_argument("--lengths", choices=MAX_NEW_TOKENS, default="short", help="of completions")
+    parser.add_argument("--max-new-tokens", type=int, help="at most (128; with long 1024)")
+    parser.add_argument("--learning-rate", type=float, default=5e-6, help="(5e-6)")
+    parser.add_argument("--max-staleness", type=int, default=2, help="of trained tokens (2)")
+    parser.add_argument("--sync", action="store_true", help="staleness 0: take turns")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any Millrace setting"
+    )
+    parser.add_argument("--peer", action="store_true", help="run TRL instead of Millrace")
+    parser.add_argument("--peer-json", metavar="FILE", help="a saved run to compare with")
+    parser.add_argument("--save", metavar="FILE", help="save this run, for --peer-json")
+    parser.add_argument("--json", metavar="FILE", help="write the rows here")
+    parser.add_argument("--keep", metavar="DIR", help="keep the run directory here")
+    args = parser.parse_args()
+    if not Path(args.model).is_dir():
+        parser.error(
+            f"{args.model} is no directory; run: python benchmarks/smollm2.py {args.model}"
+        )
+    if args.steps < 2:
+        parser.error(f"--steps {args.steps} leaves no time between two steps; use at least 2")
+    if args.peer and (args.sync or args.set):
+        parser.error("--sync and --set are settings of Millrace; leave them out with --peer")
+    return args
+
+
+def measure_ours(
+    workload: Workload, *, folder: Path, max_staleness: int, overrides: dict[str, Any]
+) -> Measurement:
+    run_dir = RunDir(folder / "run")
+    with watched_gpu(workload.device) as used:
+        train(
+            settings(workload, run_dir=run_dir.path, max_staleness=max_staleness),
+            tasks=workload.tasks(),
+            scorers=exact_sum,
+            **overrides,
+        )
+    rows = read_metrics(run_dir.metrics)
+    busy_from_s = rows[min(WARM_UP_STEPS, len(rows) // 2) - 1]["time_s"]
+    return Measurement(
+        name=f"Millrace, {f'staleness {max_staleness}' if max_staleness else 'sync'}",
+        samples_per_step=workload.samples_per_step,
+        times_s=[row["time_s"] for row in rows],
+        rewards=[row["reward_mean"] for row in rows],
+        mean_lengths=[row["completion_tokens_mean"] for row in rows],
+        mismatches=[row["logprob_mismatch"] for row in rows],
+        ended_share=_ended_share(run_dir),
+        peak_gpu_bytes=max(used, default=None),
+        notes={
+            "learning_rate": workload.learning_rate,
+            "staleness_mean": sum(row["staleness_mean"] for row in rows) / len(rows),
+            "groups_dropped": rows[-1]["groups_dropped"],
+            **_shares(run_dir, start_s=busy_from_s, end_s=rows[-1]["time_s"]),
+        },
+    )
+
+
+def settings(workload: Workload, *, run_dir: Path, max_staleness: int) -> dict[str, Any]:
+    """What a user would write for this workload on one GPU."""
+    on_gpu = workload.device == "cuda"
+    waiting = (max_staleness + 1) * workload.prompts
+    return {
+        "model": workload.model,
+        "run_dir": str(run_dir),
+        "seed": workload.seed,
+        "sampling": {"max_new_tokens": workload.max_new_tokens},
+        "rollout": {"group_size": workload.group, "max_running_groups": waiting},
+        "buffer": {"capacity": waiting, "max_staleness": max_staleness},
+        "engine": {
+            "device": workload.device,
+            "dtype": workload.dtype,
+            "max_sequences": 512 if on_gpu else 32,
+            "max_context": PROMPT_TOKENS + workload.max_new_tokens,
+        },
+        "trainer": {
+            "device": workload.device,
+            "dtype": workload.dtype,
+            "steps": workload.steps,
+            "groups_per_step": workload.prompts,
+            "microbatch_tokens": 32768 if on_gpu else 2048,
+            "learning_rate": workload.learning_rate,
+            "betas": BETAS,
+        },
+        "scoring": {"workers": 1},
+        "checkpoint": {"every_steps": 0},
+        "watch": {"samples_per_step": SAMPLES_READ},
+    }
+
+
+def _shares(run_dir: RunDir, *, start_s: float, end_s: float) -> dict[str, Any]:
+    """How busy engine and trainer were after the first steps, and what they waited for."""
+    activity = Activity()
+    activity.add(
+        replace(span, start_s=max(span.start_s, start_s), end_s=min(span.end_s, end_s))
+        for span in read_trace(run_dir.trace)
+        if span.end_s > start_s and span.start_s < end_s
+    )
+    roles = mean_by_role(activity.total())
+    return {
+        **{f"{role}_busy": roles[role].busy for role in ROLES if role in roles},
+        "idle_reasons": {role: roles[role].waiting for role in ROLES if role in roles},
+    }
+
+
+def _ended_share(run_dir: RunDir) -> float:
+    """Of the episodes that were written down."""
+    finishes = [
+        json.loads(line)["finish"]
+        for path in run_dir.rollouts.glob("step_*.jsonl")
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    return sum(finish != "length" for finish in finishes) / len(finishes)
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    return key, parse_override(value)
+
+
+def _is_what_was_recorded(workload: Workload) -> bool:
+    shape = (workload.prompts, workload.group, workload.max_new_tokens, workload.lengths)
+    return workload.device == "cuda" and shape == (32, 8, 128, "short")
+
+
+def _peer_name(peer: Measurement | None, recorded: float | None) -> str:
+    if peer is not None:
+        return peer.name
+    return "TRL 1.16, vLLM 0.24 colocated (recorded)" if recorded is not None else "no peer"
+
+
+def _table(rows: list[dict[str, Any]], *, ours: str, peer: str) -> str:
+    lines = [f"this run: {ours}; peer: {peer}", f"{'':44}{'this run':>14}{'peer':>14}{'ratio':>8}"]
+    for row in rows:
+        values = (f"{_shown(row[side]):>14}" for side in ("ours", "peer"))
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
+        lines.append(f"{row['measure']:44}{''.join(values)}{ratio:>8}")
+    for role, reasons in rows[0].get("idle_reasons", {}).items():
+        longest_first = sorted(reasons.items(), key=lambda item: -item[1])
+        waits = ", ".join(f"{share:.0%} {why}" for why, share in longest_first if share >= 0.005)
+        busy = rows[0][f"{role}_busy"]
+        lines.append(f"{role} {busy:.0%} busy, waits for: {waits or 'nothing'}")
+    return "\n".join(lines)
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The peer's side of grpo_on_gpu.py: TRL's GRPOTrainer, with vLLM colocated if it is installed.
+
+It gets what is fastest for it: a whole step in one forward pass where it fits, no gradient
+checkpointing, no KL model. Master weights are float32 under bfloat16 compute, as on the other side;
+left alone it would train in the bfloat16 of the checkpoint, which loses most of such small updates.
+"""
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+from grpo_run import BETAS, PROMPT_TOKENS, Measurement, Workload, watched_gpu
+from sums import exact_sum
+
+# At most, in one forward and backward pass; long ones do not fit as a whole step.
+SEQUENCES = {"short": 256, "long": 32}
+
+
+def measure_peer(workload: Workload, *, folder: Path) -> Measurement:
+    import trl
+    from datasets import Dataset
+
+    use_vllm = workload.device == "cuda" and importlib.util.find_spec("vllm") is not None
+    recorder = _recorder()
+    trainer = trl.GRPOTrainer(
+        model=workload.model,
+        args=_settings(workload, folder=folder, use_vllm=use_vllm),
+        reward_funcs=exact_sum,
+        train_dataset=Dataset.from_list(workload.tasks()),
+        callbacks=[recorder],
+    )
+    with watched_gpu(workload.device) as used:
+        trainer.train()
+    logs = recorder.logs
+    clipped = [row["completions/clipped_ratio"] for row in logs]
+    mismatch = "sampling/sampling_logp_difference/mean"  # logged with vLLM only
+    return Measurement(
+        name=f"TRL {trl.__version__}, {_generation(use_vllm)}",
+        samples_per_step=workload.samples_per_step,
+        times_s=recorder.times_s,
+        rewards=[row["reward"] for row in logs],
+        mean_lengths=[row["completions/mean_length"] for row in logs],
+        mismatches=[row[mismatch] for row in logs if mismatch in row],
+        ended_share=1 - sum(clipped) / len(clipped),
+        peak_gpu_bytes=max(used, default=None),
+        notes={"learning_rate": workload.learning_rate},
+    )
+
+
+def _settings(workload: Workload, *, folder: Path, use_vllm: bool) -> Any:
+    from trl import GRPOConfig
+
+    per_step = workload.samples_per_step
+    sequences = next(n for n in range(SEQUENCES[workload.lengths], 0, -1) if per_step % n == 0)
+    return GRPOConfig(
+        output_dir=str(folder),
+        model_init_kwargs={"dtype": "float32"},
+        use_cpu=workload.device == "cpu",
+        bf16=workload.dtype == "bfloat16",
+        gradient_checkpointing=False,
+        max_steps=workload.steps,
+        per_device_train_batch_size=sequences,
+        gradient_accumulation_steps=per_step // sequences,
+        num_generations=workload.group,
+        max_completion_length=workload.max_new_tokens,
+        use_vllm=use_vllm,
+        vllm_mode="colocate",
+        vllm_max_model_length=PROMPT_TOKENS + workload.max_new_tokens,
+        learning_rate=workload.learning_rate,
+        lr_scheduler_type="constant",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        max_grad_norm=1.0,
+        # The objective that Millrace minimises.
+        epsilon=0.2,
+        epsilon_high=0.28,
+        delta=2.0,
+        loss_type="dapo",
+        beta=0.0,
+        seed=workload.seed,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+
+
+def _generation(use_vllm: bool) -> str:
+    if not use_vllm:
+        return "transformers generation"
+    from importlib.metadata import version
+
+    return f"vLLM {version('vllm')} colocated"
+
+
+def _recorder() -> Any:
+    """A trainer callback that keeps each step's log and time; TRL is slow to import."""
+    from transformers import TrainerCallback
+
+    class Recorder(TrainerCallback):
+        def __init__(self) -> None:
+            self.times_s: list[float] = []
+            self.logs: list[dict[str, float]] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, *, logs: dict, **_: Any) -> None:
+            if "reward" in logs:  # the last log of a run sums up and has none
+                self.times_s.append(time.monotonic())
+                self.logs.append({name: float(value) for name, value in logs.items()})
+
+    return Recorder()

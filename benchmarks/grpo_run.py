@@ -1,0 +1,151 @@
+"""What one GRPO run of grpo_on_gpu.py is, what it measured, and two such runs side by side."""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sums import Lengths, make_tasks
+
+WARM_UP_STEPS = 10  # left out of samples per second, or half of a run that has fewer than 20
+WINDOW = 5  # steps over which the last rewards are averaged
+NUM_TASKS = 8192
+PROMPT_TOKENS = 128  # more than any of the questions has
+BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The same for every side."""
+
+    model: str
+    lengths: Lengths
+    prompts: int  # per step
+    group: int  # completions of each prompt
+    max_new_tokens: int
+    steps: int
+    learning_rate: float
+    seed: int
+    device: str  # "cpu" or "cuda"
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def dtype(self) -> str:
+        """Of generation and of the trainer's compute; master weights are float32 everywhere."""
+        return "bfloat16" if self.device == "cuda" else "float32"
+
+    def tasks(self) -> list[dict[str, Any]]:
+        return make_tasks(NUM_TASKS, seed=self.seed, lengths=self.lengths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """What one side measured; lists have one entry per step."""
+
+    name: str
+    samples_per_step: int
+    times_s: list[float]  # when each step was done
+    rewards: list[float]
+    mean_lengths: list[float]  # completion tokens
+    mismatches: list[float]  # mean |trainer - engine logprob|; empty where nobody computes it
+    ended_share: float | None  # completions that ended themselves, not at the limit
+    peak_gpu_bytes: int | None  # of all processes on the device; None where nobody knows
+    notes: dict[str, Any]
+
+    @property
+    def samples_per_s(self) -> float:
+        warm_up = min(WARM_UP_STEPS, len(self.times_s) // 2)
+        seconds = self.times_s[-1] - self.times_s[warm_up - 1]
+        return self.samples_per_step * (len(self.times_s) - warm_up) / seconds
+
+    @property
+    def curve(self) -> list[tuple[int, float]]:
+        """(samples seen, mean reward of the step that ended there)."""
+        return [(n * self.samples_per_step, r) for n, r in enumerate(self.rewards, start=1)]
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)) + "\n")
+
+
+def load_measurement(path: Path) -> Measurement:
+    return Measurement(**json.loads(path.read_text()))
+
+
+def compare(
+    ours: Measurement, peer: Measurement | None, *, recorded: float | None = None
+) -> list[dict[str, Any]]:
+    """One row per measure. Without a peer's measurement, samples/s stand beside the `recorded`."""
+    # Rewards count per sample seen, so each side's first so many samples are compared.
+    steps = len(ours.rewards)
+    if peer is not None:
+        seen = min(side.samples_per_step * len(side.rewards) for side in (ours, peer))
+        steps = seen // ours.samples_per_step
+    sides = (ours, peer)
+    rates = (ours.samples_per_s, peer.samples_per_s if peer else recorded)
+    return [
+        _row("samples_per_s", *rates, **ours.notes),
+        _row("completion_tokens_mean", *(_mean(s.mean_lengths) if s else None for s in sides)),
+        _row("ended_share", *(s.ended_share if s else None for s in sides)),
+        _row(
+            f"reward of the first {steps * ours.samples_per_step} samples",
+            *(_mean(_first(s, steps, like=ours)) if s else None for s in sides),
+            curve=ours.curve,
+            peer_curve=peer.curve if peer else None,
+        ),
+        _row(
+            f"reward of the last {WINDOW} steps among them",
+            *(_mean(_first(s, steps, like=ours)[-WINDOW:]) if s else None for s in sides),
+        ),
+        _row(
+            "logprob_mismatch",
+            *(_mean(s.mismatches) if s else None for s in sides),
+            per_step=ours.mismatches,
+        ),
+        _row("peak_gpu_bytes", *(s.peak_gpu_bytes if s else None for s in sides)),
+    ]
+
+
+def _first(side: Measurement, steps: int, *, like: Measurement) -> list[float]:
+    """The rewards of the first samples: as many as `like` sees in so many steps."""
+    return side.rewards[: steps * like.samples_per_step // side.samples_per_step]
+
+
+def _row(measure: str, ours: float | None, peer: float | None, **details: Any) -> dict[str, Any]:
+    ratio = ours / peer if ours is not None and peer else None
+    return {"measure": measure, "ours": ours, "peer": peer, "ratio": ratio, **details}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+@contextlib.contextmanager
+def watched_gpu(device: str, *, period_s: float = 1.0) -> Iterator[list[int]]:
+    """Inside, nvidia-smi is asked once in a while; the list gets the bytes in use each time."""
+    used: list[int] = []
+    if device != "cuda" or shutil.which("nvidia-smi") is None:
+        yield used
+        return
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(period_s):
+            reply = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            used.append(max(int(line) for line in reply.split()) * 2**20)
+
+    thread = threading.Thread(target=watch, name="gpu-memory")
+    thread.start()
+    try:
+        yield used
+    finally:
+        done.set()
+        thread.join()
