@@ -9,8 +9,9 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 demo: $(VENV)/.installed
 	$(BIN)/millrace demo
 
+# Two files at a time: most of the time goes to processes that start.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

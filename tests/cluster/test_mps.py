@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,11 @@ HERE = Path(__file__).parent
 class Machine:
     """A machine with a GPU and the stand-in on PATH; its temp dir is nobody else's."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, temp: Path) -> None:
         self.gpu = folder / "nvidiactl"
         self.gpu.touch()
         self.log = folder / "mps.log"
-        self.temp = folder / "tmp"
-        self.temp.mkdir()
+        self.temp = temp
         self.record = folder / "record.json"
         self.warnings: list[str] = []
         self.programs = folder / "bin"
@@ -62,8 +63,13 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    machine = Machine(tmp_path)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    # Not below tmp_path: the path of a socket may not be long.
+    with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as temp:
+        yield _prepared(Machine(tmp_path, temp=Path(temp)), monkeypatch)
+
+
+def _prepared(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setenv("PATH", f"{machine.programs}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_MPS_RECORD", str(machine.record))
     monkeypatch.setattr("tempfile.tempdir", str(machine.temp))
