@@ -100,7 +100,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", choices=MAX_NEW_TOKENS, default="short", help="of completions")
     parser.add_argument("--max-new-tokens", type=int, help="at most (128; with long 1024)")
     parser.add_argument("--learning-rate", type=float, default=5e-6, help="(5e-6)")
-    parser.add_argument("--max-staleness", type=int, default=2, help="of trained tokens (2)")
+    parser.add_argument("--max-staleness", type=int, default=4, help="of trained tokens (4)")
     parser.add_argument("--sync", action="store_true", help="staleness 0: take turns")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
@@ -169,7 +169,8 @@ def settings(workload: Workload, *, run_dir: Path, max_staleness: int) -> dict[s
         "engine": {
             "device": workload.device,
             "dtype": workload.dtype,
-            "max_sequences": 512 if on_gpu else 32,
+            # All that may be under way: a place to wait in is a place to decode in.
+            "max_sequences": min(1024, waiting * workload.group) if on_gpu else 32,
             "max_context": PROMPT_TOKENS + workload.max_new_tokens,
         },
         "trainer": {
