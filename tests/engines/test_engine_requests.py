@@ -5,7 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from engine_rig import EOS, LETTERS, finish_all, make_engine, make_request, prompt_of, weights
+from engine_rig import (
+    EOS,
+    LETTERS,
+    assert_same,
+    finish_all,
+    make_engine,
+    make_request,
+    prompt_of,
+    weights,
+)
 
 from millrace.core.errors import RunFailed, TaskError
 from millrace.core.records import Completion, Request, Sampling
@@ -203,3 +212,28 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_go_on():
     engine.step()
     assert engine.stats().prefill_tokens == 6 + 60
     assert engine.stats().generated_tokens == 1 + 8 + 1
+
+
+@pytest.mark.parametrize("round_steps", [1, 4])
+def test_a_prefill_that_does_not_fit_into_memory_is_done_in_smaller_passes(round_steps: int):
+    request = make_request("a", prompt=100)
+    expected = finish_all(make_engine(eos_ids=()), [request])["a"][0]
+    engine = make_engine(eos_ids=(), round_steps=round_steps, prefill_tokens=64)
+    embedding = engine._model.get_input_embeddings()
+    embedding.register_forward_pre_hook(out_of_memory_beyond(20))
+    assert_same(finish_all(engine, [request])["a"][0], expected)
+
+
+def test_a_pass_that_never_fits_into_memory_ends_the_run_with_a_sentence():
+    engine = make_engine()
+    engine._model.get_input_embeddings().register_forward_pre_hook(out_of_memory_beyond(3))
+    with pytest.raises(RunFailed, match=r"does not fit into the memory .* lower engine\.kv_bytes"):
+        finish_all(engine, [make_request("a", prompt=100)])
+
+
+def out_of_memory_beyond(num_tokens: int):
+    def check(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs[0].numel() > num_tokens:
+            raise torch.OutOfMemoryError("a stand-in for a full GPU")
+
+    return check

@@ -1,5 +1,8 @@
 """An engine from a model and its settings."""
 
+import os
+import shutil
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -52,6 +55,8 @@ def engine_of(
 ) -> EmbeddedEngine:
     """The engine these settings describe, ready for its first request."""
     on_gpu = model.device.type == "cuda"
+    if on_gpu and config.round_steps != 1:
+        _check_compiler()
     context = _context(model, config)
     num_blocks = config.num_blocks or _default_num_blocks(model, config, context=context)
     try:
@@ -78,6 +83,15 @@ def engine_of(
             " lower engine.kv_bytes or engine.max_sequences."
         ) from None
     return engine
+
+
+def _check_compiler() -> None:
+    """Triton builds its launchers with a C compiler; without one it fails in the first step."""
+    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        raise ConfigError(
+            "Decoding on a GPU needs a C compiler, and neither cc, gcc nor clang is on PATH;"
+            " install one, or set engine.round_steps to 1 and be several times slower."
+        )
 
 
 def _context(model: PreTrainedModel, config: EngineConfig) -> int:

@@ -9,6 +9,7 @@ ids it was kept from.
 Synchronous; all methods are called by one thread.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +23,7 @@ from millrace.core.errors import RunFailed, TaskError, WeightError
 from millrace.core.records import Completion, Finish, Request, Sampling
 from millrace.engines.embedded.blocks import BlockPool, BlockTables
 from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, sample_rows
-from millrace.engines.embedded.decode.prefill import flash_can
+from millrace.engines.embedded.decode.prefill import flash_obstacle
 from millrace.engines.embedded.decode.rounds import RoundResult, Rounds
 from millrace.engines.embedded.decode.state import NOTHING
 from millrace.engines.embedded.intake import check_request
@@ -102,8 +103,7 @@ class EmbeddedEngine:
             lanes=self._lanes,
             tables=tables,
             cache=cache,
-            flashes=round_steps > 1
-            and flash_can(cache.shapes.values(), dtype=model.dtype, device=model.device),
+            flashes=round_steps > 1 and _flashes(cache, model=model),
         )
         self._rounds: Rounds | None = None
         if round_steps > 1:
@@ -253,12 +253,26 @@ class EmbeddedEngine:
     def _pass(self, plan: Plan | None) -> None:
         if plan is None:
             return
-        hidden = self._runner.forward(plan)
+        try:
+            hidden = self._runner.forward(plan)
+        except torch.OutOfMemoryError:
+            # Nothing was noted of the pass: it is planned again, smaller.
+            self._make_room(plan)
+            return
         self._num_prefilled += int(plan.counts[plan.num_single :].sum())
         lanes, rows = self._scheduler.complete(plan)
         if len(lanes):
             self._sample(lanes, hidden=hidden, rows=rows)
             self._end_finished(lanes)
+
+    def _make_room(self, plan: Plan) -> None:
+        if not self._scheduler.shrink_prefill():
+            raise RunFailed(
+                f"A forward pass over {int(plan.counts.sum())} tokens does not fit into the memory"
+                f" of {self._model.device}; lower engine.kv_bytes or engine.max_sequences."
+            ) from None
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _round(self, rounds: Rounds, *, must_end: Callable[[], bool]) -> None:
         plan = self._scheduler.plan_round(max_steps=self._round_steps(rounds))
@@ -392,3 +406,17 @@ class EmbeddedEngine:
         if len(done) == len(completions):
             del self._unfinished[id]
             self._finished.append(Finished(id=id, completions=done))
+
+
+def _flashes(cache: KVCache, *, model: PreTrainedModel) -> bool:
+    """Whether prefill can use the flash kernel; says so where it should and cannot."""
+    if model.device.type != "cuda":
+        return False
+    obstacle = flash_obstacle(cache.shapes.values(), dtype=model.dtype)
+    if obstacle is not None:
+        warnings.warn(
+            f"Prefill does not use the flash kernel because {obstacle}: it pads prompts of"
+            " different lengths and takes several times as long.",
+            stacklevel=2,
+        )
+    return obstacle is None

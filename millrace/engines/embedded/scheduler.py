@@ -20,6 +20,8 @@ from millrace.engines.embedded.blocks import BlockTables
 from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.sequence import Sequence
 
+_MIN_PREFILL_TOKENS = 16  # smaller passes would save no memory worth having
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
@@ -119,6 +121,13 @@ class Scheduler:
         return RoundPlan(
             lanes=lanes, num_steps=num_steps, copy_sources=sources, copy_targets=targets
         )
+
+    def shrink_prefill(self) -> bool:
+        """Plan smaller passes from now on; False if they are as small as is sensible."""
+        if self._prefill_tokens <= _MIN_PREFILL_TOKENS:
+            return False
+        self._prefill_tokens //= 2
+        return True
 
     def complete(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
         """Take note that the pass was computed.

@@ -20,19 +20,17 @@ from millrace.engines.embedded.kv_cache import KVShape
 _MAX_HEAD_DIM = 256
 
 
-def flash_can(shapes: Iterable[KVShape], *, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if the kernel computes what all these layers want."""
-    return (
-        device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and all(
-            shape.key_dim == shape.value_dim
-            and shape.key_dim <= _MAX_HEAD_DIM
-            and shape.key_dim % 8 == 0
-            and not shape.is_capped
-            for shape in shapes
-        )
-    )
+def flash_obstacle(shapes: Iterable[KVShape], *, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot compute what some of these layers want; None if it can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"engine.dtype is {str(dtype).removeprefix('torch.')}"
+    for shape in shapes:
+        key_dim, value_dim = shape.key_dim, shape.value_dim
+        if key_dim != value_dim or key_dim > _MAX_HEAD_DIM or key_dim % 8:
+            return f"its head sizes are {key_dim} and {value_dim}"
+        if shape.is_capped:
+            return "the model softcaps its attention scores"
+    return None
 
 
 class PrefillLayer(NamedTuple):
@@ -56,7 +54,7 @@ class PrefillLayer(NamedTuple):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:  # [1, T, H, D]
-        assert softcap is None, "flash_can said no"
+        assert softcap is None, "see flash_obstacle"
         output = torch.ops.millrace.flash_prefill(
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
