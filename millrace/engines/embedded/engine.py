@@ -28,6 +28,7 @@ from millrace.engines.embedded.decode.state import NOTHING
 from millrace.engines.embedded.intake import check_request
 from millrace.engines.embedded.kv_cache import KVCache
 from millrace.engines.embedded.lanes import Lanes
+from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import measure_kv
 from millrace.engines.embedded.runner import Runner
 from millrace.engines.embedded.scheduler import Plan, Scheduler
@@ -62,6 +63,7 @@ class EmbeddedEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         version: int,  # of the weights the model holds
+        merger: AdapterMerger | None = None,  # of this model; swaps then bring adapters
         eos_ids: Sequence[int],
         max_context: int,
         max_sequences: int,
@@ -76,6 +78,7 @@ class EmbeddedEngine:
         # What a sequence alone could not store is beyond the context: so it always finishes.
         self._max_context = min(max_context, num_blocks * block_tokens)
         self._model = model.requires_grad_(False)
+        self._merger = merger
         self._parameters = dict(model.named_parameters())
         self._vocab_size = model.config.get_text_config().vocab_size
         self._version: int | None = version
@@ -155,6 +158,8 @@ class EmbeddedEngine:
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """What a swap must bring."""
+        if self._merger is not None:
+            return self._merger.shapes()
         return {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
 
     def submit(self, request: Request) -> None:
@@ -222,10 +227,10 @@ class EmbeddedEngine:
         self._check_weights(tensors, version=version)
         self._version = None
         try:
-            names = list(self._parameters)
-            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - has no public name
-                [self._parameters[name] for name in names], [tensors[name] for name in names]
-            )
+            if self._merger is not None:
+                self._merger.merge(tensors, into=self._parameters)
+            else:
+                self._copy(tensors)
             if self._model.device.type == "cuda":
                 # Whoever lent the tensors may take them back when this returns.
                 torch.cuda.current_stream(self._model.device).synchronize()
@@ -238,16 +243,23 @@ class EmbeddedEngine:
         if self._kv == "recompute":
             self._scheduler.forget_kv()
 
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        names = list(self._parameters)
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - has no public name
+            [self._parameters[name] for name in names], [tensors[name] for name in names]
+        )
+
     def _check_weights(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
-        if missing := sorted(self._parameters.keys() - tensors.keys()):
+        expected = self.parameter_shapes()
+        if missing := sorted(expected.keys() - tensors.keys()):
             raise WeightError(f"Version {version} lacks {missing[0]!r} ({len(missing)} missing).")
-        if unknown := sorted(tensors.keys() - self._parameters.keys()):
+        if unknown := sorted(tensors.keys() - expected.keys()):
             raise WeightError(f"Version {version} has {unknown[0]!r}, which the model has not.")
-        for name, parameter in self._parameters.items():
-            if tensors[name].shape != parameter.shape:
+        for name, shape in expected.items():
+            if tensors[name].shape != shape:
                 raise WeightError(
                     f"Version {version} has {name!r} as {tuple(tensors[name].shape)};"
-                    f" the model's is {tuple(parameter.shape)}."
+                    f" the model's is {shape}."
                 )
 
     def _pass(self, plan: Plan | None) -> None:
