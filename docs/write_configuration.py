@@ -24,23 +24,36 @@ This page is written by `python docs/write_configuration.py` from `millrace/conf
 def page() -> str:
     parts = [INTRODUCTION, _table("", RunConfig, skip_sections=True)]
     for name, field in RunConfig.model_fields.items():
-        section = ScorerConfig if name == "scorer" else field.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
+        section = ScorerConfig if name == "scorer" else _section(field)
+        if section is not None:
             heading = f"[[{name}]]" if name == "scorer" else f"[{name}]"
-            parts.append(_table(heading, section))
+            parts.append(_table(heading, section, text=_text(field)))
     return "\n".join(parts)
 
 
-def _table(heading: str, section: type[BaseModel], *, skip_sections: bool = False) -> str:
+def _table(
+    heading: str, section: type[BaseModel], *, text: str = "", skip_sections: bool = False
+) -> str:
     rows = [f"## `{heading}`\n" if heading else "## Top level\n"]
+    rows += [f"{text}\n"] if text else []
     rows += ["| key | type | default | |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
-        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        if skip_sections and (is_section or name == "scorer"):
+        if skip_sections and (_section(field) is not None or name == "scorer"):
             continue
-        text = (field.description or "").strip().replace("\n", " ").replace("|", "\\|")
-        rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {text} |")
+        rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {_text(field)} |")
     return "\n".join(rows) + "\n"
+
+
+def _text(field: FieldInfo) -> str:
+    return (field.description or "").strip().replace("\n", " ").replace("|", "\\|")
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """The table a field stands for, if it is one; some may be left out."""
+    for annotation in (field.annotation, *typing.get_args(field.annotation)):
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return annotation
+    return None
 
 
 def _type(field: FieldInfo) -> str:

@@ -8,9 +8,16 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from millrace.core.errors import ConfigError
 
@@ -24,6 +31,7 @@ NonNegativeFloat = Annotated[Float, Field(ge=0)]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
+ALL_LINEAR = "all-linear"
 # Settings that are paths.
 _PATHS = ("run_dir", "tasks.path", "evaluate.path", "cluster.ticket", "weights.directory")
 
@@ -153,6 +161,23 @@ class TrainerConfig(Section):
     a GPU."""
 
 
+class LoraConfig(Section):
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    """The update is scaled by alpha / rank."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (ALL_LINEAR,)
+    """Names of the layers to adapt, such as "q_proj"; "all-linear" = all but the head."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, so that a higher rank does not learn more slowly."""
+    export_merged: bool = False
+    """With the last checkpoint, also write the whole model with the adapter merged into it."""
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _may_be_one_name(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
 class WeightsConfig(Section):
     transport: Literal["auto", "shm", "ipc", "collective", "disk"] = "auto"
     """How new weights reach the engines: "shm" = shared memory on one host, "ipc" = GPU memory on
@@ -242,12 +267,19 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     loss: dict[str, Any] = {"type": "clipped"}
     """The objective: a built-in name or "module:Name", and its fields."""
+    lora: LoraConfig | None = None
+    """Train a LoRA adapter instead of all weights; needs the extra millrace[lora]."""
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     watch: WatchConfig = WatchConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def travel_dtype(self) -> Dtype:
+        """Weights travel as what engines compute with; adapters as what they are merged in."""
+        return "float32" if self.lora is not None else self.engine.dtype
 
     @model_validator(mode="before")
     @classmethod
@@ -400,6 +432,8 @@ def _nearest(path: list[str]) -> str:
         if part.isdigit():
             continue
         annotation = ScorerConfig if part == "scorer" else field.annotation if field else None
+        if type(None) in get_args(annotation):  # a section that may be left out
+            annotation = get_args(annotation)[0]
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return ""
         section = annotation

@@ -17,6 +17,7 @@ from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Advantages
 from millrace.core.records import Task
 from millrace.envs.tasks import TaskStream, load_tasks
+from millrace.models.adapters import check_same_kind, require_peft
 from millrace.models.directory import configured_context, load_tokenizer
 from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import ADVANTAGES
@@ -42,7 +43,14 @@ class Prepared:
     @property
     def model_path(self) -> str:
         """What engines load: the model of the config, or the checkpoint that stands for it."""
-        return self.config.model.path if self.checkpoint is None else str(self.checkpoint)
+        is_whole = self.checkpoint is not None and self.config.lora is None
+        return str(self.checkpoint) if is_whole else self.config.model.path
+
+    @property
+    def adapter_path(self) -> str | None:
+        """What they put on top of it: the checkpoint of a LoRA run."""
+        is_adapter = self.checkpoint is not None and self.config.lora is not None
+        return str(self.checkpoint) if is_adapter else None
 
 
 def prepare(
@@ -53,6 +61,8 @@ def prepare(
     scorers: Sequence[Callable[..., Any]] | None = None,
     resume: bool = False,
 ) -> Prepared:
+    if config.lora is not None:
+        require_peft()
     train_tasks = _tasks(config.tasks, tasks, section="tasks")
     if not train_tasks:
         raise ConfigError("There are no tasks; set tasks.path, or pass tasks=[...] to train().")
@@ -150,6 +160,7 @@ def _resume_point(config: RunConfig) -> tuple[Path | None, Cursor]:
     if checkpoint is None:
         return None, Cursor()
     state = read_run_state(checkpoint)
+    check_same_kind(checkpoint, config.lora)
     if state["version"] >= config.trainer.steps:
         raise ConfigError(
             f"{config.run_dir} already did its {state['version']} steps; to go on, raise"

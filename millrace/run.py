@@ -41,7 +41,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
     run_dir: Path
-    checkpoint: Path  # a Hugging Face model directory
+    checkpoint: Path  # a Hugging Face model directory, or with [lora] a PEFT one
     steps: int
     episodes: int  # trained on, in this call
     seconds: float
@@ -184,23 +184,24 @@ class _Run:
 
     async def _start_engine(self, hub: Hub, name: str) -> Worker:
         worker = await hub.launch(name, "millrace.workers.engine", env=self._gpu_env)
-        await self._load_model(worker, config=self._config, model=self._prepared.model_path)
+        await self._load_model(worker, config=self._config)
         return worker
 
     async def _start_remote_engine(self, hub: Hub, name: str) -> Worker:
         worker = await hub.expect(name, timeout_s=self._config.cluster.join_timeout_s)
-        model = _from_any_folder(self._prepared.model_path)
         try:
-            await self._load_model(worker, config=self._remote_config, model=model)
+            await self._load_model(worker, config=self._remote_config)
         except ConfigError as error:
             raise ConfigError(f"On {worker.host}, for {name}: {error}") from error
         return worker
 
-    async def _load_model(self, engine: Worker, *, config: RunConfig, model: str) -> None:
+    async def _load_model(self, engine: Worker, *, config: RunConfig) -> None:
+        adapter = self._prepared.adapter_path
         start = StartEngine(
             config=config.model_dump(mode="json"),
-            model_path=model,
+            model_path=_from_any_folder(self._prepared.model_path),
             version=self._prepared.cursor.version,
+            adapter_path=None if adapter is None else _from_any_folder(adapter),
         )
         await engine.call(start, timeout_s=self._config.cluster.start_timeout_s)
 

@@ -16,8 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from millrace.config import LoraConfig
 from millrace.core.records import Completion, Request, Sampling
 from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
 
 torch.set_num_threads(1)  # on tensors this small, a second thread only spins
@@ -43,13 +45,16 @@ def make_engine(
     seed: int = 0,
     eos_ids: Sequence[int] = (EOS,),
     device: str = "cpu",
+    lora: LoraConfig | None = None,
+    dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> EmbeddedEngine:
     """Small blocks and chunks, so that a few tokens cross many boundaries."""
-    model = tiny_model(architecture, seed=seed).to(device)
+    model = tiny_model(architecture, seed=seed).to(device, dtype)
     model.set_attn_implementation(PAGED_ATTENTION)
     sizes = {
         "version": 0,
+        "merger": None if lora is None else AdapterMerger(model, lora),
         "max_context": 128,
         "max_sequences": 8,
         "num_blocks": 256,

@@ -36,6 +36,7 @@ def sentence_of(table: dict[str, Any]) -> str:
             "Unknown setting 'scorer.0.wieght'; did you mean 'weight'?",
         ),
         ({"model": {"pth": "x", "path": "y"}}, "did you mean 'path'?"),
+        ({"lora": {"rnk": 8}}, "Unknown setting 'lora.rnk'; did you mean 'rank'?"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
@@ -53,6 +54,9 @@ def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
         ({"trainer": {"betas": [0.1, 0.2, 0.3]}}, "Setting 'trainer.betas' = [0.1, 0.2, 0.3]: "),
         ({"trainer": {"schedule": "cosin"}}, "'constant', 'linear' or 'cosine'"),
         ({"trainer": 3}, "Setting 'trainer' = 3: "),
+        ({"lora": {"rank": 0}}, "Setting 'lora.rank' = 0: input should be greater than 0"),
+        ({"lora": {"target_modules": []}}, "Setting 'lora.target_modules' = []: "),
+        ({"lora": {"dropout": 0.1}}, "Unknown setting 'lora.dropout'; valid here: rank, "),
         ({"sampling": {"temperature": 0}}, "Setting 'sampling.temperature' = 0: "),
         ({"sampling": {"top_p": 1.5}}, "Setting 'sampling.top_p' = 1.5: "),
         ({"sampling": {"min_p": 1}}, "Setting 'sampling.min_p' = 1: "),

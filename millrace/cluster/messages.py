@@ -112,6 +112,7 @@ class StartEngine(Message, frozen=True):
     config: dict[str, Any]  # RunConfig as plain data
     model_path: str  # the config's model, or a checkpoint of it
     version: int  # the Version those weights are
+    adapter_path: str | None = None  # of a LoRA run: the checkpoint whose adapter goes on top
 
 
 class Generate(Message, frozen=True):

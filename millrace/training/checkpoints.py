@@ -19,7 +19,9 @@ from millrace.core.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
 RUN_STATE_FILE = "run_state.json"
-_REQUIRED_FILES = ("config.json", "trainer_state.pt", RUN_STATE_FILE)
+_REQUIRED_FILES = ("trainer_state.pt", RUN_STATE_FILE)
+_MODEL_FILES = ("config.json",)
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # of a LoRA run instead
 _HIDDEN = ".unfinished_"
 # torch and safetensors report a full disk as errors of their own.
 _WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
@@ -100,7 +102,9 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _missing_files(directory: Path) -> list[str]:
-    return [name for name in _REQUIRED_FILES if not (directory / name).is_file()]
+    is_adapter = any((directory / name).is_file() for name in _ADAPTER_FILES)
+    required = (*(_ADAPTER_FILES if is_adapter else _MODEL_FILES), *_REQUIRED_FILES)
+    return [name for name in required if not (directory / name).is_file()]
 
 
 def _remove_unfinished(folder: Path) -> None:

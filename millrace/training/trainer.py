@@ -5,7 +5,8 @@ its kept ids). A step applies a finite gradient, or raises and leaves the weight
 microbatch that does not fit into memory is split, and the step is the same.
 
 Master weights and optimizer state are float32; bfloat16 is used for computing only. The model stays
-in eval mode: dropout would make the trainer's distribution another one than the engine's.
+in eval mode: dropout would make the trainer's distribution another one than the engine's. With an
+adapter, that alone is trained, published and saved.
 Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidden size.
 """
 
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from millrace.core.errors import CheckpointError, RunFailed
 from millrace.core.microbatch import Batch, Microbatch
+from millrace.models.adapters import TrainedAdapter
 from millrace.models.fused_logprobs import chunked_token_logprobs
 from millrace.models.fused_norm import fuse_norms
 from millrace.models.loading import hidden_states, without_progress_bars
@@ -44,6 +46,7 @@ class Trainer:
         model: PreTrainedModel,
         *,
         loss: Loss,
+        adapter: TrainedAdapter | None = None,  # in the model; else all weights are trained
         schedule: Schedule,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
@@ -57,6 +60,7 @@ class Trainer:
         self.model = model
         self.steps_done = 0  # = the Version of the weights
         self._loss = loss
+        self._adapter = adapter
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
         self._compute_dtype = compute_dtype
@@ -118,13 +122,20 @@ class Trainer:
             )
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Every parameter once, by name; tied ones under the first of their names."""
+        """What a version is made of: the adapter's tensors or else every parameter once, by name;
+        tied ones under the first of their names."""
+        if self._adapter is not None:
+            return self._adapter.named_weights()
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def save(self, folder: Path) -> None:
-        """Write the model as a Hugging Face directory, and beside it what a resumed run needs."""
-        with without_progress_bars():
-            self.model.save_pretrained(folder)
+        """Write the model as a Hugging Face directory, or the adapter as a PEFT one, and beside it
+        what a resumed run needs."""
+        if self._adapter is not None:
+            self._adapter.save(folder)
+        else:
+            with without_progress_bars():
+                self.model.save_pretrained(folder)
         random = {"cpu": torch.get_rng_state()}
         if self.model.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.model.device)
@@ -137,8 +148,15 @@ class Trainer:
         with (folder / STATE_FILE).open("wb") as file:
             torch.save(state, file)
 
+    def save_merged(self, folder: Path) -> None:
+        """Write the model with its adapter merged into it, as a Hugging Face directory."""
+        assert self._adapter is not None, "only adapters can be merged"
+        self._adapter.save_merged(folder)
+
     def restore(self, folder: Path) -> None:
-        """Go on where save() was called; the model was loaded from the same folder."""
+        """Go on where save() was called; a model without an adapter was loaded from that folder."""
+        if self._adapter is not None:
+            self._adapter.load(folder)
         try:
             state: dict[str, Any] = torch.load(
                 folder / STATE_FILE, map_location="cpu", weights_only=True
@@ -156,7 +174,11 @@ class Trainer:
 
     def state_bytes(self) -> int:
         """About what save() writes: the weights, and the optimizer's two moments of each."""
-        return 3 * sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return 3 * sum(w.numel() * w.element_size() for w in self.named_weights().values())
+
+    def merged_bytes(self) -> int:
+        """About what save_merged() writes."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     def accumulate(self, batch: Batch) -> tuple[StepMetrics, int]:
         """The gradient of the batch; returns its metrics and how many microbatches were split.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,11 +76,13 @@ def _start(message: StartEngine, *, link: Link, timeline: Timeline) -> "EngineWo
         config=config.engine,
         trust_remote_code=config.model.trust_remote_code,
         version=message.version,
+        lora=config.lora,
+        adapter_path=None if message.adapter_path is None else Path(message.adapter_path),
     )
     receiver = make_receiver(
         config.weights.transport,
         expected=engine.parameter_shapes(),
-        dtype=getattr(torch, config.engine.dtype),
+        dtype=getattr(torch, config.travel_dtype),
         device=resolve_device(config.engine.device),
         payload=config.weights.payload,
         timeout_s=config.weights.timeout_s,

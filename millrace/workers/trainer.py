@@ -29,6 +29,7 @@ from millrace.cluster.messages import (
 from millrace.config import RunConfig
 from millrace.core.plugins import build_plugin
 from millrace.core.spans import Timeline
+from millrace.models.adapters import TrainedAdapter
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model, resolve_device
 from millrace.models.packed_attention import PACKED_ATTENTION
@@ -40,6 +41,7 @@ from millrace.weights.publisher import Publisher, Sender
 from millrace.weights.sender import make_sender, resolve_address, resolve_transport
 
 PROGRESS_S = 0.25
+MERGED = "merged"  # folder of a checkpoint
 
 
 def main(link: Link, name: str) -> None:
@@ -83,7 +85,8 @@ class TrainerWorker:
         if config.trainer.threads is not None:
             torch.set_num_threads(config.trainer.threads)
         seed_everything(config.seed)
-        path = message.checkpoint or config.model.path
+        # The checkpoint of an adapter is no model: that is still the one of the config.
+        path = config.model.path if config.lora else message.checkpoint or config.model.path
         self._trainer = build_trainer(config, path=path)
         if message.checkpoint is not None:
             self._trainer.restore(Path(message.checkpoint))
@@ -91,6 +94,8 @@ class TrainerWorker:
             path, trust_remote_code=config.model.trust_remote_code
         )
         self._keep_checkpoints = config.checkpoint.keep
+        exports = config.lora is not None and config.lora.export_merged
+        self._export_at = config.trainer.steps if exports else None  # version
         self._trained_tokens = 0.0
         self._link = link
         self._timeline = timeline
@@ -158,17 +163,23 @@ class TrainerWorker:
         self._timeline.enter("checkpoint", busy=True)
         directory = Path(message.directory)
         version = self._trainer.steps_done
+        needed_bytes = self._trainer.state_bytes()
+        if version == self._export_at:
+            needed_bytes += self._trainer.merged_bytes()
         write_checkpoint(
             directory,
             write=self._write,
             run_state={"step": version, "version": version, **message.run_state},
-            needed_bytes=self._trainer.state_bytes(),
+            needed_bytes=needed_bytes,
         )
         prune_checkpoints(directory.parent, keep=self._keep_checkpoints)
 
     def _write(self, folder: Path) -> None:
         self._trainer.save(folder)
         self._tokenizer.save_pretrained(folder)
+        if self._trainer.steps_done == self._export_at:
+            self._trainer.save_merged(folder / MERGED)
+            self._tokenizer.save_pretrained(folder / MERGED)
 
     def _tell_progress(self) -> None:
         counters = {
@@ -189,8 +200,12 @@ def build_trainer(config: RunConfig, *, path: str) -> Trainer:
         attention=PACKED_ATTENTION,
         trust_remote_code=config.model.trust_remote_code,
     )
+    adapter = None
+    if config.lora is not None:
+        adapter = TrainedAdapter(model, config.lora, model_path=path)
     return Trainer(
         model,
+        adapter=adapter,
         loss=build_plugin(config.loss, builtins=LOSSES, default="clipped", section="loss"),
         schedule=Schedule(
             learning_rate=settings.learning_rate,
@@ -210,7 +225,7 @@ def build_trainer(config: RunConfig, *, path: str) -> Trainer:
 
 
 def build_sender(config: RunConfig) -> Sender:
-    """The trainer's end of the transport; weights travel as what the engines compute with."""
+    """The trainer's end of the transport."""
     weights, engine = config.weights, config.engine
     device = resolve_device(config.trainer.device)
     is_one_host = engine.remote == 0
@@ -219,7 +234,7 @@ def build_sender(config: RunConfig) -> Sender:
     )
     return make_sender(
         transport,
-        dtype=getattr(torch, engine.dtype),
+        dtype=getattr(torch, config.travel_dtype),
         payload=weights.payload,
         directory=Path(weights.directory or Path(config.run_dir) / "weights"),
         address=resolve_address(

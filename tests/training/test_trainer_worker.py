@@ -124,6 +124,20 @@ def test_each_step_is_answered_and_its_weights_published(link, config):
         assert link.call(Release(version=version)) == Done()
 
 
+def test_with_lora_only_the_adapter_is_published(link, config):
+    config = {**config, "engine": {"dtype": "bfloat16"}, "lora": {"rank": 2}}
+    assert link.call(StartTrainer(config=config, checkpoint=None)) == Done()
+    link.call(Step(batch=batch(), version=1))
+    update = link.event(Published).update
+    weights = staged(update)
+    assert len(weights) == 2 * 2 * 7  # factors, layers, projections
+    assert all(".lora_A.weight" in name or ".lora_B.weight" in name for name in weights)
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    own = 4 * sum(weight.numel() for weight in weights.values())
+    assert own <= update.num_bytes <= own + 64 * len(weights)
+    link.call(Release(version=1))
+
+
 def test_progress_tells_spans_and_counters(link, config):
     link.call(StartTrainer(config=config, checkpoint=None))
     reply = link.call(Step(batch=batch(), version=1))

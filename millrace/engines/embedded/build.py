@@ -2,15 +2,18 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millrace.config import EngineConfig
+from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import ConfigError
 from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.kv_cache import block_bytes
+from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import PAGED_ATTENTION, measure_kv
+from millrace.models.adapters import read_adapter
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import (
     load_model,
@@ -25,9 +28,18 @@ _GIB = 2**30
 
 
 def build_engine(
-    model_path: str, *, config: EngineConfig, trust_remote_code: bool, version: int
+    model_path: str,
+    *,
+    config: EngineConfig,
+    trust_remote_code: bool,
+    version: int,
+    lora: LoraConfig | None = None,
+    adapter_path: Path | None = None,
 ) -> EmbeddedEngine:
-    """Load the model; its weights are `version`."""
+    """Load the model; its weights, with the adapter on top if there is one, are `version`.
+
+    With `lora` the engine takes adapters instead of weights from then on.
+    """
     device = resolve_device(config.device)
     try:
         model = load_model(
@@ -37,13 +49,17 @@ def build_engine(
             attention=PAGED_ATTENTION,
             trust_remote_code=trust_remote_code,
         )
+        merger = None if lora is None else AdapterMerger(model, lora)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some of"
             " it, set engine.dtype to bfloat16, or use another engine.device."
         ) from None
     tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code)
-    return engine_of(model, tokenizer, config=config, version=version)
+    engine = engine_of(model, tokenizer, config=config, version=version, merger=merger)
+    if adapter_path is not None:
+        engine.swap(read_adapter(adapter_path), version=version)
+    return engine
 
 
 def engine_of(
@@ -52,6 +68,7 @@ def engine_of(
     *,
     config: EngineConfig,
     version: int,
+    merger: AdapterMerger | None = None,
 ) -> EmbeddedEngine:
     """The engine these settings describe, ready for its first request."""
     on_gpu = model.device.type == "cuda"
@@ -64,6 +81,7 @@ def engine_of(
             model,
             tokenizer,
             version=version,
+            merger=merger,
             eos_ids=stop_token_ids(model, tokenizer),
             max_context=context,
             max_sequences=config.max_sequences,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millrace.core.errors import RunFailed, TaskError, WeightError
+from millrace.core.errors import RunFailed, TaskError
 from millrace.core.records import Completion, Finish, Request, Sampling
 from millrace.engines.embedded.blocks import BlockPool, BlockTables
 from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, sample_rows
@@ -29,6 +29,8 @@ from millrace.engines.embedded.decode.state import NOTHING
 from millrace.engines.embedded.intake import check_request
 from millrace.engines.embedded.kv_cache import KVCache
 from millrace.engines.embedded.lanes import Lanes
+from millrace.engines.embedded.live_weights import LiveWeights
+from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import measure_kv
 from millrace.engines.embedded.runner import Runner
 from millrace.engines.embedded.scheduler import Plan, Scheduler
@@ -63,6 +65,7 @@ class EmbeddedEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         version: int,  # of the weights the model holds
+        merger: AdapterMerger | None = None,  # of this model; swaps then bring adapters
         eos_ids: Sequence[int],
         max_context: int,
         max_sequences: int,
@@ -77,9 +80,7 @@ class EmbeddedEngine:
         # What a sequence alone could not store is beyond the context: so it always finishes.
         self._max_context = min(max_context, num_blocks * block_tokens)
         self._model = model.requires_grad_(False)
-        self._parameters = dict(model.named_parameters())
         self._vocab_size = model.config.get_text_config().vocab_size
-        self._version: int | None = version
         self._kv = kv
         self._stopping = Stopping(tokenizer, eos_ids=eos_ids)
         self._pool = BlockPool(num_blocks)
@@ -117,7 +118,7 @@ class EmbeddedEngine:
                 kept_capacity=kept_capacity,
                 compile_layers=compile_layers,
             )
-            self._parameters = dict(model.named_parameters())
+        self._weights = LiveWeights(model, version=version, merger=merger)
         self._must_step_singly = False  # a round had no room for what truncation kept
         self._has_new = False  # requests came since the last round
         self._ended: list[tuple[Running, Finish]] = []  # to be recorded while the device works
@@ -130,13 +131,13 @@ class EmbeddedEngine:
     @property
     def version(self) -> int | None:
         """The version it serves; None after a swap that failed half-way."""
-        return self._version
+        return self._weights.version
 
     @property
     def has_work(self) -> bool:
         """True if step() would get anywhere."""
         has_results = bool(self._finished or self._ended)
-        return has_results or (self._version is not None and self._scheduler.has_work)
+        return has_results or (self.version is not None and self._scheduler.has_work)
 
     @property
     def has_room(self) -> bool:
@@ -155,7 +156,7 @@ class EmbeddedEngine:
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """What a swap must bring."""
-        return {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
+        return self._weights.shapes()
 
     def submit(self, request: Request) -> None:
         """Queue a request; step() will return it. Raises TaskError if it can never be served."""
@@ -193,7 +194,7 @@ class EmbeddedEngine:
         What a round finishes is returned by the next step, which makes records of it while the
         device works. A round ends early when must_end() says so: something waits for its end.
         """
-        if self._version is not None:
+        if self.version is not None:
             if self._rounds is None or self._must_step_singly:
                 self._must_step_singly = False
                 self._pass(self._scheduler.plan())
@@ -219,36 +220,9 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def swap(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         """Take over new weights; what does not fit is refused before anything is touched."""
-        self._check_weights(tensors, version=version)
-        self._version = None
-        try:
-            names = list(self._parameters)
-            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage] - has no public name
-                [self._parameters[name] for name in names], [tensors[name] for name in names]
-            )
-            if self._model.device.type == "cuda":
-                # Whoever lent the tensors may take them back when this returns.
-                torch.cuda.current_stream(self._model.device).synchronize()
-        except RuntimeError as error:
-            raise WeightError(
-                f"Version {version} was applied only in part ({error}); the engine serves nothing"
-                " until a complete version is in."
-            ) from error
-        self._version = version
+        self._weights.replace(tensors, version=version)
         if self._kv == "recompute":
             self._scheduler.forget_kv()
-
-    def _check_weights(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
-        if missing := sorted(self._parameters.keys() - tensors.keys()):
-            raise WeightError(f"Version {version} lacks {missing[0]!r} ({len(missing)} missing).")
-        if unknown := sorted(tensors.keys() - self._parameters.keys()):
-            raise WeightError(f"Version {version} has {unknown[0]!r}, which the model has not.")
-        for name, parameter in self._parameters.items():
-            if tensors[name].shape != parameter.shape:
-                raise WeightError(
-                    f"Version {version} has {name!r} as {tuple(tensors[name].shape)};"
-                    f" the model's is {tuple(parameter.shape)}."
-                )
 
     def _pass(self, plan: Plan | None) -> None:
         if plan is None:
@@ -281,13 +255,13 @@ class EmbeddedEngine:
         result = rounds.run(plan, must_end=must_end, meanwhile=self._record_ended)
         self._check_finite(result.logprobs[result.tokens != NOTHING])
         counts = self._until_stop_string(plan.lanes, result)
-        assert self._version is not None
+        assert self.version is not None
         self._lanes.append_round(
             plan.lanes,
             tokens=result.tokens,
             logprobs=result.logprobs,
             counts=counts,
-            version=self._version,
+            version=self.version,
         )
         self._num_generated += int(counts.sum())
         if result.kept is not None:
@@ -339,7 +313,7 @@ class EmbeddedEngine:
     def _check_finite(self, logprobs: np.ndarray) -> None:
         if not np.isfinite(logprobs).all():
             raise RunFailed(
-                f"Version {self._version} of the weights gives logits that are not finite;"
+                f"Version {self.version} of the weights gives logits that are not finite;"
                 " lower trainer.learning_rate."
             )
 
@@ -354,9 +328,9 @@ class EmbeddedEngine:
         )
         logprobs = drawn.logprobs.cpu().numpy()
         self._check_finite(logprobs)
-        assert self._version is not None
+        assert self.version is not None
         tokens = drawn.tokens.cpu().numpy()
-        self._lanes.append(lanes, tokens=tokens, logprobs=logprobs, version=self._version)
+        self._lanes.append(lanes, tokens=tokens, logprobs=logprobs, version=self.version)
         self._num_generated += len(lanes)
         if drawn.kept is not None:
             self._record_kept(lanes, drawn.kept)

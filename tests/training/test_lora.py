@@ -1,0 +1,125 @@
+"""Training an adapter: what learns, what stays, and that engines compute with it what it means."""
+
+import numpy as np
+import pytest
+import torch
+from architectures import tiny_model
+from batches import batch_of, mixed_rollouts, trainer_of
+from engine_rig import finish_all, letter_tokenizer, make_engine, make_request, prompt_of
+
+from millrace.config import LoraConfig
+from millrace.core.errors import CheckpointError
+from millrace.core.records import Rollout
+from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.models.adapters import TrainedAdapter
+from millrace.rollout.renderer import Renderer
+from millrace.training.trainer import Trainer
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+SAMPLING = ({}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3})
+
+
+def lora_trainer(architecture: str = "qwen3", lora: LoraConfig = LORA, **settings) -> Trainer:
+    model = tiny_model(architecture)
+    torch.manual_seed(3)
+    adapter = TrainedAdapter(model, lora, model_path="tiny")
+    return trainer_of(model, adapter=adapter, **settings)
+
+
+def batches(num: int):
+    rng = np.random.default_rng(7)
+    return [batch_of(mixed_rollouts(rng, 6)) for _ in range(num)]
+
+
+def rollouts_by(engine: EmbeddedEngine) -> list[Rollout]:
+    """Sampled by the engine with its present weights."""
+    requests = [
+        make_request(str(i), prompt=prompt_of(4 + 3 * i, seed=i), n=2, seed=i, **settings)
+        for i, settings in enumerate(SAMPLING)
+    ]
+    done = finish_all(engine, requests)
+    renderer = Renderer(letter_tokenizer())
+    return [
+        renderer.rollout(request.prompt, completion, request.sampling)
+        for request in requests
+        for completion in done[request.id]
+    ]
+
+
+@torch.no_grad()
+def mismatch(trainer: Trainer, rollouts: list[Rollout]) -> float:
+    """The most by which engine and trainer differ about a token."""
+    (microbatch,) = batch_of(rollouts).microbatches
+    logprobs, _ = trainer.token_logprobs(microbatch)
+    return (logprobs - torch.from_numpy(microbatch.engine_logprobs)).abs().max().item()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("round_steps", [1, 4])
+@pytest.mark.parametrize(
+    "lora",
+    [LORA, LoraConfig(rank=4, rslora=True), LoraConfig(target_modules=("v_proj", "up_proj"))],
+    ids=["all", "rslora", "some"],
+)
+def test_an_engine_computes_with_a_swapped_adapter_what_the_trainer_does(
+    architecture, round_steps, lora
+):
+    trainer = lora_trainer(architecture, lora)
+    engine = make_engine(architecture, lora=lora, round_steps=round_steps, eos_ids=())
+    assert mismatch(trainer, rollouts_by(engine)) < 1e-5
+    for version, batch in enumerate(batches(3), start=1):
+        stale = rollouts_by(engine)
+        trainer.step(batch)
+        assert mismatch(trainer, stale) > 1e-3
+        engine.swap(trainer.named_weights(), version=version)
+        assert mismatch(trainer, rollouts_by(engine)) < 1e-5
+
+
+def test_only_the_adapter_learns():
+    trainer = lora_trainer(weight_decay=0.1)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    for batch in batches(3):
+        trainer.step(batch)
+    changed = {
+        name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])
+    }
+    assert changed == {name for name in before if ".lora_" in name}
+    weights = trainer.named_weights()
+    assert trainer.state_bytes() == 3 * 4 * sum(w.numel() for w in weights.values())
+    state = trainer._optimizer.state_dict()["state"]
+    assert len(state) == len(weights) == len(changed)
+
+
+def test_gradient_checkpointing_gives_the_adapter_the_same_gradient():
+    plain, checkpointed = lora_trainer(), lora_trainer(gradient_checkpointing=True)
+    for batch in batches(2):
+        expected, metrics = plain.step(batch), checkpointed.step(batch)
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    for name, weight in plain.named_weights().items():
+        torch.testing.assert_close(
+            checkpointed.named_weights()[name], weight, rtol=0, atol=1e-4, msg=name
+        )
+
+
+def test_a_resumed_adapter_goes_on_bit_for_bit(tmp_path):
+    first, second = batches(4)[:2], batches(4)[2:]
+    trainer = lora_trainer(weight_decay=0.1)
+    for batch in first:
+        trainer.step(batch)
+    trainer.save(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    metrics = [trainer.step(batch) for batch in second]
+    resumed = lora_trainer(weight_decay=0.1)
+    resumed.restore(tmp_path)
+    assert resumed.steps_done == 2
+    assert [resumed.step(batch) for batch in second] == metrics
+    for name, weight in trainer.named_weights().items():
+        assert torch.equal(resumed.named_weights()[name], weight), name
+
+
+def test_a_checkpoint_without_its_adapter_is_not_resumed_from(tmp_path):
+    trainer = lora_trainer()
+    trainer.save(tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"The adapter in .* cannot be read"):
+        trainer.restore(tmp_path)
