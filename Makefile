@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 
 # Two files at a time: most of the time goes to processes that start.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

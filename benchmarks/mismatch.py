@@ -1,0 +1,110 @@
+"""How far bfloat16 takes engine and trainer apart, and each of them from float32; on a CPU.
+
+    python benchmarks/mismatch.py smollm2
+
+The engine samples some answers in bfloat16, as it does on a GPU; the trainer computes the logprobs
+of the same tokens in bfloat16 and in float32. Differences are means over the sampled tokens.
+"""
+
+import argparse
+
+import numpy as np
+import torch
+from sums import make_tasks
+
+from millrace.config import EngineConfig
+from millrace.core.microbatch import Microbatch
+from millrace.core.records import Completion, Episode, Group, Request, Rollout, Sampling, Task
+from millrace.engines.embedded.build import build_engine
+from millrace.models.directory import load_tokenizer
+from millrace.models.loading import load_model
+from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.staging.packing import pack
+from millrace.training.losses import ClippedLoss
+from millrace.training.optimizer import Schedule
+from millrace.training.trainer import Trainer
+
+SAMPLING = Sampling(max_new_tokens=40)
+# Rounds, because they are what keeps the residual stream in float32, as on a GPU.
+ENGINE = EngineConfig(device="cpu", dtype="bfloat16", round_steps=4, max_context=256)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", help="directory that smollm2.py made")
+    parser.add_argument("--prompts", type=int, default=8)
+    args = parser.parse_args()
+    tokenizer = load_tokenizer(args.model, trust_remote_code=False)
+    prompts = [
+        np.array(
+            tokenizer.apply_chat_template(
+                task["prompt"], add_generation_prompt=True, return_dict=False
+            ),
+            dtype=np.int32,
+        )
+        for task in make_tasks(args.prompts, seed=0)
+    ]
+    batch = sample(args.model, prompts)
+    engine = torch.from_numpy(batch.engine_logprobs)
+    half, exact = (
+        logprobs(args.model, batch, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
+    print(f"{len(engine)} tokens, mean absolute difference of logprobs")
+    for name, left, right in (
+        ("engine - trainer, both bfloat16", engine, half),
+        ("engine bfloat16 - float32", engine, exact),
+        ("trainer bfloat16 - float32", half, exact),
+    ):
+        print(f"{name:<34}{(left - right).abs().mean().item():.4f}")
+
+
+def sample(model: str, prompts: list[np.ndarray]) -> Microbatch:
+    """Four answers to each prompt, packed for the trainer."""
+    engine = build_engine(model, config=ENGINE, trust_remote_code=False, version=0)
+    for index, prompt in enumerate(prompts):
+        engine.submit(Request(id=str(index), prompt=prompt, sampling=SAMPLING, n=4, seed=index))
+    answers: dict[str, list[Completion]] = {}
+    while engine.has_work:
+        answers |= {finished.id: finished.completions for finished in engine.step()}
+    groups = []
+    for index, prompt in enumerate(prompts):
+        rollouts = [rollout_of(prompt, answer) for answer in answers[str(index)]]
+        groups.append(
+            Group(
+                number=index,
+                task=Task(prompt=""),
+                episodes=tuple(Episode(turns=(), rollouts=(rollout,)) for rollout in rollouts),
+                advantages=np.ones(len(rollouts), dtype=np.float32),
+            )
+        )
+    (microbatch,) = pack(groups, microbatch_tokens=10**6).microbatches
+    return microbatch
+
+
+def rollout_of(prompt: np.ndarray, answer: Completion) -> Rollout:
+    before = np.zeros(len(prompt), dtype=np.float32)
+    mask = np.arange(len(prompt) + len(answer.tokens)) >= len(prompt)
+    return Rollout(
+        tokens=np.concatenate([prompt, answer.tokens]),
+        mask=mask,
+        engine_logprobs=np.concatenate([before, answer.logprobs]),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        sampling=SAMPLING,
+    )
+
+
+def logprobs(model: str, batch: Microbatch, *, dtype: torch.dtype) -> torch.Tensor:
+    device = torch.device("cpu")
+    loaded = load_model(model, dtype=torch.float32, device=device, attention=PACKED_ATTENTION)
+    trainer = Trainer(
+        loaded,
+        loss=ClippedLoss(),
+        schedule=Schedule(learning_rate=1e-6, total_steps=1),
+        compute_dtype=dtype,
+    )
+    with torch.no_grad():
+        return trainer.token_logprobs(batch)[0]
+
+
+if __name__ == "__main__":
+    main()
