@@ -36,6 +36,7 @@ from millrace.watch.run_dir import RunDir
 from millrace.watch.watcher import Watcher
 
 T = TypeVar("T")
+DEATH_NOTICE_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +151,12 @@ class _Run:
         self._controller = self._make_controller(pool, trainer, scorers)
         async with asyncio.TaskGroup() as activities:
             watches = [activities.create_task(_raise_on_death(w)) for w in (*engines, trainer)]
-            outcome = await self._controller.run()
+            try:
+                outcome = await self._controller.run()
+            except (MillraceError, BaseExceptionGroup):
+                # A worker's death may be behind it, and its own account says more: let it be heard.
+                await asyncio.sleep(DEATH_NOTICE_S)
+                raise
             for watch in watches:
                 watch.cancel()
         return outcome
