@@ -14,9 +14,9 @@ from engine_rig import (
     weights,
 )
 
-from millrace.engines.embedded.decode.attention import paged_decode, plain_decode
-from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, DrawRows, draw
-from millrace.engines.embedded.sampler import SamplingRows, sample
+from millrace.engines.embedded.decode.attention import plain_decode
+from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, draw
+from millrace.engines.embedded.sampler import DrawRows, SamplingRows, sample
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +74,7 @@ def test_decode_attention_equals_a_float64_reference(
     settings = (block_tokens, 1, dim**-0.5, window, cap)
     expected = plain_decode(*exact, tables, lengths, *settings)
     query, key, value, cache = (tensor.cuda() for tensor in tensors)
-    output = paged_decode(
+    output = torch.ops.millrace.paged_decode(
         query, key, value, cache, tables.cuda(), lengths.cuda(), block_tokens, splits,
         dim**-0.5, window, cap,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def test_fused_draws_equal_the_plain_sampler(vocab: int, truncates: bool):
         ),
     )
     on_gpu = {name: tensor.cuda() for name, tensor in settings.items()}
-    drawn = draw(logits.cuda(), DrawRows(**on_gpu, indices=positions.cuda()), truncates=truncates)
+    drawn = draw(logits.cuda(), DrawRows(**on_gpu, positions=positions.cuda()), truncates=truncates)
     # A draw within a rounding error of a boundary may fall to either side; these seeds have none.
     torch.testing.assert_close(drawn.tokens.cpu(), expected.tokens)
     torch.testing.assert_close(drawn.logprobs.cpu(), expected.logprobs, rtol=1e-4, atol=1e-4)
@@ -186,7 +186,7 @@ def test_what_truncation_keeps_beyond_the_capacity_is_drawn_singly_and_complete(
     }
     on_gpu = {name: tensor.cuda() for name, tensor in settings.items()}
     drawn = draw(
-        logits.cuda(), DrawRows(**on_gpu, indices=torch.zeros(2).long().cuda()), truncates=True
+        logits.cuda(), DrawRows(**on_gpu, positions=torch.zeros(2).long().cuda()), truncates=True
     )
     assert drawn.num_kept is not None
     assert drawn.num_kept.tolist() == [4000, 4000]  # ties with the last kept one stay

@@ -156,7 +156,7 @@ class EmbeddedEngine:
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """What a swap must bring."""
-        return self._weights.shapes()
+        return self._weights.shapes
 
     def submit(self, request: Request) -> None:
         """Queue a request; step() will return it. Raises TaskError if it can never be served."""

@@ -43,11 +43,15 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.block_tokens = block_tokens
-        self.dtype = dtype
         self.shapes = dict(shapes)
         # Zeros, not empty: what a mask hides still meets a factor of 0, which NaN would survive.
-        self._layers = {
+        self._blocks = {
             layer: torch.zeros(num_blocks, block_tokens * shape.numbers, dtype=dtype, device=device)
+            for layer, shape in shapes.items()
+        }
+        # The same memory by token: [slots, H, Dk + Dv] of each layer.
+        self.layers = {
+            layer: self._blocks[layer].view(-1, shape.num_heads, shape.key_dim + shape.value_dim)
             for layer, shape in shapes.items()
         }
 
@@ -56,32 +60,21 @@ class KVCache:
         """KV heads of a layer, at most."""
         return max(shape.num_heads for shape in self.shapes.values())
 
-    def layers(self) -> dict[int, Tensor]:
-        """By layer: [slots, H, Dk + Dv], views of the cache itself."""
-        return {
-            layer: tensor.view(-1, shape.num_heads, shape.key_dim + shape.value_dim)
-            for (layer, tensor), shape in zip(
-                self._layers.items(), self.shapes.values(), strict=True
-            )
-        }
-
     def write(self, layer: int, *, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys [T, H, Dk] and values [T, H, Dv] at slots [T] (block * block_tokens + i)."""
-        shape = self.shapes[layer]
-        tokens = self._layers[layer].view(-1, shape.num_heads, shape.key_dim + shape.value_dim)
-        tokens.index_copy_(0, slots, torch.cat([keys, values], dim=-1))
+        self.layers[layer].index_copy_(0, slots, torch.cat([keys, values], dim=-1))
 
     def gather(self, layer: int, *, blocks: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Contents of blocks [num_rows * B] as keys [num_rows, H, B * block_tokens, Dk], values."""
         shape = self.shapes[layer]
-        found = self._layers[layer].index_select(0, blocks)
+        found = self._blocks[layer].index_select(0, blocks)
         found = found.view(num_rows, -1, shape.num_heads, shape.key_dim + shape.value_dim)
         found = found.transpose(1, 2)
         return found[..., : shape.key_dim], found[..., shape.key_dim :]
 
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy whole blocks, in all layers."""
-        for tensor in self._layers.values():
+        for tensor in self._blocks.values():
             source = torch.from_numpy(sources).to(tensor.device)
             target = torch.from_numpy(targets).to(tensor.device)
             tensor.index_copy_(0, target, tensor.index_select(0, source))

@@ -26,12 +26,12 @@ class LiveWeights:
         self._device = model.device
         self._parameters = dict(model.named_parameters())
         self._merger = merger
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What an update must bring."""
-        if self._merger is not None:
-            return self._merger.shapes()
-        return {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
+        # What an update must bring; made once, because every check of it makes decoding wait.
+        self.shapes: dict[str, tuple[int, ...]] = (
+            {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
+            if merger is None
+            else merger.shapes()
+        )
 
     def replace(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         self._check(tensors, version=version)
@@ -58,7 +58,7 @@ class LiveWeights:
         )
 
     def _check(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
-        expected = self.shapes()
+        expected = self.shapes
         if missing := sorted(expected.keys() - tensors.keys()):
             raise WeightError(f"Version {version} lacks {missing[0]!r} ({len(missing)} missing).")
         if unknown := sorted(tensors.keys() - expected.keys()):

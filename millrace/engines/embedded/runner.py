@@ -73,7 +73,7 @@ class Runner:
             at = np.arange(len(lanes)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             context_slots = self._slots(lanes, at)
         return PrefillLayer(
-            cache=self._cache.layers()[0],
+            cache=self._cache.layers[0],
             slots=self._tensor(slots),
             context_slots=self._tensor(context_slots),
             query_starts=self._tensor(np.cumsum([0, *plan.counts])).int(),

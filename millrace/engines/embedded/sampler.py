@@ -16,8 +16,8 @@ from millrace.models.logprobs import KeptRows, token_logprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SamplingRows:
-    """How to draw each row. The flags are known on the host and spare work nobody asked for."""
+class DrawRows:
+    """How to draw each row."""
 
     temperatures: Tensor  # [N] float32; 0 = greedy
     top_k: Tensor  # [N] int64; 0 = off
@@ -25,6 +25,22 @@ class SamplingRows:
     min_p: Tensor  # [N] float32; 0 = off
     keys: Tensor  # [N] int64; random stream of each row's completion
     positions: Tensor  # [N] int64; index of the token to draw in its completion
+
+    def first(self, num_rows: int) -> "DrawRows":
+        return DrawRows(
+            temperatures=self.temperatures[:num_rows],
+            top_k=self.top_k[:num_rows],
+            top_p=self.top_p[:num_rows],
+            min_p=self.min_p[:num_rows],
+            keys=self.keys[:num_rows],
+            positions=self.positions[:num_rows],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SamplingRows(DrawRows):
+    """With what is known about them on the host, to spare work nobody asked for."""
+
     any_greedy: bool
     all_greedy: bool
     any_truncates: bool

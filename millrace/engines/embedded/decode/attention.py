@@ -40,7 +40,7 @@ class DecodeLayer(NamedTuple):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:  # [1, B, H, E]
-        output = paged_decode(
+        output = torch.ops.millrace.paged_decode(
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
@@ -56,7 +56,13 @@ class DecodeLayer(NamedTuple):
         return output[None]
 
 
-def paged_decode(
+def _on_cuda(*arguments: Any) -> Tensor:
+    from millrace.engines.embedded.decode import attention_kernels  # needs Triton
+
+    return attention_kernels.paged_decode(*arguments)
+
+
+def plain_decode(
     query: Tensor,  # [B, H, D]
     key: Tensor,  # [B, K, D]
     value: Tensor,  # [B, K, E]
@@ -69,56 +75,7 @@ def paged_decode(
     window: int,  # 0 = none
     cap: float,  # 0 = none
 ) -> Tensor:  # [B, H, E]
-    """Attention of the newest token of each row, which is stored in the cache."""
-    return torch.ops.millrace.paged_decode(
-        query, key, value, cache, tables, lengths, block_tokens, splits, scale, window, cap
-    )
-
-
-def _on_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    block_tokens: int,
-    splits: int,
-    scale: float,
-    window: int,
-    cap: float,
-) -> Tensor:
-    from millrace.engines.embedded.decode import attention_kernels
-
-    return attention_kernels.paged_decode(
-        query,
-        key,
-        value,
-        cache,
-        tables=tables,
-        lengths=lengths,
-        block_tokens=block_tokens,
-        splits=splits,
-        scale=scale,
-        window=window,
-        cap=cap,
-    )
-
-
-def plain_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    block_tokens: int,
-    splits: int,
-    scale: float,
-    window: int,
-    cap: float,
-) -> Tensor:
-    """The same in plain PyTorch, on any device."""
+    """Store the newest token of each row and attend from it; plain PyTorch, on any device."""
     key_dim = key.shape[2]
     tables, lengths = tables[: len(query)], lengths[: len(query)]
     busy = lengths > 0

@@ -155,7 +155,6 @@ def paged_decode(
     key: Tensor,  # [B, K, D]
     value: Tensor,  # [B, K, E]
     cache: Tensor,  # [slots, K, D + E]; written
-    *,
     tables: Tensor,  # [B, W] int32; row stride may exceed W
     lengths: Tensor,  # [B] int64
     block_tokens: int,

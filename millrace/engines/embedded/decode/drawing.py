@@ -11,32 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from millrace.engines.embedded.sampler import Drawn, SamplingRows, sample
+from millrace.engines.embedded.sampler import Drawn, DrawRows, SamplingRows, sample
 from millrace.models.logprobs import KeptRows
 
 KEPT_CAPACITY = 1024  # kept ids a row has room for, unless told otherwise
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DrawRows:
-    """How to draw each row; see SamplingRows."""
-
-    temperatures: Tensor  # [B] float32
-    top_k: Tensor  # [B] int64
-    top_p: Tensor  # [B] float32
-    min_p: Tensor  # [B] float32
-    keys: Tensor  # [B] int64
-    indices: Tensor  # [B] int64; of the token to draw in its completion
-
-    def first(self, num_rows: int) -> "DrawRows":
-        return DrawRows(
-            temperatures=self.temperatures[:num_rows],
-            top_k=self.top_k[:num_rows],
-            top_p=self.top_p[:num_rows],
-            min_p=self.min_p[:num_rows],
-            keys=self.keys[:num_rows],
-            indices=self.indices[:num_rows],
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,7 +35,7 @@ def draw(logits: Tensor, rows: DrawRows, *, truncates: bool, capacity: int = KEP
         logits,
         temperatures=rows.temperatures,
         keys=rows.keys,
-        indices=rows.indices,
+        indices=rows.positions,
         truncation=(rows.top_k, rows.top_p, rows.min_p) if truncates else None,
         capacity=capacity,
     )
@@ -68,15 +46,7 @@ def sample_rows(logits: Tensor, rows: SamplingRows) -> Drawn:
     """What sample() returns, by the kernels where they can."""
     if not logits.is_cuda:
         return sample(logits, rows)
-    settings = DrawRows(
-        temperatures=rows.temperatures,
-        top_k=rows.top_k,
-        top_p=rows.top_p,
-        min_p=rows.min_p,
-        keys=rows.keys,
-        indices=rows.positions,
-    )
-    drawn = draw(logits.contiguous(), settings, truncates=rows.any_truncates)
+    drawn = draw(logits.contiguous(), rows, truncates=rows.any_truncates)
     if drawn.kept is None or drawn.num_kept is None:
         return Drawn(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=None)
     if int(drawn.num_kept.max()) > KEPT_CAPACITY:
@@ -98,7 +68,7 @@ def _plain_draw(logits: Tensor, rows: DrawRows, *, truncates: bool, capacity: in
             top_p=rows.top_p,
             min_p=rows.min_p,
             keys=rows.keys,
-            positions=rows.indices,
+            positions=rows.positions,
             any_greedy=True,
             all_greedy=False,
             any_truncates=truncates,

@@ -76,7 +76,7 @@ class Rounds:
         self._sizes = row_sizes(len(lanes.occupied))
         join_projections(model)
         keep_residual_in_float32(model)
-        install(model, cache.layers(), compile_layers=compile_layers)
+        install(model, cache.layers, compile_layers=compile_layers)
         self._state = RoundState(
             max_rows=self._sizes[-1],
             max_blocks=tables.rows.shape[1],
@@ -157,7 +157,7 @@ class Rounds:
             input_ids=state.tokens[None, :num_rows],
             position_ids=(lengths - 1).clamp_min(0)[None],
             millrace_paged=DecodeLayer(
-                cache=self._cache.layers()[0],
+                cache=self._cache.layers[0],
                 tables=state.tables,
                 lengths=state.lengths,
                 block_tokens=self._cache.block_tokens,

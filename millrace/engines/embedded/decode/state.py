@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from millrace.engines.embedded.blocks import BlockTables
-from millrace.engines.embedded.decode.drawing import Draw, DrawRows
+from millrace.engines.embedded.decode.drawing import Draw
 from millrace.engines.embedded.lanes import Lanes
+from millrace.engines.embedded.sampler import DrawRows
 
 NOTHING = -1  # in the place of a token: the row had ended
 
@@ -43,7 +44,7 @@ class RoundState:
         self.tokens, self.lengths, self.limits = self._integers[:3]
         self.sampling = DrawRows(
             keys=self._integers[3],
-            indices=self._integers[4],
+            positions=self._integers[4],
             top_k=self._integers[5],
             temperatures=self._floats[0],
             top_p=self._floats[1],
@@ -92,7 +93,7 @@ class RoundState:
             self.tokens[:num_rows],
             self.lengths[:num_rows],
             self.limits[:num_rows],
-            self.sampling.indices[:num_rows],
+            self.sampling.positions[:num_rows],
             self._step,
             self._out[:, :, :num_rows],
             drawn.tokens,
