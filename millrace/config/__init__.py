@@ -1,0 +1,28 @@
+"""The run's settings: TOML, dicts or keyword arguments in; one frozen, checked RunConfig out.
+
+Promise: a wrong key, type or combination fails here, with the field, the value and the remedy,
+before any worker starts. Nothing is accepted and ignored. Torch-free.
+"""
+
+from millrace.config.loading import load_config, parse_override
+from millrace.config.run_config import RunConfig
+from millrace.config.sections import (
+    ALL_LINEAR,
+    EngineConfig,
+    EvaluateConfig,
+    LoraConfig,
+    ScorerConfig,
+    TasksConfig,
+)
+
+__all__ = [
+    "ALL_LINEAR",
+    "EngineConfig",
+    "EvaluateConfig",
+    "LoraConfig",
+    "RunConfig",
+    "ScorerConfig",
+    "TasksConfig",
+    "load_config",
+    "parse_override",
+]

@@ -1,0 +1,106 @@
+"""All settings of a run together, and which of them go together. Torch-free."""
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from millrace.config.sections import (
+    BufferConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    Dtype,
+    EngineConfig,
+    EvaluateConfig,
+    Int,
+    LoraConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ScorerConfig,
+    ScoringConfig,
+    Section,
+    TasksConfig,
+    TrainerConfig,
+    WatchConfig,
+    WeightsConfig,
+)
+
+
+class RunConfig(Section):
+    run_dir: str = "runs/run"
+    """Where everything the run leaves behind goes; never written over."""
+    seed: Int = 0
+    """Fixes the order of tasks and every draw."""
+    model: ModelConfig
+    tasks: TasksConfig = TasksConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    scorer: tuple[ScorerConfig, ...] = ()
+    scoring: ScoringConfig = ScoringConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    buffer: BufferConfig = BufferConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    loss: dict[str, Any] = Field(default={"type": "clipped"})
+    """The objective: a built-in name or "module:Name", and its fields."""
+    lora: LoraConfig | None = None
+    """Train a LoRA adapter instead of all weights; needs the extra millrace[lora]."""
+    engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    watch: WatchConfig = WatchConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def travel_dtype(self) -> Dtype:
+        """Weights travel as what engines compute with; adapters as what they are merged in."""
+        return "float32" if self.lora is not None else self.engine.dtype
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_may_be_a_path(cls, data: dict[str, Any]) -> dict[str, Any]:
+        model = data.get("model")
+        return {**data, "model": {"path": model}} if isinstance(model, str) else data
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.buffer.capacity < self.trainer.groups_per_step:
+            raise ValueError(
+                f"buffer.capacity = {self.buffer.capacity} can never hold the"
+                f" trainer.groups_per_step = {self.trainer.groups_per_step} that a step takes;"
+                " raise buffer.capacity"
+            )
+        for section, tables in (("tasks", self.tasks), ("evaluate", self.evaluate)):
+            if tables.path is not None and tables.function is not None:
+                raise ValueError(f"{section}.path and {section}.function are both set; keep one")
+        if self.engine.count + self.engine.remote < 1:
+            raise ValueError(
+                "engine.count = 0 and engine.remote = 0 leave nobody to generate; raise one"
+            )
+        if self.engine.remote > 0:
+            self._can_be_joined()
+        return self
+
+    def _can_be_joined(self) -> None:
+        """Raise ValueError unless engines on other hosts could take part."""
+        remote, cluster = f"engine.remote = {self.engine.remote}", self.cluster
+        if cluster.address == "auto":
+            raise ValueError(
+                f"{remote}, but cluster.address = 'auto' is a local socket that no other host"
+                " reaches; set cluster.address to 'tcp://HOST:PORT'"
+            )
+        if cluster.ticket is None:
+            raise ValueError(
+                f"{remote}, but no cluster.ticket says where to write the file that"
+                " `millrace join` needs; set it to a path outside run_dir"
+            )
+        if Path(cluster.ticket).resolve().is_relative_to(Path(self.run_dir).resolve()):
+            raise ValueError(
+                f"cluster.ticket = {cluster.ticket!r} is a secret and lies in run_dir ="
+                f" {self.run_dir!r}, which is for keeping and sharing; choose another path"
+            )
+        if self.weights.transport in ("shm", "ipc"):
+            raise ValueError(
+                f"{remote}, but weights.transport = {self.weights.transport!r} reaches engines on"
+                " this host only; use 'collective', or 'disk' with a directory that all hosts share"
+            )
