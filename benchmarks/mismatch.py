@@ -1,9 +1,9 @@
 """How far bfloat16 takes engine and trainer apart, and each of them from float32; on a CPU.
 
-    python benchmarks/mismatch.py smollm2
+    python benchmarks/mismatch.py smollm2 [--dtype float16]
 
-The engine samples some answers in bfloat16, as it does on a GPU; the trainer computes the logprobs
-of the same tokens in bfloat16 and in float32. Differences are means over the sampled tokens.
+The engine samples some answers in that type, as it does on a GPU; the trainer computes the logprobs
+of the same tokens in it and in float32. Differences are means over the sampled tokens.
 """
 
 import argparse
@@ -25,14 +25,13 @@ from millrace.training.optimizer import Schedule
 from millrace.training.trainer import Trainer
 
 SAMPLING = Sampling(max_new_tokens=40)
-# Rounds, because they are what keeps the residual stream in float32, as on a GPU.
-ENGINE = EngineConfig(device="cpu", dtype="bfloat16", round_steps=4, max_context=256)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="directory that smollm2.py made")
     parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.model, trust_remote_code=False)
     prompts = [
@@ -44,23 +43,27 @@ def main() -> None:
         )
         for task in make_tasks(args.prompts, seed=0)
     ]
-    batch = sample(args.model, prompts)
+    batch = sample(args.model, prompts, dtype=args.dtype)
     engine = torch.from_numpy(batch.engine_logprobs)
     half, exact = (
-        logprobs(args.model, batch, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)
+        logprobs(args.model, batch, dtype=getattr(torch, dtype))
+        for dtype in (args.dtype, "float32")
     )
     print(f"{len(engine)} tokens, mean absolute difference of logprobs")
     for name, left, right in (
-        ("engine - trainer, both bfloat16", engine, half),
-        ("engine bfloat16 - float32", engine, exact),
-        ("trainer bfloat16 - float32", half, exact),
+        (f"engine - trainer, both {args.dtype}", engine, half),
+        (f"engine {args.dtype} - float32", engine, exact),
+        (f"trainer {args.dtype} - float32", half, exact),
     ):
         print(f"{name:<34}{(left - right).abs().mean().item():.4f}")
 
 
-def sample(model: str, prompts: list[np.ndarray]) -> Microbatch:
+def sample(model: str, prompts: list[np.ndarray], *, dtype: str) -> Microbatch:
     """Four answers to each prompt, packed for the trainer."""
-    engine = build_engine(model, config=ENGINE, trust_remote_code=False, version=0)
+    # Rounds, because they are what keeps the residual stream in float32, as on a GPU.
+    settings = {"device": "cpu", "dtype": dtype, "round_steps": 4, "max_context": 256}
+    config = EngineConfig.model_validate(settings)
+    engine = build_engine(model, config=config, trust_remote_code=False, version=0)
     for index, prompt in enumerate(prompts):
         engine.submit(Request(id=str(index), prompt=prompt, sampling=SAMPLING, n=4, seed=index))
     answers: dict[str, list[Completion]] = {}

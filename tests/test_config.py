@@ -63,7 +63,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
         ({"rollout": {"group_size": 1}}, "Setting 'rollout.group_size' = 1: "),
         ({"rollout": {"max_failure_share": 2}}, "Setting 'rollout.max_failure_share' = 2: "),
         ({"buffer": {"max_staleness": -1}}, "Setting 'buffer.max_staleness' = -1: "),
-        ({"engine": {"dtype": "float16"}}, "'float32' or 'bfloat16'"),
+        ({"engine": {"dtype": "float8"}}, "'float32', 'bfloat16' or 'float16'"),
         ({"weights": {"transport": "pigeon"}}, "Setting 'weights.transport' = 'pigeon': "),
         ({"watch": {"progress": "loud"}}, "Setting 'watch.progress' = 'loud': "),
         ({"run_dir": 3}, "Setting 'run_dir' = 3: "),

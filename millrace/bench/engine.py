@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, help="of each sequence (512; on a CPU 64)")
     parser.add_argument("--device", default="auto")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="bfloat16; on a CPU float32"
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="bfloat16; on a CPU float32"
     )
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, help="of each rollout (2048; on a CPU 128)")
     parser.add_argument("--device", default="auto")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="bfloat16; on a CPU float32"
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="bfloat16; on a CPU float32"
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers in backward")

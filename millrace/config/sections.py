@@ -13,7 +13,7 @@ PositiveFloat = Annotated[Float, Field(gt=0)]
 NonNegativeFloat = Annotated[Float, Field(ge=0)]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Beta = Annotated[Float, Field(ge=0, lt=1)]
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 ALL_LINEAR = "all-linear"
 
 
@@ -130,7 +130,8 @@ class TrainerConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     device: str = "auto"
     dtype: Dtype = "float32"
-    """Compute type; master weights and optimizer state stay float32."""
+    """Compute type; master weights and optimizer state stay float32. With "float16" the loss is
+    scaled; see docs/performance.md for why one might want it."""
     threads: PositiveInt | None = None
     """CPU threads; by default the cores are shared out evenly."""
     logprob_chunk: PositiveInt = 1024

@@ -4,9 +4,9 @@ Promise: trainer logprobs are those of the distribution each token was drawn fro
 its kept ids). A step applies a finite gradient, or raises and leaves the weights as they were. A
 microbatch that does not fit into memory is split, and the step is the same.
 
-Master weights and optimizer state are float32; bfloat16 is used for computing only. The model stays
-in eval mode: dropout would make the trainer's distribution another one than the engine's. With an
-adapter, that alone is trained, published and saved.
+Master weights and optimizer state are float32; bfloat16, or float16 with a scaled loss, is used for
+computing only. The model stays in eval mode: dropout would make the trainer's distribution another
+one than the engine's. With an adapter, that alone is trained, published and saved.
 Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidden size.
 """
 
@@ -30,6 +30,7 @@ from millrace.models.loading import hidden_states, without_progress_bars
 from millrace.models.logprobs import KeptRows
 from millrace.models.packed_layout import PackedLayout
 from millrace.training import layers
+from millrace.training.loss_scale import LossScale
 from millrace.training.losses import Loss, TokenBatch
 from millrace.training.metrics import StepMetrics
 from millrace.training.optimizer import Schedule, build_optimizer
@@ -64,6 +65,7 @@ class Trainer:
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
         self._compute_dtype = compute_dtype
+        self._scale = LossScale(is_on=compute_dtype is torch.float16)
         self._logprob_chunk = logprob_chunk
         self._optimizer = build_optimizer(model, betas=betas, weight_decay=weight_decay)
         self._compiles = compile_layers
@@ -78,12 +80,17 @@ class Trainer:
     def step(self, batch: Batch) -> dict[str, float]:
         """One optimizer update; returns its metrics."""
         assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"
-        metrics, num_splits = self.accumulate(batch)
-        grad_norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), max_norm=self._max_grad_norm
-        ).item()
-        summary = metrics.summary()
+        while True:
+            metrics, num_splits = self.accumulate(batch)
+            grad_norm = torch.nn.utils.clip_grad_norm_(
+                self.model.parameters(), max_norm=self._max_grad_norm
+            ).item()
+            summary = metrics.summary()
+            overflowed = math.isfinite(summary["loss"]) and not math.isfinite(grad_norm)
+            if not (overflowed and self._scale.lower()):
+                break
         self._check_finite(loss=summary["loss"], grad_norm=grad_norm)
+        self._scale.succeeded()
         learning_rate = self._schedule.at(self.steps_done)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -92,6 +99,7 @@ class Trainer:
         return {
             **summary,
             "microbatch_splits": float(num_splits),
+            "loss_scale": self._scale.value,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
         }
@@ -99,9 +107,8 @@ class Trainer:
     def token_logprobs(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Trainer logprobs and entropies [N] of the trained tokens, in order; differentiable."""
         device = self.model.device
-        with torch.autocast(
-            device.type, dtype=torch.bfloat16, enabled=self._compute_dtype is torch.bfloat16
-        ):
+        halves_precision = self._compute_dtype is not torch.float32
+        with torch.autocast(device.type, dtype=self._compute_dtype, enabled=halves_precision):
             hidden = hidden_states(
                 self.model,
                 input_ids=_tensor(microbatch.tokens, np.int64, device)[None],
@@ -197,6 +204,7 @@ class Trainer:
                         raise RunFailed(_too_long(len(part.tokens)))
                     break
             else:
+                self._scale.unscale(p.grad for p in self.model.parameters() if p.grad is not None)
                 return metrics, num_splits
 
     def _fitting(self, batch: Batch) -> tuple[list[Microbatch], int]:
@@ -219,7 +227,7 @@ class Trainer:
         try:
             tokens = self._token_batch(microbatch, batch)
             loss, named = self._loss(tokens)
-            loss.backward()
+            (loss * self._scale.value).backward()
             metrics.add(tokens, loss=loss.detach(), named=named)
         except torch.OutOfMemoryError:
             return False
