@@ -6,18 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from digits import TASKS, share_of_digits
 from tiny_model import make_tiny_model
 
 import millrace as mr
 from millrace.core.spans import Span
 from millrace.watch.metrics import read_metrics
 from millrace.watch.trace import read_trace
-
-TASKS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
-
-
-def share_of_digits(completions, **columns):
-    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
 def train(folder: Path, *, take_turns: bool) -> mr.RunResult:
@@ -43,6 +38,11 @@ def train(folder: Path, *, take_turns: bool) -> mr.RunResult:
 def in_turns(tmp_path_factory) -> mr.RunResult:
     """One run that several tests look at."""
     return train(tmp_path_factory.mktemp("in-turns"), take_turns=True)
+
+
+def test_two_engines_share_the_work(in_turns):
+    spans = read_trace(in_turns.run_dir / "trace.json")
+    assert {s.worker for s in spans if s.name == "generate"} == {"engine-0", "engine-1"}
 
 
 def overlap(run: mr.RunResult) -> float:
