@@ -30,7 +30,6 @@ from typing import Any
 
 from grpo_peer import measure_peer
 from grpo_run import (
-    BETAS,
     PROMPT_TOKENS,
     WARM_UP_STEPS,
     Measurement,
@@ -40,6 +39,7 @@ from grpo_run import (
     watched_gpu,
 )
 from sums import exact_sum
+from trl_runs import BETAS
 
 from millrace.config import parse_override
 from millrace.models.loading import resolve_device

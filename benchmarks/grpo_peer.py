@@ -6,12 +6,12 @@ left alone it would train in the bfloat16 of the checkpoint, which loses most of
 """
 
 import importlib.util
-import time
 from pathlib import Path
 from typing import Any
 
-from grpo_run import BETAS, PROMPT_TOKENS, Measurement, Workload, watched_gpu
+from grpo_run import PROMPT_TOKENS, Measurement, Workload, watched_gpu
 from sums import exact_sum
+from trl_runs import grpo_settings, step_recorder
 
 # At most, in one forward and backward pass; long ones do not fit as a whole step.
 SEQUENCES = {"short": 256, "long": 32}
@@ -22,7 +22,7 @@ def measure_peer(workload: Workload, *, folder: Path) -> Measurement:
     from datasets import Dataset
 
     use_vllm = workload.device == "cuda" and importlib.util.find_spec("vllm") is not None
-    recorder = _recorder()
+    recorder = step_recorder()
     trainer = trl.GRPOTrainer(
         model=workload.model,
         args=_settings(workload, folder=folder, use_vllm=use_vllm),
@@ -49,16 +49,13 @@ def measure_peer(workload: Workload, *, folder: Path) -> Measurement:
 
 
 def _settings(workload: Workload, *, folder: Path, use_vllm: bool) -> Any:
-    from trl import GRPOConfig
-
     per_step = workload.samples_per_step
     sequences = next(n for n in range(SEQUENCES[workload.lengths], 0, -1) if per_step % n == 0)
-    return GRPOConfig(
+    return grpo_settings(
         output_dir=str(folder),
         model_init_kwargs={"dtype": "float32"},
         use_cpu=workload.device == "cpu",
         bf16=workload.dtype == "bfloat16",
-        gradient_checkpointing=False,
         max_steps=workload.steps,
         per_device_train_batch_size=sequences,
         gradient_accumulation_steps=per_step // sequences,
@@ -68,21 +65,7 @@ def _settings(workload: Workload, *, folder: Path, use_vllm: bool) -> Any:
         vllm_mode="colocate",
         vllm_max_model_length=PROMPT_TOKENS + workload.max_new_tokens,
         learning_rate=workload.learning_rate,
-        lr_scheduler_type="constant",
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        max_grad_norm=1.0,
-        # The objective that Millrace minimises.
-        epsilon=0.2,
-        epsilon_high=0.28,
-        delta=2.0,
-        loss_type="dapo",
-        beta=0.0,
         seed=workload.seed,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
     )
 
 
@@ -92,20 +75,3 @@ def _generation(use_vllm: bool) -> str:
     from importlib.metadata import version
 
     return f"vLLM {version('vllm')} colocated"
-
-
-def _recorder() -> Any:
-    """A trainer callback that keeps each step's log and time; TRL is slow to import."""
-    from transformers import TrainerCallback
-
-    class Recorder(TrainerCallback):
-        def __init__(self) -> None:
-            self.times_s: list[float] = []
-            self.logs: list[dict[str, float]] = []
-
-        def on_log(self, args: Any, state: Any, control: Any, *, logs: dict, **_: Any) -> None:
-            if "reward" in logs:  # the last log of a run sums up and has none
-                self.times_s.append(time.monotonic())
-                self.logs.append({name: float(value) for name, value in logs.items()})
-
-    return Recorder()

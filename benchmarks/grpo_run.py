@@ -16,7 +16,6 @@ WARM_UP_STEPS = 10  # left out of samples per second, or half of a run that has 
 WINDOW = 5  # steps over which the last rewards are averaged
 NUM_TASKS = 8192
 PROMPT_TOKENS = 128  # more than any of the questions has
-BETAS = (0.9, 0.95)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

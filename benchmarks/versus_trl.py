@@ -31,10 +31,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trl_runs import BETAS, grpo_settings, step_recorder
+
 from millrace.demo.task import make_tasks
 
 GROUPS, GROUP_SIZE = 32, 8  # prompts per step, completions of each
-BETAS, SEED = (0.9, 0.95), 0
+SEED = 0
 BATCH_SIZE = 32  # of the warm start
 PROCESS_START_S = time.monotonic()
 WARM_UP_STEPS = 3  # left out of samples per second
@@ -250,47 +252,23 @@ def measure_ours(model: Path, workload: Workload) -> Side:
 def measure_peer(model: Path, workload: Workload) -> Side:
     import torch
     from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    settings = GRPOConfig(
+    settings = grpo_settings(
         output_dir=str(model.with_name(f"{model.name}-trl")),
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
         max_steps=workload.peer_steps,
         per_device_train_batch_size=workload.peer_sequences,
         gradient_accumulation_steps=GROUPS * GROUP_SIZE // workload.peer_sequences,
         num_generations=GROUP_SIZE,
         max_completion_length=workload.max_new_tokens,
         learning_rate=workload.learning_rate,
-        lr_scheduler_type="constant",
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        max_grad_norm=1.0,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        delta=2.0,
-        loss_type="dapo",
-        beta=0.0,
         seed=SEED,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
     )
-    times_s: list[float] = []
-    rewards: list[float] = []
-    lengths: list[float] = []
+    recorder = step_recorder()
     generating_s = [0.0]
-
-    class Recorder(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, *, logs: dict, **_: Any) -> None:
-            if "reward" in logs:  # the last log of a run sums up and has none
-                times_s.append(_since_start_s())
-                rewards.append(float(logs["reward"]))
-                lengths.append(float(logs["completions/mean_length"]))
 
     class TimedTrainer(GRPOTrainer):
         def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -304,14 +282,14 @@ def measure_peer(model: Path, workload: Workload) -> Side:
         args=settings,
         reward_funcs=digits_right,
         train_dataset=Dataset.from_list(make_tasks(8192, seed=SEED)),
-        callbacks=[Recorder()],
+        callbacks=[recorder],
     )
     begin_s = time.monotonic()
     trainer.train()
     return Side(
-        times_s=times_s,
-        rewards=rewards,
-        mean_lengths=lengths,
+        times_s=[time_s - PROCESS_START_S for time_s in recorder.times_s],
+        rewards=[row["reward"] for row in recorder.logs],
+        mean_lengths=[row["completions/mean_length"] for row in recorder.logs],
         cpu_s=_cpu_s(),
         notes={"generating_share": generating_s[0] / (time.monotonic() - begin_s)},
     )

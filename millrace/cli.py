@@ -220,7 +220,7 @@ def _new_parser(make: Any, description: str, epilog: str = "", **settings: Any) 
 
 
 def _benches() -> dict[str, str]:
-    """The modules of millrace.bench that have a main, with the first line of their docstring.
+    """The modules of millrace.bench whose docstring says that they are one, and what it says.
 
     Read, not imported: `millrace --help` must not pay for torch.
     """
@@ -229,9 +229,10 @@ def _benches() -> dict[str, str]:
     found: dict[str, str] = {}
     for file in sorted(file for folder in folders for file in Path(folder).glob("*.py")):
         module = ast.parse(file.read_text(encoding="utf-8"))
-        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body):
-            line = (ast.get_docstring(module) or "").partition("\n")[0]
-            found[file.stem] = line.removeprefix(f"`millrace bench {file.stem}`: ")
+        title = (ast.get_docstring(module) or "").partition("\n")[0]
+        name, said, what = title.partition(": ")
+        if said and name == f"`millrace bench {file.stem}`":
+            found[file.stem] = what
     return found
 
 

@@ -7,19 +7,18 @@ that, no process and no shared memory outlives the call.
 
 import asyncio
 import contextlib
-import signal
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from millrace.cluster.guests.ticket import offered
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Message, Progress, Published, StartEngine, StartTrainer
 from millrace.cluster.mps import behind, shared_gpu
+from millrace.cluster.own_loop import run_on_own_loop
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig, load_config
 from millrace.controller import Controller, Outcome
@@ -35,7 +34,6 @@ from millrace.training.remote import RemoteTrainer
 from millrace.watch.run_dir import RunDir
 from millrace.watch.watcher import Watcher
 
-T = TypeVar("T")
 DEATH_NOTICE_S = 0.5
 
 
@@ -78,7 +76,7 @@ def train(
     run_dir.open(prepared.config, resume=resume)
     try:
         threads = settled.engine.threads
-        return _run_on_own_loop(
+        return run_on_own_loop(
             lambda: _Run(prepared, threads=threads, run_dir=run_dir, resume=resume).run()
         )
     finally:
@@ -321,59 +319,3 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
             yield from _leaves(error)
         else:
             yield error
-
-
-def _run_on_own_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine to its end; Ctrl-C and SIGTERM cancel it, so that everything is cleaned
-    up."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return _run_here(make)
-    # In a notebook a loop runs already; ours gets a thread of its own.
-    return _run_in_thread(make)
-
-
-def _run_here(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    with asyncio.Runner(loop_factory=_new_loop) as runner:
-        loop = runner.get_loop()
-
-        async def main() -> T:
-            task = asyncio.current_task()
-            assert task is not None
-            if threading.current_thread() is threading.main_thread():
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    loop.add_signal_handler(number, task.cancel, number.name)
-            return await make()
-
-        try:
-            return runner.run(main())
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
-def _run_in_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            outcome.append(_run_here(make))
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            failure.append(error)
-
-    thread = threading.Thread(target=body, name="millrace-run")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]

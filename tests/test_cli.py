@@ -53,6 +53,12 @@ def test_every_command_has_a_help_text_that_fits_the_terminal(command):
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
+def test_bench_lists_its_measurements_and_not_the_processes_they_start():
+    done = millrace("bench", "--help")
+    assert "pipeline" in done.stdout
+    assert "publishing" not in done.stdout
+
+
 def test_help_needs_no_heavy_import():
     code = (
         "import sys\nfrom millrace.cli import main\n"

@@ -1,14 +1,13 @@
 """The disk keeps the transport contract, and nothing stays behind on it."""
 
-import contextlib
 import os
-import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from full_disk import files_of_at_most
 from safetensors.torch import load_file
 from transport_contract import DeltaContract, TransportContract, assert_arrived, some_tensors
 from transport_faults import FaultContract
@@ -117,17 +116,6 @@ def test_a_new_sender_removes_what_a_killed_one_left_and_nothing_else(
     assert [p.name for p in directory.iterdir()] == ["notes.txt"]
     sender.close()
     assert directory.is_dir()
-
-
-@contextlib.contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """A full disk, as far as a process can tell: writing beyond the limit fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_no_trace(

@@ -1,22 +1,18 @@
 """Whole LoRA runs with real processes: they learn, resume, and leave what PEFT loads."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from digits import TASKS, share_of_digits
 from peft import PeftModel
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import millrace as mr
 from millrace.watch.metrics import read_metrics
-
-TASKS = [{"prompt": f"{a}+{b}="} for a in range(8) for b in range(8)]
-
-
-def share_of_digits(completions, **columns):
-    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
 def make_model(directory: Path) -> Path:
@@ -95,14 +91,14 @@ def test_workers_say_nothing_in_their_logs(finished):
     assert {path.name: path.read_text() for path in logs.glob("*.log") if path.stat().st_size} == {}
 
 
-def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(model, tmp_path):
+def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(finished, model, tmp_path):
     start = settings(model, tmp_path / "run")
-    mr.train(start, tasks=TASKS, scorers=[share_of_digits], trainer={"steps": 3})
+    shutil.copytree(finished.run_dir, tmp_path / "run")
     result = mr.train(
-        start, tasks=TASKS, scorers=[share_of_digits], resume=True, trainer={"steps": 5}
+        start, tasks=TASKS, scorers=[share_of_digits], resume=True, trainer={"steps": 14}
     )
     rows = read_metrics(result.run_dir / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows] == list(range(1, 15))
     # Strictly on-policy: an engine that had begun with the base model would differ at once.
     assert max(row["logprob_mismatch"] for row in rows) < 1e-5
     with pytest.raises(mr.MillraceError, match=r"lora\.rank = 8, but .* trained with 4"):
@@ -111,7 +107,7 @@ def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(model, tmp
             tasks=TASKS,
             scorers=[share_of_digits],
             resume=True,
-            trainer={"steps": 6},
+            trainer={"steps": 15},
             lora={"rank": 8},
         )
 
@@ -123,6 +119,7 @@ def test_without_peft_nothing_starts(model, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow  # tests/models/test_adapters.py holds the sentence
 def test_a_wrong_target_module_is_one_sentence(model, tmp_path):
     with pytest.raises(mr.MillraceError, match=r"lora\.target_modules has 'qproj'"):
         mr.train(

@@ -1,85 +1,35 @@
 """What is left after success, failure and Ctrl-C: nothing but the run directory."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from tiny_model import make_tiny_model
+from project import Command, make_project, steps_in
 
-RUN = """
-run_dir = "run"
-model = "model"
-[tasks]
-path = "tasks.jsonl"
-[sampling]
-max_new_tokens = 24
-[[scorer]]
-function = "rewards.py:digits"
-[rollout]
-group_size = 4
-[trainer]
-steps = 100000
-groups_per_step = 4
-[checkpoint]
-every_steps = 5
-[watch]
-progress = "lines"
-"""
-REWARDS = """
-def digits(completions, **columns):
-    return [sum(c.isdigit() for c in text) / (len(text) + 1) for text in completions]
-"""
+from millrace.cli import main
 
 
 @pytest.fixture
 def project(tmp_path) -> Path:
-    make_tiny_model(tmp_path / "model")
-    (tmp_path / "run.toml").write_text(RUN)
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    rows = [json.dumps({"prompt": f"{n}+1="}) for n in range(50)]
-    (tmp_path / "tasks.jsonl").write_text("\n".join(rows))
-    return tmp_path
+    return make_project(tmp_path, trainer={"steps": 100000}, checkpoint={"every_steps": 5})
 
 
-class Run:
-    """`millrace train` in a process of its own, with a temp dir nobody else writes to."""
+class Run(Command):
+    """`millrace train`, and its workers by name."""
 
     def __init__(self, project: Path, *arguments: str) -> None:
-        self.run_dir = project / "run"
-        self.temp = project / "tmp"
-        self.temp.mkdir(exist_ok=True)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "millrace.cli", "train", "run.toml", *arguments],
-            cwd=project,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": str(self.temp)},
-        )
+        super().__init__("train", "run.toml", *arguments, folder=project)
+        self.metrics = project / "run" / "metrics.jsonl"
         self.workers: dict[str, psutil.Process] = {}
 
     def wait_for_step(self, step: int) -> None:
-        metrics = self.run_dir / "metrics.jsonl"
-        deadline = time.monotonic() + 90
-        while not metrics.is_file() or metrics.read_text().count("\n") < step:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline, "no step completed"
-            time.sleep(0.05)
+        self.wait_for(self.metrics, lines=step)
         for process in psutil.Process(self.process.pid).children(recursive=True):
             command = process.cmdline()
             if "--name" in command:
                 self.workers[command[command.index("--name") + 1]] = process
         assert {"engine-0", "trainer", "scorer-0"} <= self.workers.keys()
-
-    def finish(self) -> tuple[int, str]:
-        _, stderr = self.process.communicate(timeout=60)
-        return self.process.returncode, stderr
 
     def assert_nothing_is_left(self) -> None:
         assert not [p for p in self.workers.values() if p.is_running()]
@@ -95,7 +45,7 @@ def test_ctrl_c_stops_everything_and_says_where_things_lie(project):
     run = Run(project)
     run.wait_for_step(6)
     run.process.send_signal(signal.SIGINT)
-    code, stderr = run.finish()
+    code, _, stderr = run.finish()
     assert code == 130
     assert "--resume goes on from step_" in stderr
     run.assert_nothing_is_left()
@@ -108,7 +58,7 @@ def test_a_killed_worker_ends_the_run_with_a_sentence_and_no_orphans(project, vi
     run = Run(project)
     run.wait_for_step(2)
     run.workers[victim].send_signal(signal.SIGKILL)
-    code, stderr = run.finish()
+    code, _, stderr = run.finish()
     assert code == 1
     assert victim in stderr
     assert "SIGKILL" in stderr
@@ -116,27 +66,20 @@ def test_a_killed_worker_ends_the_run_with_a_sentence_and_no_orphans(project, vi
     assert shared_memory() <= before
 
 
-def test_a_killed_scorer_is_replaced_and_the_run_goes_on(project):
-    run = Run(project, "--trainer.steps", "60")
+def test_a_run_outlives_its_only_scorer_and_resumes_after_a_kill_of_everything(project):
+    run = Run(project, "--trainer.steps", "30")
     run.wait_for_step(2)
     run.workers["scorer-0"].send_signal(signal.SIGKILL)
-    code, stderr = run.finish()
-    assert code == 0, stderr
-    run.assert_nothing_is_left()
-
-
-def test_resume_after_a_kill_of_everything_reaches_the_last_step(project):
-    run = Run(project, "--trainer.steps", "30")
-    run.wait_for_step(7)
+    done = len(steps_in(run.metrics))
+    run.wait_for_step(done + 8)  # more than can be scored already
     run.process.send_signal(signal.SIGKILL)
     run.process.wait(timeout=10)
-    psutil.wait_procs(list(run.workers.values()), timeout=10)
-    assert not [p for p in run.workers.values() if p.is_running()]
+    assert not psutil.wait_procs(list(run.workers.values()), timeout=10)[1]
+
     resumed = Run(project, "--trainer.steps", "30", "--resume")
-    code, stderr = resumed.finish()
+    code, _, stderr = resumed.finish()
     assert code == 0, stderr
-    rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert steps_in(resumed.metrics) == list(range(1, 31))
 
 
 @pytest.mark.parametrize(
@@ -153,12 +96,24 @@ def test_resume_after_a_kill_of_everything_reaches_the_last_step(project):
         (["--buffer.capacity", "1"], "buffer.capacity"),
     ],
 )
-def test_bad_input_is_one_sentence_before_any_worker_starts(project, change, sentence):
+def test_bad_input_is_one_sentence_before_any_worker_starts(
+    project, change, sentence, monkeypatch, capsys
+):
     (project / "empty.jsonl").write_text("\n")
     (project / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"question": "1+1="}\n')
-    code, stderr = Run(project, *change).finish()
-    assert code == 2
+    monkeypatch.chdir(project)
+    assert main(["train", "run.toml", *change]) == 2
+    stderr = capsys.readouterr().err
     assert sentence in stderr
-    assert "Traceback" not in stderr
     assert len(stderr.strip().splitlines()) == 1
     assert not (project / "run" / "logs" / "trainer.log").exists()
+
+
+def test_bad_input_costs_a_process_nothing_but_its_sentence(project):
+    run = Run(project, "--engine.max_context", "3")
+    code, stdout, stderr = run.finish()
+    assert (code, stdout) == (2, "")
+    assert "raise engine.max_context" in stderr
+    assert "Traceback" not in stderr
+    assert len(stderr.strip().splitlines()) == 1
+    run.assert_nothing_is_left()

@@ -1,88 +1,26 @@
 """Whole runs with an engine that joined from another host, as far as one machine can play it."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from tiny_model import make_tiny_model
-
-REPOSITORY = Path(__file__).parents[2]
-RUN = """
-run_dir = "run"
-model = "model"
-[tasks]
-path = "tasks.jsonl"
-[sampling]
-max_new_tokens = 16
-[[scorer]]
-function = "rewards.py:digits"
-[scoring]
-workers = 1
-[rollout]
-group_size = 4
-[trainer]
-steps = 5
-groups_per_step = 4
-learning_rate = 1e-3
-threads = 1
-[engine]
-count = 0
-remote = 1
-threads = 1
-[cluster]
-address = "tcp://127.0.0.1:0"
-ticket = "secret/ticket.json"
-heartbeat_timeout_s = 5.0
-[watch]
-progress = "lines"
-"""
-REWARDS = """
-def digits(completions, **columns):
-    return [sum(c.isdigit() for c in text) / (len(text) + 1) for text in completions]
-"""
-
-
-class Command:
-    """A `millrace` command in a folder and with an environment of its own."""
-
-    def __init__(self, *arguments: str | Path, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "millrace.cli", *map(str, arguments)],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "HOME": str(folder)},
-        )
-
-    def wait_for(self, path: Path, *, lines: int = 0) -> None:
-        deadline = time.monotonic() + 90
-        while not path.is_file() or path.read_text().count("\n") < lines:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline, f"no {path.name}"
-            time.sleep(0.05)
-
-    def finish(self) -> tuple[int, str, str]:
-        stdout, stderr = self.process.communicate(timeout=90)
-        return self.process.returncode, stdout, stderr
+from project import Command, make_project, steps_in
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    folder = tmp_path / "controller"
-    make_tiny_model(folder / "model")
-    (folder / "run.toml").write_text(RUN)
-    (folder / "rewards.py").write_text(REWARDS)
-    rows = [json.dumps({"prompt": f"{n}+1="}) for n in range(50)]
-    (folder / "tasks.jsonl").write_text("\n".join(rows))
-    return folder
+    return make_project(
+        tmp_path / "controller",
+        trainer={"steps": 5, "learning_rate": 1e-3},
+        engine={"count": 0, "remote": 1},
+        cluster={
+            "address": "tcp://127.0.0.1:0",
+            "ticket": "secret/ticket.json",
+            "heartbeat_timeout_s": 5.0,
+        },
+    )
 
 
 @pytest.fixture
@@ -118,8 +56,7 @@ def test_a_run_whose_only_engine_joined_trains_to_its_end(project, commands, tra
     assert f"millrace join {ticket}" in stdout
     host_code, host_stdout, host_stderr = host.finish()
     assert (host_code, host_stderr) == (0, "")
-    rows = [json.loads(line) for line in (project / "run/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert steps_in(project / "run" / "metrics.jsonl") == [1, 2, 3, 4, 5]
     assert list(ticket.parent.iterdir()) == []
 
     everything = [stdout, stderr, host_stdout]

@@ -1,23 +1,15 @@
 """Two runs that differ in one setting: engines and trainer take turns, or they do not."""
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from digits import TASKS, share_of_digits
+from overlap import first_halves, generating_in, overlap, steps_of
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.core.spans import Span
 from millrace.watch.metrics import read_metrics
 from millrace.watch.trace import read_trace
-
-TASKS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
-
-
-def share_of_digits(completions, **columns):
-    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
 def train(folder: Path, *, take_turns: bool) -> mr.RunResult:
@@ -45,31 +37,19 @@ def in_turns(tmp_path_factory) -> mr.RunResult:
     return train(tmp_path_factory.mktemp("in-turns"), take_turns=True)
 
 
-def overlap(run: mr.RunResult) -> float:
-    """Share of the trainer's steps during which an engine generates; each engine counts.
-
-    Of each step the first half: its reply is under way before the trainer notes its end, and on a
-    busy machine much later.
-    """
-    spans = [span for span in read_trace(run.run_dir / "trace.json") if span.busy]
-    steps = [_first_half(span) for span in spans if span.name == "step"]
-    generating = [span for span in spans if span.name == "generate"]
-    assert len(steps) >= run.steps
+def test_two_engines_share_the_work(in_turns):
+    generating = generating_in(read_trace(in_turns.run_dir / "trace.json"))
     assert {span.worker for span in generating} == {"engine-0", "engine-1"}
-    return _common_s(steps, generating) / sum(span.end_s - span.start_s for span in steps)
 
 
-def _first_half(span: Span) -> Span:
-    return replace(span, end_s=(span.start_s + span.end_s) / 2)
-
-
-def _common_s(some: Sequence[Span], others: Sequence[Span]) -> float:
-    pairs = itertools.product(some, others)
-    return sum(max(0.0, min(a.end_s, b.end_s) - max(a.start_s, b.start_s)) for a, b in pairs)
+def overlap_of(run: mr.RunResult) -> float:
+    spans = read_trace(run.run_dir / "trace.json")
+    assert len(steps_of(spans)) >= run.steps
+    return overlap(first_halves(steps_of(spans)), generating_in(spans))
 
 
 def test_engines_that_take_turns_do_not_generate_while_the_trainer_steps(in_turns):
-    assert overlap(in_turns) < 0.02
+    assert overlap_of(in_turns) < 0.02
     waits = [span for span in read_trace(in_turns.run_dir / "trace.json") if span.name == "paused"]
     assert {span.worker for span in waits} == {"engine-0", "engine-1"}
     assert not any(span.busy for span in waits)
@@ -77,7 +57,7 @@ def test_engines_that_take_turns_do_not_generate_while_the_trainer_steps(in_turn
 
 @pytest.mark.slow  # tests/e2e/test_train.py holds the same of an ordinary run
 def test_engines_that_do_not_take_turns_generate_while_the_trainer_steps(tmp_path):
-    assert overlap(train(tmp_path, take_turns=False)) > 0.3
+    assert overlap_of(train(tmp_path, take_turns=False)) > 0.3
 
 
 def test_taking_turns_is_still_asynchronous(in_turns):

@@ -1,6 +1,4 @@
-import contextlib
 import json
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +6,7 @@ import pytest
 import torch
 from architectures import tiny_model
 from batches import batch_of, mixed_rollouts, trainer_of
+from full_disk import files_of_at_most
 from transformers import AutoModelForCausalLM
 
 from millrace.core.errors import CheckpointError
@@ -155,17 +154,6 @@ def test_a_step_done_again_replaces_its_checkpoint(tmp_path):
     write_checkpoint(directory, write=write_fake, run_state={"again": True}, needed_bytes=0)
     assert read_run_state(directory) == {"again": True}
     assert names(directory.parent) == {"step_4"}
-
-
-@contextlib.contextmanager
-def files_of_at_most(num_bytes: int):
-    """A full disk, as far as a process can tell: writing beyond the limit fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # The first limit is hit by the model's weights, the second by the larger optimizer state.

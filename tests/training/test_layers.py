@@ -1,3 +1,6 @@
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -9,51 +12,63 @@ from millrace.core.errors import ConfigError
 from millrace.training.layers import checkpoint_layers, compile_layers, decoder_layers
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
 def batches():
     rng = np.random.default_rng(2)
     rollouts = [mixed_rollouts(rng, 5), sharing_rollouts(rng), mixed_rollouts(rng, 3)]
     return [batch_of(part) for part in rollouts]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "checkpointing"),
-    [
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """The same batches, stepped through with and without compiled layers."""
+
+    num_layers: int
+    compiled: list[dict[str, float]]  # metrics by batch
+    plain: list[dict[str, float]]
+    num_graphs: list[int]  # compiled so far, after each batch
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
         ("qwen3", False),
         ("gemma2", True),
-        pytest.param("qwen3", True, marks=pytest.mark.slow),
-        pytest.param("gemma2", False, marks=pytest.mark.slow),
+        pytest.param(("qwen3", True), marks=pytest.mark.slow),
+        pytest.param(("gemma2", False), marks=pytest.mark.slow),
     ],
+    ids=lambda param: f"{param[0]}-{'checkpointed' if param[1] else 'kept'}",
 )
-def test_compiled_layers_give_the_same_steps(architecture, checkpointing):
+def steps(request) -> Iterator[Steps]:
+    architecture, checkpointing = request.param
     compiled, plain = trainer_of(tiny_model(architecture)), trainer_of(tiny_model(architecture))
+    torch._dynamo.reset()
+    counters.clear()
     compile_layers(compiled.model, backend="aot_eager")
     if checkpointing:
         checkpoint_layers(compiled.model)
+    ours, num_graphs = [], []
     for batch in batches():
-        ours, theirs = compiled.step(batch), plain.step(batch)
+        ours.append(compiled.step(batch))
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    yield Steps(
+        num_layers=len(decoder_layers(compiled.model)),
+        compiled=ours,
+        plain=[plain.step(batch) for batch in batches()],
+        num_graphs=num_graphs,
+    )
+    torch._dynamo.reset()
+
+
+def test_compiled_layers_give_the_same_steps(steps):
+    for ours, theirs in zip(steps.compiled, steps.plain, strict=True):
         for name in ("loss", "entropy", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 
-def test_all_layers_and_all_sizes_share_their_compiled_code():
-    trainer = trainer_of(tiny_model("qwen3"))
-    assert len(decoder_layers(trainer.model)) == 2
-    compile_layers(trainer.model, backend="aot_eager")
-    first, *others = batches()
-    trainer.step(first)
-    num_graphs = counters["stats"]["unique_graphs"]
-    assert num_graphs > 0
-    for batch in others:
-        trainer.step(batch)
-    assert counters["stats"]["unique_graphs"] == num_graphs
+def test_all_layers_and_all_sizes_share_their_compiled_code(steps):
+    assert steps.num_layers == 2
+    assert steps.num_graphs[0] > 0
+    assert set(steps.num_graphs) == {steps.num_graphs[0]}
 
 
 def test_a_missing_compiler_is_said_before_the_first_step(monkeypatch):

@@ -3,16 +3,11 @@
 from pathlib import Path
 
 import pytest
+from digits import TASKS, share_of_digits
 from tiny_model import make_tiny_model
 
 import millrace as mr
 from millrace.watch.metrics import read_metrics
-
-TASKS = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
-
-
-def share_of_digits(completions, **columns):
-    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
 @pytest.fixture(scope="module")

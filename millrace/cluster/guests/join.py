@@ -8,7 +8,6 @@ and returned. One asyncio loop in the main thread.
 import asyncio
 import contextlib
 import secrets
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from millrace.cluster.guests.gate import host_identity
 from millrace.cluster.guests.ticket import Ticket
 from millrace.cluster.link import EVENT_ID, read_frames
 from millrace.cluster.messages import Admitted, Beat, Ended, EndWorker, Error, Join, Message, Place
+from millrace.cluster.own_loop import run_on_own_loop
 from millrace.cluster.process import Process, describe_exit, start_worker
 from millrace.cluster.wire import decode, encode
 from millrace.core.errors import ConfigError, RunFailed
@@ -42,23 +42,16 @@ def join(ticket: Ticket, *, module: str, count: int, log_dir: Path, say: Say = p
     """
     if count < 1:
         raise ConfigError(f"--count = {count} brings nobody; give 1 or more.")
-    asyncio.run(_join(ticket, module=module, count=count, log_dir=log_dir, say=say))
+    run_on_own_loop(lambda: _join(ticket, module=module, count=count, log_dir=log_dir, say=say))
 
 
 async def _join(ticket: Ticket, *, module: str, count: int, log_dir: Path, say: Say) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    try:
-        await _knock(ticket)
-        async with _connected(ticket) as line:
-            places = await line.ask_for(count)
-            say(f"Joined the run at {ticket.address} with {', '.join(p.name for p in places)}.")
-            await _Crew(line, ticket=ticket).serve(places, module=module, log_dir=log_dir)
-            say("The run has ended.")
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    await _knock(ticket)
+    async with _connected(ticket) as line:
+        places = await line.ask_for(count)
+        say(f"Joined the run at {ticket.address} with {', '.join(p.name for p in places)}.")
+        await _Crew(line, ticket=ticket).serve(places, module=module, log_dir=log_dir)
+        say("The run has ended.")
 
 
 async def _knock(ticket: Ticket) -> None:

@@ -91,13 +91,7 @@ class EmbeddedEngine:
             max_context=self._max_context,
             block_tokens=block_tokens,
         )
-        cache = KVCache(
-            measure_kv(model),
-            num_blocks=num_blocks,
-            block_tokens=block_tokens,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        cache = _new_cache(model, num_blocks=num_blocks, block_tokens=block_tokens)
         self._scheduler = Scheduler(self._lanes, tables, prefill_tokens=prefill_tokens)
         self._runner = Runner(
             model,
@@ -380,6 +374,16 @@ class EmbeddedEngine:
         if len(done) == len(completions):
             del self._unfinished[id]
             self._finished.append(Finished(id=id, completions=done))
+
+
+def _new_cache(model: PreTrainedModel, *, num_blocks: int, block_tokens: int) -> KVCache:
+    return KVCache(
+        measure_kv(model),
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        dtype=model.dtype,
+        device=model.device,
+    )
 
 
 def _flashes(cache: KVCache, *, model: PreTrainedModel) -> bool:

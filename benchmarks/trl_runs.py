@@ -1,0 +1,50 @@
+"""What every TRL run here has in common, whatever it is compared with.
+
+Promise: TRL minimises the objective that Millrace minimises by default, with the same optimizer,
+and does no work besides: no KL model, no gradient checkpointing, no saving, no reporting.
+"""
+
+import time
+from typing import Any
+
+BETAS = (0.9, 0.95)  # of AdamW, on both sides
+
+
+def grpo_settings(**own: Any) -> Any:
+    """A GRPOConfig with the settings of one comparison, its `own`, and those that all share."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        epsilon=0.2,
+        epsilon_high=0.28,
+        delta=2.0,
+        loss_type="dapo",
+        beta=0.0,
+        lr_scheduler_type="constant",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **own,
+    )
+
+
+def step_recorder() -> Any:
+    """A trainer callback that keeps each step's log and time; TRL is slow to import."""
+    from transformers import TrainerCallback
+
+    class Recorder(TrainerCallback):
+        def __init__(self) -> None:
+            self.times_s: list[float] = []  # by time.monotonic()
+            self.logs: list[dict[str, float]] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, *, logs: dict, **_: Any) -> None:
+            if "reward" in logs:  # the last log of a run sums up and has none
+                self.times_s.append(time.monotonic())
+                self.logs.append({name: float(value) for name, value in logs.items()})
+
+    return Recorder()

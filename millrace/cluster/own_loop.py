@@ -1,0 +1,66 @@
+"""The event loop that a command lives on: uvloop where it is installed.
+
+Promise: Ctrl-C and SIGTERM cancel what runs, so that it can clean up, and are raised as
+KeyboardInterrupt once it has. A loop that runs already, as in a notebook, is left alone.
+"""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run_on_own_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run the coroutine that `make` returns to its end."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run_here(make)
+    return _run_in_thread(make)
+
+
+def _run_here(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        loop = runner.get_loop()
+
+        async def main() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    loop.add_signal_handler(number, task.cancel, number.name)
+            return await make()
+
+        try:
+            return runner.run(main())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _run_in_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(_run_here(make))
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            failure.append(error)
+
+    thread = threading.Thread(target=body, name="millrace-run")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]

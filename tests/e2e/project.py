@@ -1,0 +1,79 @@
+"""A folder as a user has it, with settings, a reward function, tasks and a tiny model, and
+`millrace` commands that run in such folders."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from tiny_model import make_tiny_model
+
+REPOSITORY = Path(__file__).parents[2]
+SETTINGS: dict[str, Any] = {
+    "run_dir": "run",
+    "model": "model",
+    "tasks": {"path": "tasks.jsonl"},
+    "scorer": [{"function": "rewards.py:digits"}],
+    "sampling": {"max_new_tokens": 16},
+    "scoring": {"workers": 1},
+    "rollout": {"group_size": 4},
+    "trainer": {"groups_per_step": 4, "threads": 1},
+    "engine": {"threads": 1},
+    "watch": {"progress": "lines"},
+}
+REWARDS = """
+def digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) / (len(text) + 1) for text in completions]
+"""
+
+
+def make_project(folder: Path, **sections: dict[str, Any]) -> Path:
+    """Sections go on top of SETTINGS, key by key."""
+    make_tiny_model(folder / "model")
+    own = {name: {**SETTINGS.get(name, {}), **section} for name, section in sections.items()}
+    (folder / "run.toml").write_text(tomli_w.dumps({**SETTINGS, **own}))
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [json.dumps({"prompt": f"{n}+1="}) for n in range(50)]
+    (folder / "tasks.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def steps_in(metrics: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+
+
+class Command:
+    """A `millrace` command in a folder, with an environment and a temp dir of its own."""
+
+    def __init__(self, *arguments: str | Path, folder: Path) -> None:
+        self.temp = folder / "tmp"
+        self.temp.mkdir(parents=True, exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "millrace.cli", *map(str, arguments)],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                "PATH": os.environ["PATH"],
+                "PYTHONPATH": str(REPOSITORY),
+                "HOME": str(folder),
+                "TMPDIR": str(self.temp),
+                "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),  # else a folder in TMPDIR
+            },
+        )
+
+    def wait_for(self, path: Path, *, lines: int = 0) -> None:
+        deadline = time.monotonic() + 90
+        while not path.is_file() or path.read_text().count("\n") < lines:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, f"no {path.name}"
+            time.sleep(0.05)
+
+    def finish(self) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=90)
+        return self.process.returncode, stdout, stderr
