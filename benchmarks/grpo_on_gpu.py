@@ -4,8 +4,9 @@
     python benchmarks/grpo_on_gpu.py smollm2 --json rows.json
 
 32 prompts x 8 completions a step, at most 128 new tokens, reward 1 if the last number is the sum.
-Engine and trainer share the GPU as two processes, in bfloat16 over float32 master weights. The same
-by TRL, for a comparison on one machine (needs `pip install trl datasets`, and vllm to be fast):
+Engine and trainer share the GPU as two processes, in float16 over float32 master weights (--dtype
+bfloat16 for comparison: there the first dozens of such small updates round to nothing). The same by
+TRL, for a comparison on one machine (needs `pip install trl datasets`, and vllm to be fast):
 
     python benchmarks/grpo_on_gpu.py smollm2 --peer --save trl.json
     python benchmarks/grpo_on_gpu.py smollm2 --peer-json trl.json --json rows.json
@@ -67,7 +68,8 @@ def main() -> int:
         steps=args.steps,
         learning_rate=args.learning_rate,
         seed=args.seed,
-        device=resolve_device(args.device).type,
+        device=(device := resolve_device(args.device).type),
+        dtype=args.dtype or ("float16" if device == "cuda" else "float32"),
     )
     with tempfile.TemporaryDirectory(prefix="grpo-on-gpu-") as scratch:
         folder = Path(args.keep or scratch)
@@ -104,6 +106,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sync", action="store_true", help="staleness 0: take turns")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="float16; on a CPU float32"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any Millrace setting"
     )
@@ -148,6 +153,7 @@ def measure_ours(
         peak_gpu_bytes=max(used, default=None),
         notes={
             "learning_rate": workload.learning_rate,
+            "dtype": workload.dtype,
             "staleness_mean": sum(row["staleness_mean"] for row in rows) / len(rows),
             "groups_dropped": rows[-1]["groups_dropped"],
             **_shares(run_dir, start_s=busy_from_s, end_s=rows[-1]["time_s"]),

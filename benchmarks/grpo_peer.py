@@ -1,7 +1,7 @@
 """The peer's side of grpo_on_gpu.py: TRL's GRPOTrainer, with vLLM colocated if it is installed.
 
 It gets what is fastest for it: a whole step in one forward pass where it fits, no gradient
-checkpointing, no KL model. Master weights are float32 under bfloat16 compute, as on the other side;
+checkpointing, no KL model. Master weights are float32 under 16-bit compute, as on the other side;
 left alone it would train in the bfloat16 of the checkpoint, which loses most of such small updates.
 """
 
@@ -56,6 +56,7 @@ def _settings(workload: Workload, *, folder: Path, use_vllm: bool) -> Any:
         model_init_kwargs={"dtype": "float32"},
         use_cpu=workload.device == "cpu",
         bf16=workload.dtype == "bfloat16",
+        fp16=workload.dtype == "float16",
         max_steps=workload.steps,
         per_device_train_batch_size=sequences,
         gradient_accumulation_steps=per_step // sequences,

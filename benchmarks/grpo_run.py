@@ -31,15 +31,11 @@ class Workload:
     learning_rate: float
     seed: int
     device: str  # "cpu" or "cuda"
+    dtype: str  # of generation and of the trainer's compute; master weights are float32 everywhere
 
     @property
     def samples_per_step(self) -> int:
         return self.prompts * self.group
-
-    @property
-    def dtype(self) -> str:
-        """Of generation and of the trainer's compute; master weights are float32 everywhere."""
-        return "bfloat16" if self.device == "cuda" else "float32"
 
     def tasks(self) -> list[dict[str, Any]]:
         return make_tasks(NUM_TASKS, seed=self.seed, lengths=self.lengths)
