@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from millrace.engines.embedded.blocks import BlockPool, BlockTables
 from millrace.engines.embedded.lanes import Lanes
-from millrace.engines.embedded.scheduler import Plan, Scheduler
+from millrace.engines.embedded.plans import Plan
+from millrace.engines.embedded.scheduler import Scheduler
 from millrace.engines.embedded.sequence import sequences_of
 
 

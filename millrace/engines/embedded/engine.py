@@ -32,8 +32,9 @@ from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.live_weights import LiveWeights
 from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import measure_kv
+from millrace.engines.embedded.plans import Plan
 from millrace.engines.embedded.runner import Runner
-from millrace.engines.embedded.scheduler import Plan, Scheduler
+from millrace.engines.embedded.scheduler import Scheduler
 from millrace.engines.embedded.sequence import Sequence as Running
 from millrace.engines.embedded.sequence import sequences_of
 from millrace.engines.embedded.stopping import Stopping
