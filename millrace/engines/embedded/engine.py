@@ -33,6 +33,7 @@ from millrace.engines.embedded.live_weights import LiveWeights
 from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import measure_kv
 from millrace.engines.embedded.plans import Plan
+from millrace.engines.embedded.prefix_cache import PrefixCache
 from millrace.engines.embedded.runner import Runner
 from millrace.engines.embedded.scheduler import Scheduler
 from millrace.engines.embedded.sequence import Sequence as Running
@@ -54,8 +55,9 @@ class EngineStats:
     running: int  # sequences with a lane
     waiting: int  # sequences without
     free_blocks: int
-    generated_tokens: int  # since the start, as the two below
+    generated_tokens: int  # since the start, as the three below
     prefill_tokens: int
+    cached_tokens: int  # found in the prefix cache, so not prefilled
     preemptions: int
 
 
@@ -74,6 +76,7 @@ class EmbeddedEngine:
         block_tokens: int,
         prefill_tokens: int,
         kv: Literal["keep", "recompute"] = "keep",
+        prefix_cache: bool = True,
         round_steps: int = 1,  # tokens of each sequence per round trip to the device
         kept_capacity: int = KEPT_CAPACITY,
         compile_layers: bool = False,
@@ -99,7 +102,16 @@ class EmbeddedEngine:
             dtype=model.dtype,
             device=model.device,
         )
-        self._scheduler = Scheduler(self._lanes, tables, prefill_tokens=prefill_tokens)
+        self._prefixes = PrefixCache(
+            self._pool,
+            block_tokens=block_tokens,
+            version=version,
+            keeps=kv == "keep",
+            is_on=prefix_cache,
+        )
+        self._scheduler = Scheduler(
+            self._lanes, tables, prefixes=self._prefixes, prefill_tokens=prefill_tokens
+        )
         self._runner = Runner(
             model,
             lanes=self._lanes,
@@ -152,6 +164,7 @@ class EmbeddedEngine:
             free_blocks=self._pool.num_free,
             generated_tokens=self._num_generated,
             prefill_tokens=self._num_prefilled,
+            cached_tokens=self._scheduler.num_cached_tokens,
             preemptions=self._scheduler.num_preemptions,
         )
 
@@ -179,9 +192,10 @@ class EmbeddedEngine:
         if self._rounds is None:
             return
         self._rounds.warm_up()
-        # Two prompts of different lengths, to have the prefill pass compiled for any.
-        for length in (min(24, self._max_context - 1), min(16, self._max_context - 1)):
-            prompt = np.zeros(length, dtype=np.int32)
+        # Two prompts of different lengths, to have the prefill pass compiled for any, and of
+        # different tokens, lest the second be found in the prefix cache.
+        for token, length in enumerate((24, 16)):
+            prompt = np.full(min(length, self._max_context - 1), token, dtype=np.int32)
             sampling = Sampling(max_new_tokens=1)
             self.submit(Request(id="warm-up", prompt=prompt, sampling=sampling))
             while self.has_work:
@@ -224,6 +238,7 @@ class EmbeddedEngine:
         self._weights.replace(tensors, version=version)
         if self._kv == "recompute":
             self._scheduler.forget_kv()
+        self._scheduler.begin(version)
 
     def _pass(self, plan: Plan | None) -> None:
         if plan is None:
@@ -282,6 +297,7 @@ class EmbeddedEngine:
         ended, self._ended = self._ended, []
         for sequence, finish in ended:
             self._end(sequence, finish=finish)
+        self._prefixes.settle()
 
     def _until_stop_string(self, lanes: np.ndarray, result: RoundResult) -> np.ndarray:
         """[R] how many of each lane's new tokens count: none that come after a stop string."""
