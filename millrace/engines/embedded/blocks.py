@@ -19,7 +19,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self._unused = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)  # a stack; top = last
         self._num_unused = num_blocks
-        self._shelves = Shelves(num_blocks)
+        self._shelves = Shelves()
         self.references = np.zeros(num_blocks, dtype=np.int32)
         # A number per block that changes when its contents do: who noted it can tell.
         self.fillings = np.zeros(num_blocks, dtype=np.int64)
