@@ -181,6 +181,23 @@ def test_kv_of_other_weights_is_never_found_by_a_plain_request(kv: str, version:
     assert_as_without_cache(done, request, seed=1)
 
 
+@pytest.mark.parametrize("spans_swap", [False, True])
+def test_a_plain_request_that_shares_a_prefix_with_a_session_does_not_take_it_away(spans_swap):
+    engine = make_engine(eos_ids=(), num_blocks=24, max_sequences=2)
+    turn = in_session(make_request(prompt=20, max_new_tokens=2))
+    computed(engine, turn)
+    engine.submit(make_request(prompt=20, max_new_tokens=8))
+    engine.step()
+    if not spans_swap:
+        finish_all(engine)
+    engine.swap(weights(seed=1), version=1)
+    finish_all(engine)
+    # Needs all blocks but four; what only the plain request left goes first.
+    finish_all(engine, [make_request(prompt=prompt_of(62, seed=1), max_new_tokens=16)])
+    _, _, num_found = computed(engine, turn)
+    assert num_found == 16
+
+
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 @pytest.mark.parametrize("session", [None, "s"])
 def test_kv_of_a_sequence_that_spans_a_swap_is_for_its_session_alone(kv: str, session):

@@ -20,6 +20,7 @@ class BlockPool:
         self._unused = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)  # a stack; top = last
         self._num_unused = num_blocks
         self._shelves = Shelves()
+        self._is_lasting = np.zeros(num_blocks, dtype=bool)  # someone shelved these contents so
         self.references = np.zeros(num_blocks, dtype=np.int32)
         # A number per block that changes when its contents do: who noted it can tell.
         self.fillings = np.zeros(num_blocks, dtype=np.int64)
@@ -45,8 +46,12 @@ class BlockPool:
         self.references[blocks] += 1
 
     def release(self, blocks: np.ndarray) -> None:
-        """One reference less to each of these distinct blocks; without any, a block is unused."""
-        self._discard(self._unreference(blocks))
+        """One reference less to each of these distinct blocks; without any, a block is unused, or
+        shelved again if another wants it to last."""
+        idle = self._unreference(blocks)
+        is_lasting = self._is_lasting[idle]
+        self._shelves.put(idle[is_lasting][::-1].tolist(), lasting=True)
+        self._discard(idle[~is_lasting])
 
     def shelve(self, blocks: np.ndarray, *, lasting: bool) -> None:
         """Like release(), but without any reference a block is shelved; lasting: beyond expire().
@@ -54,7 +59,12 @@ class BlockPool:
         `blocks` are in the order of their tokens: the last are useless without the first, so they
         are given up before them.
         """
-        self._shelves.put(self._unreference(blocks)[::-1].tolist(), lasting=lasting)
+        if lasting:
+            self._is_lasting[blocks] = True
+        idle = self._unreference(blocks)[::-1]
+        is_lasting = self._is_lasting[idle]
+        self._shelves.put(idle[~is_lasting].tolist(), lasting=False)
+        self._shelves.put(idle[is_lasting].tolist(), lasting=True)
 
     def expire(self) -> None:
         """What is shelved now, and not lasting, is given up before everything else."""
@@ -72,6 +82,7 @@ class BlockPool:
 
     def _discard(self, blocks: np.ndarray) -> None:
         self.fillings[blocks] += 1
+        self._is_lasting[blocks] = False
         self._unused[self._num_unused : self._num_unused + len(blocks)] = blocks
         self._num_unused += len(blocks)
 
