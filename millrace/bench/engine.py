@@ -143,10 +143,12 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def _generate(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, sampling: Sampling) -> int:
     """Tokens generated for `batch` different prompts."""
-    numbers = np.random.default_rng(0).integers(3, 1000, (batch, prompt_tokens)).astype(np.int32)
+    before = engine.stats().generated_tokens
+    # Others at every call, lest the prefix cache know them.
+    random = np.random.default_rng(before)
+    numbers = random.integers(3, 1000, (batch, prompt_tokens)).astype(np.int32)
     for index, prompt in enumerate(numbers):
         engine.submit(Request(id=str(index), prompt=prompt, sampling=sampling, seed=index))
-    before = engine.stats().generated_tokens
     while engine.has_work:
         engine.step()
     return engine.stats().generated_tokens - before

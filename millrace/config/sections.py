@@ -112,6 +112,10 @@ class EngineConfig(Section):
     kv: Literal["keep", "recompute"] = "keep"
     """On a weight swap: go on with the KV of the old weights, or recompute it under the new
     ones."""
+    prefix_cache: bool = True
+    """Take the KV of a known prefix from memory that is free at the moment, instead of computing
+    it; only KV of the version served, but with kv = "keep" also what earlier turns of the same
+    session left."""
 
 
 class TrainerConfig(Section):

@@ -79,6 +79,9 @@ class Request:
     seed: int = 0
     partial: Completion | None = None  # with n = 1: continue after these tokens
     index: int = 0  # completion index of the first of the n
+    # Turns of one conversation name the same: they go to the engine that has their KV, and with
+    # kv = "keep" go on from it even if weights have changed since.
+    session: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,10 +1,14 @@
 """Routes requests to engine processes: the least loaded first.
 
+Turns of one session go to the engine that served it last, which has their KV, unless that one is
+clearly more loaded: it has more than twice the sequences of the least loaded engine, and 8.
+
 Runs on the controller's event loop; torch-free.
 """
 
 import asyncio
 import contextlib
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from millrace.cluster.hub import Worker
@@ -13,6 +17,8 @@ from millrace.core.errors import WorkerError
 from millrace.core.protocols import Engine
 from millrace.core.records import Completion, Request
 from millrace.core.weight_update import WeightUpdate
+
+_SPARE_SEQUENCES = 8  # more than this make an engine clearly more loaded than an idle one
 
 
 class RemoteEngine:
@@ -59,14 +65,17 @@ class RemoteEngine:
 class EnginePool:
     """Several engines as one."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], *, max_sessions: int = 65536) -> None:
+        """`max_sessions`: whose engine is remembered; one that is forgotten is routed by load."""
         assert engines
+        self._max_sessions = max_sessions
         self._engines = list(engines)
         self._sequences = [0] * len(engines)  # in flight, per engine
         self._placed: dict[str, int] = {}  # request id -> engine index
+        self._homes: OrderedDict[str, int] = OrderedDict()  # session -> engine index; last = latest
 
     async def generate(self, request: Request) -> list[Completion]:
-        index = min(range(len(self._engines)), key=self._sequences.__getitem__)
+        index = self._choose(request.session)
         self._sequences[index] += request.n
         self._placed[request.id] = index
         try:
@@ -74,6 +83,18 @@ class EnginePool:
         finally:
             self._sequences[index] -= request.n
             del self._placed[request.id]
+
+    def _choose(self, session: str | None) -> int:
+        index = min(range(len(self._engines)), key=self._sequences.__getitem__)
+        if session is None:
+            return index
+        home = self._homes.pop(session, index)
+        if self._sequences[home] <= 2 * self._sequences[index] + _SPARE_SEQUENCES:
+            index = home
+        self._homes[session] = index
+        if len(self._homes) > self._max_sessions:
+            self._homes.popitem(last=False)
+        return index
 
     async def swap(self, update: WeightUpdate) -> int:
         """Swap all engines, side by side; returns the oldest version now visible."""

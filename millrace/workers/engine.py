@@ -254,6 +254,7 @@ class EngineWorker:
                 counters={
                     "generated_tokens": stats.generated_tokens,
                     "prefill_tokens": stats.prefill_tokens,
+                    "cached_tokens": stats.cached_tokens,
                     "preemptions": stats.preemptions,
                     "running": stats.running,
                     "waiting": stats.waiting,

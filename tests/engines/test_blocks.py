@@ -25,6 +25,7 @@ class TablesMachine(RuleBasedStateMachine):
         self.memory = np.full((NUM_BLOCKS, BLOCK_TOKENS), -1)
         self.lanes: dict[int, list[int]] = {}  # lane -> names of its tokens
         self.held: list[tuple[np.ndarray, list[int]]] = []  # blocks, names
+        self.left: list[tuple[np.ndarray, np.ndarray, list[int]]] = []  # blocks, fillings, names
         self.next_name = 0
 
     def pick_free_lane(self) -> int:
@@ -96,6 +97,34 @@ class TablesMachine(RuleBasedStateMachine):
         self.tables.free(lane)
         del self.lanes[lane]
 
+    @precondition(lambda self: self.lanes)
+    @rule(data=st.data(), lasting=st.booleans())
+    def leave_whole_blocks_on_the_shelves(self, data: st.DataObject, lasting: bool) -> None:
+        lane = data.draw(st.sampled_from(sorted(self.lanes)))
+        names = self.lanes.pop(lane)
+        num_whole = len(names) // BLOCK_TOKENS
+        blocks = self.tables.take(lane)
+        self.pool.release(blocks[num_whole:])
+        blocks = blocks[:num_whole]
+        self.pool.shelve(blocks, lasting=lasting)
+        self.left.append((blocks, self.pool.fillings[blocks], names[: num_whole * BLOCK_TOKENS]))
+
+    @rule()
+    def expire(self) -> None:
+        self.pool.expire()
+
+    @precondition(lambda self: self.left and len(self.lanes) < NUM_LANES)
+    @rule(data=st.data())
+    def find_again_what_is_left(self, data: st.DataObject) -> None:
+        blocks, fillings, names = data.draw(st.sampled_from(self.left))
+        num_left = int(np.cumprod(self.pool.fillings[blocks] == fillings).sum())
+        if num_left == 0:
+            return
+        lane = self.pick_free_lane()
+        self.pool.share(blocks[:num_left])
+        self.tables.seat(lane, blocks[:num_left])
+        self.lanes[lane] = names[: num_left * BLOCK_TOKENS]  # read back by the invariant
+
     @invariant()
     def every_lane_reads_what_it_wrote(self) -> None:
         for lane, names in self.lanes.items():
@@ -132,6 +161,33 @@ def test_a_free_block_can_be_neither_shared_nor_released(verb: str):
     pool.release(blocks)
     with pytest.raises(AssertionError, match="a free block"):
         getattr(pool, verb)(blocks)
+
+
+def test_shelved_blocks_are_free_and_go_in_the_order_in_which_they_are_least_missed():
+    pool = BlockPool(9)
+    passing, lasting, later = pool.allocate(2), pool.allocate(2), pool.allocate(2)
+    pool.shelve(lasting, lasting=True)
+    pool.shelve(passing, lasting=False)
+    assert pool.num_free == 7
+    pool.expire()  # what no request will find goes first, although it came later
+    pool.shelve(later, lasting=False)
+    assert pool.num_free == 9
+    unused = set(range(9)) - {*passing, *lasting, *later}
+    assert set(pool.allocate(3)) == unused
+    # The end of a sequence is useless without its beginning, so it goes before it.
+    order = [*passing[::-1], *lasting[::-1], *later[::-1]]
+    assert [pool.allocate(1)[0] for _ in range(6)] == order
+
+
+def test_a_shelved_block_that_is_shared_is_no_longer_free():
+    pool = BlockPool(4)
+    blocks = pool.allocate(2)
+    pool.shelve(blocks, lasting=False)
+    fillings = pool.fillings[blocks].copy()
+    pool.share(blocks)
+    assert pool.num_free == 2
+    assert not set(pool.allocate(2)) & set(blocks)
+    assert (pool.fillings[blocks] == fillings).all()
 
 
 def test_more_blocks_than_free_are_not_handed_out():

@@ -159,6 +159,23 @@ def test_rounds_on_cuda_agree_with_a_plain_forward(architecture: str, compile_la
             assert_sampled_from(logits, completion, request.sampling, tolerance=1e-3)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_turns_on_cuda_go_on_from_the_kv_of_earlier_ones(dtype: torch.dtype, tolerance: float):
+    engine = make_engine(eos_ids=(), round_steps=4, device="cuda", dtype=dtype)
+    model, said = tiny_model("qwen3"), prompt_of(0)
+    for turn in range(4):
+        prompt = np.concatenate([said, prompt_of(9, seed=turn)])
+        before = engine.stats().cached_tokens
+        request = make_request(prompt=prompt, n=2, max_new_tokens=6)
+        completions = finish_all(engine, [request])["r"]
+        known = max(len(said) - 1, 0) // 4 * 4
+        assert engine.stats().cached_tokens - before == known
+        for completion in completions:
+            logits = plain_logits(model, prompt, completion)
+            assert_sampled_from(logits, completion, request.sampling, tolerance=tolerance)
+        said = np.concatenate([prompt, completions[1].tokens])
+
+
 def test_a_swap_between_rounds_reaches_the_captured_graphs():
     engine = make_engine(eos_ids=(), round_steps=4, device="cuda", compile_layers=True)
     engine.submit(make_request("a", max_new_tokens=20))

@@ -193,7 +193,7 @@ def test_requests_are_answered_and_spans_and_counters_reported(link: FakeLink, m
         assert later.start_s == earlier.end_s
     counters = progress[-1].counters
     assert counters["generated_tokens"] == sum(len(c.tokens) for c in completions)
-    assert counters["prefill_tokens"] == 3 * 6
+    assert counters["prefill_tokens"] + counters["cached_tokens"] == 3 * 6
     assert counters["running"] == counters["waiting"] == counters["swaps"] == 0
 
 

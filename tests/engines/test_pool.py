@@ -21,8 +21,8 @@ class HeldEngine(ScriptedEngine):
         return completions
 
 
-def make_request(name, *, n=1):
-    return Request(id=name, prompt=np.zeros(1, np.int32), sampling=Sampling(), n=n)
+def make_request(name, *, n=1, session=None):
+    return Request(id=name, prompt=np.zeros(1, np.int32), sampling=Sampling(), n=n, session=session)
 
 
 async def start(pool, *requests):
@@ -47,6 +47,32 @@ async def test_an_engine_that_finished_is_free_again():
     await tasks[0]
     await start(pool, make_request("c"))
     assert [r.id for r in engines[0].requests] == ["a", "c"]
+
+
+async def test_a_session_stays_with_its_engine_until_that_is_clearly_more_loaded():
+    engines = [HeldEngine(), HeldEngine()]
+    pool = EnginePool(engines)
+    await start(pool, make_request("a", n=2), make_request("b", session="s"))
+    # The second engine keeps it while it has up to 2 * 2 + 8 sequences, and then gives it away.
+    await start(pool, make_request("c", n=11, session="s"), make_request("d", session="s"))
+    assert [r.id for r in engines[1].requests] == ["b", "c", "d"]
+    await start(pool, make_request("e", session="s"), make_request("f", session="s"))
+    assert [r.id for r in engines[0].requests] == ["a", "e", "f"]
+
+
+async def test_the_session_that_was_idle_longest_is_forgotten_first():
+    engines = [HeldEngine(), HeldEngine()]
+    engines[1].gate.set()
+    pool = EnginePool(engines, max_sessions=2)
+    (busy,) = await start(pool, make_request("busy"))
+    for session in "abac":
+        await pool.generate(make_request("to the second", session=session))
+    engines[0].gate.set()
+    await busy
+    for session in "ab":
+        await pool.generate(make_request(session, session=session))
+    assert [r.id for r in engines[0].requests] == ["busy", "b"]
+    assert engines[1].requests[-1].id == "a"
 
 
 async def test_abort_reaches_the_engine_that_has_the_request():

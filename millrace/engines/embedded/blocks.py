@@ -1,7 +1,8 @@
 """Which KV block belongs to whom: a pool of reference-counted blocks, and one block table per lane.
 
 Promise: a block is either free or referenced; the count says exactly how many tables and held
-prefixes name it; a block that more than one of them names is never written to.
+prefixes name it; a block that more than one of them names is never written to. A free block is
+unused, or shelved: then it keeps its contents, which may be shared again, until it is allocated.
 
 Host side only (numpy); the tensors behind the block numbers live in kv_cache.py.
 Called by the engine's thread.
@@ -9,35 +10,81 @@ Called by the engine's thread.
 
 import numpy as np
 
+from millrace.engines.embedded.shelves import Shelves
+
 
 class BlockPool:
-    """Free list and reference counts of `num_blocks` blocks."""
+    """Reference counts of `num_blocks` blocks, and those that are free."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)  # a stack; top = last
-        self.num_free = num_blocks
+        self._unused = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)  # a stack; top = last
+        self._num_unused = num_blocks
+        self._shelves = Shelves()
+        self._is_lasting = np.zeros(num_blocks, dtype=bool)  # someone shelved these contents so
         self.references = np.zeros(num_blocks, dtype=np.int32)
+        # A number per block that changes when its contents do: who noted it can tell.
+        self.fillings = np.zeros(num_blocks, dtype=np.int64)
+
+    @property
+    def num_free(self) -> int:
+        return self._num_unused + len(self._shelves)
 
     def allocate(self, count: int) -> np.ndarray:
-        """[count] block numbers, each with one reference."""
+        """[count] block numbers, each with one reference; what they held is gone."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
-        blocks = self._free[self.num_free - count : self.num_free].copy()
-        self.num_free -= count
+        if count > self._num_unused:
+            given_up = self._shelves.give_up(count - self._num_unused)
+            self._discard(np.array(given_up, dtype=np.int64))
+        blocks = self._unused[self._num_unused - count : self._num_unused].copy()
+        self._num_unused -= count
         self.references[blocks] = 1
         return blocks
 
     def share(self, blocks: np.ndarray) -> None:
-        """One more reference to each of these distinct blocks."""
-        assert (self.references[blocks] > 0).all(), "a free block cannot be shared"
+        """One more reference to each of these distinct blocks, referenced or shelved."""
+        self._shelves.take(blocks[self.references[blocks] == 0].tolist())
         self.references[blocks] += 1
 
     def release(self, blocks: np.ndarray) -> None:
-        """One reference less to each of these distinct blocks; without any, a block is free."""
+        """One reference less to each of these distinct blocks; without any, a block is unused, or
+        shelved again if another wants it to last."""
+        idle = self._unreference(blocks)
+        is_lasting = self._is_lasting[idle]
+        self._shelves.put(idle[is_lasting][::-1].tolist(), lasting=True)
+        self._discard(idle[~is_lasting])
+
+    def shelve(self, blocks: np.ndarray, *, lasting: bool) -> None:
+        """Like release(), but without any reference a block is shelved; lasting: beyond expire().
+
+        `blocks` are in the order of their tokens: the last are useless without the first, so they
+        are given up before them.
+        """
+        if lasting:
+            self._is_lasting[blocks] = True
+        idle = self._unreference(blocks)[::-1]
+        is_lasting = self._is_lasting[idle]
+        self._shelves.put(idle[~is_lasting].tolist(), lasting=False)
+        self._shelves.put(idle[is_lasting].tolist(), lasting=True)
+
+    def expire(self) -> None:
+        """What is shelved now, and not lasting, is given up before everything else."""
+        self._shelves.expire()
+
+    def write(self, blocks: np.ndarray) -> None:
+        """Take note that the contents of these blocks change."""
+        self.fillings[blocks] += 1
+
+    def _unreference(self, blocks: np.ndarray) -> np.ndarray:
+        """Returns those that have no reference left."""
         assert (self.references[blocks] > 0).all(), "a free block cannot be released"
         self.references[blocks] -= 1
-        unused = blocks[self.references[blocks] == 0]
-        self._free[self.num_free : self.num_free + len(unused)] = unused
-        self.num_free += len(unused)
+        return blocks[self.references[blocks] == 0]
+
+    def _discard(self, blocks: np.ndarray) -> None:
+        self.fillings[blocks] += 1
+        self._is_lasting[blocks] = False
+        self._unused[self._num_unused : self._num_unused + len(blocks)] = blocks
+        self._num_unused += len(blocks)
 
 
 class BlockTables:
@@ -89,11 +136,16 @@ class BlockTables:
         self.pool.share(blocks)
         return blocks
 
-    def free(self, lane: int) -> None:
+    def take(self, lane: int) -> np.ndarray:
+        """Empty the lane; its blocks are the caller's, with the reference to each."""
         size = self.sizes[lane]
-        self.pool.release(self.rows[lane, :size])
+        blocks = self.rows[lane, :size].copy()
         self.rows[lane, :size] = 0
         self.sizes[lane] = 0
+        return blocks
+
+    def free(self, lane: int) -> None:
+        self.pool.release(self.take(lane))
 
     def blocks_to_write(self, lanes: np.ndarray, positions: np.ndarray) -> int:
         """Free blocks that writing one token per lane, at these positions, takes."""
@@ -133,4 +185,5 @@ class BlockTables:
             self.rows[lane, at] = target[0]
             sources.append(source[0])
             targets.append(target[0])
+        self.pool.write(self.rows[lanes, index])
         return np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)

@@ -89,6 +89,7 @@ def engine_of(
             block_tokens=config.block_tokens,
             prefill_tokens=config.prefill_tokens or (16384 if on_gpu else 2048),
             kv=config.kv,
+            prefix_cache=config.prefix_cache,
             round_steps=config.round_steps or (32 if on_gpu else 1),
             compile_layers=config.compile and on_gpu,
         )

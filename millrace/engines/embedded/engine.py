@@ -32,8 +32,10 @@ from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.live_weights import LiveWeights
 from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import measure_kv
+from millrace.engines.embedded.plans import Plan
+from millrace.engines.embedded.prefix_cache import PrefixCache
 from millrace.engines.embedded.runner import Runner
-from millrace.engines.embedded.scheduler import Plan, Scheduler
+from millrace.engines.embedded.scheduler import Scheduler
 from millrace.engines.embedded.sequence import Sequence as Running
 from millrace.engines.embedded.sequence import sequences_of
 from millrace.engines.embedded.stopping import Stopping
@@ -53,8 +55,9 @@ class EngineStats:
     running: int  # sequences with a lane
     waiting: int  # sequences without
     free_blocks: int
-    generated_tokens: int  # since the start, as the two below
+    generated_tokens: int  # since the start, as the three below
     prefill_tokens: int
+    cached_tokens: int  # found in the prefix cache, so not prefilled
     preemptions: int
 
 
@@ -73,6 +76,7 @@ class EmbeddedEngine:
         block_tokens: int,
         prefill_tokens: int,
         kv: Literal["keep", "recompute"] = "keep",
+        prefix_cache: bool = True,
         round_steps: int = 1,  # tokens of each sequence per round trip to the device
         kept_capacity: int = KEPT_CAPACITY,
         compile_layers: bool = False,
@@ -92,7 +96,16 @@ class EmbeddedEngine:
             block_tokens=block_tokens,
         )
         cache = _new_cache(model, num_blocks=num_blocks, block_tokens=block_tokens)
-        self._scheduler = Scheduler(self._lanes, tables, prefill_tokens=prefill_tokens)
+        self._prefixes = PrefixCache(
+            self._pool,
+            block_tokens=block_tokens,
+            version=version,
+            keeps=kv == "keep",
+            is_on=prefix_cache,
+        )
+        self._scheduler = Scheduler(
+            self._lanes, tables, prefixes=self._prefixes, prefill_tokens=prefill_tokens
+        )
         self._runner = Runner(
             model,
             lanes=self._lanes,
@@ -145,6 +158,7 @@ class EmbeddedEngine:
             free_blocks=self._pool.num_free,
             generated_tokens=self._num_generated,
             prefill_tokens=self._num_prefilled,
+            cached_tokens=self._scheduler.num_cached_tokens,
             preemptions=self._scheduler.num_preemptions,
         )
 
@@ -172,9 +186,10 @@ class EmbeddedEngine:
         if self._rounds is None:
             return
         self._rounds.warm_up()
-        # Two prompts of different lengths, to have the prefill pass compiled for any.
-        for length in (min(24, self._max_context - 1), min(16, self._max_context - 1)):
-            prompt = np.zeros(length, dtype=np.int32)
+        # Two prompts of different lengths, to have the prefill pass compiled for any, and of
+        # different tokens, lest the second be found in the prefix cache.
+        for token, length in enumerate((24, 16)):
+            prompt = np.full(min(length, self._max_context - 1), token, dtype=np.int32)
             sampling = Sampling(max_new_tokens=1)
             self.submit(Request(id="warm-up", prompt=prompt, sampling=sampling))
             while self.has_work:
@@ -217,6 +232,7 @@ class EmbeddedEngine:
         self._weights.replace(tensors, version=version)
         if self._kv == "recompute":
             self._scheduler.forget_kv()
+        self._scheduler.begin(version)
 
     def _pass(self, plan: Plan | None) -> None:
         if plan is None:
@@ -275,6 +291,7 @@ class EmbeddedEngine:
         ended, self._ended = self._ended, []
         for sequence, finish in ended:
             self._end(sequence, finish=finish)
+        self._prefixes.settle()
 
     def _until_stop_string(self, lanes: np.ndarray, result: RoundResult) -> np.ndarray:
         """[R] how many of each lane's new tokens count: none that come after a stop string."""

@@ -14,7 +14,7 @@ from millrace.engines.embedded.decode.prefill import PrefillLayer
 from millrace.engines.embedded.kv_cache import KVCache
 from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.paged_attention import Bucket, PagedBatch
-from millrace.engines.embedded.scheduler import Plan
+from millrace.engines.embedded.plans import Plan
 from millrace.models.loading import hidden_states
 
 # What one more bucket costs per layer, in KV blocks that could be gathered in the same time.

@@ -4,53 +4,40 @@ Sequences get lanes in the order of their arrival. A pass takes one token of eve
 to date, and up to `prefill_tokens` tokens of those that are not. The members of a request share
 their prompt's prefill: the first computes it, the others fork its block table.
 
+What earlier sequences computed of a newcomer's tokens is taken from the prefix cache.
+
 When blocks run out, prefixes held by waiting sequences go first, then the latest arrival gives up
-its lane and waits to be recomputed. A sequence alone always fits (the engine refuses others), so
-the earliest arrival always makes progress.
+its lane and waits to be recomputed, as far as its KV is gone by then. A sequence alone always fits
+(the engine refuses others), so the earliest arrival always makes progress.
 
 Called by the engine's thread.
 """
 
 import bisect
-from dataclasses import dataclass
 
 import numpy as np
 
 from millrace.engines.embedded.blocks import BlockTables
 from millrace.engines.embedded.lanes import Lanes
+from millrace.engines.embedded.lineage import go_on
+from millrace.engines.embedded.plans import Plan, RoundPlan
+from millrace.engines.embedded.prefix_cache import Prefix, PrefixCache
 from millrace.engines.embedded.sequence import Sequence
 
 _MIN_PREFILL_TOKENS = 16  # smaller passes would save no memory worth having
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Plan:
-    """One forward pass. Each lane computes `counts` tokens, starting behind its cached ones."""
-
-    lanes: np.ndarray  # [R] int64; first those with one token, shortest context first
-    counts: np.ndarray  # [R] int64
-    num_single: int  # lanes with one token
-    copy_sources: np.ndarray  # [C] int64; blocks to copy before the pass ...
-    copy_targets: np.ndarray  # [C] int64; ... into these
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RoundPlan:
-    """Several steps of one token for each lane; blocks for all of them are there."""
-
-    lanes: np.ndarray  # [R] int64
-    num_steps: int
-    copy_sources: np.ndarray  # as in a Plan
-    copy_targets: np.ndarray
-
-
 class Scheduler:
-    def __init__(self, lanes: Lanes, tables: BlockTables, *, prefill_tokens: int) -> None:
+    def __init__(
+        self, lanes: Lanes, tables: BlockTables, *, prefixes: PrefixCache, prefill_tokens: int
+    ) -> None:
         self._lanes = lanes
         self._tables = tables
+        self._prefixes = prefixes
         self._prefill_tokens = prefill_tokens
         self._waiting: list[Sequence] = []  # by arrival
         self.num_preemptions = 0
+        self.num_cached_tokens = 0  # that were found instead of prefilled
 
     @property
     def num_waiting(self) -> int:
@@ -150,7 +137,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a running sequence out."""
-        self._tables.free(self._lanes.unseat(sequence))
+        self._leave(sequence, ends=True)
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Take all unfinished members of a request out, running or waiting."""
@@ -160,16 +147,25 @@ class Scheduler:
         waiting = [s for s in self._waiting if s.request.id == request_id]
         for sequence in waiting:
             self._waiting.remove(sequence)
-            self._drop_held(sequence)
+            self._drop_held(sequence, ends=True)
         removed += waiting
         return removed + [follower for leader in removed for follower in leader.followers]
 
     def forget_kv(self) -> None:
         """Have all KV recomputed: what is cached belongs to other weights."""
         for sequence in self._lanes.running():
-            self._unseat(sequence)
+            self._tables.free(self._lanes.unseat(sequence))
+            self._wait(sequence)
         for sequence in self._waiting:
-            self._drop_held(sequence)
+            if sequence.held_blocks is not None:
+                self._tables.pool.release(sequence.held_blocks)
+                sequence.held_blocks = None
+
+    def begin(self, version: int) -> None:
+        """Other weights compute from now on; what is cached and not forgotten is theirs to use."""
+        self._prefixes.begin(version)
+        for sequence in self._lanes.running():
+            self._mark_origin(sequence, at=int(self._lanes.num_cached[sequence.lane]))
 
     def _chunks(self, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of these lanes prefill now, earliest arrival first, and how many tokens each."""
@@ -201,7 +197,8 @@ class Scheduler:
             if self._drop_latest_held():
                 continue
             latest = max(self._lanes.running(), key=lambda sequence: sequence.arrival)
-            self._unseat(latest)
+            self._leave(latest, ends=False)
+            self._wait(latest)
             self.num_preemptions += 1
 
     def _admit(self) -> None:
@@ -220,8 +217,8 @@ class Scheduler:
             is_forked = sequence.held_blocks is not None
             if not is_forked and budget <= 0:
                 break
-            # A forked sequence writes into a block it shares, which takes a copy.
-            cost = 1 if is_forked else tables.blocks_for(len(sequence.tokens))
+            prefix = None if is_forked else self._prefixes.find(sequence)
+            cost, num_new = self._cost(sequence, prefix)
             # One block in hand for each running lane, lest the newcomer be preempted at once.
             headroom = int(lanes.occupied.sum())
             if cost + headroom > spare:
@@ -230,20 +227,39 @@ class Scheduler:
                     continue
                 break
             self._waiting.pop(0)
-            self._seat(sequence)
+            self._seat(sequence, prefix)
             num_free_lanes -= 1 + len(sequence.followers)
             spare -= cost
-            budget -= 0 if is_forked else len(sequence.tokens)
+            budget -= num_new
 
-    def _seat(self, sequence: Sequence) -> None:
-        blocks = sequence.held_blocks
-        sequence.held_blocks = None
-        if blocks is not None:
-            lane = self._lanes.seat(sequence, num_cached=len(sequence.tokens) - 1)
-            self._tables.seat(lane, blocks)
-            return
-        lane = self._lanes.seat(sequence, num_cached=0)
+    def _cost(self, sequence: Sequence, prefix: Prefix | None) -> tuple[int, int]:
+        """Free blocks that seating the sequence takes, and tokens it has to prefill."""
+        if prefix is None:
+            return 1, 0  # it writes into a block it shares, which takes a copy
+        # A found block that nobody references is a free one until it is taken.
+        num_in_use = int((self._tables.pool.references[prefix.blocks] > 0).sum())
+        num_tokens = len(sequence.tokens)
+        return self._tables.blocks_for(num_tokens) - num_in_use, num_tokens - prefix.num_tokens
+
+    def _seat(self, sequence: Sequence, prefix: Prefix | None) -> None:
+        """With the KV that was found of it or, where nothing was looked for, that it holds."""
+        if prefix is None:
+            assert sequence.held_blocks is not None
+            blocks, num_cached = sequence.held_blocks, len(sequence.tokens) - 1
+            sequence.held_blocks = None
+        else:
+            blocks, num_cached = prefix.blocks, prefix.num_tokens
+            self._tables.pool.share(blocks)
+            self.num_cached_tokens += num_cached
+            sequence.lineage = prefix.lineage
+        lane = self._lanes.seat(sequence, num_cached=num_cached)
+        self._tables.seat(lane, blocks)
         self._tables.grow(lane, num_tokens=len(sequence.tokens))
+        self._mark_origin(sequence, at=num_cached)
+
+    def _mark_origin(self, sequence: Sequence, *, at: int) -> None:
+        origin = self._prefixes.origin_of(sequence.request)
+        sequence.lineage = go_on(sequence.lineage, at=at, origin=origin)
 
     def _fork(self, leader: Sequence) -> list[int]:
         """Let the followers share the leader's prefill; returns the lanes of those that got one."""
@@ -252,6 +268,7 @@ class Scheduler:
         self._lanes.leads[leader.lane] = False
         forked = []
         for follower in followers:
+            follower.lineage = leader.lineage
             blocks = self._tables.share(leader.lane)
             if not self._lanes.num_free:
                 follower.held_blocks = blocks
@@ -262,9 +279,14 @@ class Scheduler:
             forked.append(lane)
         return forked
 
-    def _unseat(self, sequence: Sequence) -> None:
-        self._tables.free(self._lanes.unseat(sequence))
-        self._wait(sequence)
+    def _leave(self, sequence: Sequence, *, ends: bool) -> None:
+        lane = self._lanes.unseat(sequence)
+        self._prefixes.leave(
+            sequence,
+            blocks=self._tables.take(lane),
+            num_cached=int(self._lanes.num_cached[lane]),
+            ends=ends,
+        )
 
     def _wait(self, sequence: Sequence) -> None:
         bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.arrival)
@@ -273,11 +295,12 @@ class Scheduler:
         """Give up the latest held prefix, if there is one; its sequence will prefill by itself."""
         for sequence in reversed(self._waiting):
             if sequence.held_blocks is not None:
-                self._drop_held(sequence)
+                self._drop_held(sequence, ends=False)
                 return True
         return False
 
-    def _drop_held(self, sequence: Sequence) -> None:
-        if sequence.held_blocks is not None:
-            self._tables.pool.release(sequence.held_blocks)
-            sequence.held_blocks = None
+    def _drop_held(self, sequence: Sequence, *, ends: bool) -> None:
+        blocks, sequence.held_blocks = sequence.held_blocks, None
+        if blocks is not None:
+            num_cached = len(sequence.tokens)
+            self._prefixes.leave(sequence, blocks=blocks, num_cached=num_cached, ends=ends)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from millrace.core.records import Completion, Finish, Kept, Request
+from millrace.engines.embedded.lineage import Lineage
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -28,6 +29,8 @@ class Sequence:
     # Without a lane: shared blocks that hold the KV of all tokens; the last token runs once more,
     # because its logits are needed.
     held_blocks: np.ndarray | None = None
+    # Of the KV it has, or had when it gave up its lane.
+    lineage: Lineage = ()
 
     @property
     def num_prompt(self) -> int:

@@ -29,7 +29,7 @@ from millrace.engines.embedded.decode.layers import (
 from millrace.engines.embedded.decode.state import NOTHING, RoundState
 from millrace.engines.embedded.kv_cache import KVCache
 from millrace.engines.embedded.lanes import Lanes
-from millrace.engines.embedded.scheduler import RoundPlan
+from millrace.engines.embedded.plans import RoundPlan
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import final_logits
 
