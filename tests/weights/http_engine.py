@@ -28,7 +28,7 @@ class HttpEngine:
                 self.send_response(codes.pop(0) if codes else 200)
                 self.end_headers()
 
-            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            def log_message(self, format: str, *args: Any) -> None:
                 """Be quiet."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
