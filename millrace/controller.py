@@ -32,6 +32,7 @@ from millrace.staging.packing import pack
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.watcher import Moment, Watcher
 from millrace.weights.courier import Courier
+from millrace.weights.notifier import Notifier
 
 T = TypeVar("T")
 
@@ -107,6 +108,9 @@ class Controller:
             on_visible=self._admission.advance,
             version=cursor.version,
         )
+        self._notifier = Notifier(
+            config.weights.notify, timeout_s=config.weights.timeout_s, warn=watcher.warn
+        )
         self._releasing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Outcome:
@@ -114,12 +118,15 @@ class Controller:
         async with asyncio.TaskGroup() as activities:
             dispatching = activities.create_task(self._dispatcher.run())
             delivering = activities.create_task(self._courier.run())
+            notifying = activities.create_task(self._notifier.run())
             watching = activities.create_task(self._watcher.run(self.moment))
             await self._learn(activities)
             dispatching.cancel()  # cancelling a group aborts its requests in the engines
             await self._courier.wait_visible(self._version)
             after = await self._evaluate_and_log()
+            await self._notifier.finish()
             delivering.cancel()
+            notifying.cancel()
             watching.cancel()
         checkpoint = self._saved
         assert checkpoint is not None
@@ -128,6 +135,7 @@ class Controller:
     def on_published(self, update: WeightUpdate) -> None:
         """The trainer has a new version ready; called from the hub."""
         self._courier.submit(update)
+        self._notifier.submit(update)
 
     def moment(self) -> Moment:
         """What the watcher shows between steps."""
@@ -153,6 +161,8 @@ class Controller:
                 # Fit for the version this step makes, which is the trainer's when it is used.
                 upcoming = activities.create_task(self._next_batch(self._version + 1))
             metrics = await self._before_stall(self._step(batch))
+            if self._config.weights.notify:
+                metrics["notify_failures"] = float(self._notifier.num_failed)
             self._watcher.step(self.moment(), groups=groups, trainer_metrics=metrics)
             self._version += 1
             self._dispatcher.finish(group.number for group in groups)
@@ -240,7 +250,12 @@ class Controller:
 
     def _release(self, version: int) -> None:
         """Tell the trainer, without making the next delivery wait for its answer."""
-        task = asyncio.create_task(self._trainer.release(version))
+
+        async def release() -> None:
+            await self._notifier.done_with(version)
+            await self._trainer.release(version)
+
+        task = asyncio.create_task(release())
         self._releasing.add(task)
         task.add_done_callback(self._released)
 

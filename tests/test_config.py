@@ -65,6 +65,8 @@ def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
         ({"buffer": {"max_staleness": -1}}, "Setting 'buffer.max_staleness' = -1: "),
         ({"engine": {"dtype": "float8"}}, "'float32', 'bfloat16' or 'float16'"),
         ({"weights": {"transport": "pigeon"}}, "Setting 'weights.transport' = 'pigeon': "),
+        ({"weights": {"notify": ["http://a:1/b"]}}, "weights.transport = 'auto' writes none"),
+        ({"weights": {"notify": ["a:1"], "transport": "disk"}}, "weights.notify"),
         ({"watch": {"progress": "loud"}}, "Setting 'watch.progress' = 'loud': "),
         ({"run_dir": 3}, "Setting 'run_dir' = 3: "),
         ({"model": 3}, "Setting 'model' = 3: "),

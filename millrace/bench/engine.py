@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from millrace.bench.shapes import make_model, shapes
+from millrace.bench.stopwatch import copy_s
 from millrace.config import EngineConfig
 from millrace.core.records import Request, Sampling
 from millrace.engines.embedded.build import engine_of
@@ -128,17 +129,8 @@ def measure(
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes read plus bytes written per second, of one large copy."""
-    on_gpu = device.type == "cuda"
-    source = torch.zeros(2**30 if on_gpu else 2**26, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    best_s = float("inf")
-    for _ in range(10):
-        _wait(device)
-        before_s = time.perf_counter()
-        target.copy_(source)
-        _wait(device)
-        best_s = min(best_s, time.perf_counter() - before_s)
-    return 2 * source.numel() / best_s
+    num_bytes = 2**30 if device.type == "cuda" else 2**26
+    return 2 * num_bytes / copy_s(num_bytes, device=device)
 
 
 def _generate(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, sampling: Sampling) -> int:
@@ -166,11 +158,6 @@ def _profile(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, sampling
         lines.append(f"{milliseconds:>8.3f}{kernel.count / num_steps:>12.1f}  {kernel.key[:90]}")
     total = sum(kernel.device_time_total for kernel in kernels) / 1000 / num_steps
     return "\n".join([*lines, f"{total:>8.3f}{'':>12}  all kernels, prefill included"])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Mapping
 
 import torch
+from transformers import AutoModelForCausalLM
 
+from millrace.bench.shapes import shape_named
 from millrace.cluster.link import Call, Link, run_worker
 from millrace.cluster.messages import Published, Release, StartTrainer, Step, Stepped
 from millrace.config import RunConfig
-from millrace.models.loading import load_model, resolve_device
-from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.engines.embedded.merging import AdapterMerger
+from millrace.models.loading import resolve_device
 from millrace.weights.publisher import Publisher
 from millrace.workers.trainer import build_sender
 
@@ -26,13 +28,7 @@ def main(link: Link, name: str) -> None:
     assert isinstance(call.message, StartTrainer)
     config = RunConfig.model_validate(call.message.config)
     torch.set_num_threads(config.trainer.threads or 1)
-    model = load_model(
-        config.model.path,
-        dtype=torch.float32,
-        device=resolve_device(config.trainer.device),
-        attention=PACKED_ATTENTION,
-    )
-    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    weights = make_weights(config)
     publisher = Publisher(
         build_sender(config), emit=lambda update: link.emit(Published(update=update))
     )
@@ -41,6 +37,22 @@ def main(link: Link, name: str) -> None:
         serve(link, publisher, weights=weights, config=config)
     finally:
         publisher.close()
+
+
+def make_weights(config: RunConfig) -> dict[str, torch.Tensor]:
+    """Random weights, or of an adapter, by the names an engine of this shape expects."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape_named(config.model.path))
+    if config.lora is None:
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    else:
+        shapes = AdapterMerger(model, config.lora).shapes()
+    device = resolve_device(config.trainer.device)
+    draw = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.empty(shape, device=device).normal_(std=0.02, generator=draw)
+        for name, shape in shapes.items()
+    }
 
 
 def serve(

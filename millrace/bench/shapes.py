@@ -12,6 +12,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from millrace.core.errors import ConfigError
 from millrace.demo.model import build_tokenizer
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model
@@ -55,16 +56,48 @@ def shapes() -> dict[str, PreTrainedConfig]:
     }
 
 
+def shape_named(name: str) -> PreTrainedConfig:
+    """A known shape, or one of about so many parameters: "qwen3-1.7b", "100e6"."""
+    if name in shapes():
+        return shapes()[name]
+    try:
+        return _shape_of(float(name))
+    except ValueError:
+        raise ConfigError(
+            f"--model = {name!r} is not known; use {', '.join(shapes())}, a number of parameters"
+            " such as 100e6, or a model directory."
+        ) from None
+
+
 def make_model(
     name: str, *, dtype: torch.dtype, device: torch.device, attention: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model of a known shape, or the one in the directory `name`, with a tokenizer."""
+    """A model of that shape, or the one in the directory `name`, with a tokenizer.
+
+    Random weights are drawn on the device itself: what costs a host minutes costs a GPU nothing.
+    """
     if name not in shapes() and Path(name).is_dir():
         model = load_model(name, dtype=dtype, device=device, attention=attention)
         return model, load_tokenizer(name, trust_remote_code=False)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
-            shapes()[name], dtype=dtype, attn_implementation=attention
+            shape_named(name), dtype=dtype, attn_implementation=attention
         )
     return model.eval(), build_tokenizer()
+
+
+def _shape_of(num_parameters: float) -> Qwen3Config:
+    hidden = 1024 if num_parameters < 1e9 else 2048
+    per_layer = 14 * hidden**2  # attention 4, MLP 3 x 3 1/3
+    return Qwen3Config(
+        vocab_size=2048,
+        hidden_size=hidden,
+        intermediate_size=hidden * 10 // 3,
+        num_hidden_layers=max(1, round((num_parameters - 2048 * hidden) / per_layer)),
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )

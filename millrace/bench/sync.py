@@ -3,7 +3,8 @@
 A trainer's process changes its weights and publishes them every second; real engine processes
 decode all the while. From the trainer's call to the moment the last engine holds the version is
 publish to visible; the gap is the time between two forward passes that the swap took; the stall is
-what the call cost the trainer. The floor is one copy of the same bytes, measured here.
+what the call cost the trainer. The floor is one copy of the same bytes, measured here. An adapter's
+payload is that of LoRA on all linear layers, merged by the engine.
 """
 
 import argparse
@@ -11,17 +12,19 @@ import asyncio
 import contextlib
 import itertools
 import json
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
-from millrace.bench.shapes import shapes
+from millrace.bench.shapes import shape_named, shapes
+from millrace.bench.stopwatch import copy_s
 from millrace.cluster.hub import Hub, Worker
 from millrace.cluster.messages import (
     Message,
@@ -39,13 +42,28 @@ from millrace.config import RunConfig
 from millrace.core.microbatch import Batch
 from millrace.core.records import Request, Sampling
 from millrace.core.weight_update import WeightUpdate
-from millrace.demo.model import EOS_ID, PAD_ID, build_tokenizer
 from millrace.engines.pool import EnginePool, RemoteEngine
-from millrace.models.loading import resolve_device, without_progress_bars
+from millrace.models.loading import resolve_device
 
 WARM_UP = 2  # versions that do not count
 PERIOD_S = 1.0
 NEW_TOKENS = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    transport: str
+    payload: str  # "full", "delta" or "adapter"
+    engines: int = 1
+
+
+ON_CPU = (
+    Case(transport="shm", payload="full"),
+    Case(transport="shm", payload="adapter"),
+    Case(transport="disk", payload="full"),
+    Case(transport="collective", payload="full", engines=2),
+)
+ON_GPU = (Case(transport="ipc", payload="full"), Case(transport="ipc", payload="adapter"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,69 +71,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="millrace bench sync",
         description="Publish to visible, decode gap and trainer stall, per weight transport.",
     )
-    parser.add_argument("--parameters", type=float, default=100e6, help="of the model (100e6)")
-    parser.add_argument("--model", choices=shapes(), help="a known shape instead")
-    parser.add_argument("--transports", nargs="+", help="default: those that work on the device")
-    parser.add_argument("--payload", choices=["full", "delta"], default="full")
-    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument(
+        "--model", help=f"{', '.join(shapes())} or a number of parameters (qwen3-1.7b; CPU 100e6)"
+    )
+    parser.add_argument("--transports", nargs="+", help="default: what the device is measured by")
+    parser.add_argument("--payloads", nargs="+", choices=["full", "delta", "adapter"])
+    parser.add_argument("--engines", type=int, help="of each measurement")
+    parser.add_argument("--rank", type=int, default=32, help="of the adapter (32)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the engines")
-    parser.add_argument("--versions", type=int, default=10, help="published, per transport (10)")
+    parser.add_argument("--versions", type=int, default=10, help="published, per row (10)")
     parser.add_argument("--sequences", type=int, help="decoded together (256; on a CPU 4)")
     parser.add_argument("--threads", type=int, default=1, help="of each process on a CPU (1)")
     parser.add_argument("--json", metavar="FILE", help="write the rows here")
     args = parser.parse_args(argv)
     on_gpu = resolve_device(args.device).type == "cuda"
+    args.model = args.model or ("qwen3-1.7b" if on_gpu else "100e6")
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.sequences = args.sequences or (256 if on_gpu else 4)
-    transports = args.transports or (["ipc", "shm"] if on_gpu else ["shm", "disk", "collective"])
+    shape_named(args.model)  # a typo costs no process
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
-        model = Path(scratch) / "model"
-        make_model(model, shapes()[args.model] if args.model else shape_of(args.parameters))
-        for transport in transports:
-            config = settings(args, model=model, transport=transport)
+        for case in cases(args, on_gpu=on_gpu):
+            config = settings(args, case, scratch=Path(scratch))
             row = asyncio.run(measure(config, num_versions=args.versions, scratch=Path(scratch)))
-            row["floor_ms"] = copy_ms(row["bytes"], device=args.device)
-            print(_line(row), flush=True)
-            rows.append(row)
+            rows.append(_against_the_copy(row, device=resolve_device(args.device)))
+            print(_line(rows[-1]), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
     return 0
 
 
-def shape_of(num_parameters: float) -> Qwen3Config:
-    """A model of about that many."""
-    hidden = 1024 if num_parameters < 1e9 else 2048
-    per_layer = 14 * hidden**2  # attention 4, MLP 3 x 3 1/3
-    return Qwen3Config(
-        vocab_size=2048,
-        hidden_size=hidden,
-        intermediate_size=hidden * 10 // 3,
-        num_hidden_layers=max(1, round((num_parameters - 2048 * hidden) / per_layer)),
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
+def cases(args: argparse.Namespace, *, on_gpu: bool) -> list[Case]:
+    usual = ON_GPU if on_gpu else ON_CPU
+    if args.transports is args.payloads is args.engines is None:
+        return [*usual]
+    transports = args.transports or list(dict.fromkeys(case.transport for case in usual))
+    payloads, engines = args.payloads or ["full"], args.engines or 1
+    return [
+        Case(transport=transport, payload=payload, engines=engines)
+        for transport, payload in itertools.product(transports, payloads)
+    ]
 
 
-def make_model(directory: Path, shape: PreTrainedConfig) -> None:
-    shape.eos_token_id, shape.pad_token_id, shape.bos_token_id = EOS_ID, PAD_ID, None
-    torch.manual_seed(0)
-    with without_progress_bars():
-        AutoModelForCausalLM.from_config(shape).save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
-
-
-def settings(args: argparse.Namespace, *, model: Path, transport: str) -> RunConfig:
+def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfig:
+    is_adapter = case.payload == "adapter"
     return RunConfig.model_validate(
         {
-            "model": str(model),
-            "run_dir": str(model.parent / "run"),
+            "model": args.model,
+            "run_dir": str(scratch / "run"),
             "engine": {
-                "count": args.engines,
+                "count": case.engines,
                 "device": args.device,
                 "dtype": args.dtype,
                 "threads": args.threads,
@@ -123,7 +129,11 @@ def settings(args: argparse.Namespace, *, model: Path, transport: str) -> RunCon
                 "max_context": 2 * NEW_TOKENS,
             },
             "trainer": {"device": args.device, "threads": args.threads},
-            "weights": {"transport": transport, "payload": args.payload},
+            "lora": {"rank": args.rank} if is_adapter else None,
+            "weights": {
+                "transport": case.transport,
+                "payload": "full" if is_adapter else case.payload,
+            },
         }
     )
 
@@ -131,16 +141,20 @@ def settings(args: argparse.Namespace, *, model: Path, transport: str) -> RunCon
 async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dict[str, Any]:
     bench = Bench(config)
     async with Hub(log_dir=scratch / "logs", on_event=bench.heard) as hub:
+        _say(config, f"starting {config.engine.count} engines and a trainer of {config.model.path}")
         await bench.start(hub)
+        _say(config, "warming up")
         async with bench.decoding():
-            alone = await bench.rate(asyncio.sleep(num_versions * PERIOD_S))
             for _ in range(WARM_UP):
                 await bench.publish()
             bench.forget()
+            _say(config, f"decoding alone for {num_versions * PERIOD_S:g} s")
+            alone = await bench.rate(asyncio.sleep(num_versions * PERIOD_S))
+            _say(config, f"publishing {num_versions} versions, one each {PERIOD_S:g} s")
             publishing = await bench.rate(bench.publish_regularly(num_versions))
     return {
         "transport": config.weights.transport,
-        "payload": config.weights.payload,
+        "payload": _payload(config),
         "bytes": bench.num_bytes,
         "publish_to_visible_ms_p50": float(np.percentile(bench.visible_ms, 50)),
         "decode_gap_ms_p50": float(np.percentile(bench.gap_ms, 50)),
@@ -151,6 +165,7 @@ async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dic
         "tokens_per_s_publishing": publishing,
         "engines": config.engine.count,
         "versions": num_versions,
+        "model": config.model.path,
         "device": config.engine.device,
         "dtype": config.engine.dtype,
     }
@@ -186,7 +201,7 @@ class Bench:
     async def start(self, hub: Hub) -> None:
         plain = self._config.model_dump(mode="json")
         names = [f"engine-{i}" for i in range(self._config.engine.count)]
-        self._engines = [await hub.launch(name, "millrace.workers.engine") for name in names]
+        self._engines = [await hub.launch(name, "millrace.bench.decoding") for name in names]
         self._trainer: Worker = await hub.launch("trainer", "millrace.bench.publishing")
         start = StartEngine(config=plain, model_path=self._config.model.path, version=0)
         await asyncio.gather(
@@ -246,25 +261,34 @@ async def _feed(pool: EnginePool, number: int) -> None:
         )
 
 
-def copy_ms(num_bytes: int, *, device: str) -> float:
-    """The fastest of some copies of as many bytes, in the memory of the device."""
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=resolve_device(device))
-    target = torch.empty_like(source)
-    fastest_s = float("inf")
-    for _ in range(5):
-        started_s = time.perf_counter()
-        target.copy_(source)
-        if source.is_cuda:
-            torch.cuda.synchronize()
-        fastest_s = min(fastest_s, time.perf_counter() - started_s)
-    return fastest_s * 1000
+def _against_the_copy(row: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
+    """With one copy of the same bytes as the floor, and tokens as a share of those that are left
+    when that copy alone takes its time from every period."""
+    floor_s = copy_s(row["bytes"], device=device, repeats=5)
+    alone, publishing = row["tokens_per_s"], row["tokens_per_s_publishing"]
+    return {
+        **row,
+        "floor_ms": floor_s * 1000,
+        "tokens_share": publishing / alone,
+        "tokens_share_minus_copy": publishing / (alone * (1 - floor_s / PERIOD_S)),
+    }
+
+
+def _say(config: RunConfig, what: str) -> None:
+    label = f"{config.weights.transport}, {_payload(config)}"
+    print(f"{label}: {what}", file=sys.stderr, flush=True)
+
+
+def _payload(config: RunConfig) -> str:
+    return "adapter" if config.lora is not None else config.weights.payload
 
 
 def _line(row: dict[str, Any]) -> str:
     return (
-        f"{row['transport']:<11}{row['payload']:<6}{row['bytes'] / 1e6:8.0f} MB"
+        f"{row['transport']:<11}{row['payload']:<8}{row['bytes'] / 1e6:7.0f} MB"
         f"  visible {row['publish_to_visible_ms_p50']:.1f} ms"
         f"  gap {row['decode_gap_ms_p50']:.1f} ms (p99 {row['decode_gap_ms_p99']:.1f})"
         f"  stall {row['trainer_stall_ms_p50']:.1f} ms  floor {row['floor_ms']:.1f} ms"
         f"  tokens/s {row['tokens_per_s_publishing']:.0f} of {row['tokens_per_s']:.0f}"
+        f" ({row['tokens_share_minus_copy']:.0%} minus the copy)"
     )

@@ -9,8 +9,7 @@ product in the same dtype, measured in the same run.
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from millrace.bench.shapes import make_model, shapes
+from millrace.bench.stopwatch import best_s
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task
 from millrace.models.head import output_head
@@ -89,8 +89,8 @@ def measure(
     batch = _batch(num_tokens, length=length, vocab=model.config.vocab_size)
     trainer.step(batch)  # compiles, and makes the optimizer's state
     _reset_peak(device)
-    pass_s = _best_s(lambda: trainer.accumulate(batch), repeats=repeats, device=device)
-    step_s = _best_s(lambda: trainer.step(batch), repeats=repeats, device=device)
+    pass_s = best_s(lambda: trainer.accumulate(batch), repeats=repeats, device=device)
+    step_s = best_s(lambda: trainer.step(batch), repeats=repeats, device=device)
     flops = model_flops(model, batch)
     rate = matmul_rate(device, dtype)
     return {
@@ -139,7 +139,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of one large matrix product of random numbers."""
     size = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    seconds = _best_s(lambda: left @ right, repeats=10, device=device)
+    seconds = best_s(lambda: left @ right, repeats=10, device=device)
     return 2 * size**3 / seconds
 
 
@@ -165,22 +165,6 @@ def _batch(num_tokens: int, *, length: int, vocab: int) -> Batch:
             )
         )
     return pack(groups, microbatch_tokens=num_tokens)
-
-
-def _best_s(run: Callable[[], Any], *, repeats: int, device: torch.device) -> float:
-    best = float("inf")
-    for _ in range(repeats):
-        _wait(device)
-        before_s = time.perf_counter()
-        run()
-        _wait(device)
-        best = min(best, time.perf_counter() - before_s)
-    return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _reset_peak(device: torch.device) -> None:

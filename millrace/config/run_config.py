@@ -79,6 +79,11 @@ class RunConfig(Section):
             )
         if self.engine.remote > 0:
             self._can_be_joined()
+        if self.weights.notify and self.weights.transport != "disk":
+            raise ValueError(
+                f"weights.notify tells of files, and weights.transport = {self.weights.transport!r}"
+                " writes none; set it to 'disk'"
+            )
         return self
 
     def _can_be_joined(self) -> None:

@@ -180,6 +180,9 @@ class WeightsConfig(Section):
     """How much "collective" sends at a time; two such buckets are under way."""
     timeout_s: PositiveFloat = 60.0
     """How long a broadcast may hang, or a full disk stay full, before it counts as failed."""
+    notify: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+\S*$")], ...] = ()
+    """With "disk": http URLs to which {"version", "path"} is posted for each version, for engines
+    that are not Millrace's; its files stay until they answer, for timeout_s at most."""
 
 
 class CheckpointConfig(Section):

@@ -6,7 +6,6 @@ there before is untouched. One process writes; any process may look.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from millrace.core import storage
 from millrace.core.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
@@ -43,14 +43,14 @@ def write_checkpoint(
         unfinished.mkdir()
         write(unfinished)
         (unfinished / RUN_STATE_FILE).write_text(json.dumps(run_state, indent=2) + "\n")
-        _sync_all(unfinished)
+        storage.sync_all(unfinished)
         _move_into_place(unfinished, directory)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if not isinstance(error, _WRITE_ERRORS):
             raise
         raise CheckpointError(
-            f"Checkpoint {str(directory)!r} could not be written ({_reason(error)}):"
+            f"Checkpoint {str(directory)!r} could not be written ({storage.reason(error)}):"
             f" it needs about {_size(needed_bytes)} and {_free(directory.parent)};"
             " make room there, lower checkpoint.keep, or set run_dir to another disk."
         ) from error
@@ -88,7 +88,7 @@ def prune_checkpoints(folder: Path, *, keep: int) -> None:
             shutil.rmtree(hidden)
         except OSError as error:
             raise CheckpointError(
-                f"The old checkpoint {str(path)!r} could not be removed ({_reason(error)});"
+                f"The old checkpoint {str(path)!r} could not be removed ({storage.reason(error)});"
                 " remove it by hand, or raise checkpoint.keep."
             ) from error
 
@@ -128,33 +128,9 @@ def _move_into_place(unfinished: Path, directory: Path) -> None:
         if replaced.exists():
             replaced.rename(directory)
         raise
-    _sync(directory.parent)
+    storage.sync(directory.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
-
-
-def _sync_all(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Of a folder: the names in it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _reason(error: BaseException) -> str:
-    """What the system said, if it is anywhere behind the error."""
-    behind: BaseException | None = error
-    while behind is not None:
-        if isinstance(behind, OSError) and behind.strerror:
-            return behind.strerror.lower()
-        behind = behind.__context__
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _free(folder: Path) -> str:

@@ -11,7 +11,7 @@ changed since; the full payload is always there too, for an engine that holds an
 Used by one thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -27,6 +27,22 @@ Payload = Literal["full", "delta"]
 
 class NoSpace(WeightError):
     """There was no room for a version where it has to lie; later there may be."""
+
+
+class Superseded(WeightError):
+    """A newer version goes out instead; the weights may be dropped."""
+
+
+class Pack(Protocol):
+    """packing.pack(), or what takes its place where the tensors are not all here."""
+
+    def __call__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        specs: Sequence[TensorSpec],
+        *,
+        into: torch.Tensor,
+    ) -> None: ...
 
 
 class Memory(Protocol):
@@ -105,7 +121,9 @@ class PackingSender:
         """False while max_held versions were not released."""
         return len(self._held) < self._max_held
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightUpdate:
+    def publish(
+        self, version: int, tensors: Mapping[str, torch.Tensor], *, pack: Pack = packing.pack
+    ) -> WeightUpdate:
         if version in self._held:
             raise WeightError(f"Version {version} is already published.")
         if not self.has_room:
@@ -117,7 +135,7 @@ class PackingSender:
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         slot = self._take(specs, num_bytes, device=device)
         try:
-            packing.pack(tensors, specs, into=slot.payload.flat)
+            pack(tensors, specs, into=slot.payload.flat)
             update = WeightUpdate(
                 version=version,
                 tensors=specs,

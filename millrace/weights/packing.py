@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from millrace.core.errors import WeightError
 from millrace.core.weight_update import TensorSpec
@@ -60,9 +61,13 @@ def lay_out(
 
 
 def pack(
-    tensors: Mapping[str, torch.Tensor], specs: Iterable[TensorSpec], *, into: torch.Tensor
+    tensors: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], *, into: torch.Tensor
 ) -> None:
     """Copy the tensors, cast as their specs say, into a payload."""
+    if sharded := [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]:
+        raise WeightError(
+            f"{sharded[0]!r} lies in shards on several ranks; publish it by a GatheringSender."
+        )
     views = unpack(specs, into)
     if not views:
         return

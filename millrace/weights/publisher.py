@@ -7,6 +7,9 @@ Threads: the trainer's main thread calls publish, release and close; a thread of
 is the only one that touches the sender. Bounds: two snapshots exist, one being sent and one
 pending. An error in the thread ends it and is raised by the next call; only where there is no space
 the newest weights are tried again, for `patience_s`.
+
+Of sharded weights (DTensor) a snapshot is this rank's shards; each rank then has a publisher, and
+their senders gather (gathering.py).
 """
 
 import contextlib
@@ -20,8 +23,9 @@ import torch
 
 from millrace.core.protocols import WeightSender
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.outlet import NoSpace
+from millrace.weights.outlet import NoSpace, Superseded
 from millrace.weights.packing import travel_dtype
+from millrace.weights.shards import local_part
 
 RETRY_S = 1.0
 
@@ -57,7 +61,10 @@ class Snapshot:
         with torch.no_grad():
             # One launch for all tensors on a GPU.
             copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-            copy(list(self.tensors.values()), list(tensors.values()))
+            copy(
+                [local_part(tensor) for tensor in self.tensors.values()],
+                [local_part(tensor) for tensor in tensors.values()],
+            )
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         if device is not None:
             self._copied = torch.cuda.Event()
@@ -74,6 +81,7 @@ class Snapshot:
     def _fits(self, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> bool:
         return list(self.tensors) == list(tensors) and all(
             mine.shape == tensors[name].shape
+            and local_part(mine).shape == local_part(tensors[name]).shape
             and mine.device == tensors[name].device
             and mine.dtype == dtypes[name]
             for name, mine in self.tensors.items()
@@ -175,6 +183,11 @@ class Publisher:
                 update = self._sender.publish(snapshot.version, snapshot.tensors)
         except NoSpace as error:
             self._try_later(snapshot, error)
+            return
+        except Superseded:
+            with self._changed:
+                self._spare.append(snapshot)
+                self.superseded += 1
             return
         self._no_space_since_s = None
         with self._changed:

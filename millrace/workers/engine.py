@@ -30,7 +30,7 @@ from millrace.cluster.messages import (
     Swap,
     Swapped,
 )
-from millrace.config import load_config
+from millrace.config import RunConfig, load_config
 from millrace.core.errors import MillraceError, TaskError, WeightError
 from millrace.core.protocols import WeightReceiver
 from millrace.core.spans import Timeline
@@ -79,6 +79,13 @@ def _start(message: StartEngine, *, link: Link, timeline: Timeline) -> "EngineWo
         lora=config.lora,
         adapter_path=None if message.adapter_path is None else Path(message.adapter_path),
     )
+    return wire(engine, config, link=link, timeline=timeline)
+
+
+def wire(
+    engine: EmbeddedEngine, config: RunConfig, *, link: Link, timeline: Timeline
+) -> "EngineWorker":
+    """An engine that is built, and the weights' way to it."""
     receiver = make_receiver(
         config.weights.transport,
         expected=engine.parameter_shapes(),

@@ -54,6 +54,16 @@ class RemoteReceiver:
         self.begin_stage(update)
         return self.answer()
 
+    def hash(self, update: WeightUpdate) -> str:
+        """Of the weights it has after copying this in; or why it was refused, in a sentence."""
+        self.begin_stage(update, want="hash")
+        return self.answer()
+
+    def live_hash(self) -> str:
+        """Of the weights it has."""
+        self._tell({"live": True})
+        return self.answer()
+
     def stage(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         self.begin_stage(update, want="bits")
         answer = self.answer()

@@ -10,7 +10,7 @@ import torch
 from full_disk import files_of_at_most
 from safetensors.torch import load_file
 from transport_contract import DeltaContract, TransportContract, assert_arrived, some_tensors
-from transport_faults import FaultContract
+from transport_faults import Damage, FaultContract, location_of
 
 from millrace.core.errors import WeightError
 from millrace.core.weight_update import WeightUpdate
@@ -58,11 +58,25 @@ class TestDisk(DeltaContract, FaultContract, TransportContract):
         )
 
     def corrupt(self, sender: Sender, update: WeightUpdate) -> None:
-        with Path(update.location).open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_END)
-            file.write(bytes([byte ^ 1]))
+        flip_last_byte(Path(update.location))
+
+    def damaged(
+        self, sender: Sender, update: WeightUpdate, *, is_delta: bool, how: Damage
+    ) -> WeightUpdate:
+        path = Path(location_of(update, is_delta=is_delta))
+        if how == "corrupted":
+            flip_last_byte(path)
+        else:
+            os.truncate(path, path.stat().st_size - 64)
+        return update
+
+
+def flip_last_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
 
 
 def test_others_can_read_what_is_published(sender: PackingSender, directory: Path):

@@ -1,17 +1,18 @@
 """CUDA IPC keeps the transport contract. The receivers are in another process: a handle cannot be
 opened where it was made."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from remote_receiver import RemoteReceiver
 from transport_contract import DeltaContract, TransportContract
-from transport_faults import FaultContract
+from transport_faults import Damage, FaultContract, with_location
 
 from millrace.core.errors import WeightError
 from millrace.core.weight_update import WeightUpdate
+from millrace.weights.carriers.ipc import SharedMemory
 from millrace.weights.outlet import PackingSender
 from millrace.weights.publisher import Sender
 from millrace.weights.sender import make_sender as sender_by_name
@@ -60,19 +61,11 @@ class RemoteProxy:
 class TestIpc(DeltaContract, FaultContract, TransportContract):
     transport = "ipc"
     receiver_settings: ClassVar[dict[str, Any]] = {"device": "cuda"}
+    outlives_trainer = False  # what a dead process had on a GPU is gone with it
 
     @pytest.fixture
     def make_sender(self) -> Callable[..., CudaSender]:
         return CudaSender
-
-    @pytest.fixture(scope="class")
-    def processes(self) -> Iterator[list[RemoteReceiver]]:
-        processes = [RemoteReceiver("ipc", device="cuda") for _ in range(2)]
-        for process in processes:
-            process.wait_open()
-        yield processes
-        for process in processes:
-            process.close()
 
     @pytest.fixture
     def make_receiver(self, processes: list[RemoteReceiver]) -> Callable[..., RemoteProxy]:
@@ -84,8 +77,19 @@ class TestIpc(DeltaContract, FaultContract, TransportContract):
         sender.inner._held[update.version].payload.flat[0] ^= 1
         torch.cuda.synchronize()
 
-    # What a dead process had on a GPU is gone with it; there is nothing to receive any more.
-    test_a_sender_killed_during_send_leaves_whole_versions_only = None
+    def damaged(
+        self, sender: Sender, update: WeightUpdate, *, is_delta: bool, how: Damage
+    ) -> WeightUpdate:
+        assert isinstance(sender, CudaSender)
+        slot = sender.inner._held[update.version]
+        memory = slot.delta if is_delta else slot.payload
+        assert memory is not None
+        if how == "corrupted":
+            memory.flat[0] ^= 1
+            torch.cuda.synchronize()
+            return update
+        self.shorter = SharedMemory(len(memory.flat) - 64, device=memory.flat.device)
+        return with_location(update, self.shorter.location, is_delta=is_delta)
 
 
 @pytest.mark.gpu

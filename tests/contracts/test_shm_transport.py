@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from transport_contract import DeltaContract, TransportContract
-from transport_faults import FaultContract
+from transport_faults import Damage, FaultContract, location_of, with_location
 
+from millrace.core.protocols import WeightReceiver
 from millrace.core.weight_update import WeightUpdate
+from millrace.weights.carriers.segment import Segment
 from millrace.weights.carriers.shm import ShmOutlet
-from millrace.weights.inlet import StagingReceiver
 from millrace.weights.outlet import PackingSender
 from millrace.weights.publisher import Sender
 from millrace.weights.receiver import make_receiver as receiver_by_name
@@ -20,14 +21,29 @@ class ShmContract(TransportContract):
     transport = "shm"
 
     @pytest.fixture
-    def make_receiver(self) -> Callable[..., StagingReceiver]:
+    def make_receiver(self) -> Callable[..., WeightReceiver]:
         return lambda **arguments: receiver_by_name("shm", **arguments)
 
     def corrupt(self, sender: Sender, update: WeightUpdate) -> None:
-        with Path(update.location).open("r+b") as segment:
-            byte = segment.read(1)[0]
-            segment.seek(0)
-            segment.write(bytes([byte ^ 1]))
+        flip_first_byte(Path(update.location))
+
+    def damaged(
+        self, sender: Sender, update: WeightUpdate, *, is_delta: bool, how: Damage
+    ) -> WeightUpdate:
+        location = location_of(update, is_delta=is_delta)
+        if how == "corrupted":
+            flip_first_byte(Path(location))
+            return update
+        # The segment itself is sealed against shrinking; a shorter one takes its place.
+        self.shorter = Segment(Path(location).stat().st_size - 64, backing="file")
+        return with_location(update, self.shorter.location, is_delta=is_delta)
+
+
+def flip_first_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        byte = file.read(1)[0]
+        file.seek(0)
+        file.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")

@@ -1,7 +1,10 @@
 """The engine's end of a transport as a process: commands in, answers out, one JSON line each.
 
 {"open": {make_receiver's arguments}}      a new receiver; answers null
-{"stage": update, "want": "sums"|"bits"}   what arrived, by tensor name; or an error's sentence
+{"stage": update, "want": "sums"|"bits"|"hash"}
+                                           what arrived, by tensor name, or its hash; or an error's
+                                           sentence
+{"live": true}                             hash of what was copied in last
 """
 
 import sys
@@ -9,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+from fault_weights import hash_of
 
 from millrace.core.errors import WeightError
 from millrace.core.weight_update import WeightUpdate
@@ -24,7 +28,7 @@ def bits(tensor: torch.Tensor) -> tuple[str, list[int], str]:
 
 
 def answers() -> Any:
-    receiver = None
+    receiver, live = None, {}
     for line in sys.stdin.buffer:
         command = msgspec.json.decode(line)
         if "open" in command:
@@ -35,8 +39,11 @@ def answers() -> Any:
                 arguments["device"] = torch.device(arguments["device"])
             if "dtype" in arguments:
                 arguments["dtype"] = getattr(torch, arguments["dtype"])
-            receiver = make_receiver(**arguments)
+            receiver, live = make_receiver(**arguments), {}
             yield None
+            continue
+        if "live" in command:
+            yield hash_of(live)
             continue
         assert receiver is not None
         update = msgspec.convert(command["stage"], WeightUpdate)
@@ -45,7 +52,10 @@ def answers() -> Any:
         except WeightError as error:
             yield str(error)
             continue
-        if command["want"] == "bits":
+        live = {name: tensor.clone() for name, tensor in tensors.items()}
+        if command["want"] == "hash":
+            yield hash_of(live)
+        elif command["want"] == "bits":
             yield {name: bits(tensor) for name, tensor in tensors.items()}
         else:
             yield {name: float(tensor.double().sum()) for name, tensor in tensors.items()}

@@ -5,27 +5,38 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.bench.sync import copy_ms, main, shape_of
+from millrace.bench.shapes import shape_named
+from millrace.bench.stopwatch import copy_s
+from millrace.bench.sync import main
+from millrace.core.errors import ConfigError
 
 
-@pytest.mark.parametrize("wanted", [100e6, 1.7e9])
-def test_the_model_has_about_the_parameters_asked_for(wanted: float):
+@pytest.mark.parametrize("wanted", ["100e6", "1.7e9", "qwen3-1.7b"])
+def test_the_model_has_about_the_parameters_asked_for(wanted: str):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape_of(wanted))
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(wanted, rel=0.1)
+        model = AutoModelForCausalLM.from_config(shape_named(wanted))
+    expected = 1.72e9 if wanted == "qwen3-1.7b" else float(wanted)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_model_that_is_not_known_is_refused_before_any_process_starts():
+    with pytest.raises(ConfigError, match="--model = 'gpt9' is not known; use qwen3"):
+        main(["--model", "gpt9"])
 
 
 def test_a_copy_takes_time():
-    assert copy_ms(10**6, device="cpu") > 0
+    assert copy_s(10**6, device=torch.device("cpu")) > 0
 
 
 @pytest.mark.slow
-def test_a_row_says_what_the_contract_asks(tmp_path: Path):
+def test_rows_say_what_the_contract_asks(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     out = tmp_path / "sync.json"
-    arguments = ["--parameters", "1e6", "--versions", "2", "--device", "cpu"]
-    assert main([*arguments, "--transports", "shm", "--json", str(out)]) == 0
-    [row] = json.loads(out.read_text())
-    assert (row["transport"], row["payload"]) == ("shm", "full")
+    arguments = ["--model", "1e6", "--versions", "2", "--device", "cpu", "--transports", "shm"]
+    assert main([*arguments, "--payloads", "full", "adapter", "--json", str(out)]) == 0
+    full, adapter = json.loads(out.read_text())
+    assert (full["transport"], full["payload"]) == ("shm", "full")
+    assert (adapter["transport"], adapter["payload"]) == ("shm", "adapter")
+    assert adapter["bytes"] < full["bytes"]
     for key in (
         "bytes",
         "publish_to_visible_ms_p50",
@@ -36,4 +47,7 @@ def test_a_row_says_what_the_contract_asks(tmp_path: Path):
         "tokens_per_s",
         "tokens_per_s_publishing",
     ):
-        assert row[key] > 0, key
+        assert full[key] > 0, key
+        assert adapter[key] > 0, key
+    assert full["tokens_share"] < full["tokens_share_minus_copy"]
+    assert "shm, adapter: publishing 2 versions" in capfd.readouterr().err

@@ -1,9 +1,11 @@
 """Whole runs over each transport: two real engines, a trainer that publishes every step."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from digits import TASKS, share_of_digits
+from http_engine import HttpEngine
 from tiny_model import make_tiny_model
 
 import millrace as mr
@@ -20,7 +22,29 @@ def model(tmp_path_factory) -> Path:
     [pytest.param("disk", "full", marks=pytest.mark.slow), ("collective", "delta")],
 )
 def test_a_run_learns_over(transport: str, payload: str, model: Path, tmp_path: Path):
-    result = mr.train(
+    result = run_over(model, tmp_path, weights={"transport": transport, "payload": payload})
+    rows = read_metrics(result.run_dir / "metrics.jsonl")
+    assert [row["staleness_max"] for row in rows] == [0] * 4
+    assert not (result.run_dir / "weights").exists()
+
+
+@pytest.mark.slow
+def test_a_run_tells_an_engine_elsewhere_of_every_version_and_survives_one_that_is_gone(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    with HttpEngine() as engine, HttpEngine() as gone:
+        urls = [engine.url, gone.url]
+        gone.close()
+        result = run_over(model, tmp_path, weights={"transport": "disk", "notify": urls})
+    assert 4 in engine.versions
+    assert engine.versions == sorted(set(engine.versions))
+    assert all(engine.had_marker)
+    assert read_metrics(result.run_dir / "metrics.jsonl")[-1]["notify_failures"] > 0
+    assert f"warning: {gone.url} could not be told" in "".join(capfd.readouterr())
+
+
+def run_over(model: Path, tmp_path: Path, *, weights: dict[str, Any]) -> mr.RunResult:
+    return mr.train(
         model=str(model),
         run_dir=str(tmp_path / "run"),
         tasks=TASKS,
@@ -32,9 +56,6 @@ def test_a_run_learns_over(transport: str, payload: str, model: Path, tmp_path: 
         trainer={"steps": 4, "groups_per_step": 2, "threads": 1, "device": "cpu"},
         engine={"count": 2, "threads": 1, "max_sequences": 8, "device": "cpu"},
         scoring={"workers": 1},
-        weights={"transport": transport, "payload": payload},
-        watch={"progress": "off"},
+        weights=weights,
+        watch={"progress": "lines"},
     )
-    rows = read_metrics(result.run_dir / "metrics.jsonl")
-    assert [row["staleness_max"] for row in rows] == [0] * 4
-    assert not (result.run_dir / "weights").exists()

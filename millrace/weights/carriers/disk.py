@@ -10,7 +10,6 @@ and removed by the next trainer that uses the directory. A released version is r
 at a time uses a directory.
 """
 
-import os
 import re
 import shutil
 import time
@@ -22,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from millrace.core import storage
 from millrace.core.errors import WeightError
 from millrace.core.weight_update import WeightUpdate
 from millrace.weights import packing
@@ -59,8 +59,8 @@ class DiskOutlet:
             shutil.rmtree(folder, ignore_errors=True)
             raise NoSpace(
                 f"Version {update.version} could not be written to {str(self._directory)!r}"
-                f" ({_reason(error)}): it needs {update.num_bytes / 1e6:.3g} MB; make room there,"
-                " or set weights.directory to another disk."
+                f" ({storage.reason(error)}): it needs {update.num_bytes / 1e6:.3g} MB; make room"
+                " there, or set weights.directory to another disk."
             ) from error
         return update
 
@@ -126,17 +126,17 @@ class DiskInlet:
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     hidden = path.with_name(f".{path.name}")
     save_file(tensors, hidden)
-    _sync(hidden)
+    storage.sync(hidden)
     hidden.rename(path)
 
 
 def _mark(folder: Path, update: WeightUpdate) -> None:
-    _sync(folder)
+    storage.sync(folder)
     hidden = folder / f".{MARKER}"
     hidden.write_bytes(msgspec.json.encode(update))
-    _sync(hidden)
+    storage.sync(hidden)
     hidden.rename(folder / MARKER)
-    _sync(folder)
+    storage.sync(folder)
 
 
 def _read(path: Path, *, into: dict[str, torch.Tensor]) -> None:
@@ -150,21 +150,6 @@ def _read(path: Path, *, into: dict[str, torch.Tensor]) -> None:
                 tensor.copy_(stored)
     except (OSError, SafetensorError) as error:
         raise WeightError(
-            f"The weights at {str(path)!r} are damaged or gone ({_reason(error)});"
+            f"The weights at {str(path)!r} are damaged or gone ({storage.reason(error)});"
             " the engine keeps the weights it has."
         ) from error
-
-
-def _sync(path: Path) -> None:
-    """Of a folder: the names in it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -1,0 +1,33 @@
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from millrace.core import storage
+
+
+def test_the_reason_is_the_systems_wherever_it_is_behind_the_error():
+    error = RuntimeError("unexpected pos 64 vs 0")
+    error.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert storage.reason(error) == "no space left on device"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("Bad header.\nsecond line"), "Bad header"),
+        (OSError("the disk is too full"), "the disk is too full"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_else_the_reason_is_the_errors_first_line(error: BaseException, reason: str):
+    assert storage.reason(error) == reason
+
+
+def test_what_cannot_be_synced_is_an_error(tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("here")
+    storage.sync_all(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        storage.sync(tmp_path / "absent")
