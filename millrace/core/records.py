@@ -11,7 +11,10 @@ import numpy as np
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as in chat templates
 Prompt = str | list[Message]
-Finish = Literal["stop", "length", "abort"]
+Finish = Literal["stop", "length", "abort", "interrupt", "expire"]
+"""How a completion ended: by itself ("stop", "length"); because its caller wanted it ("abort");
+because new weights came, to be resumed elsewhere ("interrupt"); because it can no longer be trained
+within the staleness limit ("expire")."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,7 @@ class Request:
     seed: int = 0
     partial: Completion | None = None  # with n = 1: continue after these tokens
     index: int = 0  # completion index of the first of the n
+    expires: bool = False  # its tokens are for training: worthless once they are too old
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
