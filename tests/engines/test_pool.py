@@ -14,18 +14,20 @@ from millrace.engines.pool import EnginePool
 
 
 class HeldEngine(ScriptedEngine):
-    """Keeps its requests until the test opens the gate."""
+    """Keeps its requests until the test opens the gate, but for those with a ready answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, ready=None) -> None:
         super().__init__("x")
         self.gate = asyncio.Event()
-        self.finish = "stop"  # of the next request that ends
+        self.finish = "stop"
+        self.ready = ready or {}  # request id -> completions
 
     async def generate(self, request):
+        if request.id in self.ready:
+            return self.ready[request.id]
         completions = await super().generate(request)
         await self.gate.wait()
-        finish, self.finish = self.finish, "stop"
-        return [replace(completion, finish=finish) for completion in completions]
+        return [replace(completion, finish=self.finish) for completion in completions]
 
 
 def make_request(name, *, n=1):
@@ -129,11 +131,7 @@ async def test_a_sequence_that_had_not_begun_is_asked_for_anew():
 
 
 async def test_an_interrupted_completion_is_resumed_on_the_engine_that_has_least_to_do():
-    class Busy(HeldEngine):
-        async def generate(self, request):
-            return [interrupted("a")] if request.id == "r" else await super().generate(request)
-
-    idle, busy = HeldEngine(), Busy()
+    idle, busy = HeldEngine(), HeldEngine({"r": [interrupted("a")]})
     pool = EnginePool([idle, busy])
     small, large = make_request("small", n=2), make_request("large", n=8)
     tasks = await start(pool, small, make_request("r"), large)
@@ -157,28 +155,23 @@ async def test_a_request_that_its_caller_aborted_is_not_resumed():
 
 
 async def test_an_abort_reaches_what_is_resumed_of_a_request():
-    first, second = HeldEngine(), HeldEngine()
-    first.finish = "interrupt"
+    first, second = HeldEngine({"r": [interrupted("a"), interrupted("b")]}), HeldEngine()
     pool = EnginePool([first, second])
     (task,) = await start(pool, make_request("r", n=2))
-    first.gate.set()
     await until(lambda: second.requests)
     await pool.abort(["r"])
-    assert second.aborted == ["r:1"]
-    second.finish = "abort"
-    second.gate.set()
-    assert [completion.finish for completion in await task] == ["stop", "abort"]
+    assert (first.aborted, second.aborted) == (["r:0"], ["r:1"])
+    for engine in (first, second):
+        engine.finish = "abort"
+        engine.gate.set()
+    assert [completion.finish for completion in await task] == ["abort", "abort"]
 
 
 async def test_one_expired_completion_ends_its_siblings():
     expired = replace(make_completion("a"), finish="expire")
-    engine = YieldingEngine([interrupted("a"), interrupted("b")], [expired])
-    held = HeldEngine()
-    (task,) = await start(EnginePool([engine, held]), make_request("r", n=2))
-    await until(lambda: held.aborted)
-    assert held.aborted == ["r:1"]
-    held.gate.set()
-    assert [completion.finish for completion in await task] == ["expire", "stop"]
+    ready = {"r": [interrupted("a"), interrupted("b")], "r:0": [expired]}
+    completions = await EnginePool([HeldEngine(ready)]).generate(make_request("r", n=2))
+    assert [(c.finish, c.text) for c in completions] == [("expire", "a"), ("abort", "b")]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}])
