@@ -47,6 +47,8 @@ def test_a_row_tells_rewards_and_staleness_of_its_own_groups(tmp_path):
     assert row["staleness_max"] == 2
     assert row["loss"] == 0.5
     assert row["groups_dropped"] == {"stale": 1}
+    assert row["groups_cancelled"] == {"generating": 2}
+    assert (row["tokens_lost"], row["tokens_saved"]) == (30, 70)
 
 
 async def test_an_idle_worker_is_shown_with_the_reason_only_the_controller_knows(tmp_path):
