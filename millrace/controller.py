@@ -10,7 +10,6 @@ everything heavy is a call to a worker.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from millrace.core.records import Group, Task
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.pool import EnginePool
 from millrace.rollout.admission import RUNNING, STALENESS, Admission
+from millrace.rollout.cancellation import Attempt
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.evaluation import Evaluation, evaluate
 from millrace.rollout.player import Player
@@ -79,7 +79,7 @@ class Controller:
         self._checkpoints = checkpoints
         self._version = cursor.version
         self._saved: Path | None = None
-        self._dropped: Counter[str] = Counter()
+        self._is_synchronous = config.weights.interrupt == "barrier"
         self._failures = Failures(max_share=config.rollout.max_failure_share)
         self._admission = Admission(
             groups_per_step=config.trainer.groups_per_step,
@@ -90,7 +90,7 @@ class Controller:
         self._buffer = Buffer(
             capacity=config.buffer.capacity,
             max_staleness=config.buffer.max_staleness,
-            on_drop=self._on_drop,
+            on_drop=lambda group: self._dispatcher.expire_waiting(group),
         )
         self._dispatcher = Dispatcher(
             task_of=task_of,
@@ -143,7 +143,10 @@ class Controller:
             version=self._version,
             buffer_depth=self._buffer.depth,
             groups_running=self._admission.running,
-            groups_dropped=dict(self._dropped),
+            groups_dropped=dict(self._dispatcher.dropped),
+            groups_cancelled=dict(self._dispatcher.cancellations.by_reason),
+            tokens_lost=self._dispatcher.cancellations.tokens_lost,
+            tokens_saved=round(self._dispatcher.cancellations.tokens_saved),
             groups_failed=dict(self._failures.by_reason),
             last_failure=self._failures.last_sentence,
             engine_waits_for=self._engine_waits_for(),
@@ -159,6 +162,7 @@ class Controller:
             groups, batch = await self._before_stall(upcoming)
             if self._version + 1 < steps:
                 # Fit for the version this step makes, which is the trainer's when it is used.
+                activities.create_task(self._expire(self._version + 1))
                 upcoming = activities.create_task(self._next_batch(self._version + 1))
             metrics = await self._before_stall(self._step(batch))
             if self._config.weights.notify:
@@ -168,8 +172,17 @@ class Controller:
             self._dispatcher.finish(group.number for group in groups)
             await self._after_step(activities)
 
+    async def _expire(self, version: int) -> None:
+        """Give up what is too old for a take at `version`, which is the next."""
+        before = version - self._config.buffer.max_staleness
+        self._admission.take_next(version)
+        self._dispatcher.expire(before)
+        await self._engines.expire(before)
+
     async def _next_batch(self, version: int) -> tuple[list[Group], Batch]:
         groups = await self._buffer.take(self._config.trainer.groups_per_step, version=version)
+        if self._is_synchronous:  # all of them are there: the order need not depend on their speed
+            groups.sort(key=lambda group: group.number)
         batch = await asyncio.to_thread(
             pack, groups, microbatch_tokens=self._config.trainer.microbatch_tokens
         )
@@ -194,7 +207,11 @@ class Controller:
         if last or _due(self._version, self._config.checkpoint.every_steps):
             await self._save(must_succeed=last)
         if not last and _due(self._version, self._config.evaluate.every_steps):
-            activities.create_task(self._evaluate_and_log())
+            if self._is_synchronous:
+                await self._courier.wait_visible(self._version)
+                await self._evaluate_and_log()
+            else:
+                activities.create_task(self._evaluate_and_log())
 
     async def _save(self, *, must_succeed: bool) -> None:
         directory = self._checkpoints / f"step_{self._version}"
@@ -218,20 +235,20 @@ class Controller:
     async def _evaluate(self) -> Evaluation | None:
         if not self._held_out:
             return None
-        greedy = self._player.greedy()
+        greedy, version = self._player.greedy(), self._version
         return await evaluate(
             self._held_out,
             play=lambda task, number: greedy.play(
-                task, number=number, group_size=1, name=f"evaluation {self._version}, task"
+                task, number=number, group_size=1, name=f"evaluation {version}, task"
             ),
             score=self._scorers.score,
             solved_at=self._config.evaluate.solved_at,
             max_running=self._config.engine.max_sequences * self._config.engine.count,
         )
 
-    async def _play(self, task: Task, number: int) -> Group:
-        return await self._player.play(
-            task, number=number, group_size=self._config.rollout.group_size
+    async def _play(self, task: Task, attempt: Attempt) -> Group:
+        return await self._player.try_group(
+            task, attempt=attempt, group_size=self._config.rollout.group_size
         )
 
     async def _before_stall(self, work: Awaitable[T]) -> T:
@@ -278,11 +295,6 @@ class Controller:
         if self._dispatcher.playing:
             return "generation"
         return "scores" if self._dispatcher.scoring else "the next batch"
-
-    def _on_drop(self, group: Group, reason: str) -> None:
-        self._dropped[reason] += 1
-        self._admission.give_back()
-        self._dispatcher.finish([group.number])
 
 
 def _due(step: int, every: int) -> bool:

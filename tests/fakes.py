@@ -75,6 +75,7 @@ class ScriptedEngine:
         self.texts = texts
         self.requests: list[Request] = []
         self.aborted: list[str] = []
+        self.expired_before: list[int] = []
         self.is_paused = False
 
     async def generate(self, request: Request) -> list[Completion]:
@@ -86,6 +87,9 @@ class ScriptedEngine:
 
     async def abort(self, ids: Sequence[str]) -> None:
         self.aborted += ids
+
+    async def expire(self, before: int) -> None:
+        self.expired_before.append(before)
 
     async def pause(self) -> None:
         self.is_paused = True

@@ -98,6 +98,14 @@ def test_settings_that_contradict_each_other_are_refused():
     assert "raise buffer.capacity" in said
 
 
+def test_a_barrier_between_generation_and_training_needs_staleness_zero():
+    said = sentence_of({"weights": {"interrupt": "barrier"}, "buffer": {"max_staleness": 3}})
+    assert "weights.interrupt = 'barrier'" in said
+    assert "buffer.max_staleness = 3" in said
+    assert "set buffer.max_staleness to 0" in said
+    load_config({"model": "m", "weights": {"interrupt": "barrier"}, "buffer": {"max_staleness": 0}})
+
+
 @pytest.mark.parametrize("section", ["tasks", "evaluate"])
 def test_two_sources_of_tasks_are_refused(section):
     said = sentence_of({section: {"path": "a", "function": "b:c"}})

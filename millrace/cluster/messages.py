@@ -143,6 +143,12 @@ class Abort(Message, frozen=True):
     ids: list[str]
 
 
+class Expire(Message, frozen=True):
+    """End the requests that expire and hold a token older than this version. -> Done"""
+
+    before: int
+
+
 class Pause(Message, frozen=True):
     """Finish the forward pass or round under way, then generate nothing until Resume. -> Done
 
@@ -235,6 +241,7 @@ AnyMessage = (
     | Swap
     | Swapped
     | Abort
+    | Expire
     | Pause
     | Resume
     | StartTrainer

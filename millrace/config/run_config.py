@@ -77,6 +77,12 @@ class RunConfig(Section):
             raise ValueError(
                 "engine.count = 0 and engine.remote = 0 leave nobody to generate; raise one"
             )
+        if self.weights.interrupt == "barrier" and self.buffer.max_staleness != 0:
+            raise ValueError(
+                "weights.interrupt = 'barrier' makes generation and training take turns, which"
+                f" buffer.max_staleness = {self.buffer.max_staleness} does not; set"
+                " buffer.max_staleness to 0, or choose another weights.interrupt"
+            )
         if self.engine.remote > 0:
             self._can_be_joined()
         if self.weights.notify and self.weights.transport != "disk":

@@ -14,6 +14,7 @@ NonNegativeFloat = Annotated[Float, Field(ge=0)]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Interrupt = Literal["swap", "abort", "save", "drain", "barrier"]
 ALL_LINEAR = "all-linear"
 
 
@@ -171,6 +172,10 @@ class WeightsConfig(Section):
     "auto" is ipc between GPUs of one host, else shm there, and collective with remote engines."""
     payload: Literal["full", "delta"] = "full"
     """What travels: every value, or those that changed in engine.dtype since the last version."""
+    interrupt: Interrupt = "swap"
+    """What new weights do to sequences in flight: "swap" = they go on, "abort" = they are resumed
+    on any engine, "save" = they wait while the weights arrive, "drain" = they are finished first,
+    "barrier" = and generation and training take turns; see docs/weights.md."""
     directory: str | None = None
     """Where "disk" writes, under the same path on all hosts; weights/ in run_dir if not given."""
     address: str = "auto"

@@ -33,6 +33,11 @@ class Engine(Protocol):
         "abort"."""
         ...
 
+    async def expire(self, before: int) -> None:
+        """End all requests that expire and hold a token older than version `before`: their
+        generate() returns with what they have, finish = "expire"."""
+        ...
+
     async def pause(self) -> None:
         """Generate nothing until resume(); requests, swaps and aborts are still taken. Returns when
         the forward pass under way is finished."""

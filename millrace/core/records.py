@@ -11,7 +11,10 @@ import numpy as np
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as in chat templates
 Prompt = str | list[Message]
-Finish = Literal["stop", "length", "abort"]
+Finish = Literal["stop", "length", "abort", "interrupt", "expire"]
+"""How a completion ended: by itself ("stop", "length"); because its caller wanted it ("abort");
+because new weights came, to be resumed elsewhere ("interrupt"); because it can no longer be trained
+within the staleness limit ("expire")."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +85,7 @@ class Request:
     # Turns of one conversation name the same: they go to the engine that has their KV, and with
     # kv = "keep" go on from it even if weights have changed since.
     session: str | None = None
+    expires: bool = False  # its tokens are for training: worthless once they are too old
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -3,6 +3,9 @@
 Turns of one session go to the engine that served it last, which has their KV, unless that one is
 clearly more loaded: it has more than twice the sequences of the least loaded engine, and 8.
 
+Promise: what an engine gave up half-way because new weights came is resumed, on whichever engine
+has the least to do then; generate() returns whole completions, or those its caller wanted ended.
+
 Runs on the controller's event loop; torch-free.
 """
 
@@ -10,9 +13,19 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from millrace.cluster.hub import Worker
-from millrace.cluster.messages import Abort, Generate, Generated, Pause, Resume, Swap, Swapped
+from millrace.cluster.messages import (
+    Abort,
+    Expire,
+    Generate,
+    Generated,
+    Pause,
+    Resume,
+    Swap,
+    Swapped,
+)
 from millrace.core.errors import WorkerError
 from millrace.core.protocols import Engine
 from millrace.core.records import Completion, Request
@@ -45,6 +58,9 @@ class RemoteEngine:
     async def abort(self, ids: Sequence[str]) -> None:
         await self._worker.call(Abort(ids=list(ids)))
 
+    async def expire(self, before: int) -> None:
+        await self._worker.call(Expire(before=before))
+
     async def pause(self) -> None:
         await self._worker.call(Pause())
 
@@ -62,6 +78,14 @@ class RemoteEngine:
         task.add_done_callback(self._aborting.discard)
 
 
+@dataclass(kw_only=True, slots=True)
+class _Open:
+    """A request that has not been answered yet: itself, or what is resumed of it."""
+
+    placed: dict[str, int] = field(default_factory=dict[str, int])  # id at its engine -> which
+    is_aborted: bool = False
+
+
 class EnginePool:
     """Several engines as one."""
 
@@ -71,18 +95,52 @@ class EnginePool:
         self._max_sessions = max_sessions
         self._engines = list(engines)
         self._sequences = [0] * len(engines)  # in flight, per engine
-        self._placed: dict[str, int] = {}  # request id -> engine index
         self._homes: OrderedDict[str, int] = OrderedDict()  # session -> engine index; last = latest
+        self._open: dict[str, _Open] = {}  # by the caller's request id
 
     async def generate(self, request: Request) -> list[Completion]:
+        assert request.id not in self._open, f"{request.id!r} is already under way"
+        opened = self._open[request.id] = _Open()
+        try:
+            completions = await self._place(request, opened)
+            if all(completion.finish != "interrupt" for completion in completions):
+                return completions
+            whole = (
+                self._complete(request, opened, member=member, completion=completion)
+                for member, completion in enumerate(completions)
+            )
+            return list(await asyncio.gather(*whole))
+        finally:
+            del self._open[request.id]
+
+    async def _complete(
+        self, request: Request, opened: _Open, *, member: int, completion: Completion
+    ) -> Completion:
+        """Resume one completion of a request as often as engines interrupt it."""
+        while completion.finish == "interrupt":
+            if opened.is_aborted:  # its engine gave it up before it heard of the abort
+                return replace(completion, finish="abort")
+            rest = replace(
+                request,
+                id=f"{request.id}:{member}",
+                n=1,
+                index=request.index + member,
+                partial=completion if len(completion.tokens) else None,
+            )
+            (completion,) = await self._place(rest, opened)
+        if completion.finish == "expire":  # then the others are of no use any more, either
+            await self.abort([request.id])
+        return completion
+
+    async def _place(self, request: Request, opened: _Open) -> list[Completion]:
         index = self._choose(request.session)
         self._sequences[index] += request.n
-        self._placed[request.id] = index
+        opened.placed[request.id] = index
         try:
             return await self._engines[index].generate(request)
         finally:
             self._sequences[index] -= request.n
-            del self._placed[request.id]
+            del opened.placed[request.id]
 
     def _choose(self, session: str | None) -> int:
         index = min(range(len(self._engines)), key=self._sequences.__getitem__)
@@ -102,10 +160,14 @@ class EnginePool:
 
     async def abort(self, ids: Sequence[str]) -> None:
         by_engine: dict[int, list[str]] = {}
-        for request_id in ids:
-            if request_id in self._placed:
-                by_engine.setdefault(self._placed[request_id], []).append(request_id)
+        for opened in (self._open[id] for id in ids if id in self._open):
+            opened.is_aborted = True
+            for placed_id, index in opened.placed.items():
+                by_engine.setdefault(index, []).append(placed_id)
         await asyncio.gather(*(self._engines[i].abort(ids) for i, ids in by_engine.items()))
+
+    async def expire(self, before: int) -> None:
+        await asyncio.gather(*(engine.expire(before) for engine in self._engines))
 
     async def pause(self) -> None:
         """Returns when the last engine has finished its pass."""

@@ -4,7 +4,8 @@ Promise: groups accepted or running never exceed (max_staleness + visible versio
 groups_per_step. With the buffer handing out oldest first, a group started now is then trained at
 most max_staleness versions later. The visible version is what the engines hold, not what the
 trainer has reached: a slot freed at the step, before the swap, would start a rollout that is
-already one version old.
+already one version old. Nor does a group start while the engines are so far behind the next take
+that its first token would be too old for it.
 
 Called from the controller's event loop only.
 """
@@ -23,6 +24,7 @@ class Admission:
         self._max_staleness = max_staleness
         self._max_running = max_running
         self._version = version
+        self._taking = version  # of the take that comes next
         self._accepted = (
             version * groups_per_step
         )  # trained, waiting or running; not dropped or failed
@@ -60,9 +62,13 @@ class Admission:
         self._version = max(self._version, version)
         self._changed.set()
 
+    def take_next(self, version: int) -> None:
+        """What starts from now on is trained at this version of the trainer or later."""
+        self._taking = version
+
     def _obstacle(self) -> str | None:
         limit = (self._max_staleness + self._version + 1) * self._groups_per_step
-        if self._accepted >= limit:
+        if self._accepted >= limit or self._taking - self._version > self._max_staleness:
             return STALENESS
         if self._running >= self._max_running:
             return RUNNING

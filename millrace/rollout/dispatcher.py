@@ -1,7 +1,8 @@
 """Starts groups as admission allows, and takes each from task to buffer.
 
 Promise: one bad task or one failing reward costs its group only, is counted with its reason, and
-the run goes on until the share of failures among the last groups passes the limit.
+the run goes on until the share of failures among the last groups passes the limit. A group that can
+no longer be trained is cancelled at once and issued again, before anything new.
 
 Runs on the controller's event loop, one asyncio task per running group; their number is bounded by
 admission.
@@ -10,13 +11,17 @@ admission.
 import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
 
 from millrace.core.errors import RunFailed, ScoreError, TaskError
 from millrace.core.records import Group, Task
 from millrace.rollout.admission import Admission
+from millrace.rollout.cancellation import Attempt, Cancellations, Expired
 
 WINDOW = 100  # groups whose failures are weighed
 FEWEST = 20  # outcomes before the share means anything
+MAX_TRIES = 3  # of a group that becomes too old each time
 
 
 class Failures:
@@ -44,12 +49,20 @@ class Failures:
             )
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Running:
+    attempt: Attempt
+    task: asyncio.Task[None]
+    stage: Literal["generating", "scoring", "waiting"] = "generating"
+    is_expired: bool = False  # then it was cancelled for its age, not because the run ends
+
+
 class Dispatcher:
     def __init__(
         self,
         *,
         task_of: Callable[[int], Task],
-        play: Callable[[Task, int], Awaitable[Group]],
+        play: Callable[[Task, Attempt], Awaitable[Group]],
         score: Callable[[Group], Awaitable[Group]],
         admit: Callable[[Group], Awaitable[None]],
         admission: Admission,
@@ -64,21 +77,47 @@ class Dispatcher:
         self._admission = admission
         self._failures = failures
         self._next_number = next_number
-        self._reissue = deque(sorted(unfinished))  # of an earlier life of this run; issued first
+        self._reissue = deque(sorted(unfinished))  # begun before, and to be begun again; goes first
         self._open: set[int] = set()  # issued, and neither trained nor failed nor dropped
-        self.playing = 0
-        self.scoring = 0
+        self._tries: dict[int, int] = {}  # of open groups that were given up before
+        self._running: dict[int, _Running] = {}  # by number
+        self._expired_before = 0  # groups with an older token can no longer be trained
+        self.cancellations = Cancellations()
+        self.dropped: Counter[str] = Counter()  # groups that will not be tried again, by reason
+
+    @property
+    def playing(self) -> int:
+        return sum(running.stage == "generating" for running in self._running.values())
+
+    @property
+    def scoring(self) -> int:
+        return sum(running.stage == "scoring" for running in self._running.values())
 
     async def run(self) -> None:
         """Start groups for ever. Ends only by cancellation or by too many failures."""
         async with asyncio.TaskGroup() as groups:
             while True:
                 await self._admission.enter()
-                groups.create_task(self._one_group(self._issue()))
+                attempt = self._issue()
+                task = groups.create_task(self._one_group(attempt))
+                self._running[attempt.number] = _Running(attempt=attempt, task=task)
+
+    def expire(self, before: int) -> None:
+        """Cancel the groups that hold a token of an older version, as far as it is known here."""
+        self._expired_before = before
+        for running in self._running.values():
+            if running.attempt.is_too_old(before) and not running.is_expired:
+                running.is_expired = running.task.cancel()
+
+    def expire_waiting(self, group: Group) -> None:
+        """This group reached the buffer and became too old there."""
+        self.cancellations.count("waiting", num_tokens=group.num_sampled)
+        self._give_up(group.number)
 
     def finish(self, numbers: Iterable[int]) -> None:
-        """These groups were trained or dropped: they will not be issued again."""
-        self._open.difference_update(numbers)
+        """These groups were trained: they will not be issued again."""
+        for number in numbers:
+            self._close(number)
 
     def cursor(self) -> dict[str, object]:
         """Where the task stream stands, for a checkpoint."""
@@ -87,37 +126,64 @@ class Dispatcher:
             "unfinished": sorted([*self._open, *self._reissue]),
         }
 
-    async def _one_group(self, number: int) -> None:
-        task = self._task_of(number)
+    async def _one_group(self, attempt: Attempt) -> None:
+        running = self._running[attempt.number]
         try:
-            group = await self._play_and_score(task, number)
+            group = await self._play_and_score(running)
+            running.stage = "waiting"
+            await self._admit(group)
         except (TaskError, ScoreError) as error:
-            self._open.discard(number)
+            self._close(attempt.number)
             self._admission.give_back()
             self._failures.failed(error)
-        else:
-            self._failures.succeeded()
-            await self._admit(group)
+        except Expired:
+            self._cancelled(running)
+        except asyncio.CancelledError:
+            if not running.is_expired:
+                raise
+            self._cancelled(running)
         finally:
+            del self._running[attempt.number]
             self._admission.leave()
 
-    async def _play_and_score(self, task: Task, number: int) -> Group:
-        self.playing += 1
-        try:
-            group = await self._play(task, number)
-        finally:
-            self.playing -= 1
-        self.scoring += 1
-        try:
-            return await self._score(group)
-        finally:
-            self.scoring -= 1
+    async def _play_and_score(self, running: _Running) -> Group:
+        attempt = running.attempt
+        group = await self._play(self._task_of(attempt.number), attempt)
+        if attempt.is_too_old(self._expired_before):
+            raise Expired(f"group {attempt.number}")
+        self.cancellations.learn(attempt.finished)
+        running.stage = "scoring"
+        group = await self._score(group)
+        self._failures.succeeded()
+        return group
 
-    def _issue(self) -> int:
+    def _cancelled(self, running: _Running) -> None:
+        attempt = running.attempt
+        self.cancellations.count(running.stage, num_tokens=attempt.num_tokens, cut=attempt.cut)
+        if running.stage == "generating":
+            self.cancellations.learn(attempt.finished)
+        self._give_up(attempt.number)
+
+    def _give_up(self, number: int) -> None:
+        """Give its place to another try at it, if it has one left."""
+        self._admission.give_back()
+        tries = self._tries.get(number, 0) + 1
+        self._close(number)
+        if tries == MAX_TRIES:
+            self.dropped["stale"] += 1
+            return
+        self._tries[number] = tries
+        self._reissue.appendleft(number)
+
+    def _close(self, number: int) -> None:
+        self._open.discard(number)
+        self._tries.pop(number, None)
+
+    def _issue(self) -> Attempt:
         if self._reissue:
             number = self._reissue.popleft()
         else:
             number = self._next_number
             self._next_number += 1
         self._open.add(number)
-        return number
+        return Attempt(number, tries=self._tries.get(number, 0))

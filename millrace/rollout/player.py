@@ -11,6 +11,7 @@ import numpy as np
 from millrace.core.errors import TaskError
 from millrace.core.protocols import Engine, Environment
 from millrace.core.records import Group, Prompt, Request, Rollout, Sampling, Task, Turn
+from millrace.rollout.cancellation import Attempt
 from millrace.rollout.renderer import Renderer
 
 
@@ -26,13 +27,16 @@ class PolicyAgent:
         max_context: int,
         name: str,
         seed: int,
+        attempt: Attempt | None,
     ) -> None:
+        """`attempt`: what its tokens are sampled for, if that is training."""
         self._engine = engine
         self._renderer = renderer
         self._sampling = sampling
         self._max_context = max_context
         self._name = name
         self._seed = seed
+        self._attempt = attempt
         self._calls = itertools.count()
 
     async def complete(self, prompt: Prompt, n: int) -> list[tuple[Turn, Rollout]]:
@@ -49,8 +53,11 @@ class PolicyAgent:
             sampling=self._sampling,
             n=n,
             seed=self._seed + call,
+            expires=self._attempt is not None,
         )
         completions = await self._engine.generate(request)
+        if self._attempt is not None:
+            self._attempt.record(completions)
         return [
             (
                 Turn(prompt=prompt, completion=completion.text, finish=completion.finish),
@@ -89,21 +96,51 @@ class Player:
             seed=self._seed,
         )
 
-    async def play(self, task: Task, *, number: int, group_size: int, name: str = "group") -> Group:
-        """A group of episodes of one task."""
+    async def try_group(self, task: Task, *, attempt: Attempt, group_size: int) -> Group:
+        """A group for training; each attempt at it draws anew. Raises Expired when its tokens have
+        become too old."""
+        number, tries = attempt.number, attempt.tries
+        return await self._play(
+            task,
+            number=number,
+            group_size=group_size,
+            name=f"group {number}" if tries == 0 else f"group {number}, try {tries + 1}",
+            seed=group_seed(self._seed, number, tries=tries),
+            attempt=attempt,
+        )
+
+    async def play(self, task: Task, *, number: int, group_size: int, name: str) -> Group:
+        """A group of episodes of one task, however long they take."""
+        seed = group_seed(self._seed, number)
+        return await self._play(
+            task, number=number, group_size=group_size, name=f"{name} {number}", seed=seed
+        )
+
+    async def _play(
+        self,
+        task: Task,
+        *,
+        number: int,
+        group_size: int,
+        name: str,
+        seed: int,
+        attempt: Attempt | None = None,
+    ) -> Group:
         agent = PolicyAgent(
             engine=self._engine,
             renderer=self._renderer,
             sampling=self._sampling,
             max_context=self._max_context,
-            name=f"{name} {number}",
-            seed=group_seed(self._seed, number),
+            name=name,
+            seed=seed,
+            attempt=attempt,
         )
         episodes = await self._environment.play(task, agent, group_size)
         return Group(number=number, task=task, episodes=tuple(episodes))
 
 
-def group_seed(seed: int, number: int) -> int:
-    """A 63-bit seed of its own for each group of a run."""
-    words = np.random.SeedSequence([seed & 0xFFFFFFFF, number]).generate_state(1, np.uint64)
+def group_seed(seed: int, number: int, *, tries: int = 0) -> int:
+    """A 63-bit seed of its own for each group of a run, and for each further try at it."""
+    entropy = [seed & 0xFFFFFFFF, number, *([tries] if tries else [])]
+    words = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
     return int(words[0] >> np.uint64(1))

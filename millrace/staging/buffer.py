@@ -20,11 +20,11 @@ class Buffer:
         *,
         capacity: int,
         max_staleness: int,
-        on_drop: Callable[[Group, str], None],
+        on_drop: Callable[[Group], None],
     ) -> None:
         self._capacity = capacity
         self._max_staleness = max_staleness
-        self._on_drop = on_drop  # told of each group that will never be trained, and why
+        self._on_drop = on_drop  # told of each group that became too stale
         self._groups: deque[Group] = deque()
         self._changed = asyncio.Condition()
 
@@ -63,5 +63,5 @@ class Buffer:
         stale = [g for g in self._groups if version - g.oldest_version > self._max_staleness]
         self._groups = fit
         for group in stale:
-            self._on_drop(group, "stale")
+            self._on_drop(group)
         self._changed.notify_all()

@@ -142,6 +142,8 @@ def progress_line(shot: RunSnapshot) -> str:
         parts.append(f"{role} {shares.busy:.0%} busy{wait}")
     if any(shot.dropped.values()):
         parts.append(f"dropped {counts(shot.dropped)}")
+    if any(shot.cancelled.values()):
+        parts.append(f"cancelled {counts(shot.cancelled)}")
     if any(shot.failed.values()):
         parts.append(f"failed {counts(shot.failed)}")
     left = "" if shot.eta_s is None else f", {duration(shot.eta_s)} left"

@@ -26,4 +26,5 @@ class RunSnapshot:
     staleness_max: int = 0
     workers: dict[str, Shares | None] = field(default_factory=dict)  # None = starting
     dropped: dict[str, int] = field(default_factory=dict)  # groups, by reason
+    cancelled: dict[str, int] = field(default_factory=dict)  # tries, by what they were at
     failed: dict[str, int] = field(default_factory=dict)  # groups, by reason

@@ -38,6 +38,9 @@ class RunSummary:
     staleness_max: int | None
     workers: dict[str, Shares | None]  # None = never came past its start-up
     dropped: dict[str, int]  # groups, by reason
+    cancelled: dict[str, int]  # tries that grew too old, by what they were at
+    tokens_lost: int  # with these
+    tokens_saved: int  # by not going on with them; estimated
     failed: dict[str, int]
     files: tuple[Path, ...]  # what lies in the run directory
 
@@ -70,6 +73,9 @@ def summarise(path: str | Path) -> RunSummary:
         staleness_max=max((r["staleness_max"] for r in rows if "staleness_max" in r), default=None),
         workers=activity.total(),
         dropped=last.get("groups_dropped", {}),
+        cancelled=last.get("groups_cancelled", {}),
+        tokens_lost=last.get("tokens_lost", 0),
+        tokens_saved=last.get("tokens_saved", 0),
         failed=last.get("groups_failed", {}),
         files=tuple(_files(run_dir)),
     )
@@ -105,6 +111,9 @@ def _rows(run: RunSummary) -> Iterator[tuple[str, str]]:
     for worker, shares in run.workers.items():
         yield worker, "never came up" if shares is None else _worker(shares)
     yield "groups dropped", counts(run.dropped)
+    yield "groups cancelled", counts(run.cancelled)
+    if any(run.cancelled.values()):
+        yield "", f"{run.tokens_lost} tokens lost, about {run.tokens_saved} saved"
     yield "groups failed", counts(run.failed)
     for number, file in enumerate(run.files):
         yield "" if number else "files", os.fspath(file)

@@ -112,7 +112,11 @@ def _numbers(shot: RunSnapshot) -> Iterator[Text]:
     staleness = f"mean {shot.staleness_mean:.2f} · max {shot.staleness_max}"
     yield Text.assemble(_label("speed"), speed)
     yield Text.assemble(_label("staleness"), f"{staleness} · version {shot.version}")
-    for name, reasons, colour in (("dropped", shot.dropped, WAITING), ("failed", shot.failed, BAD)):
+    for name, reasons, colour in (
+        ("dropped", shot.dropped, WAITING),
+        ("cancelled", shot.cancelled, WAITING),
+        ("failed", shot.failed, BAD),
+    ):
         yield Text.assemble(_label(name), (counts(reasons), colour if reasons else "dim"))
 
 

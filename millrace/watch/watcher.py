@@ -37,6 +37,9 @@ class Moment:
     buffer_depth: int
     groups_running: int
     groups_dropped: dict[str, int]  # so far, by reason
+    groups_cancelled: dict[str, int]  # tries at groups that grew too old, by what they did then
+    tokens_lost: int  # of these
+    tokens_saved: int  # which they would still have sampled; estimated
     groups_failed: dict[str, int]
     last_failure: str  # the newest failure's sentence, or ""
     engine_waits_for: str  # why an engine without work has none
@@ -118,6 +121,9 @@ class Watcher:
             "buffer_depth": moment.buffer_depth,
             "groups_running": moment.groups_running,
             "groups_dropped": moment.groups_dropped,
+            "groups_cancelled": moment.groups_cancelled,
+            "tokens_lost": moment.tokens_lost,
+            "tokens_saved": moment.tokens_saved,
             "groups_failed": moment.groups_failed,
         }
         if self._new_accuracy is not None:
@@ -174,6 +180,7 @@ class Watcher:
                 staleness_max=self._staleness[1],
                 workers=self._activity.recent(),
                 dropped=moment.groups_dropped,
+                cancelled=moment.groups_cancelled,
                 failed=moment.groups_failed,
             )
         )

@@ -2,7 +2,8 @@
 
 The main thread decodes: it looks for calls between two forward passes and waits for them only when
 there is nothing to generate. New weights are mapped and verified by a staging thread meanwhile;
-only their copy into the model takes the main thread's time, between two passes.
+only their copy into the model takes the main thread's time, between two passes. What becomes of the
+sequences under way is up to the interrupt model.
 
 Promise: every call is answered once. An update that is refused leaves the engine serving the
 version it has.
@@ -20,6 +21,7 @@ import torch
 from millrace.cluster.link import Call, Link, run_worker
 from millrace.cluster.messages import (
     Abort,
+    Expire,
     Generate,
     Generated,
     Pause,
@@ -30,13 +32,14 @@ from millrace.cluster.messages import (
     Swap,
     Swapped,
 )
-from millrace.config import RunConfig, load_config
+from millrace.config import Interrupt, RunConfig, load_config
 from millrace.core.errors import MillraceError, TaskError, WeightError
 from millrace.core.protocols import WeightReceiver
 from millrace.core.spans import Timeline
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.embedded.build import build_engine
 from millrace.engines.embedded.engine import EmbeddedEngine, Finished
+from millrace.engines.embedded.interrupt import MODELS
 from millrace.models.loading import resolve_device
 from millrace.weights.receiver import make_receiver
 
@@ -99,6 +102,7 @@ def wire(
         engine=engine,
         receiver=receiver,
         timeline=timeline,
+        interrupt=config.weights.interrupt,
         takes_turns=config.cluster.take_turns,
     )
 
@@ -122,11 +126,13 @@ class EngineWorker:
         engine: EmbeddedEngine,
         receiver: WeightReceiver,
         timeline: Timeline,
+        interrupt: Interrupt = "swap",
         takes_turns: bool = False,  # with the trainer, which then waits for a pause
     ) -> None:
         self._takes_turns = takes_turns
         self._link = link
         self._engine = engine
+        self._interrupt = MODELS[interrupt](engine)
         self._receiver = receiver
         self._timeline = timeline
         self._calls: dict[str, Call] = {}  # Generate calls by request id
@@ -142,7 +148,7 @@ class EngineWorker:
             while (stop := self._take_calls()) is None:
                 self._land_weights()
                 if self._may_generate:
-                    self._timeline.enter("generate", busy=True)
+                    self._timeline.enter(self._interrupt.activity, busy=True)
                     self._answer(self._engine.step(must_end=self._is_awaited))
                 if time.monotonic() - self._reported_s >= PROGRESS_S:
                     self._report()
@@ -154,8 +160,13 @@ class EngineWorker:
 
     def _is_awaited(self) -> bool:
         """True if a round should end before its time."""
-        is_staged = self._staging is not None and self._staging.staged.done()
-        return is_staged or (self._takes_turns and self._link.has_calls)
+        return self._has_weights_to_land or (self._takes_turns and self._link.has_calls)
+
+    @property
+    def _has_weights_to_land(self) -> bool:
+        if self._staging is None or not (staged := self._staging.staged).done():
+            return False
+        return self._interrupt.may_land or staged.exception() is not None
 
     def _take_calls(self) -> Call | None:
         """Handle what has arrived, waiting a little if there is nothing else to do."""
@@ -177,11 +188,13 @@ class EngineWorker:
 
     @property
     def _may_generate(self) -> bool:
-        return self._engine.has_work and not self._is_paused
+        return self._engine.has_work and self._interrupt.may_generate and not self._is_paused
 
     def _idle_reason(self) -> str:
         if self._is_paused:
             return "paused"
+        if (reason := self._interrupt.idle_reason) is not None:
+            return reason
         return "no weights" if self._engine.version is None else "no work"
 
     def _handle(self, call: Call) -> None:
@@ -197,6 +210,9 @@ class EngineWorker:
                 self._stage(update, call)
             case Abort(ids=ids):
                 self._answer(self._engine.abort(ids))
+                call.reply()
+            case Expire(before=before):
+                self._answer(self._engine.expire(before))
                 call.reply()
             case Pause() | Resume():
                 # Calls are handled between two passes: none is under way when this is answered.
@@ -230,22 +246,26 @@ class EngineWorker:
             staged=self._stager.submit(_timed_stage, self._receiver, update),
             calls=[*superseded, call],
         )
+        self._answer(self._interrupt.announce())
 
     def _land_weights(self) -> None:
         """Make staged weights visible. serve() calls this between two forward passes."""
-        staging = self._staging
-        if staging is None or not staging.staged.done():
+        if not self._has_weights_to_land:
             return
-        self._staging = None
+        staging, self._staging = self._staging, None
+        assert staging is not None
         self._timeline.enter("swap", busy=True)
         try:
             tensors, stage_ms = staging.staged.result()
             started_s = time.perf_counter()
+            self._answer(self._interrupt.land())
             self._engine.swap(tensors, version=staging.version)
         except WeightError as error:
             for call in staging.calls:
                 call.fail(error)
             return
+        finally:
+            self._interrupt.settle()
         self._num_swaps += 1
         gap_ms = (time.perf_counter() - started_s) * 1000
         reply = Swapped(version=staging.version, stage_ms=stage_ms, gap_ms=gap_ms)

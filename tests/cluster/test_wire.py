@@ -31,7 +31,7 @@ completions = st.builds(
     logprobs=arrays,
     versions=arrays,
     kept=st.none() | kept,
-    finish=st.sampled_from(["stop", "length", "abort"]),
+    finish=st.sampled_from(["stop", "length", "abort", "interrupt", "expire"]),
     text=st.text(),
 )
 requests = st.builds(

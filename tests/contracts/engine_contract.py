@@ -174,6 +174,23 @@ class EngineContract:
         assert_same(resumed, whole)
         assert resumed.finish == whole.finish
 
+    async def test_a_request_that_expires_returns_once_its_tokens_are_too_old(
+        self, engine: Engine, sender: PackingSender
+    ):
+        old = dataclasses.replace(endless("old"), expires=True)
+        expiring = asyncio.create_task(engine.generate(old))
+        lasting = asyncio.create_task(engine.generate(endless("lasting", seed=2)))
+        await until_started(engine)
+        await engine.swap(sender.publish(1, weights(seed=1)))
+        await engine.expire(0)
+        assert not expiring.done()
+        await engine.expire(1)
+        (completion,) = await expiring
+        assert completion.finish == "expire"
+        assert completion.versions[0] == 0
+        (completion,) = await lasting
+        assert completion.finish in ("stop", "length")
+
     async def test_a_paused_engine_takes_requests_swaps_and_aborts_but_generates_after_resume(
         self, engine: Engine, sender: PackingSender
     ):

@@ -138,11 +138,14 @@ def _line(process: psutil.Process) -> str:
         return ""
 
 
-def test_at_staleness_zero_they_take_turns_and_their_logprobs_agree(settings):
+@pytest.mark.parametrize("interrupt", ["swap", "barrier"])
+def test_at_staleness_zero_they_take_turns_and_their_logprobs_agree(settings, interrupt):
     """With steps that are long beside the time until a process notes what it does."""
     result = mr.train(
-        {**settings, "buffer": {"max_staleness": 0}},
+        {**settings, "buffer": {"max_staleness": 0}, "weights": {"interrupt": interrupt}},
         tasks=TASKS,
+        eval_tasks=TASKS[:4],
+        evaluate={"every_steps": 2},
         scorers=[share_of_digits],
         sampling={"max_new_tokens": 48, "temperature": 0.8, "top_k": 12, "top_p": 0.9},
         rollout={"group_size": 8},
@@ -150,6 +153,8 @@ def test_at_staleness_zero_they_take_turns_and_their_logprobs_agree(settings):
     )
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert {row["staleness_max"] for row in rows} == {0}
+    assert rows[-1]["groups_cancelled"] == {}
+    assert sum("accuracy" in row for row in rows) >= 2
     assert max(row["logprob_mismatch"] for row in rows) < 1e-5
     assert max(abs(row["ratio_mean"] - 1) for row in rows) < 1e-4
     spans = read_trace(result.run_dir / "trace.json")

@@ -1,13 +1,12 @@
 """Pausing the engine process's body, pass by pass: the test's link decides what arrives when."""
 
-import time
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine_rig import assert_same, finish_all, make_engine, make_request, weights
+from scripted_link import ScriptedLink
 
 from millrace.cluster.messages import (
     Abort,
@@ -15,74 +14,17 @@ from millrace.cluster.messages import (
     Generated,
     Message,
     Pause,
-    Progress,
     Resume,
     Stop,
     Swap,
 )
 from millrace.core.spans import Timeline
 from millrace.core.weight_update import WeightUpdate
-from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.workers.engine import EngineWorker
 
-POLL_S = 0.001  # of an engine that waits
 UPDATE = WeightUpdate(
     version=1, tensors=(), num_bytes=0, checksum=0, transport="ready", location=""
 )
-
-
-class RecordedCall:
-    def __init__(self, message: Message) -> None:
-        self.message = message
-        self.replies: list[Message | None] = []
-
-    def reply(self, message: Message | None = None) -> None:
-        self.replies.append(message)
-
-    def fail(self, error: BaseException) -> None:
-        raise error
-
-
-class ScriptedLink:
-    """Hands out one list of messages before each pass; `tokens` counts what was made by then."""
-
-    has_calls = False  # nothing arrives within a pass
-
-    def __init__(self, script: Sequence[list[Message]], engine: EmbeddedEngine) -> None:
-        self.calls: list[RecordedCall] = []
-        self.tokens: list[int] = []
-        self.spans: list[tuple[str, bool]] = []
-        self._engine = engine
-        self._arrivals = self._play(script)
-
-    def _play(self, script: Sequence[list[Message]]) -> Iterator[RecordedCall | None]:
-        """The script, and Stop when its swaps are answered."""
-        for batch in script:
-            self.tokens.append(self._engine.stats().generated_tokens)
-            for message in batch:
-                self.calls.append(RecordedCall(message))
-                yield self.calls[-1]
-            yield None
-        while any(isinstance(c.message, Swap) and not c.replies for c in self.calls):
-            yield None
-        self.tokens.append(self._engine.stats().generated_tokens)
-        self.calls.append(RecordedCall(Stop()))
-        yield self.calls[-1]
-
-    def receive(self, timeout_s: float | None = None) -> RecordedCall | None:
-        call = next(self._arrivals)
-        if call is None and timeout_s:
-            time.sleep(POLL_S)
-        return call
-
-    def emit(self, message: Message) -> None:
-        assert isinstance(message, Progress)
-        self.spans += [(span.name, span.busy) for span in message.spans]
-
-    def reply_to(self, kind: type[Message]) -> Any:
-        (call,) = [call for call in self.calls if isinstance(call.message, kind)]
-        (reply,) = call.replies
-        return reply
 
 
 class ReadyReceiver:

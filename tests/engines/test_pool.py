@@ -1,7 +1,12 @@
 import asyncio
+from dataclasses import replace
 
 import numpy as np
-from fakes import ScriptedEngine
+import pytest
+from engine_rig import assert_same, finish_all, make_engine, weights
+from engine_rig import make_request as letters_request
+from fakes import ScriptedEngine, make_completion
+from in_process_engine import InProcessEngine
 
 from millrace.core.records import Request, Sampling
 from millrace.core.weight_update import WeightUpdate
@@ -9,20 +14,32 @@ from millrace.engines.pool import EnginePool
 
 
 class HeldEngine(ScriptedEngine):
-    """Keeps its requests until the test opens the gate."""
+    """Keeps its requests until the test opens the gate, but for those with a ready answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, ready=None) -> None:
         super().__init__("x")
         self.gate = asyncio.Event()
+        self.finish = "stop"
+        self.ready = ready or {}  # request id -> completions
 
     async def generate(self, request):
+        if request.id in self.ready:
+            return self.ready[request.id]
         completions = await super().generate(request)
         await self.gate.wait()
-        return completions
+        return [replace(completion, finish=self.finish) for completion in completions]
 
 
 def make_request(name, *, n=1, session=None):
     return Request(id=name, prompt=np.zeros(1, np.int32), sampling=Sampling(), n=n, session=session)
+
+
+async def until(done):
+    for _ in range(100):
+        if done():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never happened")
 
 
 async def start(pool, *requests):
@@ -102,3 +119,113 @@ async def test_pause_and_resume_reach_every_engine():
     assert [engine.is_paused for engine in engines] == [True, True]
     await pool.resume()
     assert [engine.is_paused for engine in engines] == [False, False]
+
+
+class YieldingEngine(ScriptedEngine):
+    """Answers with these completions first, one list per request, and then as scripted."""
+
+    def __init__(self, *answers) -> None:
+        super().__init__("whole")
+        self.answers = list(answers)
+
+    async def generate(self, request):
+        completions = await super().generate(request)
+        return self.answers.pop(0) if self.answers else completions
+
+
+def interrupted(text):
+    return replace(make_completion(text), finish="interrupt")
+
+
+async def test_what_new_weights_interrupted_is_resumed_as_often_as_it_takes():
+    cut = interrupted("ab")
+    engine = YieldingEngine([make_completion("done"), interrupted("a")], [cut])
+    request = replace(make_request("r", n=2), seed=7, index=4)
+    first, second = await EnginePool([engine]).generate(request)
+    assert (first.text, second.text) == ("done", "whole")
+    _, *resumed = engine.requests
+    assert [(r.n, r.seed, r.index) for r in resumed] == [(1, 7, 5), (1, 7, 5)]
+    assert resumed[1].partial is cut
+
+
+async def test_a_sequence_that_had_not_begun_is_asked_for_anew():
+    nothing = replace(interrupted("a"), tokens=np.empty(0, np.int32))
+    engine = YieldingEngine([nothing])
+    (completion,) = await EnginePool([engine]).generate(make_request("r"))
+    assert completion.text == "whole"
+    assert engine.requests[1].partial is None
+
+
+async def test_an_interrupted_completion_is_resumed_on_the_engine_that_has_least_to_do():
+    idle, busy = HeldEngine(), HeldEngine({"r": [interrupted("a")]})
+    pool = EnginePool([idle, busy])
+    small, large = make_request("small", n=2), make_request("large", n=8)
+    tasks = await start(pool, small, make_request("r"), large)
+    await until(lambda: len(idle.requests) + len(busy.requests) == 3)
+    by_id = {r.id: engine for engine in (idle, busy) for r in engine.requests}
+    assert by_id == {"small": idle, "large": busy, "r:0": idle}
+    for task in tasks:
+        task.cancel()
+
+
+async def test_a_request_that_its_caller_aborted_is_not_resumed():
+    engine = HeldEngine()
+    engine.texts = ("a",)
+    pool = EnginePool([engine])
+    (task,) = await start(pool, make_request("r"))
+    await pool.abort(["r"])  # the engine gives it up before it hears of this
+    engine.finish = "interrupt"
+    engine.gate.set()
+    assert [(c.finish, c.text) for c in await task] == [("abort", "a")]
+    assert len(engine.requests) == 1
+
+
+async def test_an_abort_reaches_what_is_resumed_of_a_request():
+    first, second = HeldEngine({"r": [interrupted("a"), interrupted("b")]}), HeldEngine()
+    pool = EnginePool([first, second])
+    (task,) = await start(pool, make_request("r", n=2))
+    await until(lambda: second.requests)
+    await pool.abort(["r"])
+    assert (first.aborted, second.aborted) == (["r:0"], ["r:1"])
+    for engine in (first, second):
+        engine.finish = "abort"
+        engine.gate.set()
+    assert [completion.finish for completion in await task] == ["abort", "abort"]
+
+
+async def test_one_expired_completion_ends_its_siblings():
+    expired = replace(make_completion("a"), finish="expire")
+    ready = {"r": [interrupted("a"), interrupted("b")], "r:0": [expired]}
+    completions = await EnginePool([HeldEngine(ready)]).generate(make_request("r", n=2))
+    assert [(c.finish, c.text) for c in completions] == [("expire", "a"), ("abort", "b")]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}])
+async def test_a_completion_interrupted_on_one_engine_and_resumed_on_another_is_the_same(sampling):
+    class SameWeights:
+        def stage(self, update):
+            return weights(seed=0)
+
+        def close(self):
+            """Nothing to let go."""
+
+    request = letters_request(n=3, seed=3, max_new_tokens=40, **sampling)
+    expected = finish_all(make_engine(eos_ids=()), [request])[request.id]
+    embedded = [make_engine(eos_ids=()) for _ in range(2)]
+    engines = [InProcessEngine(e, receiver=SameWeights(), interrupt="abort") for e in embedded]
+    running = [asyncio.create_task(engine.run()) for engine in engines]
+    pool = EnginePool(engines)
+    generating = asyncio.create_task(pool.generate(request))
+    for version in (1, 2, 3):
+        update = WeightUpdate(
+            version=version, tensors=(), num_bytes=0, checksum=0, transport="", location=""
+        )
+        for _ in range(6):
+            await asyncio.sleep(0)
+        await pool.swap(update)
+    for completion, same in zip(await generating, expected, strict=True):
+        assert_same(completion, same)
+        assert set(completion.versions) == {0, 1, 2, 3}
+    assert all(engine.stats().generated_tokens > 0 for engine in embedded)
+    for task in running:
+        task.cancel()

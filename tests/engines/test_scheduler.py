@@ -168,9 +168,20 @@ requests = st.lists(
     prefill_tokens=st.integers(1, 20),
     keeps=st.booleans(),
     swap_at=st.sets(st.integers(1, 60), max_size=4),
+    park_at=st.integers(1, 60),
+    hold_at=st.integers(1, 60),
 )
 def test_any_mix_of_requests_finishes_and_leaves_nothing_behind(
-    requests, late, num_lanes, num_blocks, block_tokens, prefill_tokens, keeps, swap_at
+    requests,
+    late,
+    num_lanes,
+    num_blocks,
+    block_tokens,
+    prefill_tokens,
+    keeps,
+    swap_at,
+    park_at,
+    hold_at,
 ):
     rehearsal = Rehearsal(
         num_lanes=num_lanes,
@@ -189,17 +200,43 @@ def test_any_mix_of_requests_finishes_and_leaves_nothing_behind(
 
     add(requests)
     steps = 0
-    while rehearsal.scheduler.has_work:
+    scheduler = rehearsal.scheduler
+    while scheduler.has_work or scheduler.num_held_back:
+        if not scheduler.has_work:
+            scheduler.seat_new()
         rehearsal.step()
         steps += 1
         if steps == 10:
             add(late)
         if steps in swap_at:
             rehearsal.swap()
+        if steps == park_at:
+            scheduler.park()
+            assert not rehearsal.lanes.running()
+        if steps == hold_at:
+            scheduler.hold_new()
         assert steps < 10_000, "no progress"
     assert sorted(rehearsal.finished) == list(range(rehearsal.num_arrived))
     assert rehearsal.pool.num_free == num_blocks
-    assert rehearsal.scheduler.num_waiting == 0
+    assert scheduler.num_waiting == 0
+
+
+def test_while_new_ones_are_held_back_only_what_has_begun_goes_on():
+    rehearsal = Rehearsal(num_lanes=2, num_blocks=40, block_tokens=2, prefill_tokens=64)
+    for _ in range(3):
+        rehearsal.add(3, n=1, max_new_tokens=4)
+    rehearsal.step()
+    rehearsal.scheduler.hold_new()
+    rehearsal.add(3, n=2, max_new_tokens=4)
+    while rehearsal.scheduler.has_work:
+        rehearsal.step()
+    assert rehearsal.finished == [0, 1]
+    assert rehearsal.scheduler.num_held_back == 3
+    assert rehearsal.pool.num_free == 40
+    rehearsal.scheduler.seat_new()
+    while rehearsal.scheduler.has_work:
+        rehearsal.step()
+    assert sorted(rehearsal.finished) == [0, 1, 2, 3, 4]
 
 
 def test_the_latest_arrival_is_preempted_first():

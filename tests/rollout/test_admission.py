@@ -66,3 +66,12 @@ async def test_enter_wakes_when_the_swap_lands():
     admission.advance(1)
     await waiting
     assert admission.held_by is None
+
+
+async def test_nothing_starts_whose_first_token_would_be_too_old_for_the_next_take():
+    admission = make_admission(max_staleness=1)
+    admission.take_next(2)
+    assert await count_admitted(admission) == 0
+    assert admission.held_by == STALENESS
+    admission.advance(1)
+    assert await count_admitted(admission) == 6

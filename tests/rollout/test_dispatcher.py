@@ -31,7 +31,8 @@ class Bench:
             **dispatcher,
         )
 
-    async def _play(self, task, number):
+    async def _play(self, task, attempt):
+        number = attempt.number
         self.most_running = max(self.most_running, self.admission.running)
         await asyncio.sleep(0)
         if isinstance(error := self._bad(number), TaskError):

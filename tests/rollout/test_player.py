@@ -6,6 +6,7 @@ from fakes import CharacterTokenizer, ScriptedEngine, make_group
 from millrace.core.errors import ScoreError, TaskError
 from millrace.core.records import Sampling, Score, Task
 from millrace.envs.single_turn import SingleTurn
+from millrace.rollout.cancellation import Attempt, Expired
 from millrace.rollout.evaluation import evaluate
 from millrace.rollout.player import Player, group_seed
 from millrace.rollout.renderer import Renderer
@@ -24,7 +25,9 @@ def make_player(engine, *, max_context=100, **sampling):
 
 async def test_a_group_is_one_request_of_n_completions_that_share_the_prompt():
     engine = ScriptedEngine("12", "3")
-    group = await make_player(engine).play(Task(prompt="1+2="), number=5, group_size=4)
+    group = await make_player(engine).try_group(
+        Task(prompt="1+2="), attempt=Attempt(5), group_size=4
+    )
     (request,) = engine.requests
     assert request.n == 4
     assert [e.turns[0].completion for e in group.episodes] == ["12", "3", "12", "3"]
@@ -36,7 +39,9 @@ async def test_draws_depend_on_the_run_and_the_group_alone():
     first, again = ScriptedEngine("1"), ScriptedEngine("1")
     for engine in (first, again):
         for number in (0, 1):
-            await make_player(engine).play(Task(prompt="x"), number=number, group_size=2)
+            await make_player(engine).try_group(
+                Task(prompt="x"), attempt=Attempt(number), group_size=2
+            )
     assert [r.seed for r in first.requests] == [r.seed for r in again.requests]
     assert first.requests[0].seed != first.requests[1].seed
     assert 0 <= group_seed(-3, 10**12) < 2**63
@@ -44,19 +49,51 @@ async def test_draws_depend_on_the_run_and_the_group_alone():
 
 async def test_a_prompt_that_fills_the_context_is_a_task_error_with_the_numbers():
     with pytest.raises(TaskError, match=r"8 tokens, but the context holds 8.*engine.max_context"):
-        await make_player(ScriptedEngine("1"), max_context=8).play(
-            Task(prompt="12345678"), number=0, group_size=2
+        await make_player(ScriptedEngine("1"), max_context=8).try_group(
+            Task(prompt="12345678"), attempt=Attempt(0), group_size=2
         )
 
 
 async def test_greedy_play_switches_temperature_and_truncation_off():
     engine = ScriptedEngine("1")
     player = make_player(engine, temperature=0.7, top_k=5, top_p=0.9, stop=("\n",))
-    await player.greedy().play(Task(prompt="x"), number=0, group_size=1)
+    await player.greedy().play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
     sampling = engine.requests[0].sampling
     assert sampling.temperature == 0
     assert not sampling.truncates
     assert sampling.stop == ("\n",)
+
+
+async def test_each_try_at_a_group_draws_anew_under_a_name_of_its_own():
+    engine = ScriptedEngine("1")
+    for tries in range(3):
+        attempt = Attempt(4, tries=tries)
+        await make_player(engine).try_group(Task(prompt="x"), attempt=attempt, group_size=2)
+    assert [r.id for r in engine.requests] == ["group 4/0", "group 4, try 2/0", "group 4, try 3/0"]
+    assert len({r.seed for r in engine.requests}) == 3
+    assert engine.requests[0].seed == group_seed(7, 4)
+
+
+async def test_what_is_for_training_may_expire_and_an_evaluation_may_not():
+    engine = ScriptedEngine("1")
+    player = make_player(engine)
+    await player.try_group(Task(prompt="x"), attempt=Attempt(0), group_size=2)
+    await player.greedy().play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
+    assert [request.expires for request in engine.requests] == [True, False]
+
+
+async def test_a_group_whose_request_expired_ends_and_knows_its_tokens():
+    class Expiring(ScriptedEngine):
+        async def generate(self, request):
+            done, cut = await super().generate(request)
+            return [done, replace(cut, finish="expire")]
+
+    attempt = Attempt(0)
+    with pytest.raises(Expired):
+        await make_player(Expiring("abc", "de")).try_group(
+            Task(prompt="x"), attempt=attempt, group_size=2
+        )
+    assert (attempt.finished, attempt.cut, attempt.oldest) == ([3], [2], 0)
 
 
 async def test_accuracy_counts_what_failed_as_not_solved():

@@ -27,6 +27,7 @@ def test_a_finished_run(tmp_path):
     assert summary.staleness_mean == pytest.approx(0.8)
     assert summary.staleness_max == 2
     assert summary.dropped == {"too stale": 4}
+    assert summary.cancelled == {"generating": 5}
     assert summary.failed == {"reward raised": 2}
     trainer = summary.workers["trainer"]
     assert trainer is not None
@@ -43,6 +44,8 @@ def test_the_table_says_it_all(tmp_path):
         "0.310 → 0.940",
         "128 samples/s, 2.00k tokens/s",
         "0.80 on average, at most 2",
+        "5 (generating 5)",
+        "400 tokens lost, about 800 saved",
         "75% busy (generate 70%, swap 5%), waits: the trainer (buffer full) 25%",
         "50% busy (step 40%, publish 10%), waits: generation 30%, scores 20%",
         "4 (too stale 4)",

@@ -24,6 +24,9 @@ def make_moment(version=3, **changes):
         "buffer_depth": 4,
         "groups_running": 2,
         "groups_dropped": {"stale": 1},
+        "groups_cancelled": {"generating": 2},
+        "tokens_lost": 30,
+        "tokens_saved": 70,
         "groups_failed": {},
         "last_failure": "",
         "engine_waits_for": "the trainer (staleness limit)",
@@ -44,6 +47,8 @@ def test_a_row_tells_rewards_and_staleness_of_its_own_groups(tmp_path):
     assert row["staleness_max"] == 2
     assert row["loss"] == 0.5
     assert row["groups_dropped"] == {"stale": 1}
+    assert row["groups_cancelled"] == {"generating": 2}
+    assert (row["tokens_lost"], row["tokens_saved"]) == (30, 70)
 
 
 async def test_an_idle_worker_is_shown_with_the_reason_only_the_controller_knows(tmp_path):

@@ -131,6 +131,7 @@ class EmbeddedEngine:
         self._ended: list[tuple[Running, Finish]] = []  # to be recorded while the device works
         self._unfinished: dict[str, list[Completion | None]] = {}  # by request; None = not yet
         self._finished: list[Finished] = []  # not yet handed out
+        self._expired_before = 0  # older tokens can no longer be trained
         self._num_arrived = 0
         self._num_generated = 0
         self._num_prefilled = 0
@@ -147,6 +148,11 @@ class EmbeddedEngine:
         return has_results or (self.version is not None and self._scheduler.has_work)
 
     @property
+    def holds_back(self) -> bool:
+        """True if sequences wait only because hold_new() was called."""
+        return self._scheduler.num_held_back > 0
+
+    @property
     def has_room(self) -> bool:
         """True if another sequence would get a lane."""
         return self._lanes.num_free > 0
@@ -154,7 +160,7 @@ class EmbeddedEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             running=int(self._lanes.occupied.sum()),
-            waiting=self._scheduler.num_waiting,
+            waiting=self._scheduler.num_waiting + self._scheduler.num_held_back,
             free_blocks=self._pool.num_free,
             generated_tokens=self._num_generated,
             prefill_tokens=self._num_prefilled,
@@ -215,16 +221,57 @@ class EmbeddedEngine:
         finished, self._finished = self._finished, []
         return finished
 
-    def abort(self, ids: Iterable[str]) -> list[Finished]:
+    def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[Finished]:
         """End these requests with what they have; those that are not here are left out."""
         aborted = []
         self._record_ended()
         for id in ids:
             for sequence in self._scheduler.remove(id):
-                self._end(sequence, finish="abort")
+                self._end(sequence, finish=finish)
             aborted += [finished for finished in self._finished if finished.id == id]
             self._finished = [finished for finished in self._finished if finished.id != id]
         return aborted
+
+    def interrupt(self) -> list[Finished]:
+        """End the requests that have a lane, to be resumed here or elsewhere; the KV of others is
+        forgotten."""
+        running = dict.fromkeys(sequence.request.id for sequence in self._lanes.running())
+        interrupted = self.abort(running, finish="interrupt")
+        self._scheduler.forget_kv()
+        return interrupted
+
+    def expire(self, before: int) -> list[Finished]:
+        """End the requests that expire and hold a token of an older version than `before`; so will
+        those that come later with such tokens."""
+        self._expired_before = max(before, self._expired_before)
+        self._record_ended()
+        versions: dict[str, list[np.ndarray]] = {}
+        for sequence in self._scheduler.sequences():
+            if sequence.request.expires:
+                own = self._lanes.versions_of(sequence)
+                versions.setdefault(sequence.request.id, []).append(own)
+        for id, known in versions.items():
+            known += [done.versions for done in self._unfinished[id] if done is not None]
+        old = [id for id, known in versions.items() if (np.concatenate(known) < before).any()]
+        return self.abort(old, finish="expire")
+
+    def park(self) -> list[Finished]:
+        """Have all sequences wait, with their KV if it is kept across swaps; returns the requests
+        that are finished already."""
+        self._record_ended()
+        if self._kv == "keep":
+            self._scheduler.park()
+        else:
+            self._scheduler.forget_kv()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def hold_new(self) -> None:
+        """Begin no sequence until seat_new(); go on with the others."""
+        self._scheduler.hold_new()
+
+    def seat_new(self) -> None:
+        self._scheduler.seat_new()
 
     @torch.inference_mode()
     def swap(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
@@ -379,7 +426,10 @@ class EmbeddedEngine:
         if sampling.stop and self._stopping.ends_in_stop_string(sampled, sampling.stop):
             return "stop"
         at_limit = len(sampled) >= sampling.max_new_tokens
-        return "length" if at_limit or len(sequence.tokens) >= self._max_context else None
+        if at_limit or len(sequence.tokens) >= self._max_context:
+            return "length"
+        is_old = (sequence.versions < self._expired_before).any()
+        return "expire" if is_old and sequence.request.expires else None
 
     def _end(self, sequence: Running, *, finish: Finish) -> None:
         """Record a completion; with the last of its request, the request is finished."""

@@ -45,6 +45,13 @@ class Lanes:
     def running(self) -> list[Sequence]:
         return [sequence for sequence in self._sequences if sequence is not None]
 
+    def versions_of(self, sequence: Sequence) -> np.ndarray:
+        """[N] of the tokens it has sampled, in a lane or not."""
+        if sequence.lane is None:
+            return sequence.versions
+        stop = self.num_tokens[sequence.lane]
+        return self.versions[sequence.lane, sequence.num_prompt : stop]
+
     def seat(self, sequence: Sequence, *, num_cached: int) -> int:
         """Give a sequence a free lane."""
         assert sequence.lane is None

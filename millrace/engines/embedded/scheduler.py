@@ -10,6 +10,9 @@ When blocks run out, prefixes held by waiting sequences go first, then the lates
 its lane and waits to be recomputed, as far as its KV is gone by then. A sequence alone always fits
 (the engine refuses others), so the earliest arrival always makes progress.
 
+While new ones are held back, a sequence that has no token yet and no lane gets none: what is in
+flight comes to its end.
+
 Called by the engine's thread.
 """
 
@@ -36,6 +39,8 @@ class Scheduler:
         self._prefixes = prefixes
         self._prefill_tokens = prefill_tokens
         self._waiting: list[Sequence] = []  # by arrival
+        self._holds_new = False
+        self._held_back: list[Sequence] = []  # by arrival; without any KV
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # that were found instead of prefilled
 
@@ -44,7 +49,12 @@ class Scheduler:
         return sum(1 + len(sequence.followers) for sequence in self._waiting)
 
     @property
+    def num_held_back(self) -> int:
+        return sum(1 + len(sequence.followers) for sequence in self._held_back)
+
+    @property
     def has_work(self) -> bool:
+        """True if there is something to compute; what is held back is not."""
         return bool(self._waiting) or bool(self._lanes.occupied.any())
 
     def add(self, sequences: list[Sequence]) -> None:
@@ -144,12 +154,46 @@ class Scheduler:
         removed = [s for s in self._lanes.running() if s.request.id == request_id]
         for sequence in removed:
             self.finish(sequence)
-        waiting = [s for s in self._waiting if s.request.id == request_id]
-        for sequence in waiting:
-            self._waiting.remove(sequence)
-            self._drop_held(sequence, ends=True)
-        removed += waiting
+        for queue in (self._waiting, self._held_back):
+            waiting = [s for s in queue if s.request.id == request_id]
+            for sequence in waiting:
+                queue.remove(sequence)
+                self._drop_held(sequence, ends=True)
+            removed += waiting
         return removed + [follower for leader in removed for follower in leader.followers]
+
+    def sequences(self) -> list[Sequence]:
+        """All that are here. Of those with a lane, the lane knows what was sampled."""
+        leaders = [*self._lanes.running(), *self._waiting, *self._held_back]
+        return [member for leader in leaders for member in (leader, *leader.followers)]
+
+    def park(self) -> None:
+        """Have all running sequences give up their lanes; what they have in the KV cache they take
+        along, unless their prefill is still under way."""
+        lanes = self._lanes
+        for sequence in lanes.running():
+            lane = sequence.lane
+            assert lane is not None
+            if lanes.num_tokens[lane] - lanes.num_cached[lane] == 1 and not lanes.leads[lane]:
+                lanes.unseat(sequence)
+                sequence.held_blocks = self._tables.take(lane)
+            else:
+                self._leave(sequence, ends=False)
+            self._wait(sequence)
+
+    def hold_new(self) -> None:
+        """From now on, seat no sequence that has not begun."""
+        self._holds_new = True
+        waiting, self._waiting = self._waiting, []
+        for sequence in waiting:
+            self._wait(sequence)
+
+    def seat_new(self) -> None:
+        """Undo hold_new()."""
+        self._holds_new = False
+        held_back, self._held_back = self._held_back, []
+        for sequence in held_back:
+            self._wait(sequence)
 
     def forget_kv(self) -> None:
         """Have all KV recomputed: what is cached belongs to other weights."""
@@ -157,6 +201,7 @@ class Scheduler:
             self._tables.free(self._lanes.unseat(sequence))
             self._wait(sequence)
         for sequence in self._waiting:
+            sequence.lineage = ()  # nor may it find what it left behind
             if sequence.held_blocks is not None:
                 self._tables.pool.release(sequence.held_blocks)
                 sequence.held_blocks = None
@@ -289,7 +334,13 @@ class Scheduler:
         )
 
     def _wait(self, sequence: Sequence) -> None:
-        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.arrival)
+        queue = self._waiting
+        if self._holds_new and not sequence.has_begun:
+            queue = self._held_back
+            # It may be long until it is its turn, and the weights will be others then.
+            self._drop_held(sequence, ends=True)
+            sequence.lineage = ()
+        bisect.insort(queue, sequence, key=lambda waiting: waiting.arrival)
 
     def _drop_latest_held(self) -> bool:
         """Give up the latest held prefix, if there is one; its sequence will prefill by itself."""
@@ -302,5 +353,5 @@ class Scheduler:
     def _drop_held(self, sequence: Sequence, *, ends: bool) -> None:
         blocks, sequence.held_blocks = sequence.held_blocks, None
         if blocks is not None:
-            num_cached = len(sequence.tokens)
+            num_cached = len(sequence.tokens) - 1  # a parked one's last token has not run yet
             self._prefixes.leave(sequence, blocks=blocks, num_cached=num_cached, ends=ends)

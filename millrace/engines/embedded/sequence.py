@@ -26,8 +26,8 @@ class Sequence:
     lane: int | None = None
     # Members of the same request that wait for this one's prefill, to share it.
     followers: list["Sequence"] = field(default_factory=list)
-    # Without a lane: shared blocks that hold the KV of all tokens; the last token runs once more,
-    # because its logits are needed.
+    # Without a lane: blocks that hold the KV of all tokens but perhaps the last, which runs once
+    # more, because its logits are needed.
     held_blocks: np.ndarray | None = None
     # Of the KV it has, or had when it gave up its lane.
     lineage: Lineage = ()
@@ -35,6 +35,11 @@ class Sequence:
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def has_begun(self) -> bool:
+        """True if it has sampled tokens, as far as it knows without its lane."""
+        return len(self.tokens) > self.num_prompt
 
     def completion(self, *, finish: Finish, text: str) -> Completion:
         """What it has so far, as a record."""

@@ -1,0 +1,36 @@
+"""A run whose longest completions outlive the staleness limit."""
+
+from tiny_model import make_tiny_model
+
+import millrace as mr
+from millrace.watch.metrics import read_metrics
+from millrace.watch.summary import summarise
+
+TASKS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
+
+
+def share_of_digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+def test_groups_that_can_no_longer_be_trained_are_cancelled_and_tried_again(tmp_path):
+    result = mr.train(
+        model=str(make_tiny_model(tmp_path / "model", max_context=1024)),
+        run_dir=str(tmp_path / "run"),
+        tasks=TASKS,
+        scorers=[share_of_digits],
+        sampling={"max_new_tokens": 600},
+        rollout={"group_size": 2},
+        buffer={"max_staleness": 1},
+        trainer={"steps": 10, "groups_per_step": 2, "threads": 1},
+        engine={"threads": 1, "max_sequences": 16},
+        weights={"interrupt": "abort"},
+        scoring={"workers": 1},
+        watch={"progress": "off"},
+    )
+    rows = read_metrics(result.run_dir / "metrics.jsonl")
+    assert result.steps == 10
+    assert max(row["staleness_max"] for row in rows) <= 1
+    assert rows[-1]["groups_cancelled"]["generating"] > 0
+    assert rows[-1]["tokens_lost"] > 0
+    assert summarise(result.run_dir).cancelled == rows[-1]["groups_cancelled"]

@@ -1,0 +1,172 @@
+"""Groups that grow too old: given up at once, tried again, counted."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+from fakes import make_completion, make_group
+
+from millrace.core.records import Task
+from millrace.rollout.admission import Admission
+from millrace.rollout.cancellation import WINDOW, Attempt, Cancellations, Expired
+from millrace.rollout.dispatcher import MAX_TRIES, Dispatcher, Failures
+
+
+class Bench:
+    """A dispatcher whose groups stop at each stage until the test lets them on."""
+
+    def __init__(self, *, groups=2):
+        self.attempts = []
+        self.stage = {stage: asyncio.Event() for stage in ("generating", "scoring", "waiting")}
+        self.admitted = []
+        self.expire_in_engine = set()
+        self.admission = Admission(
+            groups_per_step=groups, max_staleness=0, max_running=9, version=0
+        )
+        self.dispatcher = Dispatcher(
+            task_of=lambda number: Task(prompt=str(number)),
+            play=self._play,
+            score=self._score,
+            admit=self._admit,
+            admission=self.admission,
+            failures=Failures(max_share=0.5),
+        )
+        self.running = asyncio.create_task(self.dispatcher.run())
+
+    async def _play(self, task, attempt):
+        self.attempts.append((attempt.number, attempt.tries))
+        await self.stage["generating"].wait()
+        attempt.record([make_completion("abcd", version=attempt.tries)])
+        if attempt.number in self.expire_in_engine:
+            attempt.cut.append(2)
+            raise Expired
+        return make_group(attempt.number, versions=attempt.tries)
+
+    async def _score(self, group):
+        await self.stage["scoring"].wait()
+        return group
+
+    async def _admit(self, group):
+        await self.stage["waiting"].wait()
+        self.admitted.append(group)
+
+    async def settle(self):
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def close(self):
+        self.running.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.running
+
+
+@pytest.fixture
+async def bench():
+    bench = Bench()
+    await bench.settle()
+    yield bench
+    await bench.close()
+
+
+@pytest.mark.parametrize("stage", ["scoring", "waiting"])
+async def test_a_group_that_grows_too_old_is_cancelled_and_issued_again_at_once(bench, stage):
+    bench.stage["generating"].set()
+    if stage == "waiting":
+        bench.stage["scoring"].set()
+    await bench.settle()
+    assert bench.attempts == [(0, 0), (1, 0)]
+    bench.dispatcher.expire(before=1)
+    await bench.settle()
+    assert sorted(bench.attempts[2:]) == [(0, 1), (1, 1)]
+    assert bench.dispatcher.cancellations.by_reason == {stage: 2}
+    assert bench.dispatcher.cancellations.tokens_lost == 2 * 4
+    assert bench.admission.running == 2
+    for event in bench.stage.values():
+        event.set()
+    await bench.settle()
+    assert sorted(group.number for group in bench.admitted) == [0, 1]
+    assert all(group.oldest_version == 1 for group in bench.admitted)
+
+
+async def test_a_group_whose_tokens_are_young_enough_goes_on(bench):
+    bench.stage["generating"].set()
+    await bench.settle()
+    bench.dispatcher.expire(before=0)
+    await bench.settle()
+    assert bench.attempts == [(0, 0), (1, 0)]
+    assert not bench.dispatcher.cancellations.by_reason
+
+
+async def test_a_group_that_an_engine_ended_is_issued_again(bench):
+    bench.expire_in_engine = {1}
+    bench.stage["generating"].set()
+    await bench.settle()
+    assert bench.attempts == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert bench.dispatcher.cancellations.by_reason == {"generating": MAX_TRIES}
+
+
+async def test_a_group_that_came_back_too_old_is_not_scored(bench):
+    bench.dispatcher.expire(before=1)
+    bench.stage["generating"].set()
+    await bench.settle()
+    assert bench.dispatcher.cancellations.by_reason == {"generating": 2}
+    assert bench.dispatcher.scoring == 2  # their second tries
+
+
+async def test_after_its_last_try_a_group_counts_as_dropped(bench):
+    for event in bench.stage.values():
+        event.set()
+    await bench.settle()
+    for tries in range(1, MAX_TRIES + 1):
+        assert bench.dispatcher.dropped == {}
+        bench.dispatcher.expire_waiting(make_group(0))
+        await bench.settle()
+        assert (0, tries) in bench.attempts or tries == MAX_TRIES
+    assert bench.dispatcher.dropped == {"stale": 1}
+    assert bench.dispatcher.cancellations.by_reason == {"waiting": MAX_TRIES}
+    assert 0 not in bench.dispatcher.cursor()["unfinished"]
+    assert (2, 0) in bench.attempts  # its place went to a new group
+
+
+async def test_the_cursor_names_cancelled_groups_as_unfinished(bench):
+    bench.stage["generating"].set()
+    await bench.settle()
+    bench.dispatcher.expire(before=1)
+    assert bench.dispatcher.cursor() == {"next_number": 2, "unfinished": [0, 1]}
+    await bench.settle()
+    assert bench.dispatcher.cursor() == {"next_number": 2, "unfinished": [0, 1]}
+
+
+async def test_a_run_that_ends_counts_nothing_as_cancelled(bench):
+    bench.stage["generating"].set()
+    await bench.settle()
+    await bench.close()
+    assert not bench.dispatcher.cancellations.by_reason
+    assert bench.dispatcher.cursor()["unfinished"] == [0, 1]
+
+
+def test_what_is_saved_is_the_mean_rest_of_recent_completions_that_were_longer():
+    cancellations = Cancellations()
+    cancellations.learn([2, 10, 20, 30])
+    cancellations.count("generating", num_tokens=15, cut=[10, 5])
+    assert cancellations.tokens_lost == 15
+    # After 10 tokens: 10 or 20 more. After 5: 5, 15 or 25 more.
+    assert cancellations.tokens_saved == 15 + 15
+    cancellations.count("generating", num_tokens=40, cut=[40])
+    assert cancellations.tokens_saved == 30  # none was longer
+
+
+def test_only_recent_lengths_count():
+    cancellations = Cancellations()
+    cancellations.learn([1000] * 10 + [8] * WINDOW)
+    cancellations.count("generating", num_tokens=5, cut=[5])
+    assert cancellations.tokens_saved == 3
+
+
+def test_an_attempt_is_as_old_as_its_oldest_token():
+    attempt = Attempt(0)
+    assert not attempt.is_too_old(100)
+    attempt.record([make_completion("a", version=4)])
+    attempt.record([make_completion("b", version=6)])
+    assert attempt.is_too_old(5)
+    assert not attempt.is_too_old(4)
