@@ -125,6 +125,8 @@ class Controller:
             await self._courier.wait_visible(self._version)
             after = await self._evaluate_and_log()
             await self._notifier.finish()
+            if self._notifier.num_failed:
+                self._watcher.warn(f"{self._notifier.num_failed} posts to weights.notify failed.")
             delivering.cancel()
             notifying.cancel()
             watching.cancel()

@@ -1,5 +1,6 @@
 """The collective transport keeps the transport contract over gloo."""
 
+import dataclasses
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -55,13 +56,14 @@ class TestCollective(DeltaContract, FaultContract, TransportContract):
     ) -> WeightUpdate:
         assert isinstance(sender, PackingSender)
         assert isinstance(sender._outlet, CollectiveOutlet)
-        offer = sender._outlet._offers[update.version]
-        blob = offer.delta if is_delta else offer.payload
-        assert blob is not None
+        outlet, field = sender._outlet, "delta" if is_delta else "payload"
+        offer = outlet._offers[update.version]
+        blob = getattr(offer, field)
         if how == "corrupted":
             blob.flat[0] ^= 1
-        else:  # the last bucket never comes
-            blob.flat.data = blob.flat[: -(2**16)]
+        else:
+            shorter = outlet._blob(blob.flat[: -(2**16)])
+            outlet._offers[update.version] = dataclasses.replace(offer, **{field: shorter})
         return update
 
 

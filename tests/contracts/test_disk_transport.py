@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from fault_weights import hash_of
 from full_disk import files_of_at_most
 from safetensors.torch import load_file
 from transport_contract import DeltaContract, TransportContract, assert_arrived, some_tensors
@@ -136,7 +137,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_trace(
     sender: PackingSender, receiver: StagingReceiver, directory: Path
 ):
     first, second = {"weight": torch.zeros(10_000)}, {"weight": torch.ones(10_000)}
-    receiver.stage(sender.publish(1, first))
+    held = receiver.stage(sender.publish(1, first))
     with files_of_at_most(20_000), pytest.raises(NoSpace) as caught:
         sender.publish(2, second)
     sentence = str(caught.value)
@@ -145,4 +146,5 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_trace(
     assert "it needs 0.04 MB" in sentence
     assert "\n" not in sentence
     assert [p.name for p in directory.iterdir()] == ["version_1"]
+    assert hash_of(held) == hash_of(first)
     assert_arrived(receiver.stage(sender.publish(2, second)), second, torch.float32)

@@ -256,11 +256,16 @@ class CollectiveInlet:
             flat = torch.empty(update.delta.num_bytes, dtype=torch.uint8, device=device)
         else:
             flat = staging.take(update, device=device)
-        group.broadcast(
-            flat,
-            bucket_bytes=admission.bucket_bytes,
-            on_bucket=partial(_verify, version=update.version, checksums=admission.checksums),
-        )
+        try:
+            _check_count(admission, version=update.version, num_bytes=len(flat))
+            group.broadcast(
+                flat,
+                bucket_bytes=admission.bucket_bytes,
+                on_bucket=partial(_verify, version=update.version, checksums=admission.checksums),
+            )
+        except WeightError:
+            self.close()  # so that the trainer does not wait for this engine to take the rest
+            raise
         return Fetched(flat=flat, kind="delta" if admission.is_delta else "staged")
 
     def _device(self, place: Place) -> torch.device:
@@ -304,6 +309,15 @@ class CollectiveInlet:
         )
         self._group_number = admission.group
         return self._group
+
+
+def _check_count(admission: Admission, *, version: int, num_bytes: int) -> None:
+    num_buckets = max(1, math.ceil(num_bytes / admission.bucket_bytes))  # nothing is one, too
+    if len(admission.checksums) != num_buckets:
+        raise WeightError(
+            f"The trainer sends {len(admission.checksums)} buckets of version {version}, which has"
+            f" {num_buckets}; the engine keeps the weights it has."
+        )
 
 
 def _verify(number: int, bucket: torch.Tensor, *, version: int, checksums: list[int]) -> None:
