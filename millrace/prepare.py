@@ -17,7 +17,8 @@ from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Advantages
 from millrace.core.records import Task
 from millrace.envs.tasks import TaskStream, load_tasks
-from millrace.models.adapters import check_same_kind, require_peft
+from millrace.models.adapter_folders import check_same_kind
+from millrace.models.adapters import require_peft
 from millrace.models.directory import configured_context, load_tokenizer
 from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import ADVANTAGES

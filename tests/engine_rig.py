@@ -21,6 +21,7 @@ from millrace.core.records import Completion, Request, Sampling
 from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
+from millrace.models.adapters import adapter_of
 
 torch.set_num_threads(1)  # on tensors this small, a second thread only spins
 
@@ -54,7 +55,7 @@ def make_engine(
     model.set_attn_implementation(PAGED_ATTENTION)
     sizes = {
         "version": 0,
-        "merger": None if lora is None else AdapterMerger(model, lora),
+        "merger": None if lora is None else AdapterMerger(model, adapter_of(model, lora)),
         "max_context": 128,
         "max_sequences": 8,
         "num_blocks": 256,

@@ -150,6 +150,8 @@ class LoraConfig(Section):
     """Names of the layers to adapt, such as "q_proj"; "all-linear" = all but the head."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, so that a higher rank does not learn more slowly."""
+    dora: bool = False
+    """Also learn the length of each row of the updated weights (DoRA)."""
     export_merged: bool = False
     """With the last checkpoint, also write the whole model with the adapter merged into it."""
 

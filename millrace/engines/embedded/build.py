@@ -13,7 +13,8 @@ from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.kv_cache import block_bytes
 from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import PAGED_ATTENTION, measure_kv
-from millrace.models.adapters import read_adapter
+from millrace.models.adapter_folders import read_checkpoint
+from millrace.models.adapters import adapter_of
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import (
     load_model,
@@ -49,7 +50,7 @@ def build_engine(
             attention=PAGED_ATTENTION,
             trust_remote_code=trust_remote_code,
         )
-        merger = None if lora is None else AdapterMerger(model, lora)
+        merger = None if lora is None else AdapterMerger(model, adapter_of(model, lora))
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some of"
@@ -58,7 +59,7 @@ def build_engine(
     tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code)
     engine = engine_of(model, tokenizer, config=config, version=version, merger=merger)
     if adapter_path is not None:
-        engine.swap(read_adapter(adapter_path), version=version)
+        engine.swap(read_checkpoint(adapter_path), version=version)
     return engine
 
 

@@ -30,7 +30,7 @@ class LiveWeights:
         self.shapes: dict[str, tuple[int, ...]] = (
             {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
             if merger is None
-            else merger.shapes()
+            else merger.adapter.shapes()
         )
 
     def replace(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
