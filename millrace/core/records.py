@@ -79,6 +79,8 @@ class Request:
     seed: int = 0
     partial: Completion | None = None  # with n = 1: continue after these tokens
     index: int = 0  # completion index of the first of the n
+    # None = the policy; else one of engine.adapters, or "base" = without the adapter in training.
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -95,8 +95,11 @@ def test_workers_say_nothing_in_their_logs(finished):
     assert {path.name: path.read_text() for path in logs.glob("*.log") if path.stat().st_size} == {}
 
 
-def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(model, tmp_path):
+def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(model, finished, tmp_path):
+    """Unmerged and DoRA, with the adapter of another run beside it."""
     start = settings(model, tmp_path / "run")
+    start["lora"] |= {"apply": "unmerged", "dora": True}
+    start["engine"]["adapters"] = {"earlier": str(finished.checkpoint)}
     mr.train(start, tasks=TASKS, scorers=[share_of_digits], trainer={"steps": 3})
     result = mr.train(
         start, tasks=TASKS, scorers=[share_of_digits], resume=True, trainer={"steps": 5}
@@ -120,6 +123,19 @@ def test_without_peft_nothing_starts(model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(mr.MillraceError, match=r"install millrace\[lora\]"):
         mr.train(settings(model, tmp_path / "run"), tasks=TASKS, scorers=[share_of_digits])
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_that_is_none_is_one_sentence(model, tmp_path):
+    with pytest.raises(
+        mr.MillraceError, match=r"engine\.adapters\.judge = .* has no adapter_config"
+    ):
+        mr.train(
+            settings(model, tmp_path / "run"),
+            tasks=TASKS,
+            scorers=[share_of_digits],
+            engine={"adapters": {"judge": str(model)}},
+        )
     assert not (tmp_path / "run").exists()
 
 

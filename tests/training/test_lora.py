@@ -66,9 +66,11 @@ def mismatch(trainer: Trainer, rollouts: list[Rollout]) -> float:
     ],
     ids=["all", "rslora", "some", "dora"],
 )
+@pytest.mark.parametrize("apply", ["merged", "unmerged"])
 def test_an_engine_computes_with_a_swapped_adapter_what_the_trainer_does(
-    architecture, round_steps, lora
+    architecture, round_steps, lora, apply
 ):
+    lora = lora.model_copy(update={"apply": apply})
     trainer = lora_trainer(architecture, lora)
     engine = make_engine(architecture, lora=lora, round_steps=round_steps, eos_ids=())
     assert mismatch(trainer, rollouts_by(engine)) < 1e-5
