@@ -186,7 +186,7 @@ def test_one_adapter_costs_its_own_tensors_and_joined_projections_share_two_prod
     assert engine._bank is not None
     stacks = engine._bank._stacks
     assert len(stacks) == 4  # query, key and value; output; gate and up; down
-    assert all(len(stack._owners) == 2 for stack in stacks)
+    assert all(len(stack._products) == 2 for stack in stacks)
     assert all(stack._gains is None for stack in stacks)
     shapes = engine.parameter_shapes()
     own = sum(np.prod(shape) for name, shape in shapes.items() if "lora_A" in name)

@@ -2,13 +2,14 @@
 
 Promise: a row is changed by the adapter it chose and no other. Adapters are written in place, and
 the model's own weights stay as they are, so a swap of the policy's adapter is a copy of small
-tensors. Products of equal shape share their storage for that: one copy reaches all layers.
+tensors. Products that are alike share their storage for that: one copy reaches all layers.
 
-Used by the engine's thread. S, K, N, I, O as in side_products; L = products of equal shape.
+Used by the engine's thread. S, K, N, I, O as in side_products; L = products that are alike.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from millrace.core.errors import TaskError
 from millrace.engines.embedded.decode.layers import Joint, place_of
 from millrace.engines.embedded.side_products import Choice, SideProduct, add_beside
-from millrace.models.adapters import Adapter, Factors, factors_of, gain
+from millrace.models.adapters import Adapter, gain, tensor_names
 
 BASE = "base"  # the model without an adapter, when the policy is one
 
@@ -30,9 +31,28 @@ class _Slot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Product:
-    owner: nn.Linear | Joint
-    places: dict[str, tuple[int, int]] = field(default_factory=dict)  # rows of O, by layer
+class _Part:
+    """A layer, as a part of the product that computes it."""
+
+    name: str
+    start: int  # of its rows
+    stop: int
+    slots: tuple[int, ...]  # of the adapters it has
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Copy:
+    """The same tensor of L layers, and where it goes."""
+
+    names: list[str]
+    target: Tensor  # [L, ...]
+    scale: float = 1.0
+
+    def run(self, tensors: Mapping[str, Tensor]) -> None:
+        stacked = torch.stack([tensors[name] for name in self.names])
+        if self.scale != 1.0:
+            stacked = stacked.float().mul_(self.scale)
+        self.target.copy_(stacked, non_blocking=True)
 
 
 class AdapterBank:
@@ -45,16 +65,19 @@ class AdapterBank:
             columns = slice(num_columns, num_columns + adapter.rank)
             self._slots[name] = _Slot(number=number, columns=columns, adapter=adapter)
             num_columns = columns.stop
-        ranks = torch.tensor([adapter.rank for adapter in adapters.values()])
+        slots = list(self._slots.values())
+        ranks = torch.tensor([slot.adapter.rank for slot in slots])
         column_slots = torch.arange(len(ranks)).repeat_interleave(ranks).to(model.device)
         self._choice = Choice(column_slots, dtype=model.dtype)
         self._stacks = [
-            _Stack(products, slots=list(self._slots.values()), choice=self._choice)
-            for products in _by_shape(_products(model, adapters.values()))
+            _Stack(alike, slots=slots, choice=self._choice)
+            for alike in _alike(_products(model, slots))
         ]
+        # Made once, because every name that is put together makes decoding wait.
+        self._policy_copies = [] if self.policy is None else self._copies(self._slots[None])
         for name, slot in self._slots.items():
             if name is not None:
-                self._write(slot, slot.adapter.tensors)
+                self._write(slot, slot.adapter.tensors, copies=self._copies(slot))
 
     @property
     def policy(self) -> Adapter | None:
@@ -75,21 +98,26 @@ class AdapterBank:
         )
 
     def choose(self, slots: Tensor) -> None:
-        """[T] the adapter of each row of the passes to come. Runs inside CUDA graphs."""
+        """[T] the adapter of each row of the pass to come. Runs inside CUDA graphs."""
         self._choice.set(slots)
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         """Make these the policy's adapter."""
-        self._write(self._slots[None], tensors)
+        self._write(self._slots[None], tensors, copies=self._policy_copies)
 
     def weights_changed(self) -> None:
         """The model's own weights are others now: what depends on them is computed anew."""
         for slot in self._slots.values():
             self._set_gains(slot)
 
-    def _write(self, slot: _Slot, tensors: Mapping[str, Tensor]) -> None:
-        for stack in self._stacks:
-            stack.write(slot, tensors)
+    def _copies(self, slot: _Slot) -> list[_Copy]:
+        return [copy for stack in self._stacks for copy in stack.copies(slot)]
+
+    def _write(
+        self, slot: _Slot, tensors: Mapping[str, Tensor], *, copies: Sequence[_Copy]
+    ) -> None:
+        for copy in copies:
+            copy.run(tensors)
         self._set_gains(slot)
 
     def _set_gains(self, slot: _Slot) -> None:
@@ -98,41 +126,44 @@ class AdapterBank:
                 stack.set_gains(slot)
 
 
-def _products(model: PreTrainedModel, adapters: Iterable[Adapter]) -> list[_Product]:
+class _Product(NamedTuple):
+    owner: nn.Linear | Joint
+    parts: list[_Part]  # those that have adapters, by row
+
+
+def _products(model: PreTrainedModel, slots: Sequence[_Slot]) -> list[_Product]:
     """The matrix products that some adapter changes."""
     products: dict[int, _Product] = {}
-    names = dict.fromkeys(name for adapter in adapters for name in adapter.layers)
-    for name in names:
-        place = place_of(model.get_submodule(name))
-        product = products.setdefault(id(place.product), _Product(owner=place.product))
-        product.places[name] = (place.start, place.stop)
+    for name in dict.fromkeys(name for slot in slots for name in slot.adapter.layers):
+        owner, start, stop = place_of(model.get_submodule(name))
+        numbers = tuple(slot.number for slot in slots if name in slot.adapter.layers)
+        product = products.setdefault(id(owner), _Product(owner, []))
+        product.parts.append(_Part(name=name, start=start, stop=stop, slots=numbers))
+    for product in products.values():
+        product.parts.sort(key=lambda part: part.start)
     return list(products.values())
 
 
-def _by_shape(products: Iterable[_Product]) -> list[list[_Product]]:
+def _alike(products: Iterable[_Product]) -> list[list[_Product]]:
+    """Those of equal shape whose parts have the same adapters."""
     groups: dict[tuple[object, ...], list[_Product]] = {}
     for product in products:
-        shape = (*product.owner.weight.shape, *sorted(product.places.values()))
-        groups.setdefault(shape, []).append(product)
+        parts = tuple((part.start, part.stop, part.slots) for part in product.parts)
+        groups.setdefault((product.owner.weight.shape, parts), []).append(product)
     return list(groups.values())
 
 
 class _Stack:
-    """The adapters beside L products of equal shape."""
+    """The adapters beside L products that are alike."""
 
     def __init__(
         self, products: Sequence[_Product], *, slots: Sequence[_Slot], choice: Choice
     ) -> None:
-        self._owners = [product.owner for product in products]
-        by_row = [sorted(product.places.items(), key=lambda item: item[1]) for product in products]
-        self._places = [place for _, place in by_row[0]]  # [N]
-        self._names = list(
-            zip(*([name for name, _ in row] for row in by_row), strict=True)
-        )  # N x L
+        self._products = products
         self._num_columns = slots[-1].columns.stop
-        weight = self._owners[0].weight
+        weight = products[0].owner.weight
         num_out, num_in = weight.shape
-        num, width = len(products), len(self._places) * self._num_columns
+        num, width = len(products), len(products[0].parts) * self._num_columns
         self._a = weight.new_zeros(num, width, num_in)
         self._b = weight.new_zeros(num, num_out, width)
         self._gains = self._magnitudes = None
@@ -140,55 +171,46 @@ class _Stack:
             # The last row is that of no adapter.
             self._gains = torch.ones(num, len(slots) + 1, num_out, device=weight.device)
             self._magnitudes = torch.zeros_like(self._gains)
-        for index, owner in enumerate(self._owners):
+        for index, product in enumerate(products):
             gains = None if self._gains is None else self._gains[index]
             side = SideProduct(self._a[index], self._b[index], gains=gains, choice=choice)
-            if isinstance(owner, Joint):
-                owner.side = side
+            if isinstance(product.owner, Joint):
+                product.owner.side = side
             else:
-                add_beside(owner, side)
+                add_beside(product.owner, side)
 
-    def write(self, slot: _Slot, tensors: Mapping[str, Tensor]) -> None:
-        for part, (start, stop) in enumerate(self._places):
-            layers, factors = self._factors(slot, tensors, part=part)
-            if not factors:
-                continue
-            columns = self._columns(slot, part=part)
-            self._a[layers, columns] = self._stacked([f.a for f in factors])
-            scale = slot.adapter.scale
-            self._b[layers, start:stop, columns] = self._stacked([f.b for f in factors], scale)
-            if slot.adapter.is_dora:
+    def copies(self, slot: _Slot) -> list[_Copy]:
+        """What brings an adapter here."""
+        copies: list[_Copy] = []
+        for index, part in self._parts_of(slot):
+            rows, columns = slice(part.start, part.stop), self._columns(slot, part=index)
+            layers = [product.parts[index].name for product in self._products]
+            names = zip(*(tensor_names(n, dora=slot.adapter.is_dora) for n in layers), strict=True)
+            a, b, *magnitudes = (list(same) for same in names)
+            copies.append(_Copy(names=a, target=self._a[:, columns]))
+            target = self._b[:, rows, columns]
+            copies.append(_Copy(names=b, target=target, scale=slot.adapter.scale))
+            for same in magnitudes:
                 assert self._magnitudes is not None
-                stacked = torch.stack([f.magnitude for f in factors if f.magnitude is not None])
-                self._magnitudes[layers, slot.number, start:stop] = stacked.to(self._magnitudes)
+                copies.append(_Copy(names=same, target=self._magnitudes[:, slot.number, rows]))
+        return copies
 
     def set_gains(self, slot: _Slot) -> None:
-        """From what the product and the adapter weigh together."""
+        """From what each product and the adapter weigh together."""
         assert self._gains is not None
         assert self._magnitudes is not None
-        for part, (start, stop) in enumerate(self._places):
-            columns = self._columns(slot, part=part)
-            for index, name in enumerate(self._names[part]):
-                if name in slot.adapter.layers:
-                    a = self._a[index, columns].float()
-                    b = self._b[index, start:stop, columns].float()
-                    updated = torch.addmm(self._owners[index].weight[start:stop].float(), b, a)
-                    where = index, slot.number, slice(start, stop)
-                    self._gains[where] = gain(updated, self._magnitudes[where])
+        for index, part in self._parts_of(slot):
+            rows, columns = slice(part.start, part.stop), self._columns(slot, part=index)
+            for layer, product in enumerate(self._products):
+                a, b = self._a[layer, columns].float(), self._b[layer, rows, columns].float()
+                updated = torch.addmm(product.owner.weight[rows].float(), b, a)
+                where = layer, slot.number, rows
+                self._gains[where] = gain(updated, self._magnitudes[where])
 
-    def _factors(
-        self, slot: _Slot, tensors: Mapping[str, Tensor], *, part: int
-    ) -> tuple[slice | list[int], list[Factors]]:
-        """What the adapter has for which of the L products."""
-        adapter, names = slot.adapter, self._names[part]
-        layers = [index for index, name in enumerate(names) if name in adapter.layers]
-        factors = [factors_of(tensors, names[index], dora=adapter.is_dora) for index in layers]
-        return slice(None) if len(layers) == len(names) else layers, factors
+    def _parts_of(self, slot: _Slot) -> list[tuple[int, _Part]]:
+        parts = enumerate(self._products[0].parts)
+        return [(index, part) for index, part in parts if slot.number in part.slots]
 
     def _columns(self, slot: _Slot, *, part: int) -> slice:
         offset = part * self._num_columns
         return slice(offset + slot.columns.start, offset + slot.columns.stop)
-
-    def _stacked(self, tensors: Sequence[Tensor], scale: float = 1.0) -> Tensor:
-        stacked = torch.stack(list(tensors)).to(self._a.device, torch.float32, non_blocking=True)
-        return (stacked * scale if scale != 1.0 else stacked).to(self._a.dtype)
