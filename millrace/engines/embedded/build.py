@@ -51,7 +51,7 @@ def build_engine(
             attention=PAGED_ATTENTION,
             trust_remote_code=trust_remote_code,
         )
-        merger, adapters = _adapters(model, config=config, lora=lora)
+        merger, adapters = applied_adapters(model, config=config, lora=lora)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some of"
@@ -109,7 +109,7 @@ def engine_of(
     return engine
 
 
-def _adapters(
+def applied_adapters(
     model: PreTrainedModel, *, config: EngineConfig, lora: LoraConfig | None
 ) -> tuple[AdapterMerger | None, dict[str | None, Adapter]]:
     """What merges the policy's adapter, and the adapters that are applied without merging.

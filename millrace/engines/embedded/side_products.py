@@ -45,6 +45,7 @@ class SideProduct:
     def add(self, output: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         """[..., T, O]: the product's output for x [..., T, I], with each row's adapter added."""
         mask = self._choice.mask
+        assert x.shape[-2] == mask.shape[0], "an adapted layer sees every row of a pass, once"
         inner = F.linear(x, self._a)
         inner = (inner.unflatten(-1, (-1, mask.shape[1])) * mask[:, None]).flatten(-2)
         output = output + F.linear(inner, self._b)
