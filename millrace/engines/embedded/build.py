@@ -114,8 +114,8 @@ def applied_adapters(
 ) -> tuple[AdapterMerger | None, dict[str | None, Adapter]]:
     """What merges the policy's adapter, and the adapters that are applied without merging.
 
-    Merged, an adapter costs a rewrite of the weights per version and nothing per token, which is
-    less as long as an engine decodes some dozen tokens per version; but only one can be merged.
+    "auto" merges where it can: that costs a rewrite of the weights per version and nothing per
+    pass, and versions are few where passes are many. But only one adapter can be merged.
     """
     residents = {
         name: read_resident(name, Path(folder), model=model)
