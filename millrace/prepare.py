@@ -17,7 +17,8 @@ from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Advantages
 from millrace.core.records import Task
 from millrace.envs.tasks import TaskStream, load_tasks
-from millrace.models.adapters import check_same_kind, require_peft
+from millrace.models.adapter_folders import check_resident, check_same_kind
+from millrace.models.adapters import require_peft
 from millrace.models.directory import configured_context, load_tokenizer
 from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import ADVANTAGES
@@ -63,6 +64,9 @@ def prepare(
 ) -> Prepared:
     if config.lora is not None:
         require_peft()
+    if config.engine.count > 0:  # other hosts have folders of their own
+        for name, folder in config.engine.adapters.items():
+            check_resident(name, Path(folder))
     train_tasks = _tasks(config.tasks, tasks, section="tasks")
     if not train_tasks:
         raise ConfigError("There are no tasks; set tasks.path, or pass tasks=[...] to train().")

@@ -92,7 +92,9 @@ class _Run:
         """`threads` of an engine as the user set them; this machine's cores are not another's."""
         self._prepared = prepared
         self._config = prepared.config
-        engine = prepared.config.engine.model_copy(update={"threads": threads})
+        engine = prepared.config.engine
+        adapters = {name: _from_any_folder(path) for name, path in engine.adapters.items()}
+        engine = engine.model_copy(update={"threads": threads, "adapters": adapters})
         self._remote_config = prepared.config.model_copy(update={"engine": engine})
         self._run_dir = run_dir
         self._watcher = Watcher(

@@ -9,6 +9,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -32,11 +34,13 @@ _SHAPE = {
 
 
 def tiny_model(architecture: str, *, seed: int = 0) -> PreTrainedModel:
-    """Gemmas have a sliding window of 8 in one of their two layers, and Gemma 2 softcaps."""
+    """Qwen 2 has biases; Gemmas have a sliding window of 8 in one of their two layers, and Gemma 2
+    softcaps."""
     torch.manual_seed(seed)
     windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
     model = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SHAPE)),
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=True)),
         "gemma2": lambda: Gemma2ForCausalLM(
             Gemma2Config(
@@ -45,4 +49,7 @@ def tiny_model(architecture: str, *, seed: int = 0) -> PreTrainedModel:
         ),
         "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_SHAPE, **windows)),
     }[architecture]()
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj.bias"):
+            torch.nn.init.normal_(parameter)
     return model.eval()

@@ -1,6 +1,6 @@
 """Engines over tiny models, and what plain transformers says about the tokens they sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from millrace.core.records import Completion, Request, Sampling
 from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
+from millrace.models.adapters import Adapter, adapter_of
 
 torch.set_num_threads(1)  # on tensors this small, a second thread only spins
 
@@ -46,15 +47,22 @@ def make_engine(
     eos_ids: Sequence[int] = (EOS,),
     device: str = "cpu",
     lora: LoraConfig | None = None,
+    residents: Mapping[str, Adapter] | None = None,
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> EmbeddedEngine:
     """Small blocks and chunks, so that a few tokens cross many boundaries."""
     model = tiny_model(architecture, seed=seed).to(device, dtype)
     model.set_attn_implementation(PAGED_ATTENTION)
+    merger, adapters = None, {**(residents or {})}
+    if lora is not None and lora.apply == "unmerged":
+        adapters = {None: adapter_of(model, lora), **adapters}
+    elif lora is not None:
+        merger = AdapterMerger(model, adapter_of(model, lora))
     sizes = {
         "version": 0,
-        "merger": None if lora is None else AdapterMerger(model, lora),
+        "merger": merger,
+        "adapters": adapters,
         "max_context": 128,
         "max_sequences": 8,
         "num_blocks": 256,

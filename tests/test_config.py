@@ -106,6 +106,16 @@ def test_a_barrier_between_generation_and_training_needs_staleness_zero():
     load_config({"model": "m", "weights": {"interrupt": "barrier"}, "buffer": {"max_staleness": 0}})
 
 
+def test_several_adapters_cannot_be_merged_nor_be_called_base():
+    adapters = {"adapters": {"judge": "a/folder"}}
+    said = sentence_of({"engine": adapters, "lora": {"apply": "merged"}})
+    assert "lora.apply = 'merged'" in said
+    assert "(judge)" in said
+    for lora in ({"apply": "auto"}, {"apply": "unmerged"}, None):
+        load_config({"model": "m", "engine": adapters, "lora": lora})
+    assert "named 'base'" in sentence_of({"engine": {"adapters": {"base": "a/folder"}}})
+
+
 @pytest.mark.parametrize("section", ["tasks", "evaluate"])
 def test_two_sources_of_tasks_are_refused(section):
     said = sentence_of({section: {"path": "a", "function": "b:c"}})
@@ -316,6 +326,11 @@ def test_what_keeps_engines_of_other_hosts_out_is_one_sentence(change, said):
 def test_all_engines_may_be_on_other_hosts():
     config = load_config({"model": "m", **JOINABLE, "engine": {"count": 0, "remote": 2}})
     assert (config.engine.count, config.engine.remote) == (0, 2)
+
+
+def test_relative_adapters_start_from_the_folder_of_their_toml(tmp_path):
+    (tmp_path / "run.toml").write_text('model = "m"\nengine.adapters = { judge = "j" }\n')
+    assert load_config(tmp_path / "run.toml").engine.adapters == {"judge": str(tmp_path / "j")}
 
 
 def test_a_relative_ticket_starts_from_the_folder_of_its_toml(tmp_path):

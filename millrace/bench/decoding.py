@@ -11,8 +11,7 @@ from millrace.cluster.link import Link, run_worker
 from millrace.cluster.messages import StartEngine
 from millrace.config import RunConfig
 from millrace.core.spans import Timeline
-from millrace.engines.embedded.build import engine_of
-from millrace.engines.embedded.merging import AdapterMerger
+from millrace.engines.embedded.build import applied_adapters, engine_of
 from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
 from millrace.models.loading import resolve_device
 from millrace.workers.engine import wire
@@ -30,8 +29,10 @@ def main(link: Link, name: str) -> None:
         device=resolve_device(config.engine.device),
         attention=PAGED_ATTENTION,
     )
-    merger = None if config.lora is None else AdapterMerger(model, config.lora)
-    engine = engine_of(model, tokenizer, config=config.engine, version=0, merger=merger)
+    merger, adapters = applied_adapters(model, config=config.engine, lora=config.lora)
+    engine = engine_of(
+        model, tokenizer, config=config.engine, version=0, merger=merger, adapters=adapters
+    )
     worker = wire(engine, config, link=link, timeline=Timeline(name))
     call.reply()
     worker.serve()

@@ -14,7 +14,7 @@ from millrace.bench.shapes import shape_named
 from millrace.cluster.link import Call, Link, run_worker
 from millrace.cluster.messages import Published, Release, StartTrainer, Step, Stepped
 from millrace.config import RunConfig
-from millrace.engines.embedded.merging import AdapterMerger
+from millrace.models.adapters import adapter_of
 from millrace.models.loading import resolve_device
 from millrace.weights.publisher import Publisher
 from millrace.workers.trainer import build_sender
@@ -46,7 +46,7 @@ def make_weights(config: RunConfig) -> dict[str, torch.Tensor]:
     if config.lora is None:
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     else:
-        shapes = AdapterMerger(model, config.lora).shapes()
+        shapes = adapter_of(model, config.lora).shapes()
     device = resolve_device(config.trainer.device)
     draw = torch.Generator(device).manual_seed(0)
     return {

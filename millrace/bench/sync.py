@@ -3,8 +3,8 @@
 A trainer's process changes its weights and publishes them every second; real engine processes
 decode all the while. From the trainer's call to the moment the last engine holds the version is
 publish to visible; the gap is the time between two forward passes that the swap took; the stall is
-what the call cost the trainer. The floor is one copy of the same bytes, measured here. An adapter's
-payload is that of LoRA on all linear layers, merged by the engine.
+what the call cost the trainer. The floor is one copy of the same bytes, measured here. "adapter" is
+a LoRA adapter on all linear layers that the engine applies as it is, "merged" one that it merges.
 """
 
 import argparse
@@ -48,22 +48,25 @@ from millrace.models.loading import resolve_device
 WARM_UP = 2  # versions that do not count
 PERIOD_S = 1.0
 NEW_TOKENS = 128
+APPLIED = {"adapter": "unmerged", "merged": "merged"}  # lora.apply of these payloads
+PAYLOADS = ("full", "delta", *APPLIED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     transport: str
-    payload: str  # "full", "delta" or "adapter"
+    payload: str  # one of PAYLOADS
     engines: int = 1
 
 
 ON_CPU = (
     Case(transport="shm", payload="full"),
     Case(transport="shm", payload="adapter"),
+    Case(transport="shm", payload="merged"),
     Case(transport="disk", payload="full"),
     Case(transport="collective", payload="full", engines=2),
 )
-ON_GPU = (Case(transport="ipc", payload="full"), Case(transport="ipc", payload="adapter"))
+ON_GPU = tuple(Case(transport="ipc", payload=payload) for payload in ("full", *APPLIED))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--model", help=f"{', '.join(shapes())} or a number of parameters (qwen3-1.7b; CPU 100e6)"
     )
     parser.add_argument("--transports", nargs="+", help="default: what the device is measured by")
-    parser.add_argument("--payloads", nargs="+", choices=["full", "delta", "adapter"])
+    parser.add_argument("--payloads", nargs="+", choices=PAYLOADS)
     parser.add_argument("--engines", type=int, help="of each measurement")
     parser.add_argument("--rank", type=int, default=32, help="of the adapter (32)")
     parser.add_argument("--device", default="auto")
@@ -115,7 +118,7 @@ def cases(args: argparse.Namespace, *, on_gpu: bool) -> list[Case]:
 
 
 def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfig:
-    is_adapter = case.payload == "adapter"
+    apply = APPLIED.get(case.payload)
     return RunConfig.model_validate(
         {
             "model": args.model,
@@ -129,10 +132,10 @@ def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfi
                 "max_context": 2 * NEW_TOKENS,
             },
             "trainer": {"device": args.device, "threads": args.threads},
-            "lora": {"rank": args.rank} if is_adapter else None,
+            "lora": None if apply is None else {"rank": args.rank, "apply": apply},
             "weights": {
                 "transport": case.transport,
-                "payload": "full" if is_adapter else case.payload,
+                "payload": case.payload if apply is None else "full",
             },
         }
     )
@@ -280,7 +283,9 @@ def _say(config: RunConfig, what: str) -> None:
 
 
 def _payload(config: RunConfig) -> str:
-    return "adapter" if config.lora is not None else config.weights.payload
+    if config.lora is None:
+        return config.weights.payload
+    return "adapter" if config.lora.apply == "unmerged" else "merged"
 
 
 def _line(row: dict[str, Any]) -> str:

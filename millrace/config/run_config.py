@@ -53,7 +53,7 @@ class RunConfig(Section):
 
     @property
     def travel_dtype(self) -> Dtype:
-        """Weights travel as what engines compute with; adapters as what they are merged in."""
+        """Weights travel as what engines compute with; adapters as they are trained."""
         return "float32" if self.lora is not None else self.engine.dtype
 
     @model_validator(mode="before")
@@ -83,6 +83,7 @@ class RunConfig(Section):
                 f" buffer.max_staleness = {self.buffer.max_staleness} does not; set"
                 " buffer.max_staleness to 0, or choose another weights.interrupt"
             )
+        self._adapters_can_be_told_apart()
         if self.engine.remote > 0:
             self._can_be_joined()
         if self.weights.notify and self.weights.transport != "disk":
@@ -91,6 +92,19 @@ class RunConfig(Section):
                 " writes none; set it to 'disk'"
             )
         return self
+
+    def _adapters_can_be_told_apart(self) -> None:
+        adapters = self.engine.adapters
+        if "base" in adapters or "" in adapters:
+            raise ValueError(
+                "engine.adapters has an adapter named 'base', which stands for the model without"
+                " one, or with no name at all; choose another"
+            )
+        if adapters and self.lora is not None and self.lora.apply == "merged":
+            raise ValueError(
+                "lora.apply = 'merged' leaves no weights for engine.adapters"
+                f" ({', '.join(adapters)}) to be applied to; set it to 'unmerged'"
+            )
 
     def _can_be_joined(self) -> None:
         """Raise ValueError unless engines on other hosts could take part."""

@@ -110,6 +110,9 @@ class EngineConfig(Section):
     """On a GPU, fuse each decoder layer with torch.compile; it takes some seconds at the start."""
     max_context: PositiveInt | None = None
     """Longest sequence; the model's own limit if not given."""
+    adapters: dict[str, str] = {}
+    """Further LoRA adapters that requests may choose by name: PEFT folders, never trained. See
+    docs/lora.md."""
     kv: Literal["keep", "recompute"] = "keep"
     """On a weight swap: go on with the KV of the old weights, or recompute it under the new
     ones."""
@@ -156,6 +159,11 @@ class LoraConfig(Section):
     """Names of the layers to adapt, such as "q_proj"; "all-linear" = all but the head."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, so that a higher rank does not learn more slowly."""
+    dora: bool = False
+    """Also learn the length of each row of the updated weights (DoRA)."""
+    apply: Literal["auto", "merged", "unmerged"] = "auto"
+    """How engines apply it: written into their weights at each version, or computed beside them at
+    each token. "auto" is merged, unless engine.adapters are there."""
     export_merged: bool = False
     """With the last checkpoint, also write the whole model with the adapter merged into it."""
 

@@ -86,6 +86,8 @@ class Request:
     # kv = "keep" go on from it even if weights have changed since.
     session: str | None = None
     expires: bool = False  # its tokens are for training: worthless once they are too old
+    # None = the policy; else one of engine.adapters, or "base" = without the adapter in training.
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 
 from millrace.core.errors import CheckpointError, RunFailed
 from millrace.core.microbatch import Batch, Microbatch
-from millrace.models.adapters import TrainedAdapter
 from millrace.models.fused_logprobs import chunked_token_logprobs
 from millrace.models.fused_norm import fuse_norms
 from millrace.models.loading import hidden_states, without_progress_bars
 from millrace.models.logprobs import KeptRows
 from millrace.models.packed_layout import PackedLayout
+from millrace.models.trained_adapter import TrainedAdapter
 from millrace.training import layers
 from millrace.training.loss_scale import LossScale
 from millrace.training.losses import Loss, TokenBatch

@@ -29,10 +29,10 @@ from millrace.cluster.messages import (
 from millrace.config import RunConfig
 from millrace.core.plugins import build_plugin
 from millrace.core.spans import Timeline
-from millrace.models.adapters import TrainedAdapter
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model, resolve_device
 from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.models.trained_adapter import TrainedAdapter
 from millrace.training.checkpoints import prune_checkpoints, write_checkpoint
 from millrace.training.losses import LOSSES
 from millrace.training.optimizer import Schedule

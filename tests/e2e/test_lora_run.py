@@ -1,6 +1,5 @@
 """Whole LoRA runs with real processes: they learn, resume, and leave what PEFT loads."""
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -91,14 +90,17 @@ def test_workers_say_nothing_in_their_logs(finished):
     assert {path.name: path.read_text() for path in logs.glob("*.log") if path.stat().st_size} == {}
 
 
-def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(finished, model, tmp_path):
+def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(model, finished, tmp_path):
+    """Unmerged and DoRA, with the adapter of another run beside it."""
     start = settings(model, tmp_path / "run")
-    shutil.copytree(finished.run_dir, tmp_path / "run")
+    start["lora"] |= {"apply": "unmerged", "dora": True}
+    start["engine"]["adapters"] = {"earlier": str(finished.checkpoint)}
+    mr.train(start, tasks=TASKS, scorers=[share_of_digits], trainer={"steps": 3})
     result = mr.train(
-        start, tasks=TASKS, scorers=[share_of_digits], resume=True, trainer={"steps": 14}
+        start, tasks=TASKS, scorers=[share_of_digits], resume=True, trainer={"steps": 5}
     )
     rows = read_metrics(result.run_dir / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 15))
+    assert [row["step"] for row in rows] == list(range(1, 6))
     # Strictly on-policy: an engine that had begun with the base model would differ at once.
     assert max(row["logprob_mismatch"] for row in rows) < 1e-5
     with pytest.raises(mr.MillraceError, match=r"lora\.rank = 8, but .* trained with 4"):
@@ -107,7 +109,7 @@ def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(finished, 
             tasks=TASKS,
             scorers=[share_of_digits],
             resume=True,
-            trainer={"steps": 15},
+            trainer={"steps": 6},
             lora={"rank": 8},
         )
 
@@ -116,6 +118,19 @@ def test_without_peft_nothing_starts(model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(mr.MillraceError, match=r"install millrace\[lora\]"):
         mr.train(settings(model, tmp_path / "run"), tasks=TASKS, scorers=[share_of_digits])
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_that_is_none_is_one_sentence(model, tmp_path):
+    with pytest.raises(
+        mr.MillraceError, match=r"engine\.adapters\.judge = .* has no adapter_config"
+    ):
+        mr.train(
+            settings(model, tmp_path / "run"),
+            tasks=TASKS,
+            scorers=[share_of_digits],
+            engine={"adapters": {"judge": str(model)}},
+        )
     assert not (tmp_path / "run").exists()
 
 

@@ -18,7 +18,7 @@ from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import WeightError
 from millrace.engines.embedded.build import build_engine
 from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.models.adapters import TrainedAdapter
+from millrace.models.trained_adapter import TrainedAdapter
 from millrace.weights.receiver import make_receiver
 from millrace.weights.sender import make_sender
 

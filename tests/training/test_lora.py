@@ -11,7 +11,7 @@ from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError
 from millrace.core.records import Rollout
 from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.models.adapters import TrainedAdapter
+from millrace.models.trained_adapter import TrainedAdapter
 from millrace.rollout.renderer import Renderer
 from millrace.training.trainer import Trainer
 
@@ -58,12 +58,19 @@ def mismatch(trainer: Trainer, rollouts: list[Rollout]) -> float:
 @pytest.mark.parametrize("round_steps", [1, 4])
 @pytest.mark.parametrize(
     "lora",
-    [LORA, LoraConfig(rank=4, rslora=True), LoraConfig(target_modules=("v_proj", "up_proj"))],
-    ids=["all", "rslora", "some"],
+    [
+        LORA,
+        LoraConfig(rank=4, rslora=True),
+        LoraConfig(target_modules=("v_proj", "up_proj")),
+        LoraConfig(rank=4, dora=True),
+    ],
+    ids=["all", "rslora", "some", "dora"],
 )
+@pytest.mark.parametrize("apply", ["merged", "unmerged"])
 def test_an_engine_computes_with_a_swapped_adapter_what_the_trainer_does(
-    architecture, round_steps, lora
+    architecture, round_steps, lora, apply
 ):
+    lora = lora.model_copy(update={"apply": apply})
     trainer = lora_trainer(architecture, lora)
     engine = make_engine(architecture, lora=lora, round_steps=round_steps, eos_ids=())
     assert mismatch(trainer, rollouts_by(engine)) < 1e-5
@@ -75,8 +82,10 @@ def test_an_engine_computes_with_a_swapped_adapter_what_the_trainer_does(
         assert mismatch(trainer, rollouts_by(engine)) < 1e-5
 
 
-def test_only_the_adapter_learns():
-    trainer = lora_trainer(weight_decay=0.1)
+@pytest.mark.parametrize("dora", [False, True])
+def test_only_the_adapter_learns(dora):
+    lora = LORA.model_copy(update={"dora": dora})
+    trainer = lora_trainer(lora=lora, weight_decay=0.1)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     for batch in batches(3):
         trainer.step(batch)
@@ -101,15 +110,17 @@ def test_gradient_checkpointing_gives_the_adapter_the_same_gradient():
         )
 
 
-def test_a_resumed_adapter_goes_on_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_resumed_adapter_goes_on_bit_for_bit(tmp_path, dora):
     first, second = batches(4)[:2], batches(4)[2:]
-    trainer = lora_trainer(weight_decay=0.1)
+    lora = LORA.model_copy(update={"dora": dora})
+    trainer = lora_trainer(lora=lora, weight_decay=0.1)
     for batch in first:
         trainer.step(batch)
     trainer.save(tmp_path)
     assert not (tmp_path / "config.json").exists()
     metrics = [trainer.step(batch) for batch in second]
-    resumed = lora_trainer(weight_decay=0.1)
+    resumed = lora_trainer(lora=lora, weight_decay=0.1)
     resumed.restore(tmp_path)
     assert resumed.steps_done == 2
     assert [resumed.step(batch) for batch in second] == metrics

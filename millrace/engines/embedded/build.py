@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.kv_cache import block_bytes
 from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import PAGED_ATTENTION, measure_kv
-from millrace.models.adapters import read_adapter
+from millrace.models.adapter_folders import read_checkpoint, read_resident
+from millrace.models.adapters import Adapter, adapter_of
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import (
     load_model,
@@ -49,16 +51,18 @@ def build_engine(
             attention=PAGED_ATTENTION,
             trust_remote_code=trust_remote_code,
         )
-        merger = None if lora is None else AdapterMerger(model, lora)
+        merger, adapters = applied_adapters(model, config=config, lora=lora)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some of"
             " it, set engine.dtype to bfloat16, or use another engine.device."
         ) from None
     tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code)
-    engine = engine_of(model, tokenizer, config=config, version=version, merger=merger)
+    engine = engine_of(
+        model, tokenizer, config=config, version=version, merger=merger, adapters=adapters
+    )
     if adapter_path is not None:
-        engine.swap(read_adapter(adapter_path), version=version)
+        engine.swap(read_checkpoint(adapter_path), version=version)
     return engine
 
 
@@ -69,6 +73,7 @@ def engine_of(
     config: EngineConfig,
     version: int,
     merger: AdapterMerger | None = None,
+    adapters: Mapping[str | None, Adapter] | None = None,
 ) -> EmbeddedEngine:
     """The engine these settings describe, ready for its first request."""
     on_gpu = model.device.type == "cuda"
@@ -82,6 +87,7 @@ def engine_of(
             tokenizer,
             version=version,
             merger=merger,
+            adapters=adapters,
             eos_ids=stop_token_ids(model, tokenizer),
             max_context=context,
             max_sequences=config.max_sequences,
@@ -102,6 +108,26 @@ def engine_of(
             " lower engine.kv_bytes or engine.max_sequences."
         ) from None
     return engine
+
+
+def applied_adapters(
+    model: PreTrainedModel, *, config: EngineConfig, lora: LoraConfig | None
+) -> tuple[AdapterMerger | None, dict[str | None, Adapter]]:
+    """What merges the policy's adapter, and the adapters that are applied without merging.
+
+    "auto" merges where it can: that costs a rewrite of the weights per version and nothing per
+    pass, and versions are few where passes are many. But only one adapter can be merged.
+    """
+    residents = {
+        name: read_resident(name, Path(folder), model=model)
+        for name, folder in config.adapters.items()
+    }
+    if lora is None:
+        return None, {**residents}
+    policy = adapter_of(model, lora)
+    if lora.apply == "merged" or (lora.apply == "auto" and not residents):
+        return AdapterMerger(model, policy), {}
+    return None, {None: policy, **residents}
 
 
 def _check_compiler() -> None:

@@ -21,8 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.core.errors import RunFailed, TaskError
 from millrace.core.records import Completion, Finish, Request, Sampling
+from millrace.engines.embedded.adapter_bank import AdapterBank
 from millrace.engines.embedded.blocks import BlockPool, BlockTables
 from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, sample_rows
+from millrace.engines.embedded.decode.layers import prepare
 from millrace.engines.embedded.decode.prefill import flash_obstacle
 from millrace.engines.embedded.decode.rounds import RoundResult, Rounds
 from millrace.engines.embedded.decode.state import NOTHING
@@ -39,6 +41,7 @@ from millrace.engines.embedded.scheduler import Scheduler
 from millrace.engines.embedded.sequence import Sequence as Running
 from millrace.engines.embedded.sequence import sequences_of
 from millrace.engines.embedded.stopping import Stopping
+from millrace.models.adapters import Adapter
 from millrace.models.logprobs import KeptRows, final_logits
 
 
@@ -68,7 +71,9 @@ class EmbeddedEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         version: int,  # of the weights the model holds
-        merger: AdapterMerger | None = None,  # of this model; swaps then bring adapters
+        # Of this model. With a merger, or an adapter under None, swaps bring adapters.
+        merger: AdapterMerger | None = None,
+        adapters: Mapping[str | None, Adapter] | None = None,  # not merged; by name in requests
         eos_ids: Sequence[int],
         max_context: int,
         max_sequences: int,
@@ -106,11 +111,15 @@ class EmbeddedEngine:
         self._scheduler = Scheduler(
             self._lanes, tables, prefixes=self._prefixes, prefill_tokens=prefill_tokens
         )
+        if round_steps > 1:
+            prepare(model, cache.layers, compile_layers=compile_layers)
+        self._bank = AdapterBank(model, adapters) if adapters else None
         self._runner = Runner(
             model,
             lanes=self._lanes,
             tables=tables,
             cache=cache,
+            bank=self._bank,
             flashes=round_steps > 1 and _flashes(cache, model=model),
         )
         self._rounds: Rounds | None = None
@@ -123,9 +132,10 @@ class EmbeddedEngine:
                 eos_ids=eos_ids,
                 max_steps=round_steps,
                 kept_capacity=kept_capacity,
-                compile_layers=compile_layers,
+                compiles=compile_layers,
+                bank=self._bank,
             )
-        self._weights = LiveWeights(model, version=version, merger=merger)
+        self._weights = LiveWeights(model, version=version, merger=merger, bank=self._bank)
         self._must_step_singly = False  # a round had no room for what truncation kept
         self._has_new = False  # requests came since the last round
         self._ended: list[tuple[Running, Finish]] = []  # to be recorded while the device works
@@ -177,7 +187,8 @@ class EmbeddedEngine:
         if request.id in self._unfinished:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
-        sequences = sequences_of(request, first_arrival=self._num_arrived)
+        slot = self._adapter_slot(request)
+        sequences = sequences_of(request, first_arrival=self._num_arrived, adapter_slot=slot)
         self._num_arrived += request.n
         self._unfinished[request.id] = [None] * request.n
         if request.partial is not None and (finish := self._end_of(sequences[0])) is not None:
@@ -185,6 +196,16 @@ class EmbeddedEngine:
             return
         self._scheduler.add(sequences)
         self._has_new = True
+
+    def _adapter_slot(self, request: Request) -> int:
+        if self._bank is not None:
+            return self._bank.slot_of(request.adapter)
+        if request.adapter is not None:
+            raise TaskError(
+                f"There is no adapter {request.adapter!r}; this engine has only the policy. Name"
+                " others in engine.adapters, or set lora.apply to 'unmerged' for 'base'."
+            )
+        return 0
 
     @torch.inference_mode()
     def warm_up(self) -> None:

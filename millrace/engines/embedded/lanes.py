@@ -25,6 +25,7 @@ class Lanes:
         self.num_prompt = np.zeros(num_lanes, dtype=np.int64)
         self.limits = np.zeros(num_lanes, dtype=np.int64)  # num_tokens that ends it by length
         self.leads = np.zeros(num_lanes, dtype=bool)  # others wait for its prefill
+        self.adapters = np.zeros(num_lanes, dtype=np.int64)  # slots of the adapter bank
         self.keys = np.zeros(num_lanes, dtype=np.int64)  # of its random stream
         self.temperatures = np.ones(num_lanes, dtype=np.float32)
         self.top_k = np.zeros(num_lanes, dtype=np.int64)
@@ -69,6 +70,7 @@ class Lanes:
         self.num_prompt[lane] = num_prompt
         self.limits[lane] = min(num_prompt + sampling.max_new_tokens, self.max_context)
         self.leads[lane] = bool(sequence.followers)
+        self.adapters[lane] = sequence.adapter_slot
         self.keys[lane] = stream_key(request.seed, request.index + sequence.member)
         self.temperatures[lane] = sampling.temperature
         self.top_k[lane] = sampling.top_k

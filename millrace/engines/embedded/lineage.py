@@ -12,6 +12,7 @@ class Origin:
     """What computed some KV."""
 
     version: int
+    adapter: str | None = None  # that the request chose
     swap: int  # by count: a version's number may come back with other values, as after a restart
 
 

@@ -14,33 +14,41 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.core.errors import WeightError
+from millrace.engines.embedded.adapter_bank import AdapterBank
 from millrace.engines.embedded.merging import AdapterMerger
 
 
 class LiveWeights:
     def __init__(
-        self, model: PreTrainedModel, *, version: int, merger: AdapterMerger | None
+        self,
+        model: PreTrainedModel,
+        *,
+        version: int,
+        merger: AdapterMerger | None,
+        bank: AdapterBank | None,
     ) -> None:
-        """`version`: of what the model holds. With a `merger`, updates are adapters."""
+        """`version`: of what the model holds. With a `merger`, or a `bank` that holds the policy's
+        adapter, updates are adapters."""
         self.version: int | None = version  # None after an update that failed half-way
         self._device = model.device
         self._parameters = dict(model.named_parameters())
         self._merger = merger
+        self._bank = bank
+        adapter = (
+            merger.adapter if merger is not None else bank.policy if bank is not None else None
+        )
         # What an update must bring; made once, because every check of it makes decoding wait.
         self.shapes: dict[str, tuple[int, ...]] = (
             {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
-            if merger is None
-            else merger.shapes()
+            if adapter is None
+            else adapter.shapes()
         )
 
     def replace(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         self._check(tensors, version=version)
         self.version = None
         try:
-            if self._merger is not None:
-                self._merger.merge(tensors, into=self._parameters)
-            else:
-                self._copy(tensors)
+            self._take(tensors)
             if self._device.type == "cuda":
                 # Whoever lent the tensors may take them back when this returns.
                 torch.cuda.current_stream(self._device).synchronize()
@@ -50,6 +58,16 @@ class LiveWeights:
                 " until a complete version is in."
             ) from error
         self.version = version
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._merger is not None:
+            self._merger.merge(tensors, into=self._parameters)
+        elif self._bank is not None and self._bank.policy is not None:
+            self._bank.update(tensors)
+        else:
+            self._copy(tensors)
+            if self._bank is not None:
+                self._bank.weights_changed()
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         names = list(self._parameters)

@@ -13,32 +13,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.config import LoraConfig
-from millrace.models.adapters import adapted_linears, merged, scale_of, tensor_names
+from millrace.models.adapters import Adapter, factors_of, merged
 
 
 class AdapterMerger:
-    def __init__(self, model: PreTrainedModel, lora: LoraConfig) -> None:
+    def __init__(self, model: PreTrainedModel, adapter: Adapter) -> None:
         """`model` is the base model, its projections not yet joined."""
-        linears = adapted_linears(model, lora)
-        self._scale = scale_of(lora)
-        self._rank = lora.rank
-        self._bases = {name: linear.weight.detach().clone() for name, linear in linears.items()}
+        self.adapter = adapter
+        self._bases = {
+            name: model.get_submodule(name).get_parameter("weight").detach().clone()
+            for name in adapter.layers
+        }
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of an adapter."""
-        shapes: dict[str, tuple[int, ...]] = {}
+    def merge(self, tensors: Mapping[str, Tensor], *, into: Mapping[str, Tensor]) -> None:
+        """Make the weights `into` those of the base model with these tensors of the adapter."""
+        is_dora, scale = self.adapter.is_dora, self.adapter.scale
         for layer, base in self._bases.items():
-            a, b = tensor_names(layer)
-            shapes[a] = (self._rank, base.shape[1])
-            shapes[b] = (base.shape[0], self._rank)
-        return shapes
-
-    def merge(self, adapter: Mapping[str, Tensor], *, into: Mapping[str, Tensor]) -> None:
-        """Make the weights `into` those of the base model with this adapter."""
-        for layer, base in self._bases.items():
-            a, b = (
-                adapter[name].to(base.device, torch.float32, non_blocking=True)
-                for name in tensor_names(layer)
-            )
-            into[f"{layer}.weight"].copy_(merged(base, a=a, b=b, scale=self._scale))
+            factors = factors_of(tensors, layer, dora=is_dora)
+            factors = factors.to(base.device, torch.float32)
+            into[f"{layer}.weight"].copy_(merged(base, factors, scale=scale))

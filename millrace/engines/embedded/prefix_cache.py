@@ -14,7 +14,7 @@ device works) and when it comes, never while it decodes. Called by the engine's 
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -65,7 +65,7 @@ class PrefixCache:
 
     def origin_of(self, request: Request) -> Origin:
         """What computes this request's tokens now."""
-        return self._origin
+        return replace(self._origin, adapter=request.adapter)
 
     def begin(self, version: int) -> None:
         """Other weights are served from now on."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from millrace.engines.embedded.adapter_bank import AdapterBank
 from millrace.engines.embedded.blocks import BlockTables
 from millrace.engines.embedded.decode.prefill import PrefillLayer
 from millrace.engines.embedded.kv_cache import KVCache
@@ -31,9 +32,11 @@ class Runner:
         lanes: Lanes,
         tables: BlockTables,
         cache: KVCache,
+        bank: AdapterBank | None = None,
         flashes: bool = False,
     ) -> None:
         """`flashes`: prefill passes may use PrefillLayer, because the layers know their caches."""
+        self._bank = bank
         self._model = model
         self._device = model.device
         self._lanes = lanes
@@ -55,6 +58,8 @@ class Runner:
             batch = PagedBatch(
                 cache=self._cache, slots=self._tensor(slots), buckets=self._buckets(plan, starts)
             )
+        if self._bank is not None:
+            self._bank.choose(self._tensor(self._lanes.adapters[lanes]))
         hidden = hidden_states(
             self._model,
             input_ids=self._tensor(self._lanes.tokens[lanes, positions])[None],

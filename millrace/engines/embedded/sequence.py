@@ -19,6 +19,7 @@ class Sequence:
     request: Request
     member: int  # 0..n-1 within its request
     arrival: int  # order of arrival in the engine; unique
+    adapter_slot: int = 0  # of the request's adapter in the engine's bank, if it has one
     tokens: np.ndarray  # [P + N] int32
     logprobs: np.ndarray  # [N] float32
     versions: np.ndarray  # [N] int32
@@ -60,7 +61,7 @@ class Sequence:
         )
 
 
-def sequences_of(request: Request, *, first_arrival: int) -> list[Sequence]:
+def sequences_of(request: Request, *, first_arrival: int, adapter_slot: int = 0) -> list[Sequence]:
     """The n sequences of a request, each where its completion begins or goes on."""
     prompt = np.asarray(request.prompt, dtype=np.int32)
     done = request.partial
@@ -77,6 +78,7 @@ def sequences_of(request: Request, *, first_arrival: int) -> list[Sequence]:
             request=request,
             member=member,
             arrival=first_arrival + member,
+            adapter_slot=adapter_slot,
             tokens=np.concatenate([prompt, done.tokens.astype(np.int32)]),
             logprobs=done.logprobs,
             versions=done.versions,

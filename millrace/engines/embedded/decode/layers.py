@@ -18,42 +18,59 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millrace.engines.embedded.decode.attention import DecodeLayer
 from millrace.engines.embedded.decode.prefill import PrefillLayer
+from millrace.engines.embedded.side_products import SideProduct, frozen
 
 _SHORT_PREFILL = 8  # tokens; compiled code would be made anew for a pass of one
 # Called one after the other, in this order, with the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class _Joint:
+class Joint:
     """One matrix product for several projections of one input."""
 
     def __init__(self, parts: list[nn.Linear]) -> None:
         # Parameters, because torch.compile takes their shapes for constants.
-        self.weight = _frozen(torch.cat([part.weight.detach() for part in parts]))
+        self.weight = frozen(torch.cat([part.weight.detach() for part in parts]))
         self.bias = None
         if parts[0].bias is not None:
-            self.bias = _frozen(torch.cat([part.bias.detach() for part in parts]))
+            self.bias = frozen(torch.cat([part.bias.detach() for part in parts]))
+        self.side: SideProduct | None = None
         # Between the first part's call and the last one's.
         self.input: Tensor | None = None
         self.output: Tensor | None = None
 
 
+class Place(NamedTuple):
+    """Where a projection is computed: rows of a product, which may be all there are."""
+
+    product: nn.Linear | Joint
+    start: int
+    stop: int
+
+
 class _Part(nn.Module):
     """One of the projections; computes all of them if it is the first to see an input."""
 
-    def __init__(self, joint: _Joint, *, start: int, stop: int, is_first: bool, is_last: bool):
+    def __init__(self, joint: Joint, *, start: int, stop: int, is_first: bool, is_last: bool):
         super().__init__()
-        self.weight = _frozen(joint.weight[start:stop])
+        self.weight = frozen(joint.weight[start:stop])
         if joint.bias is not None:
-            self.bias = _frozen(joint.bias[start:stop])
+            self.bias = frozen(joint.bias[start:stop])
         self._joint = joint
         self._start, self._stop = start, stop
         self._is_first, self._is_last = is_first, is_last
 
+    @property
+    def place(self) -> Place:
+        return Place(self._joint, self._start, self._stop)
+
     def forward(self, x: Tensor) -> Tensor:
         joint = self._joint
         if self._is_first:
-            product = F.linear(x.to(joint.weight.dtype), joint.weight, joint.bias)
+            cast = x.to(joint.weight.dtype)
+            product = F.linear(cast, joint.weight, joint.bias)
+            if joint.side is not None:
+                product = joint.side.add(product, cast, joint.bias)
             joint.input, joint.output = x, product
         assert joint.input is x, "projections of one input are called one after the other"
         assert joint.output is not None
@@ -63,8 +80,18 @@ class _Part(nn.Module):
         return output[..., self._start : self._stop]
 
 
-def _frozen(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
+def place_of(projection: nn.Module) -> Place:
+    if isinstance(projection, _Part):
+        return projection.place
+    assert isinstance(projection, nn.Linear)
+    return Place(projection, 0, projection.out_features)
+
+
+def prepare(model: PreTrainedModel, caches: Mapping[int, Tensor], *, compile_layers: bool) -> None:
+    """Make a model, loaded with PAGED_ATTENTION, ready for rounds; it is changed in place."""
+    join_projections(model)
+    keep_residual_in_float32(model)
+    install(model, caches, compile_layers=compile_layers)
 
 
 def join_projections(model: PreTrainedModel) -> None:
@@ -89,7 +116,7 @@ def _can_join(parts: list[Any]) -> bool:
 
 
 def _join(module: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> None:
-    joint = _Joint(parts)
+    joint = Joint(parts)
     start = 0
     for index, (name, part) in enumerate(zip(names, parts, strict=True)):
         stop = start + part.out_features

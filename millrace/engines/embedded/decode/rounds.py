@@ -17,15 +17,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from millrace.engines.embedded.adapter_bank import AdapterBank
 from millrace.engines.embedded.blocks import BlockTables
 from millrace.engines.embedded.decode.attention import DecodeLayer
 from millrace.engines.embedded.decode.drawing import draw
 from millrace.engines.embedded.decode.graphs import StepGraphs, StepShape
-from millrace.engines.embedded.decode.layers import (
-    install,
-    join_projections,
-    keep_residual_in_float32,
-)
 from millrace.engines.embedded.decode.state import NOTHING, RoundState
 from millrace.engines.embedded.kv_cache import KVCache
 from millrace.engines.embedded.lanes import Lanes
@@ -56,7 +52,7 @@ class RoundResult:
 class Rounds:
     def __init__(
         self,
-        model: PreTrainedModel,  # loaded with PAGED_ATTENTION; changed in place
+        model: PreTrainedModel,  # made ready by layers.prepare
         *,
         lanes: Lanes,
         tables: BlockTables,
@@ -64,8 +60,10 @@ class Rounds:
         eos_ids: Sequence[int],
         max_steps: int,
         kept_capacity: int,  # ids per token; a lane that kept more is left to single steps
-        compile_layers: bool,
+        compiles: bool,
+        bank: AdapterBank | None = None,
     ) -> None:
+        self._bank = bank
         self._kept_capacity = kept_capacity
         self.max_steps = max_steps
         self._model = model
@@ -74,9 +72,6 @@ class Rounds:
         self._tables = tables
         self._cache = cache
         self._sizes = row_sizes(len(lanes.occupied))
-        join_projections(model)
-        keep_residual_in_float32(model)
-        install(model, cache.layers, compile_layers=compile_layers)
         self._state = RoundState(
             max_rows=self._sizes[-1],
             max_blocks=tables.rows.shape[1],
@@ -84,7 +79,7 @@ class Rounds:
             kept_capacity=kept_capacity,
             eos_ids=torch.tensor(list(eos_ids), dtype=torch.int64, device=model.device),
             device=model.device,
-            compiles=compile_layers,
+            compiles=compiles,
         )
         self._graphs = StepGraphs(self._step, device=model.device)
 
@@ -151,6 +146,8 @@ class Rounds:
     def _step(self, shape: StepShape) -> None:
         """One token for each row. Runs inside CUDA graphs."""
         state, num_rows = self._state, shape.num_rows
+        if self._bank is not None:
+            self._bank.choose(state.adapters[:num_rows])
         lengths = state.lengths[:num_rows]
         hidden = hidden_states(
             self._model,

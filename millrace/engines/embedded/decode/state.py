@@ -38,7 +38,7 @@ class RoundState:
     ) -> None:
         self._kept_capacity = kept_capacity
         self._eos_ids = eos_ids
-        self._integers = torch.zeros(6, max_rows, dtype=torch.int64, device=device)
+        self._integers = torch.zeros(7, max_rows, dtype=torch.int64, device=device)
         self._floats = torch.ones(3, max_rows, dtype=torch.float32, device=device)
         # To feed next; the row's tokens with that one (0 = idle); where it ends.
         self.tokens, self.lengths, self.limits = self._integers[:3]
@@ -50,6 +50,7 @@ class RoundState:
             top_p=self._floats[1],
             min_p=self._floats[2],
         )
+        self.adapters = self._integers[6]  # slots of the adapter bank
         self.tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._out = torch.zeros(max_steps, 2, max_rows, dtype=torch.int32, device=device)
@@ -68,6 +69,7 @@ class RoundState:
         integers[3, :count] = lanes.keys[chosen]
         integers[4, :count] = lengths - lanes.num_prompt[chosen]
         integers[5, :count] = lanes.top_k[chosen]
+        integers[6, :count] = lanes.adapters[chosen]
         floats = np.ones(self._floats.shape, dtype=np.float32)
         floats[0, :count] = lanes.temperatures[chosen]
         floats[1, :count] = lanes.top_p[chosen]

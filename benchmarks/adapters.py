@@ -1,0 +1,139 @@
+"""What a LoRA adapter costs an engine, merged and unmerged, per token and per swap.
+
+    python benchmarks/adapters.py --model qwen3-1.7b --rank 32 --json rows.json
+
+One row each without an adapter, with one merged, one unmerged, and one unmerged beside frozen ones
+that the sequences choose in turn. The swap is that of the policy's adapter, from tensors that are
+on the device, as weights.transport = "ipc" brings them. Random weights; the model is made here.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.bench.shapes import make_model
+from millrace.config import EngineConfig, LoraConfig
+from millrace.core.records import Request, Sampling
+from millrace.engines.embedded.build import engine_of
+from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.engines.embedded.merging import AdapterMerger
+from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
+from millrace.models.adapters import Adapter, adapter_of
+from millrace.models.loading import resolve_device
+
+PROMPT_TOKENS = 16
+NUM_SWAPS = 20
+
+
+class Case(NamedTuple):
+    name: str
+    merges: bool = False
+    num_slots: int = 0  # unmerged, with that of the policy
+
+
+CASES = (
+    Case("none"),
+    Case("merged", merges=True),
+    Case("unmerged", num_slots=1),
+    Case("4 unmerged", num_slots=4),
+    Case("8 unmerged", num_slots=8),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="LoRA in an engine, merged and unmerged.")
+    parser.add_argument("--model", default="qwen3-1.7b", help="a shape of `millrace bench engine`")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--dora", action="store_true")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--json", metavar="FILE", help="write the rows here")
+    args = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        rows.append(measure(case, args))
+        print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    device = resolve_device(args.device)
+    model, tokenizer = make_model(
+        args.model, dtype=getattr(torch, args.dtype), device=device, attention=PAGED_ATTENTION
+    )
+    policy = adapter_of(model, LoraConfig(rank=args.rank, alpha=2 * args.rank, dora=args.dora))
+    adapters = {
+        str(number) if number else None: replace(policy, tensors=_random(policy, device=device))
+        for number in range(case.num_slots)
+    }
+    engine = engine_of(
+        model,
+        tokenizer,
+        config=EngineConfig(max_sequences=args.batch, max_context=PROMPT_TOKENS + args.new_tokens),
+        version=0,
+        merger=AdapterMerger(model, policy) if case.merges else None,
+        adapters=adapters,
+    )
+    swaps: list[float] = []
+    if case.merges or adapters:
+        versions = [_random(policy, device=device) for _ in range(2)]
+        for version in range(NUM_SWAPS):
+            before_s = time.perf_counter()
+            engine.swap(versions[version % 2], version=version)
+            swaps.append((time.perf_counter() - before_s) * 1000)
+    _generate(engine, args.batch, names=list(adapters), new_tokens=8)
+    before_s = time.perf_counter()
+    num_tokens = _generate(engine, args.batch, names=list(adapters), new_tokens=args.new_tokens)
+    return {
+        "adapters": case.name,
+        "tokens_per_s": round(num_tokens / (time.perf_counter() - before_s)),
+        "swap_ms_p50": round(median(swaps), 3) if swaps else None,
+        "model": args.model,
+        "rank": args.rank,
+        "dora": args.dora,
+        "batch": args.batch,
+        "dtype": args.dtype,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    }
+
+
+def _random(adapter: Adapter, *, device: torch.device) -> Mapping[str, Tensor]:
+    """Small enough to leave the logits finite."""
+    shapes = adapter.shapes().items()
+    return {name: 1e-2 * torch.rand(shape, device=device) + 1e-3 for name, shape in shapes}
+
+
+def _generate(
+    engine: EmbeddedEngine, batch: int, *, names: Sequence[str | None], new_tokens: int
+) -> int:
+    prompts = np.random.default_rng(0).integers(3, 1000, (batch, PROMPT_TOKENS)).astype(np.int32)
+    sampling = Sampling(max_new_tokens=new_tokens)
+    for index, prompt in enumerate(prompts):
+        name = names[index % len(names)] if names else None
+        engine.submit(
+            Request(id=str(index), prompt=prompt, sampling=sampling, seed=index, adapter=name)
+        )
+    before = engine.stats().generated_tokens
+    while engine.has_work:
+        engine.step()
+    return engine.stats().generated_tokens - before
+
+
+if __name__ == "__main__":
+    sys.exit(main())
