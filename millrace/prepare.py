@@ -23,7 +23,7 @@ from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import ADVANTAGES
 from millrace.scoring.pool import ScorerSpec, inspect_scorers
 from millrace.training.checkpoints import latest_checkpoint, read_run_state
-from millrace.training.losses import LOSSES
+from millrace.training.objectives.recipes import build_loss
 
 PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
 
@@ -70,9 +70,8 @@ def prepare(
     specs = _scorers(config.scorer, scorers)
     for function in inspect_scorers(specs):
         function.check_columns([*train_tasks, *held_out])
-    build_plugin(
-        config.loss, builtins=LOSSES, default="clipped", section="loss"
-    )  # a typo costs no start-up
+    # A typo costs no start-up.
+    build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)
     advantages = build_plugin(
         config.scoring.advantages,
         builtins=ADVANTAGES,

@@ -18,7 +18,12 @@ ALL_LINEAR = "all-linear"
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="constants",  # inf is a value here, and not null to a worker
+    )
 
 
 class ModelConfig(Section):

@@ -19,7 +19,7 @@ from millrace.core.records import Group, Kept, Rollout
 # A shared beginning costs a second look at keys in every layer; a shorter one is not worth it.
 MIN_SHARED_TOKENS = 4
 
-_Row = tuple[Rollout, float]  # with the advantage of its episode
+_Row = tuple[Rollout, np.ndarray]  # with the advantages of its trained tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -79,17 +79,28 @@ def fill_bins(sizes: Sequence[int], *, budget: int) -> list[list[int]]:
 
 def _branches(group: Group) -> list[_Branch]:
     """In an order in which those that begin alike are neighbours."""
-    assert group.advantages is not None, "a group is scored before it is packed"
     members: dict[bytes, list[_Row]] = {}
-    for episode, advantage in zip(group.episodes, group.advantages, strict=True):
-        for rollout in episode.rollouts:
-            trained = np.flatnonzero(rollout.mask)
-            if len(trained):
-                rows = rollout.tokens[: trained[-1]].astype(np.int32)
-                members.setdefault(rows.tobytes(), []).append((rollout, float(advantage)))
+    for rollout, advantages in zip(group.rollouts, _advantages(group), strict=True):
+        trained = np.flatnonzero(rollout.mask)
+        if len(trained):
+            rows = rollout.tokens[: trained[-1]].astype(np.int32)
+            members.setdefault(rows.tobytes(), []).append((rollout, advantages))
     return [
         _Branch(tokens=np.frombuffer(rows, np.int32), members=tuple(members[rows]))
         for rows in sorted(members)
+    ]
+
+
+def _advantages(group: Group) -> list[np.ndarray]:
+    """Of the trained tokens of each rollout."""
+    assert group.advantages is not None, "a group is scored before it is packed"
+    if group.token_advantages is not None:
+        pairs = zip(group.rollouts, group.token_advantages, strict=True)
+        return [advantages[rollout.mask] for rollout, advantages in pairs]
+    return [
+        np.full(rollout.num_sampled, advantage, np.float32)
+        for episode, advantage in zip(group.episodes, group.advantages, strict=True)
+        for rollout in episode.rollouts
     ]
 
 
@@ -161,9 +172,10 @@ def _lay_out(families: Sequence[_Family]) -> Microbatch:
         rollouts=np.repeat(np.arange(len(members), dtype=np.int32), counts),
         engine_logprobs=np.concatenate([r.engine_logprobs[r.mask] for r in rollouts]),
         versions=np.concatenate([r.versions[r.mask] for r in rollouts]),
-        advantages=np.repeat(np.array([a for _, a in members], np.float32), counts),
+        advantages=np.concatenate([advantages for _, advantages in members]),
         temperatures=np.repeat(np.array(temperatures, np.float32), counts),
         kept=_join_kept(rollouts),
+        reference_logprobs=_join_references(rollouts),
     )
 
 
@@ -204,3 +216,11 @@ def _join_kept(rollouts: Sequence[Rollout]) -> Kept | None:
             sizes.append(np.diff(rollout.kept.offsets)[rollout.mask])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
     return Kept(ids=np.concatenate(ids), offsets=offsets)
+
+
+def _join_references(rollouts: Sequence[Rollout]) -> np.ndarray | None:
+    found = [r.reference_logprobs[r.mask] for r in rollouts if r.reference_logprobs is not None]
+    if not found:
+        return None
+    assert len(found) == len(rollouts), "either all rollouts of a run have a reference, or none"
+    return np.concatenate(found)

@@ -12,6 +12,7 @@ from millrace.core.microbatch import Microbatch
 from millrace.core.records import Kept
 
 _PER_TRAINED = ("targets", "engine_logprobs", "versions", "advantages", "temperatures")
+_IF_ANY = ("reference_logprobs", "proximal_logprobs")
 
 
 def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
@@ -44,7 +45,12 @@ def _part(whole: Microbatch, chosen: np.ndarray) -> Microbatch:
         rollouts=rollouts - rollouts[0],
         kept=None if whole.kept is None else _kept_rows(whole.kept, chosen),
         **{name: getattr(whole, name)[chosen] for name in _PER_TRAINED},
+        **{name: _chosen(getattr(whole, name), chosen) for name in _IF_ANY},
     )
+
+
+def _chosen(values: np.ndarray | None, chosen: np.ndarray) -> np.ndarray | None:
+    return None if values is None else values[chosen]
 
 
 def _in_order(whole: Microbatch, used: np.ndarray) -> np.ndarray:

@@ -34,6 +34,7 @@ from millrace.training.losses import Loss, TokenBatch
 from millrace.training.metrics import StepMetrics
 from millrace.training.optimizer import Schedule, build_optimizer
 from millrace.training.splitting import halves
+from millrace.training.token_batches import as_tensor, token_batch
 
 STATE_FILE = "trainer_state.pt"
 
@@ -104,8 +105,8 @@ class Trainer:
         ):
             hidden = hidden_states(
                 self.model,
-                input_ids=_tensor(microbatch.tokens, np.int64, device)[None],
-                position_ids=_tensor(microbatch.positions, np.int64, device)[None],
+                input_ids=as_tensor(microbatch.tokens, np.int64, device)[None],
+                position_ids=as_tensor(microbatch.positions, np.int64, device)[None],
                 layout=PackedLayout.of(
                     microbatch.lengths, parents=microbatch.parents, device=device
                 ),
@@ -113,9 +114,9 @@ class Trainer:
             kept = microbatch.kept
             return chunked_token_logprobs(
                 self.model,
-                hidden.index_select(0, _tensor(microbatch.predictors, np.int64, device)),
-                _tensor(microbatch.targets, np.int64, device),
-                temperatures=_tensor(microbatch.temperatures, np.float32, device),
+                hidden.index_select(0, as_tensor(microbatch.predictors, np.int64, device)),
+                as_tensor(microbatch.targets, np.int64, device),
+                temperatures=as_tensor(microbatch.temperatures, np.float32, device),
                 kept=None if kept is None else KeptRows.of(kept, device=device),
                 chunk=self._logprob_chunk,
                 compiled=self._compiles,
@@ -226,18 +227,9 @@ class Trainer:
         return True
 
     def _token_batch(self, microbatch: Microbatch, batch: Batch) -> TokenBatch:
-        device = self.model.device
         logprobs, entropies = self.token_logprobs(microbatch)
-        staleness = self.steps_done - microbatch.versions
-        return TokenBatch(
-            trainer_logprobs=logprobs,
-            engine_logprobs=_tensor(microbatch.engine_logprobs, np.float32, device),
-            entropies=entropies,
-            advantages=_tensor(microbatch.advantages, np.float32, device),
-            staleness=_tensor(staleness, np.int64, device),
-            sequence_ids=_tensor(microbatch.rollouts, np.int64, device),
-            num_trained_tokens=batch.num_trained_tokens,
-            num_sequences=batch.num_sequences,
+        return token_batch(
+            microbatch, batch, logprobs=logprobs, entropies=entropies, version=self.steps_done
         )
 
     def _check_finite(self, *, loss: float, grad_norm: float) -> None:
@@ -254,8 +246,3 @@ def _too_long(num_tokens: int) -> str:
         " trainer.gradient_checkpointing to true, or lower sampling.max_new_tokens"
         " (trainer.microbatch_tokens bounds several sequences together, not one)."
     )
-
-
-def _tensor(array: np.ndarray, dtype: Any, device: torch.device) -> Tensor:
-    """A copy: arrays from the wire are read-only views of a receive buffer."""
-    return torch.from_numpy(array.astype(dtype)).to(device, non_blocking=True)

@@ -27,14 +27,13 @@ from millrace.cluster.messages import (
     Stop,
 )
 from millrace.config import RunConfig
-from millrace.core.plugins import build_plugin
 from millrace.core.spans import Timeline
 from millrace.models.adapters import TrainedAdapter
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model, resolve_device
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.training.checkpoints import prune_checkpoints, write_checkpoint
-from millrace.training.losses import LOSSES
+from millrace.training.objectives.recipes import build_loss
 from millrace.training.optimizer import Schedule
 from millrace.training.trainer import Trainer
 from millrace.weights.publisher import Publisher, Sender
@@ -206,7 +205,7 @@ def build_trainer(config: RunConfig, *, path: str) -> Trainer:
     return Trainer(
         model,
         adapter=adapter,
-        loss=build_plugin(config.loss, builtins=LOSSES, default="clipped", section="loss"),
+        loss=build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens),
         schedule=Schedule(
             learning_rate=settings.learning_rate,
             kind=settings.schedule,

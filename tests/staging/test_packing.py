@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 from fakes import make_group
 from hypothesis import given, settings
@@ -147,6 +149,14 @@ def test_each_token_keeps_its_own_columns():
         assert micro.versions[mine].tolist() == [1, 1, 2, 2]
     assert np.allclose(micro.temperatures, 0.7)
     assert sorted(set(micro.advantages.tolist())) == [-1.0, 1.0]
+
+
+def test_advantages_of_single_tokens_are_trained_on_instead_of_the_episodes():
+    rollouts = [rollout_of([5, 6, 7, 8, own, 2], prompt=4) for own in (1, 3)]
+    by_token = tuple(np.arange(6, dtype=np.float32) + 10 * i for i in range(2))
+    group = dataclasses.replace(group_of(*rollouts), token_advantages=by_token)
+    (micro,) = pack([group], microbatch_tokens=100).microbatches
+    assert micro.advantages.tolist() == [4, 5, 14, 15]
 
 
 def test_rollouts_without_trained_tokens_are_counted_but_not_laid():
