@@ -28,7 +28,7 @@ from millrace.rollout.evaluation import Evaluation, evaluate
 from millrace.rollout.player import Player
 from millrace.scoring.pool import ScorerPool
 from millrace.staging.buffer import Buffer
-from millrace.staging.packing import pack
+from millrace.staging.packing import pack_minibatches
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.watcher import Moment, Watcher
 from millrace.weights.courier import Courier
@@ -148,31 +148,36 @@ class Controller:
         steps = self._config.trainer.steps
         upcoming = activities.create_task(self._next_batch(self._version))
         while self._version < steps:
-            groups, batch = await self._before_stall(upcoming)
+            groups, batches = await self._before_stall(upcoming)
             if self._version + 1 < steps:
                 # Fit for the version this step makes, which is the trainer's when it is used.
                 upcoming = activities.create_task(self._next_batch(self._version + 1))
-            metrics = await self._before_stall(self._step(batch))
+            metrics = await self._before_stall(self._step(batches))
             self._watcher.step(self.moment(), groups=groups, trainer_metrics=metrics)
             self._version += 1
             self._dispatcher.finish(group.number for group in groups)
             await self._after_step(activities)
 
-    async def _next_batch(self, version: int) -> tuple[list[Group], Batch]:
-        groups = await self._buffer.take(self._config.trainer.groups_per_step, version=version)
-        batch = await asyncio.to_thread(
-            pack, groups, microbatch_tokens=self._config.trainer.microbatch_tokens
+    async def _next_batch(self, version: int) -> tuple[list[Group], tuple[Batch, ...]]:
+        settings = self._config.trainer
+        taken = await self._buffer.take(settings.groups_per_step, version=version)
+        groups = self._scorers.in_batch(taken)
+        batches = await asyncio.to_thread(
+            pack_minibatches,
+            groups,
+            num_minibatches=settings.minibatches,
+            microbatch_tokens=settings.microbatch_tokens,
         )
-        return groups, batch
+        return groups, batches
 
-    async def _step(self, batch: Batch) -> dict[str, float]:
+    async def _step(self, batches: tuple[Batch, ...]) -> dict[str, float]:
         """Learn one batch. With cluster.take_turns the engines pause meanwhile; evaluations that
         are under way go on between two steps."""
         version = self._version + 1
         if not self._config.cluster.take_turns:
-            return await self._trainer.step(batch, version=version)
+            return await self._trainer.step(*batches, version=version)
         await self._engines.pause()
-        metrics = await self._trainer.step(batch, version=version)
+        metrics = await self._trainer.step(*batches, version=version)
         # Before the weights are published, which is copying and needs no turn of its own.
         # After a step that failed nobody resumes them: it ends the run.
         await self._engines.resume()

@@ -96,6 +96,12 @@ def test_settings_that_contradict_each_other_are_refused():
     assert "raise buffer.capacity" in said
 
 
+def test_more_minibatches_than_groups_are_refused():
+    said = sentence_of({"trainer": {"groups_per_step": 2, "minibatches": 3}})
+    assert "trainer.minibatches = 3 leaves some of them without any" in said
+    assert said.endswith("trainer.groups_per_step = 2; lower it.")
+
+
 @pytest.mark.parametrize("section", ["tasks", "evaluate"])
 def test_two_sources_of_tasks_are_refused(section):
     said = sentence_of({section: {"path": "a", "function": "b:c"}})

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.core.protocols import Advantages, Scorer
+from millrace.core.protocols import Advantages, AdvantagesOverBatch, Scorer
 from millrace.core.records import Group, Score
+from millrace.scoring.advantages import with_advantages
 from millrace.scoring.function_scorer import FunctionScorer
 from millrace.scoring.functions import RewardFunction, inspect_reward
 from millrace.scoring.handover import hand_over, resolve_function
@@ -92,9 +91,15 @@ class ScorerPool:
             if isinstance(outcome, BaseException):
                 raise outcome
             columns.append(outcome)
-        scores = self._combine(group, columns)
-        advantages = _checked(self._advantages(scores), group=group)
-        return dataclasses.replace(group, scores=scores, advantages=advantages)
+        scored = dataclasses.replace(group, scores=self._combine(group, columns))
+        return with_advantages(scored, self._advantages(scored))
+
+    def in_batch(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups of one step, with the advantages they have among each other."""
+        if not isinstance(self._advantages, AdvantagesOverBatch):
+            return list(groups)
+        found = self._advantages.over_batch(groups)
+        return [with_advantages(group, mine) for group, mine in zip(groups, found, strict=True)]
 
     def stats(self) -> ScoringStats:
         return ScoringStats(
@@ -191,13 +196,3 @@ def _inspected(spec: ScorerSpec) -> RewardFunction:
     if not spec.timeout_s > 0:
         raise ConfigError(f"Scorer {name!r} has timeout_s = {spec.timeout_s}; it must be above 0.")
     return inspect_reward(function, name=name)
-
-
-def _checked(advantages: np.ndarray, *, group: Group) -> np.ndarray:
-    """The estimator may be the user's own, and rewards may be too large for float32."""
-    if np.shape(advantages) != (len(group.episodes),) or not np.isfinite(advantages).all():
-        raise ScoreError(
-            f"The advantages of group {group.number} are {advantages!r}; each of its"
-            f" {len(group.episodes)} episodes needs one finite number."
-        )
-    return np.asarray(advantages, dtype=np.float32)

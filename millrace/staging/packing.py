@@ -58,6 +58,18 @@ def pack(groups: Sequence[Group], *, microbatch_tokens: int) -> Batch:
     )
 
 
+def pack_minibatches(
+    groups: Sequence[Group], *, num_minibatches: int, microbatch_tokens: int
+) -> tuple[Batch, ...]:
+    """Batches of about as many whole groups each, in order."""
+    assert num_minibatches <= len(groups), "a minibatch holds at least one group"
+    bounds = [len(groups) * i // num_minibatches for i in range(num_minibatches + 1)]
+    return tuple(
+        pack(groups[begin:end], microbatch_tokens=microbatch_tokens)
+        for begin, end in pairwise(bounds)
+    )
+
+
 def fill_bins(sizes: Sequence[int], *, budget: int) -> list[list[int]]:
     """Indices of `sizes` in as few bins as best-fit-decreasing finds; an oversized one sits
     alone."""

@@ -65,7 +65,7 @@ class Loss(Protocol):
 
 
 @runtime_checkable
-class ComparesWithProximal(Protocol):
+class Anchored(Protocol):
     """A loss that may want TokenBatch.proximal_logprobs, which can cost a forward pass more."""
 
     @property

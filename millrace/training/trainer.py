@@ -1,7 +1,7 @@
 """The learner: one batch, one step, one version.
 
 Promise: trainer logprobs are those of the distribution each token was drawn from (its temperature,
-its kept ids). A step applies a finite gradient, or raises and leaves the weights as they were. A
+its kept ids). An update applies a finite gradient, or raises and leaves the weights as they were. A
 microbatch that does not fit into memory is split, and the step is the same.
 
 Master weights and optimizer state are float32; bfloat16 is used for computing only. The model stays
@@ -10,6 +10,7 @@ adapter, that alone is trained, published and saved.
 Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidden size.
 """
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ from millrace.models.loading import hidden_states, without_progress_bars
 from millrace.models.logprobs import KeptRows
 from millrace.models.packed_layout import PackedLayout
 from millrace.training import layers
-from millrace.training.losses import Loss, TokenBatch
+from millrace.training.losses import Adapts, Anchored, Loss, TokenBatch
 from millrace.training.metrics import StepMetrics
 from millrace.training.optimizer import Schedule, build_optimizer
 from millrace.training.splitting import halves
@@ -76,24 +77,34 @@ class Trainer:
         if gradient_checkpointing:
             layers.checkpoint_layers(model)
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """One optimizer update; returns its metrics."""
-        assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"
-        metrics, num_splits = self.accumulate(batch)
-        grad_norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), max_norm=self._max_grad_norm
-        ).item()
-        summary = metrics.summary()
-        self._check_finite(loss=summary["loss"], grad_norm=grad_norm)
+    def step(self, *batches: Batch) -> dict[str, float]:
+        """One version: an optimizer update with each of the batches; returns their metrics."""
+        assert batches, "a step learns something"
+        num_proximal = 0  # forward passes that only ask what the policy before the step says
+        # In the first update the policy before the step is the one that is computed anyway.
+        if len(batches) > 1 and isinstance(self._loss, Anchored) and self._loss.needs_proximal:
+            batches = tuple(self._with_proximal(batch) for batch in batches)
+            num_proximal = sum(len(batch.microbatches) for batch in batches)
         learning_rate = self._schedule.at(self.steps_done)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        self._optimizer.step()
+        metrics, num_splits, grad_norms = StepMetrics(), 0, []
+        for batch in batches:
+            assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"
+            of_batch, num_splits_here = self.accumulate(batch)
+            grad_norms.append(self._update(loss=of_batch.loss))
+            metrics.extend(of_batch)
+            num_splits += num_splits_here
         self.steps_done += 1
+        summary = metrics.summary()
+        if isinstance(self._loss, Adapts):
+            self._loss = self._loss.adapted(summary)
         return {
             **summary,
+            "loss": summary["loss"] / len(batches),
             "microbatch_splits": float(num_splits),
-            "grad_norm": grad_norm,
+            "proximal_microbatches": float(num_proximal),
+            "grad_norm": sum(grad_norms) / len(batches),
             "learning_rate": learning_rate,
         }
 
@@ -144,6 +155,7 @@ class Trainer:
             "steps_done": self.steps_done,
             "optimizer": self._optimizer.state_dict(),
             "random": random,
+            "loss": self._loss.state() if isinstance(self._loss, Adapts) else {},
         }
         # To a file object: given a path, torch.save loses the reason why a write failed.
         with (folder / STATE_FILE).open("wb") as file:
@@ -164,6 +176,8 @@ class Trainer:
             )
             self._optimizer.load_state_dict(state["optimizer"])
             self.steps_done = state["steps_done"]
+            if isinstance(self._loss, Adapts):
+                self._loss = self._loss.with_state(state["loss"])
         except (OSError, EOFError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
             raise CheckpointError(
                 f"The trainer state in {str(folder)!r} cannot be read ({type(error).__name__});"
@@ -193,12 +207,40 @@ class Trainer:
             self._optimizer.zero_grad(set_to_none=True)
             for part in parts:
                 if not self._learn(part, batch, metrics):
-                    self._most_rows = len(part.tokens) - 1
-                    if halves(part) is None:
-                        raise RunFailed(_too_long(len(part.tokens)))
+                    self._lower_limit(part)
                     break
             else:
                 return metrics, num_splits
+
+    def _update(self, *, loss: Tensor) -> float:
+        """Apply the gradient that lies there, of this loss; returns its norm."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=self._max_grad_norm)
+        loss_value, grad_norm = torch.stack([loss, norm.double()]).tolist()
+        self._check_finite(loss=loss_value, grad_norm=grad_norm)
+        self._optimizer.step()
+        return grad_norm
+
+    @torch.no_grad()
+    def _with_proximal(self, batch: Batch) -> Batch:
+        """The batch, with what the trainer says before it learns from any of the step's batches."""
+        while True:
+            parts: list[Microbatch] = []
+            for part in self._fitting(batch)[0]:
+                try:
+                    logprobs, _ = self.token_logprobs(part)
+                except torch.OutOfMemoryError:
+                    self._lower_limit(part)
+                    break
+                proximal = logprobs.cpu().numpy()
+                parts.append(dataclasses.replace(part, proximal_logprobs=proximal))
+            else:
+                return dataclasses.replace(batch, microbatches=tuple(parts))
+
+    def _lower_limit(self, part: Microbatch) -> None:
+        """`part` was too much for the memory; raises RunFailed if it cannot be split."""
+        self._most_rows = len(part.tokens) - 1
+        if halves(part) is None:
+            raise RunFailed(_too_long(len(part.tokens)))
 
     def _fitting(self, batch: Batch) -> tuple[list[Microbatch], int]:
         """The batch's microbatches with trained tokens, split where they have too many rows."""

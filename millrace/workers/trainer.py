@@ -150,7 +150,7 @@ class TrainerWorker:
     def _step(self, message: Step) -> Stepped:
         assert message.version == self._trainer.steps_done + 1, "a step makes the next version"
         self._timeline.enter("step", busy=True)
-        metrics = self._trainer.step(message.batch)
+        metrics = self._trainer.step(message.batch, *message.more)
         self._trained_tokens += metrics["trained_tokens"]
         return Stepped(version=message.version, metrics=metrics)
 

@@ -351,7 +351,7 @@ async def test_a_pool_whose_workers_cannot_be_replaced_ends_the_run(open_pool, t
 
 
 async def test_advantages_must_be_finite_and_one_per_episode(open_pool):
-    too_many = await open_pool(spec("length"), advantages=lambda scores: np.zeros(3))
+    too_many = await open_pool(spec("length"), advantages=lambda group: np.zeros(3))
     with pytest.raises(ScoreError, match=r"advantages of group 12 are .*each of its 1 episodes"):
         await too_many.score(group("a"))
 

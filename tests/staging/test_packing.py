@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from millrace.core.microbatch import Microbatch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task
-from millrace.staging.packing import MIN_SHARED_TOKENS, fill_bins, pack
+from millrace.staging.packing import MIN_SHARED_TOKENS, fill_bins, pack, pack_minibatches
 
 
 def rollout_of(tokens: list[int], *, prompt: int) -> Rollout:
@@ -166,6 +166,16 @@ def test_rollouts_without_trained_tokens_are_counted_but_not_laid():
     assert batch.num_trained_tokens == 2
     (micro,) = batch.microbatches
     assert micro.tokens.tolist() == [1, 2, 3]
+
+
+def test_minibatches_hold_whole_groups_in_order():
+    groups = [make_group(number, size=2) for number in range(5)]
+    batches = pack_minibatches(groups, num_minibatches=2, microbatch_tokens=100)
+    assert [batch.num_sequences for batch in batches] == [4, 6]
+    alone = [pack(part, microbatch_tokens=100) for part in (groups[:2], groups[2:])]
+    for batch, expected in zip(batches, alone, strict=True):
+        assert batch.num_trained_tokens == expected.num_trained_tokens
+        assert np.array_equal(batch.microbatches[0].targets, expected.microbatches[0].targets)
 
 
 def test_kept_rows_follow_their_tokens_even_beside_rollouts_without_them():
