@@ -26,6 +26,7 @@ from millrace.rollout.admission import RUNNING, STALENESS, Admission
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.evaluation import Evaluation, evaluate
 from millrace.rollout.player import Player
+from millrace.scoring.advantages import PAIRS
 from millrace.scoring.pool import ScorerPool
 from millrace.staging.buffer import Buffer
 from millrace.staging.packing import pack_minibatches
@@ -167,6 +168,7 @@ class Controller:
             groups,
             num_minibatches=settings.minibatches,
             microbatch_tokens=settings.microbatch_tokens,
+            pairs=self._config.scoring.advantages["type"] == PAIRS,
         )
         return groups, batches
 

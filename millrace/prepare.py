@@ -19,11 +19,12 @@ from millrace.envs.tasks import TaskStream, load_tasks
 from millrace.models.adapters import check_same_kind, require_peft
 from millrace.models.directory import configured_context, load_tokenizer
 from millrace.rollout.renderer import Renderer
-from millrace.scoring.advantages import build_advantages
+from millrace.scoring.advantages import PAIRS, build_advantages
 from millrace.scoring.pool import ScorerSpec, inspect_scorers
 from millrace.training.checkpoints import latest_checkpoint, read_run_state
 from millrace.training.objectives.policy_loss import PolicyLoss
-from millrace.training.objectives.recipes import ADVANTAGES, DEFAULT, build_loss
+from millrace.training.objectives.preference import PreferenceLoss
+from millrace.training.objectives.recipes import ADVANTAGES, DEFAULT, PREFERENCE, build_loss
 
 PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
 
@@ -70,8 +71,8 @@ def prepare(
     specs = _scorers(config.scorer, scorers)
     for function in inspect_scorers(specs):
         function.check_columns([*train_tasks, *held_out])
-    _check_loss(config)
     config = _with_advantages(config)
+    _check_loss(config)
     advantages = build_advantages(config.scoring.advantages)
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
@@ -119,21 +120,38 @@ def _check_loss(config: RunConfig) -> None:
             f"loss.kl = {loss.kl.kl} compares with a reference model, and a run has none yet; set"
             " loss.kl to 0."
         )
+    if not isinstance(loss, PreferenceLoss):
+        return
+    if loss.needs_reference:
+        raise ConfigError(
+            "loss.reference = 'reference' compares with a reference model, and a run has none yet;"
+            " set loss.reference to 'engine'."
+        )
+    estimator = config.scoring.advantages["type"]
+    if estimator != PAIRS:
+        raise ConfigError(
+            f"loss.type = '{PREFERENCE}' learns from pairs, but scoring.advantages of type"
+            f" {estimator!r} makes none; set that to '{PAIRS}' or 'auto'."
+        )
 
 
 def _with_advantages(config: RunConfig) -> RunConfig:
     """With the estimator that belongs to the loss, where nothing else is said."""
-    table = config.scoring.advantages
-    if table.get("type") != "auto":
-        return config
+    table = {"type": "group", **config.scoring.advantages}
+    if table["type"] != "auto":
+        return _with_estimator(config, table)
     if len(table) > 1:
         raise ConfigError(
             f"Section 'scoring.advantages' leaves its type to the loss but sets"
             f" {', '.join(key for key in table if key != 'type')}; set the type, too."
         )
-    recipe = config.loss.get("type", DEFAULT)
-    scoring = {"advantages": dict(ADVANTAGES.get(recipe, {"type": "group"}))}
-    return config.model_copy(update={"scoring": config.scoring.model_copy(update=scoring)})
+    recipe = str(config.loss.get("type", DEFAULT))
+    return _with_estimator(config, dict(ADVANTAGES.get(recipe, {"type": "group"})))
+
+
+def _with_estimator(config: RunConfig, table: dict[str, Any]) -> RunConfig:
+    scoring = config.scoring.model_copy(update={"advantages": table})
+    return config.model_copy(update={"scoring": scoring})
 
 
 def _context(config: RunConfig) -> int:

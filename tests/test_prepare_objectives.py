@@ -8,7 +8,12 @@ from tiny_model import make_tiny_model
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.prepare import Prepared, prepare
-from millrace.scoring.advantages import BatchAdvantages, GroupAdvantages, LeaveOneOutAdvantages
+from millrace.scoring.advantages import (
+    BatchAdvantages,
+    BestWorstAdvantages,
+    GroupAdvantages,
+    LeaveOneOutAdvantages,
+)
 
 
 def length(completions, **columns):
@@ -33,6 +38,7 @@ def prepared(model: Path, **settings) -> Prepared:
         ({"type": "dr_grpo"}, GroupAdvantages(normalize_std=False)),
         ({"type": "rloo"}, LeaveOneOutAdvantages()),
         ({"type": "reinforce_pp"}, BatchAdvantages()),
+        ({"type": "online_dpo"}, BestWorstAdvantages()),
     ],
 )
 def test_a_recipe_brings_its_own_advantages(model, loss, expected):
@@ -53,6 +59,14 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
     [
         ({"loss": {"type": "grpo", "kl": 0.1}}, "loss.kl = 0.1 compares with a reference model"),
         ({"loss": {"type": "cispo", "dual": 3.0}}, "'loss.dual' = 3.0 belongs to shape = 'clip'"),
+        (
+            {"loss": {"type": "online_dpo", "reference": "reference"}},
+            "a run has none yet; set loss.reference to 'engine'",
+        ),
+        (
+            {"loss": {"type": "online_dpo"}, "scoring": {"advantages": {"type": "group"}}},
+            "learns from pairs, but scoring.advantages of type 'group' makes none; set that to",
+        ),
         (
             {"scoring": {"advantages": {"type": "auto", "epsilon": 1.0}}},
             "leaves its type to the loss but sets epsilon; set the type, too",

@@ -67,8 +67,8 @@ class ScoringConfig(Section):
     """Processes that run reward functions; a hung or crashed one is replaced."""
     advantages: dict[str, Any] = {"type": "auto"}
     """How scores become advantages: "auto" (what belongs to the loss, mostly "group"), "group"
-    (minus the group's mean, over its std), "leave_one_out", "batch", "returns", or yours; see
-    docs/objectives.md."""
+    (minus the group's mean, over its std), "leave_one_out", "batch", "returns", "best_worst", or
+    yours; see docs/objectives.md."""
 
 
 class RolloutConfig(Section):

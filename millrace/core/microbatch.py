@@ -38,6 +38,7 @@ class Microbatch:
     kept: Kept | None = None  # rows = N
     reference_logprobs: np.ndarray | None = None  # [N] float32; where the run has a reference model
     proximal_logprobs: np.ndarray | None = None  # [N] float32; the trainer's, set there, if at all
+    groups: np.ndarray | None = None  # [N] int32 ascending; where groups must not be split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,3 +48,4 @@ class Batch:
     microbatches: tuple[Microbatch, ...]
     num_sequences: int
     num_trained_tokens: int
+    num_groups: int = 0

@@ -63,6 +63,19 @@ class LeaveOneOutAdvantages:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BestWorstAdvantages:
+    """1 for the best, -1 for the worst, 0 for the others: a pair to be compared. None where all
+    are equal."""
+
+    def __call__(self, group: Group) -> np.ndarray:  # [episodes]
+        totals = _totals(group)
+        advantages = np.zeros(len(totals))
+        if totals.max() > totals.min():
+            advantages[totals.argmax()], advantages[totals.argmin()] = 1, -1
+        return advantages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BatchAdvantages:
     """Normalised over all episodes that are trained in one step (REINFORCE++)."""
 
@@ -121,9 +134,11 @@ class ReturnAdvantages:
         return found
 
 
+PAIRS = "best_worst"
 ADVANTAGES: dict[str, type] = {
     "group": GroupAdvantages,
     "leave_one_out": LeaveOneOutAdvantages,
+    PAIRS: BestWorstAdvantages,
     "batch": BatchAdvantages,
     "returns": ReturnAdvantages,
 }

@@ -53,6 +53,9 @@ class TokenBatch:
     update, so they are trainer_logprobs."""
     reference_logprobs: "Tensor | None" = None
     """[N] float32; of the model that the policy shall stay close to, where the run has one."""
+    groups: Runs | None = None
+    """Those of a group, where its sequences are compared and so lie in one microbatch."""
+    num_groups: int = 0  # of the whole batch
 
 
 class Loss(Protocol):

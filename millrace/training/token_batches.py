@@ -30,6 +30,8 @@ def token_batch(
         num_sequences=batch.num_sequences,
         proximal_logprobs=_if_any(microbatch.proximal_logprobs, device),
         reference_logprobs=_if_any(microbatch.reference_logprobs, device),
+        groups=None if microbatch.groups is None else _groups(microbatch.groups, device),
+        num_groups=batch.num_groups,
     )
 
 
@@ -48,6 +50,10 @@ def _runs(ids: np.ndarray, device: torch.device) -> Runs:
         ids=as_tensor(ids, np.int64, device),
         lengths=as_tensor(np.bincount(ids), np.int64, device),
     )
+
+
+def _groups(numbers: np.ndarray, device: torch.device) -> Runs:
+    return _runs(np.unique(numbers, return_inverse=True)[1], device)
 
 
 def _turns(microbatch: Microbatch) -> np.ndarray:  # [N] int64

@@ -6,6 +6,7 @@ from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task
 from millrace.scoring.advantages import (
     BatchAdvantages,
+    BestWorstAdvantages,
     GroupAdvantages,
     LeaveOneOutAdvantages,
     ReturnAdvantages,
@@ -63,6 +64,7 @@ def test_without_normalisation_only_the_mean_is_taken_off():
         GroupAdvantages(epsilon=0.0),
         GroupAdvantages(normalize_std=False),
         LeaveOneOutAdvantages(),
+        BestWorstAdvantages(),
         ReturnAdvantages(epsilon=0.0),
     ],
 )
@@ -78,6 +80,13 @@ def test_a_group_without_variance_gives_exact_zeros(totals, estimator):
 def test_leave_one_out_takes_off_the_mean_of_the_others():
     advantages = LeaveOneOutAdvantages()(scored(1.0, 2.0, 6.0))
     np.testing.assert_allclose(advantages, [1 - 4, 2 - 3.5, 6 - 1.5])
+
+
+# Pairs
+
+
+def test_the_best_and_the_worst_make_a_pair():
+    assert BestWorstAdvantages()(scored(2.0, 3.0, 1.0, 3.0)).tolist() == [0, 1, -1, 0]
 
 
 # Over the groups of a step

@@ -18,6 +18,7 @@ from millrace.core.references import load_reference
 from millrace.training.losses import Loss
 from millrace.training.objectives.averages import Average
 from millrace.training.objectives.policy_loss import PolicyLoss
+from millrace.training.objectives.preference import PreferenceLoss
 from millrace.training.objectives.ratios import Ratio
 from millrace.training.objectives.regularisers import EntropyBonus, ReferenceKl
 from millrace.training.objectives.shapes import SHAPES
@@ -26,6 +27,7 @@ from millrace.training.objectives.weights import Correction, OffPolicyMask, Stal
 SECTION = "loss"
 DEFAULT = "clipped"
 DEFAULT_SHAPE = "clip"
+PREFERENCE = "online_dpo"
 
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "clipped": {"low": 0.2, "high": 0.28, "max_ratio": 2.0},
@@ -64,6 +66,7 @@ ADVANTAGES: Mapping[str, Mapping[str, Any]] = {
     "dr_grpo": {"type": "group", "normalize_std": False},
     "rloo": {"type": "leave_one_out"},
     "reinforce_pp": {"type": "batch"},
+    PREFERENCE: {"type": "best_worst"},
     "kimi": {"type": "group", "normalize_std": False},
 }
 
@@ -83,7 +86,7 @@ def build_loss(table: Mapping[str, Any], *, max_new_tokens: int) -> Loss:
     settings = dict(table)
     name = settings.pop("type", DEFAULT)
     if not isinstance(name, str) or name not in RECIPES:
-        named = dict.fromkeys(RECIPES, PolicyLoss)
+        named = {**dict.fromkeys(RECIPES, PolicyLoss), PREFERENCE: PreferenceLoss}
         return build_plugin(table, builtins=named, default=DEFAULT, section=SECTION)
     settings = {**_recipe(name, keeps_shape="shape" not in settings), **settings}
     if settings.get("aggregation") == "constant":
