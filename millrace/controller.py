@@ -160,14 +160,15 @@ class Controller:
             await self._after_step(activities)
 
     async def _next_batch(self, version: int) -> tuple[list[Group], tuple[Batch, ...]]:
-        settings = self._config.trainer
-        taken = await self._buffer.take(settings.groups_per_step, version=version)
+        taken = await self._buffer.take(self._config.trainer.groups_per_step, version=version)
+        return await asyncio.to_thread(self._pack, taken)
+
+    def _pack(self, taken: list[Group]) -> tuple[list[Group], tuple[Batch, ...]]:
         groups = self._scorers.in_batch(taken)
-        batches = await asyncio.to_thread(
-            pack_minibatches,
+        batches = pack_minibatches(
             groups,
-            num_minibatches=settings.minibatches,
-            microbatch_tokens=settings.microbatch_tokens,
+            num_minibatches=self._config.trainer.minibatches,
+            microbatch_tokens=self._config.trainer.microbatch_tokens,
             pairs=self._config.scoring.advantages["type"] == PAIRS,
         )
         return groups, batches

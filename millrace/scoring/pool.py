@@ -92,13 +92,16 @@ class ScorerPool:
                 raise outcome
             columns.append(outcome)
         scored = dataclasses.replace(group, scores=self._combine(group, columns))
-        return with_advantages(scored, self._advantages(scored))
+        # In a thread, as an estimator of the user's may take its time.
+        found = await asyncio.to_thread(_estimate, self._advantages, scored)
+        return with_advantages(scored, found)
 
     def in_batch(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups of one step, with the advantages they have among each other."""
+        """The groups of one step, with the advantages they have among each other. Called in a
+        thread."""
         if not isinstance(self._advantages, AdvantagesOverBatch):
             return list(groups)
-        found = self._advantages.over_batch(groups)
+        found = _estimate(self._advantages.over_batch, groups)
         return [with_advantages(group, mine) for group, mine in zip(groups, found, strict=True)]
 
     def stats(self) -> ScoringStats:
@@ -196,3 +199,14 @@ def _inspected(spec: ScorerSpec) -> RewardFunction:
     if not spec.timeout_s > 0:
         raise ConfigError(f"Scorer {name!r} has timeout_s = {spec.timeout_s}; it must be above 0.")
     return inspect_reward(function, name=name)
+
+
+def _estimate(estimator: Callable[[Any], Any], scored: Any) -> Any:
+    """What an estimator returns, unchecked; it may be the user's own, so it may raise anything."""
+    try:
+        return estimator(scored)
+    except Exception as error:
+        name = getattr(estimator, "__qualname__", type(estimator).__name__)
+        raise ScoreError(
+            f"Advantages {name!r} raised {type(error).__name__}: {error}; mend the function."
+        ) from error

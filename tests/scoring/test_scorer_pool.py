@@ -363,6 +363,15 @@ async def test_advantages_across_a_step_are_known_once_its_groups_are(open_pool)
     ]
 
 
+async def test_an_estimator_that_raises_costs_the_group(open_pool):
+    def halves(group):
+        return [1 / 0]
+
+    pool = await open_pool(spec("length"), advantages=halves)
+    with pytest.raises(ScoreError, match=r"halves' raised ZeroDivisionError: .*; mend the func"):
+        await pool.score(group("a"))
+
+
 async def test_advantages_must_be_finite_and_one_per_episode(open_pool):
     too_many = await open_pool(spec("length"), advantages=lambda group: np.zeros(3))
     with pytest.raises(ScoreError, match=r"advantages of group 12 are .*each of its 1 episodes"):

@@ -1,11 +1,12 @@
 """Values and gradients agree with what TRL's own trainers compute on the same tokens."""
 
+import dataclasses
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from loss_tokens import MAX_NEW_TOKENS, loss_of, random_tokens
+from loss_tokens import MAX_NEW_TOKENS, loss_of, random_tokens, runs_of
 
 from millrace.training.losses import TokenBatch
 
@@ -187,3 +188,57 @@ def test_rloo_agrees_with_rloo_trainer():
     rows = Rows(tokens)
     inputs = trl_inputs(tokens, rows, anchor=tokens.engine_logprobs)
     check(loss_of("rloo"), tokens, RLOOTrainer._compute_loss, {}, inputs, rows)
+
+
+def test_online_dpo_agrees_with_online_dpo_trainer(monkeypatch):
+    """Sequences 0, 2, 4 are TRL's first completions of three prompts, 1, 3, 5 its second ones."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+
+    lengths = [3, 7, 1, 5, 6, 2]
+    rewards = torch.tensor([1.0, 0.0, 2.0, 0.0, 3.0, 5.0])  # in TRL's order: 1 > 0, 0 < 3, 2 < 5
+    order = [0, 2, 4, 1, 3, 5]
+    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
+    tokens = random_tokens(lengths, seed=4)
+    tokens = dataclasses.replace(
+        tokens,
+        advantages=advantages[tokens.sequences.ids],
+        groups=runs_of([a + b for a, b in zip(lengths[::2], lengths[1::2], strict=True)]),
+        num_groups=3,
+    )
+    rows = Rows(tokens)
+    logprobs = iter([tokens.trainer_logprobs, tokens.reference_logprobs])
+    nothing = torch.zeros(6, 0, dtype=torch.int64)
+    ids, mask = torch.zeros(rows.mask.shape, dtype=torch.int64), rows.mask[order].to(torch.int64)
+    losses = []
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            use_vllm=False,
+            missing_eos_penalty=None,
+            loss_type="sigmoid",
+            torch_empty_cache_steps=None,
+            optim="adamw_torch",
+            n_gpu=1,
+            gradient_accumulation_steps=1,
+        ),
+        accelerator=SimpleNamespace(
+            gather_for_metrics=lambda values: values, backward=lambda loss: losses.append(loss)
+        ),
+        processing_class=SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids)),
+        stats=defaultdict(list),
+        eos_token_ids=[0],
+        ref_model=object(),
+        reward_funcs=None,
+        beta=0.3,
+        _generate=lambda *_: (nothing, nothing, ids, mask, None),
+        _forward=lambda *_: rows.padded(next(logprobs))[order],
+        _calculate_rewards_from_functions=lambda **_: rewards,
+    )
+    policy = SimpleNamespace(train=lambda: None)
+    OnlineDPOTrainer.training_step(trainer, policy, {"prompt": ["a", "b", "c"]})
+    (expected,) = losses
+    found, _ = loss_of("online_dpo", beta=0.3, reference="reference")(tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    slopes = [torch.autograd.grad(loss, tokens.trainer_logprobs)[0] for loss in (found, expected)]
+    assert slopes[1].any()
+    torch.testing.assert_close(*slopes, rtol=1e-6, atol=1e-9)
