@@ -20,7 +20,7 @@ from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.staging.packing import pack
-from millrace.training.losses import ClippedLoss
+from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
 from millrace.training.trainer import Trainer
 
@@ -101,7 +101,7 @@ def logprobs(model: str, batch: Microbatch, *, dtype: torch.dtype) -> torch.Tens
     loaded = load_model(model, dtype=torch.float32, device=device, attention=PACKED_ATTENTION)
     trainer = Trainer(
         loaded,
-        loss=ClippedLoss(),
+        loss=PolicyLoss(),
         schedule=Schedule(learning_rate=1e-6, total_steps=1),
         compute_dtype=dtype,
     )

@@ -26,9 +26,10 @@ from millrace.rollout.cancellation import Attempt
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.evaluation import Evaluation, evaluate
 from millrace.rollout.player import Player
+from millrace.scoring.advantages import PAIRS
 from millrace.scoring.pool import ScorerPool
 from millrace.staging.buffer import Buffer
-from millrace.staging.packing import pack
+from millrace.staging.packing import pack_minibatches
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.watcher import Moment, Watcher
 from millrace.weights.courier import Courier
@@ -161,12 +162,12 @@ class Controller:
         steps = self._config.trainer.steps
         upcoming = activities.create_task(self._next_batch(self._version))
         while self._version < steps:
-            groups, batch = await self._before_stall(upcoming)
+            groups, batches = await self._before_stall(upcoming)
             if self._version + 1 < steps:
                 # Fit for the version this step makes, which is the trainer's when it is used.
                 activities.create_task(self._expire(self._version + 1))
                 upcoming = activities.create_task(self._next_batch(self._version + 1))
-            metrics = await self._before_stall(self._step(batch))
+            metrics = await self._before_stall(self._step(batches))
             if self._config.weights.notify:
                 metrics["notify_failures"] = float(self._notifier.num_failed)
             self._watcher.step(self.moment(), groups=groups, trainer_metrics=metrics)
@@ -181,23 +182,30 @@ class Controller:
         self._dispatcher.expire(before)
         await self._engines.expire(before)
 
-    async def _next_batch(self, version: int) -> tuple[list[Group], Batch]:
-        groups = await self._buffer.take(self._config.trainer.groups_per_step, version=version)
+    async def _next_batch(self, version: int) -> tuple[list[Group], tuple[Batch, ...]]:
+        taken = await self._buffer.take(self._config.trainer.groups_per_step, version=version)
         if self._is_synchronous:  # all of them are there: the order need not depend on their speed
-            groups.sort(key=lambda group: group.number)
-        batch = await asyncio.to_thread(
-            pack, groups, microbatch_tokens=self._config.trainer.microbatch_tokens
-        )
-        return groups, batch
+            taken.sort(key=lambda group: group.number)
+        return await asyncio.to_thread(self._pack, taken)
 
-    async def _step(self, batch: Batch) -> dict[str, float]:
+    def _pack(self, taken: list[Group]) -> tuple[list[Group], tuple[Batch, ...]]:
+        groups = self._scorers.in_batch(taken)
+        batches = pack_minibatches(
+            groups,
+            num_minibatches=self._config.trainer.minibatches,
+            microbatch_tokens=self._config.trainer.microbatch_tokens,
+            pairs=self._config.scoring.advantages["type"] == PAIRS,
+        )
+        return groups, batches
+
+    async def _step(self, batches: tuple[Batch, ...]) -> dict[str, float]:
         """Learn one batch. With cluster.take_turns the engines pause meanwhile; evaluations that
         are under way go on between two steps."""
         version = self._version + 1
         if not self._config.cluster.take_turns:
-            return await self._trainer.step(batch, version=version)
+            return await self._trainer.step(*batches, version=version)
         await self._engines.pause()
-        metrics = await self._trainer.step(batch, version=version)
+        metrics = await self._trainer.step(*batches, version=version)
         # Before the weights are published, which is copying and needs no turn of its own.
         # After a step that failed nobody resumes them: it ends the run.
         await self._engines.resume()

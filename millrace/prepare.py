@@ -13,7 +13,6 @@ from millrace.config import EvaluateConfig, RunConfig, ScorerConfig, TasksConfig
 from millrace.controller import Cursor
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.machine import available_cores
-from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Advantages
 from millrace.core.records import Task
 from millrace.envs.tasks import TaskStream, load_tasks
@@ -21,10 +20,12 @@ from millrace.models.adapter_folders import check_resident, check_same_kind
 from millrace.models.adapters import require_peft
 from millrace.models.directory import configured_context, load_tokenizer
 from millrace.rollout.renderer import Renderer
-from millrace.scoring.advantages import ADVANTAGES
+from millrace.scoring.advantages import PAIRS, build_advantages
 from millrace.scoring.pool import ScorerSpec, inspect_scorers
 from millrace.training.checkpoints import latest_checkpoint, read_run_state
-from millrace.training.losses import LOSSES
+from millrace.training.objectives.policy_loss import PolicyLoss
+from millrace.training.objectives.preference import PreferenceLoss
+from millrace.training.objectives.recipes import ADVANTAGES, DEFAULT, PREFERENCE, build_loss
 
 PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
 
@@ -74,15 +75,9 @@ def prepare(
     specs = _scorers(config.scorer, scorers)
     for function in inspect_scorers(specs):
         function.check_columns([*train_tasks, *held_out])
-    build_plugin(
-        config.loss, builtins=LOSSES, default="clipped", section="loss"
-    )  # a typo costs no start-up
-    advantages = build_plugin(
-        config.scoring.advantages,
-        builtins=ADVANTAGES,
-        default="group",
-        section="scoring.advantages",
-    )
+    config = _with_advantages(config)
+    _check_loss(config)
+    advantages = build_advantages(config.scoring.advantages)
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     max_context = _context(config)
@@ -119,6 +114,48 @@ def _scorers(
 ) -> tuple[ScorerSpec, ...]:
     configured = [ScorerSpec(**row.model_dump()) for row in settings]
     return (*configured, *(ScorerSpec(function=function) for function in given or ()))
+
+
+def _check_loss(config: RunConfig) -> None:
+    """A typo costs no start-up, and neither does a loss that lacks its input."""
+    loss = build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)
+    if isinstance(loss, PolicyLoss) and loss.needs_reference:
+        raise ConfigError(
+            f"loss.kl = {loss.kl.kl} compares with a reference model, and a run has none yet; set"
+            " loss.kl to 0."
+        )
+    if not isinstance(loss, PreferenceLoss):
+        return
+    if loss.needs_reference:
+        raise ConfigError(
+            "loss.reference = 'reference' compares with a reference model, and a run has none yet;"
+            " set loss.reference to 'engine'."
+        )
+    estimator = config.scoring.advantages["type"]
+    if estimator != PAIRS:
+        raise ConfigError(
+            f"loss.type = '{PREFERENCE}' learns from pairs, but scoring.advantages of type"
+            f" {estimator!r} makes none; set that to '{PAIRS}' or 'auto'."
+        )
+
+
+def _with_advantages(config: RunConfig) -> RunConfig:
+    """With the estimator that belongs to the loss, where nothing else is said."""
+    table = {"type": "group", **config.scoring.advantages}
+    if table["type"] != "auto":
+        return _with_estimator(config, table)
+    if len(table) > 1:
+        raise ConfigError(
+            f"Section 'scoring.advantages' leaves its type to the loss but sets"
+            f" {', '.join(key for key in table if key != 'type')}; set the type, too."
+        )
+    recipe = str(config.loss.get("type", DEFAULT))
+    return _with_estimator(config, dict(ADVANTAGES.get(recipe, {"type": "group"})))
+
+
+def _with_estimator(config: RunConfig, table: dict[str, Any]) -> RunConfig:
+    scoring = config.scoring.model_copy(update={"advantages": table})
+    return config.model_copy(update={"scoring": scoring})
 
 
 def _context(config: RunConfig) -> int:

@@ -116,6 +116,12 @@ def test_several_adapters_cannot_be_merged_nor_be_called_base():
     assert "named 'base'" in sentence_of({"engine": {"adapters": {"base": "a/folder"}}})
 
 
+def test_more_minibatches_than_groups_are_refused():
+    said = sentence_of({"trainer": {"groups_per_step": 2, "minibatches": 3}})
+    assert "trainer.minibatches = 3 leaves some of them without any" in said
+    assert said.endswith("trainer.groups_per_step = 2; lower it.")
+
+
 @pytest.mark.parametrize("section", ["tasks", "evaluate"])
 def test_two_sources_of_tasks_are_refused(section):
     said = sentence_of({section: {"path": "a", "function": "b:c"}})

@@ -25,7 +25,7 @@ from millrace.models.head import output_head
 from millrace.models.loading import resolve_device
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.staging.packing import pack
-from millrace.training.losses import ClippedLoss
+from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
 from millrace.training.trainer import Trainer
 
@@ -81,7 +81,7 @@ def measure(
     model, _ = make_model(name, dtype=torch.float32, device=device, attention=PACKED_ATTENTION)
     trainer = Trainer(
         model,
-        loss=ClippedLoss(),
+        loss=PolicyLoss(),
         schedule=Schedule(learning_rate=1e-6, total_steps=1000),
         compute_dtype=dtype,
         **settings,

@@ -174,6 +174,7 @@ class Step(Message, frozen=True):
 
     batch: Batch
     version: int
+    more: tuple[Batch, ...] = ()  # further minibatches: an optimizer update each, one version
 
 
 class Stepped(Message, frozen=True):

@@ -70,6 +70,11 @@ class RunConfig(Section):
                 f" trainer.groups_per_step = {self.trainer.groups_per_step} that a step takes;"
                 " raise buffer.capacity"
             )
+        if self.trainer.minibatches > self.trainer.groups_per_step:
+            raise ValueError(
+                f"trainer.minibatches = {self.trainer.minibatches} leaves some of them without any"
+                f" of the trainer.groups_per_step = {self.trainer.groups_per_step}; lower it"
+            )
         for section, tables in (("tasks", self.tasks), ("evaluate", self.evaluate)):
             if tables.path is not None and tables.function is not None:
                 raise ValueError(f"{section}.path and {section}.function are both set; keep one")

@@ -19,7 +19,12 @@ ALL_LINEAR = "all-linear"
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="constants",  # inf is a value here, and not null to a worker
+    )
 
 
 class ModelConfig(Section):
@@ -61,8 +66,10 @@ class ScorerConfig(Section):
 class ScoringConfig(Section):
     workers: PositiveInt = 2
     """Processes that run reward functions; a hung or crashed one is replaced."""
-    advantages: dict[str, Any] = {"type": "group"}
-    """How scores become advantages: "group" (minus the group's mean, over its std), or yours."""
+    advantages: dict[str, Any] = {"type": "auto"}
+    """How scores become advantages: "auto" (what belongs to the loss, mostly "group"), "group"
+    (minus the group's mean, over its std), "leave_one_out", "batch", "returns", "best_worst", or
+    yours; see docs/objectives.md."""
 
 
 class RolloutConfig(Section):
@@ -125,7 +132,9 @@ class EngineConfig(Section):
 class TrainerConfig(Section):
     steps: PositiveInt = 100
     groups_per_step: PositiveInt = 8
-    """Groups per optimizer step; times rollout.group_size = episodes per step."""
+    """Groups per step; times rollout.group_size = episodes per step."""
+    minibatches: PositiveInt = 1
+    """Optimizer updates per step, each with its share of the groups; a step makes one version."""
     microbatch_tokens: PositiveInt = 8192
     """Token budget of one forward pass; one longer sequence still gets a pass of its own."""
     learning_rate: PositiveFloat = 1e-6

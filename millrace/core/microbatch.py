@@ -33,9 +33,12 @@ class Microbatch:
     rollouts: np.ndarray  # [N] int32; 0 .. R - 1 in ascending order
     engine_logprobs: np.ndarray  # [N] float32
     versions: np.ndarray  # [N] int32
-    advantages: np.ndarray  # [N] float32; of the rollout
+    advantages: np.ndarray  # [N] float32
     temperatures: np.ndarray  # [N] float32; the temperature each token was sampled at
     kept: Kept | None = None  # rows = N
+    reference_logprobs: np.ndarray | None = None  # [N] float32; where the run has a reference model
+    proximal_logprobs: np.ndarray | None = None  # [N] float32; the trainer's, set there, if at all
+    groups: np.ndarray | None = None  # [N] int32 ascending; where groups must not be split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,3 +48,4 @@ class Batch:
     microbatches: tuple[Microbatch, ...]
     num_sequences: int
     num_trained_tokens: int
+    num_groups: int = 0

@@ -1,7 +1,7 @@
 """What the stages promise each other. Implementations meet here, wired by the controller."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from millrace.core.records import (
     Prompt,
     Request,
     Rollout,
-    Score,
     Task,
     Turn,
 )
@@ -56,9 +55,20 @@ class Scorer(Protocol):
 
 
 class Advantages(Protocol):
-    """Turns the scores of one group into one advantage per episode."""
+    """Says how much better than expected the episodes of a scored group were."""
 
-    def __call__(self, scores: Sequence[Score]) -> np.ndarray: ...  # [episodes] float32
+    def __call__(self, group: Group) -> Sequence[float] | Sequence[np.ndarray] | np.ndarray:
+        """A number for each episode, or an array [L] for each rollout."""
+        ...
+
+
+@runtime_checkable
+class AdvantagesOverBatch(Protocol):
+    """An estimator that also looks across the groups of one step, when they are trained."""
+
+    def over_batch(self, groups: Sequence[Group]) -> Sequence[Any]:
+        """For each group what __call__ would return."""
+        ...
 
 
 class Environment(Protocol):

@@ -100,6 +100,8 @@ class Rollout:
     versions: np.ndarray  # [L] int32; Version that sampled each token, -1 elsewhere
     sampling: Sampling
     kept: Kept | None = None  # rows = L; empty rows where mask is False
+    rewards: np.ndarray | None = None  # [L] float32; of single tokens, besides the episode's score
+    reference_logprobs: np.ndarray | None = None  # [L] float32; of a model to stay close to
 
     @property
     def oldest_version(self) -> int:
@@ -144,6 +146,9 @@ class Group:
     episodes: tuple[Episode, ...]
     scores: tuple[Score, ...] = ()  # one per episode, once scored
     advantages: np.ndarray | None = None  # [episodes] float32, once scored
+    token_advantages: tuple[np.ndarray, ...] | None = None
+    """[L] float32 for each of `rollouts`, where tokens of an episode differ: what is trained on
+    then, and `advantages` are their means."""
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.core.protocols import Advantages, Scorer
+from millrace.core.protocols import Advantages, AdvantagesOverBatch, Scorer
 from millrace.core.records import Group, Score
+from millrace.scoring.advantages import with_advantages
 from millrace.scoring.function_scorer import FunctionScorer
 from millrace.scoring.functions import RewardFunction, inspect_reward
 from millrace.scoring.handover import hand_over, resolve_function
@@ -92,9 +91,18 @@ class ScorerPool:
             if isinstance(outcome, BaseException):
                 raise outcome
             columns.append(outcome)
-        scores = self._combine(group, columns)
-        advantages = _checked(self._advantages(scores), group=group)
-        return dataclasses.replace(group, scores=scores, advantages=advantages)
+        scored = dataclasses.replace(group, scores=self._combine(group, columns))
+        # In a thread, as an estimator of the user's may take its time.
+        found = await asyncio.to_thread(_estimate, self._advantages, scored)
+        return with_advantages(scored, found)
+
+    def in_batch(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups of one step, with the advantages they have among each other. Called in a
+        thread."""
+        if not isinstance(self._advantages, AdvantagesOverBatch):
+            return list(groups)
+        found = _estimate(self._advantages.over_batch, groups)
+        return [with_advantages(group, mine) for group, mine in zip(groups, found, strict=True)]
 
     def stats(self) -> ScoringStats:
         return ScoringStats(
@@ -193,11 +201,12 @@ def _inspected(spec: ScorerSpec) -> RewardFunction:
     return inspect_reward(function, name=name)
 
 
-def _checked(advantages: np.ndarray, *, group: Group) -> np.ndarray:
-    """The estimator may be the user's own, and rewards may be too large for float32."""
-    if np.shape(advantages) != (len(group.episodes),) or not np.isfinite(advantages).all():
+def _estimate(estimator: Callable[[Any], Any], scored: Any) -> Any:
+    """What an estimator returns, unchecked; it may be the user's own, so it may raise anything."""
+    try:
+        return estimator(scored)
+    except Exception as error:
+        name = getattr(estimator, "__qualname__", type(estimator).__name__)
         raise ScoreError(
-            f"The advantages of group {group.number} are {advantages!r}; each of its"
-            f" {len(group.episodes)} episodes needs one finite number."
-        )
-    return np.asarray(advantages, dtype=np.float32)
+            f"Advantages {name!r} raised {type(error).__name__}: {error}; mend the function."
+        ) from error

@@ -19,7 +19,7 @@ from millrace.core.records import Group, Kept, Rollout
 # A shared beginning costs a second look at keys in every layer; a shorter one is not worth it.
 MIN_SHARED_TOKENS = 4
 
-_Row = tuple[Rollout, float]  # with the advantage of its episode
+_Row = tuple[Rollout, np.ndarray]  # with the advantages of its trained tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,20 +41,49 @@ class _Family:
     def num_rows(self) -> int:
         return self.shared + sum(len(branch.tokens) - self.shared for branch in self.branches)
 
+    @property
+    def num_trained(self) -> int:
+        return sum(len(advantages) for b in self.branches for _, advantages in b.members)
 
-def pack(groups: Sequence[Group], *, microbatch_tokens: int) -> Batch:
-    """One optimizer step's worth of microbatches from scored groups."""
-    families = [
-        part
-        for group in groups
-        for family in _families(_branches(group))
-        for part in _split(family, budget=microbatch_tokens)
-    ]
-    bins = fill_bins([family.num_rows for family in families], budget=microbatch_tokens)
+
+def pack(groups: Sequence[Group], *, microbatch_tokens: int, pairs: bool = False) -> Batch:
+    """One optimizer update's worth of microbatches from scored groups.
+
+    With `pairs`, only rollouts that have an advantage are laid, and those of a group together: they
+    are learned from in comparison.
+    """
+    rows = [_rows(group) for group in groups]
+    if pairs:
+        rows = _compared(rows)
+    families = [_families(_branches(of_group)) for of_group in rows]
+    if pairs:
+        bundles = [_alike(of_group) for of_group in families]
+    else:
+        bundles = [
+            [part]
+            for of_group in families
+            for family in of_group
+            for part in _split(family, budget=microbatch_tokens)
+        ]
+    sizes = [sum(family.num_rows for family in bundle) for bundle in bundles]
+    bins = fill_bins(sizes, budget=microbatch_tokens)
     return Batch(
-        microbatches=tuple(_lay_out([families[i] for i in bin_]) for bin_ in bins),
-        num_sequences=sum(len(group.rollouts) for group in groups),
-        num_trained_tokens=sum(group.num_sampled for group in groups),
+        microbatches=tuple(_lay_out([bundles[i] for i in bin_], pairs=pairs) for bin_ in bins),
+        num_sequences=sum(len(of_group) for of_group in rows),
+        num_trained_tokens=sum(len(advantages) for of_group in rows for _, advantages in of_group),
+        num_groups=len(rows),
+    )
+
+
+def pack_minibatches(
+    groups: Sequence[Group], *, num_minibatches: int, microbatch_tokens: int, pairs: bool = False
+) -> tuple[Batch, ...]:
+    """Batches of about as many whole groups each, in order."""
+    assert num_minibatches <= len(groups), "a minibatch holds at least one group"
+    bounds = [len(groups) * i // num_minibatches for i in range(num_minibatches + 1)]
+    return tuple(
+        pack(groups[begin:end], microbatch_tokens=microbatch_tokens, pairs=pairs)
+        for begin, end in pairwise(bounds)
     )
 
 
@@ -77,19 +106,36 @@ def fill_bins(sizes: Sequence[int], *, budget: int) -> list[list[int]]:
     return bins
 
 
-def _branches(group: Group) -> list[_Branch]:
-    """In an order in which those that begin alike are neighbours."""
+def _rows(group: Group) -> list[_Row]:
     assert group.advantages is not None, "a group is scored before it is packed"
-    members: dict[bytes, list[_Row]] = {}
-    for episode, advantage in zip(group.episodes, group.advantages, strict=True):
-        for rollout in episode.rollouts:
-            trained = np.flatnonzero(rollout.mask)
-            if len(trained):
-                rows = rollout.tokens[: trained[-1]].astype(np.int32)
-                members.setdefault(rows.tobytes(), []).append((rollout, float(advantage)))
+    if group.token_advantages is not None:
+        by_token = zip(group.rollouts, group.token_advantages, strict=True)
+        return [(rollout, advantages[rollout.mask]) for rollout, advantages in by_token]
     return [
-        _Branch(tokens=np.frombuffer(rows, np.int32), members=tuple(members[rows]))
-        for rows in sorted(members)
+        (rollout, np.full(rollout.num_sampled, advantage, np.float32))
+        for episode, advantage in zip(group.episodes, group.advantages, strict=True)
+        for rollout in episode.rollouts
+    ]
+
+
+def _compared(rows: Sequence[list[_Row]]) -> list[list[_Row]]:
+    """Of each group the rollouts with an advantage. A step in which there are none still takes
+    place, with one that teaches nothing."""
+    found = [[row for row in of_group if row[1].any()] for of_group in rows]
+    return [of_group for of_group in found if of_group] or [rows[0][:1]]
+
+
+def _branches(rows: Sequence[_Row]) -> list[_Branch]:
+    """Of a group, in an order in which those that begin alike are neighbours."""
+    members: dict[bytes, list[_Row]] = {}
+    for rollout, advantages in rows:
+        trained = np.flatnonzero(rollout.mask)
+        if len(trained):
+            needed = rollout.tokens[: trained[-1]].astype(np.int32)
+            members.setdefault(needed.tobytes(), []).append((rollout, advantages))
+    return [
+        _Branch(tokens=np.frombuffer(needed, np.int32), members=tuple(members[needed]))
+        for needed in sorted(members)
     ]
 
 
@@ -134,9 +180,18 @@ def _split(family: _Family, *, budget: int) -> Iterator[_Family]:
         yield _Family(shared=family.shared if len(branches) > 1 else 0, branches=branches)
 
 
-def _lay_out(families: Sequence[_Family]) -> Microbatch:
+def _alike(families: list[_Family]) -> list[_Family]:
+    """All with something shared or all without, so that they are laid one after the other."""
+    if len({family.shared == 0 for family in families}) == 1:
+        return families
+    branches = [branch for family in families for branch in family.branches]
+    return [_Family(shared=0, branches=(branch,)) for branch in branches]
+
+
+def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch:
     """Shared rows first, then what follows them, then branches on their own."""
-    families = sorted(families, key=lambda family: family.shared == 0)
+    bundles = sorted(bundles, key=lambda bundle: bundle[0].shared == 0)
+    families = [family for bundle in bundles for family in bundle]
     shared_rows = [f.branches[0].tokens[: f.shared] for f in families if f.shared]
     segments = _Segments(shared_rows)
     predictors: list[np.ndarray] = []
@@ -151,6 +206,7 @@ def _lay_out(families: Sequence[_Family]) -> Microbatch:
     rollouts = [rollout for rollout, _ in members]
     counts = [rollout.num_sampled for rollout in rollouts]
     temperatures = [rollout.sampling.temperature for rollout in rollouts]
+    sizes = [sum(family.num_trained for family in bundle) for bundle in bundles]
     return Microbatch(
         tokens=np.concatenate(segments.tokens),
         positions=np.concatenate(segments.positions).astype(np.int32),
@@ -161,9 +217,11 @@ def _lay_out(families: Sequence[_Family]) -> Microbatch:
         rollouts=np.repeat(np.arange(len(members), dtype=np.int32), counts),
         engine_logprobs=np.concatenate([r.engine_logprobs[r.mask] for r in rollouts]),
         versions=np.concatenate([r.versions[r.mask] for r in rollouts]),
-        advantages=np.repeat(np.array([a for _, a in members], np.float32), counts),
+        advantages=np.concatenate([advantages for _, advantages in members]),
         temperatures=np.repeat(np.array(temperatures, np.float32), counts),
         kept=_join_kept(rollouts),
+        reference_logprobs=_join_references(rollouts),
+        groups=np.repeat(np.arange(len(bundles)), sizes).astype(np.int32) if pairs else None,
     )
 
 
@@ -204,3 +262,11 @@ def _join_kept(rollouts: Sequence[Rollout]) -> Kept | None:
             sizes.append(np.diff(rollout.kept.offsets)[rollout.mask])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
     return Kept(ids=np.concatenate(ids), offsets=offsets)
+
+
+def _join_references(rollouts: Sequence[Rollout]) -> np.ndarray | None:
+    found = [r.reference_logprobs[r.mask] for r in rollouts if r.reference_logprobs is not None]
+    if not found:
+        return None
+    assert len(found) == len(rollouts), "either all rollouts of a run have a reference, or none"
+    return np.concatenate(found)

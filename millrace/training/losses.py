@@ -1,21 +1,38 @@
-"""Objectives: what a trainer minimises, token by token.
+"""The contract between trainer and objective: what a loss is called with, and what it returns.
 
 A loss is a frozen dataclass whose fields are its TOML keys. It is called once per microbatch with
 the tokens trained there, and must divide by the totals of the whole batch: then the gradients of
-the microbatches add up to the gradient of the batch, however it was split.
+the microbatches add up to the gradient of the batch, however it was split. The built-in ones are
+put together in objectives/.
 
 Imports torch for types only: the settings of a loss are checked before any process loads torch.
 
-N = trained tokens of one microbatch.
+N = trained tokens of one microbatch, R = runs of them.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Runs:
+    """Tokens that belong together: those of a sequence, or of one turn of it."""
+
+    ids: "Tensor"  # [N] int64; 0 .. R - 1
+    lengths: "Tensor"  # [R] int64; tokens of each
+
+    def sum(self, values: "Tensor") -> "Tensor":
+        """Per token [N], the sum of `values` [N] over its run."""
+        sums = values.new_zeros(len(self.lengths)).index_add(0, self.ids, values)
+        return sums[self.ids]
+
+    def mean(self, values: "Tensor") -> "Tensor":
+        """Per token [N], the mean of `values` [N] over its run."""
+        return self.sum(values) / self.lengths[self.ids]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -27,9 +44,18 @@ class TokenBatch:
     entropies: "Tensor"  # [N] float32; differentiable
     advantages: "Tensor"  # [N] float32
     staleness: "Tensor"  # [N] int64; trainer Version minus the token's Version
-    sequence_ids: "Tensor"  # [N] int64; tokens of one sequence share one, and lie in one microbatch
+    sequences: Runs  # those of a sequence lie in one microbatch
+    turns: Runs  # tokens of a sequence with nothing but sampled tokens between them
     num_trained_tokens: int  # of the whole batch
     num_sequences: int  # of the whole batch
+    proximal_logprobs: "Tensor | None" = None
+    """[N] float32; the trainer's before the first update of the step. None = this is the first
+    update, so they are trainer_logprobs."""
+    reference_logprobs: "Tensor | None" = None
+    """[N] float32; of the model that the policy shall stay close to, where the run has one."""
+    groups: Runs | None = None
+    """Those of a group, where its sequences are compared and so lie in one microbatch."""
+    num_groups: int = 0  # of the whole batch
 
 
 class Loss(Protocol):
@@ -41,62 +67,47 @@ class Loss(Protocol):
         ...
 
 
-Aggregation = Literal["token", "sequence"]
+@runtime_checkable
+class Anchored(Protocol):
+    """A loss that may want TokenBatch.proximal_logprobs, which can cost a forward pass more."""
+
+    @property
+    def needs_proximal(self) -> bool: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClippedLoss:
-    """Clipped policy gradient with the engine as behaviour policy.
+@runtime_checkable
+class Adapts(Protocol):
+    """A loss whose settings change from step to step."""
 
-    With r = exp(trainer - engine logprob) and advantage A, a token's objective is
-    min(r A, clip(r, 1 - low, 1 + high) A). Where that leaves r unbounded (A < 0 and r large) its
-    weight is truncated at max_ratio: the token still learns, with weight max_ratio instead of r.
-    """
+    def adapted(self, metrics: Mapping[str, float]) -> Self:
+        """The loss of the next step; `metrics` are those of the one just done."""
+        ...
 
-    low: float = 0.2
-    high: float = 0.28
-    max_ratio: float = 2.0
-    aggregation: Aggregation = "token"
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps of it."""
+        ...
 
-    def __post_init__(self) -> None:
-        if not 0 < self.low < 1:
-            raise ValueError(f"low = {self.low} must lie between 0 and 1")
-        if not self.high > 0:
-            raise ValueError(f"high = {self.high} must be above 0")
-        if not self.max_ratio >= 1 + self.high:
-            raise ValueError(f"max_ratio = {self.max_ratio} must be at least 1 + high")
-        if self.aggregation not in ("token", "sequence"):
-            raise ValueError(f"aggregation = {self.aggregation!r} must be 'token' or 'sequence'")
-
-    def __call__(self, tokens: TokenBatch) -> "tuple[Tensor, Mapping[str, Tensor]]":
-        logprobs, advantages = tokens.trainer_logprobs, tokens.advantages
-        # The logarithm is bounded, not the ratio, so that nothing overflows before it is bounded.
-        log_ratio = logprobs - tokens.engine_logprobs
-        weight = log_ratio.detach().clamp(max=math.log(self.max_ratio)).exp()
-        # Value: weight. Gradient: weight times that of the logprob, also where it was truncated.
-        ratio = weight * (logprobs - logprobs.detach()).exp()
-        clipped = log_ratio.clamp(math.log(1 - self.low), math.log(1 + self.high)).exp()
-        objective = (ratio * advantages).minimum(clipped * advantages)
-        too_high = (advantages > 0) & (log_ratio > math.log(1 + self.high))
-        too_low = (advantages < 0) & (log_ratio < math.log(1 - self.low))
-        truncated = (advantages < 0) & (log_ratio > math.log(self.max_ratio))
-        metrics = {
-            "clipped_share": (too_high | too_low).float(),
-            "truncated_share": truncated.float(),
-        }
-        return -aggregate(objective, tokens, by=self.aggregation), metrics
+    def with_state(self, state: Mapping[str, float]) -> Self: ...
 
 
-def aggregate(values: "Tensor", tokens: TokenBatch, *, by: Aggregation) -> "Tensor":
+Aggregation = Literal["token", "sequence", "constant"]
+
+
+def aggregate(
+    values: "Tensor", tokens: TokenBatch, *, by: Aggregation, length: int | None = None
+) -> "Tensor":
     """This microbatch's share of the batch's mean of per-token values [N].
 
     "token": every token of the batch weighs the same. "sequence": every sequence weighs the same,
-    and its tokens share that equally.
+    and its tokens share that equally. "constant": as if every sequence had `length` tokens, so that
+    a token weighs the same in every batch.
     """
-    if by == "token":
-        return values.sum() / tokens.num_trained_tokens
-    lengths = tokens.sequence_ids.bincount()[tokens.sequence_ids]  # [N]
-    return (values / lengths).sum() / tokens.num_sequences
-
-
-LOSSES: Mapping[str, type] = {"clipped": ClippedLoss}
+    match by:
+        case "token":
+            return values.sum() / tokens.num_trained_tokens
+        case "sequence":
+            sequences = tokens.sequences
+            return (values / sequences.lengths[sequences.ids]).sum() / tokens.num_sequences
+        case "constant":
+            assert length, "aggregation by a constant needs one"
+            return values.sum() / (tokens.num_sequences * length)

@@ -12,9 +12,10 @@ class RemoteTrainer:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    async def step(self, batch: Batch, *, version: int) -> dict[str, float]:
-        """One optimizer step; its weights become `version` and are published in the background."""
-        reply = await self._worker.call(Step(batch=batch, version=version))
+    async def step(self, batch: Batch, *more: Batch, version: int) -> dict[str, float]:
+        """An optimizer update for each batch; the weights become `version` and are published in the
+        background."""
+        reply = await self._worker.call(Step(batch=batch, version=version, more=more))
         assert isinstance(reply, Stepped)
         assert reply.version == version
         return reply.metrics

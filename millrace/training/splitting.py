@@ -12,15 +12,18 @@ from millrace.core.microbatch import Microbatch
 from millrace.core.records import Kept
 
 _PER_TRAINED = ("targets", "engine_logprobs", "versions", "advantages", "temperatures")
+_IF_ANY = ("reference_logprobs", "proximal_logprobs", "groups")
 
 
 def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
-    """Of about as many trained tokens each; None if there is one rollout only."""
-    last = int(whole.rollouts[-1])
-    if last == 0:
+    """Of about as many trained tokens each; None if there is one rollout only, or one group that
+    must not be split."""
+    numbers = whole.rollouts if whole.groups is None else whole.groups
+    second = np.searchsorted(numbers, numbers[0], side="right")  # where the first one ends
+    if second == len(numbers):
         return None
-    begin_of_second = min(max(1, int(whole.rollouts[len(whole.rollouts) // 2])), last)
-    is_first = whole.rollouts < begin_of_second
+    begin_of_second = max(numbers[second], numbers[len(numbers) // 2])
+    is_first = numbers < begin_of_second
     return _part(whole, is_first), _part(whole, ~is_first)
 
 
@@ -44,7 +47,12 @@ def _part(whole: Microbatch, chosen: np.ndarray) -> Microbatch:
         rollouts=rollouts - rollouts[0],
         kept=None if whole.kept is None else _kept_rows(whole.kept, chosen),
         **{name: getattr(whole, name)[chosen] for name in _PER_TRAINED},
+        **{name: _chosen(getattr(whole, name), chosen) for name in _IF_ANY},
     )
+
+
+def _chosen(values: np.ndarray | None, chosen: np.ndarray) -> np.ndarray | None:
+    return None if values is None else values[chosen]
 
 
 def _in_order(whole: Microbatch, used: np.ndarray) -> np.ndarray:

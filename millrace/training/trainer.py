@@ -1,7 +1,7 @@
 """The learner: one batch, one step, one version.
 
 Promise: trainer logprobs are those of the distribution each token was drawn from (its temperature,
-its kept ids). A step applies a finite gradient, or raises and leaves the weights as they were. A
+its kept ids). An update applies a finite gradient, or raises and leaves the weights as they were. A
 microbatch that does not fit into memory is split, and the step is the same.
 
 Master weights and optimizer state are float32; bfloat16, or float16 with a scaled loss, is used for
@@ -10,6 +10,7 @@ one than the engine's. With an adapter, that alone is trained, published and sav
 Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidden size.
 """
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -31,10 +32,11 @@ from millrace.models.packed_layout import PackedLayout
 from millrace.models.trained_adapter import TrainedAdapter
 from millrace.training import layers
 from millrace.training.loss_scale import LossScale
-from millrace.training.losses import Loss, TokenBatch
+from millrace.training.losses import Adapts, Anchored, Loss, TokenBatch
 from millrace.training.metrics import StepMetrics
 from millrace.training.optimizer import Schedule, build_optimizer
 from millrace.training.splitting import halves
+from millrace.training.token_batches import as_tensor, token_batch
 
 STATE_FILE = "trainer_state.pt"
 
@@ -77,30 +79,36 @@ class Trainer:
         if gradient_checkpointing:
             layers.checkpoint_layers(model)
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """One optimizer update; returns its metrics."""
-        assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"
-        while True:
-            metrics, num_splits = self.accumulate(batch)
-            grad_norm = torch.nn.utils.clip_grad_norm_(
-                self.model.parameters(), max_norm=self._max_grad_norm
-            ).item()
-            summary = metrics.summary()
-            overflowed = math.isfinite(summary["loss"]) and not math.isfinite(grad_norm)
-            if not (overflowed and self._scale.lower()):
-                break
-        self._check_finite(loss=summary["loss"], grad_norm=grad_norm)
-        self._scale.succeeded()
+    def step(self, *batches: Batch) -> dict[str, float]:
+        """One version: an optimizer update with each of the batches; returns their metrics."""
+        assert batches, "a step learns something"
+        num_proximal = 0  # forward passes that only ask what the policy before the step says
+        # In the first update the policy before the step is the one that is computed anyway.
+        if len(batches) > 1 and isinstance(self._loss, Anchored) and self._loss.needs_proximal:
+            batches = tuple(self._with_proximal(batch) for batch in batches)
+            num_proximal = sum(len(batch.microbatches) for batch in batches)
         learning_rate = self._schedule.at(self.steps_done)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        self._optimizer.step()
+        metrics, num_splits, grad_norms = StepMetrics(), 0, []
+        for batch in batches:
+            assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"
+            of_batch, num_splits_here, grad_norm = self._finite_gradient(batch)
+            self._optimizer.step()
+            grad_norms.append(grad_norm)
+            metrics.extend(of_batch)
+            num_splits += num_splits_here
         self.steps_done += 1
+        summary = metrics.summary()
+        if isinstance(self._loss, Adapts):
+            self._loss = self._loss.adapted(summary)
         return {
             **summary,
+            "loss": summary["loss"] / len(batches),
             "microbatch_splits": float(num_splits),
             "loss_scale": self._scale.value,
-            "grad_norm": grad_norm,
+            "proximal_microbatches": float(num_proximal),
+            "grad_norm": sum(grad_norms) / len(batches),
             "learning_rate": learning_rate,
         }
 
@@ -111,8 +119,8 @@ class Trainer:
         with torch.autocast(device.type, dtype=self._compute_dtype, enabled=halves_precision):
             hidden = hidden_states(
                 self.model,
-                input_ids=_tensor(microbatch.tokens, np.int64, device)[None],
-                position_ids=_tensor(microbatch.positions, np.int64, device)[None],
+                input_ids=as_tensor(microbatch.tokens, np.int64, device)[None],
+                position_ids=as_tensor(microbatch.positions, np.int64, device)[None],
                 layout=PackedLayout.of(
                     microbatch.lengths, parents=microbatch.parents, device=device
                 ),
@@ -120,9 +128,9 @@ class Trainer:
             kept = microbatch.kept
             return chunked_token_logprobs(
                 self.model,
-                hidden.index_select(0, _tensor(microbatch.predictors, np.int64, device)),
-                _tensor(microbatch.targets, np.int64, device),
-                temperatures=_tensor(microbatch.temperatures, np.float32, device),
+                hidden.index_select(0, as_tensor(microbatch.predictors, np.int64, device)),
+                as_tensor(microbatch.targets, np.int64, device),
+                temperatures=as_tensor(microbatch.temperatures, np.float32, device),
                 kept=None if kept is None else KeptRows.of(kept, device=device),
                 chunk=self._logprob_chunk,
                 compiled=self._compiles,
@@ -150,6 +158,7 @@ class Trainer:
             "steps_done": self.steps_done,
             "optimizer": self._optimizer.state_dict(),
             "random": random,
+            "loss": self._loss.state() if isinstance(self._loss, Adapts) else {},
         }
         # To a file object: given a path, torch.save loses the reason why a write failed.
         with (folder / STATE_FILE).open("wb") as file:
@@ -170,6 +179,8 @@ class Trainer:
             )
             self._optimizer.load_state_dict(state["optimizer"])
             self.steps_done = state["steps_done"]
+            if isinstance(self._loss, Adapts):
+                self._loss = self._loss.with_state(state["loss"])
         except (OSError, EOFError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
             raise CheckpointError(
                 f"The trainer state in {str(folder)!r} cannot be read ({type(error).__name__});"
@@ -199,13 +210,49 @@ class Trainer:
             self._optimizer.zero_grad(set_to_none=True)
             for part in parts:
                 if not self._learn(part, batch, metrics):
-                    self._most_rows = len(part.tokens) - 1
-                    if halves(part) is None:
-                        raise RunFailed(_too_long(len(part.tokens)))
+                    self._lower_limit(part)
                     break
             else:
                 self._scale.unscale(p.grad for p in self.model.parameters() if p.grad is not None)
                 return metrics, num_splits
+
+    def _finite_gradient(self, batch: Batch) -> tuple[StepMetrics, int, float]:
+        """As accumulate(), with the norm of the gradient, which is clipped then. Where float16
+        overflowed, it is computed again with a smaller scale."""
+        while True:
+            metrics, num_splits = self.accumulate(batch)
+            norm = torch.nn.utils.clip_grad_norm_(
+                self.model.parameters(), max_norm=self._max_grad_norm
+            )
+            loss, grad_norm = torch.stack([metrics.loss, norm.double()]).tolist()
+            overflowed = math.isfinite(loss) and not math.isfinite(grad_norm)
+            if not (overflowed and self._scale.lower()):
+                break
+        self._check_finite(loss=loss, grad_norm=grad_norm)
+        self._scale.succeeded()
+        return metrics, num_splits, grad_norm
+
+    @torch.no_grad()
+    def _with_proximal(self, batch: Batch) -> Batch:
+        """The batch, with what the trainer says before it learns from any of the step's batches."""
+        while True:
+            parts: list[Microbatch] = []
+            for part in self._fitting(batch)[0]:
+                try:
+                    logprobs, _ = self.token_logprobs(part)
+                except torch.OutOfMemoryError:
+                    self._lower_limit(part)
+                    break
+                proximal = logprobs.cpu().numpy()
+                parts.append(dataclasses.replace(part, proximal_logprobs=proximal))
+            else:
+                return dataclasses.replace(batch, microbatches=tuple(parts))
+
+    def _lower_limit(self, part: Microbatch) -> None:
+        """`part` was too much for the memory; raises RunFailed if it cannot be split."""
+        self._most_rows = len(part.tokens) - 1
+        if halves(part) is None:
+            raise RunFailed(_too_long(len(part.tokens)))
 
     def _fitting(self, batch: Batch) -> tuple[list[Microbatch], int]:
         """The batch's microbatches with trained tokens, split where they have too many rows."""
@@ -234,18 +281,9 @@ class Trainer:
         return True
 
     def _token_batch(self, microbatch: Microbatch, batch: Batch) -> TokenBatch:
-        device = self.model.device
         logprobs, entropies = self.token_logprobs(microbatch)
-        staleness = self.steps_done - microbatch.versions
-        return TokenBatch(
-            trainer_logprobs=logprobs,
-            engine_logprobs=_tensor(microbatch.engine_logprobs, np.float32, device),
-            entropies=entropies,
-            advantages=_tensor(microbatch.advantages, np.float32, device),
-            staleness=_tensor(staleness, np.int64, device),
-            sequence_ids=_tensor(microbatch.rollouts, np.int64, device),
-            num_trained_tokens=batch.num_trained_tokens,
-            num_sequences=batch.num_sequences,
+        return token_batch(
+            microbatch, batch, logprobs=logprobs, entropies=entropies, version=self.steps_done
         )
 
     def _check_finite(self, *, loss: float, grad_norm: float) -> None:
@@ -262,8 +300,3 @@ def _too_long(num_tokens: int) -> str:
         " trainer.gradient_checkpointing to true, or lower sampling.max_new_tokens"
         " (trainer.microbatch_tokens bounds several sequences together, not one)."
     )
-
-
-def _tensor(array: np.ndarray, dtype: Any, device: torch.device) -> Tensor:
-    """A copy: arrays from the wire are read-only views of a receive buffer."""
-    return torch.from_numpy(array.astype(dtype)).to(device, non_blocking=True)

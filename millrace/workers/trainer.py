@@ -27,14 +27,13 @@ from millrace.cluster.messages import (
     Stop,
 )
 from millrace.config import RunConfig
-from millrace.core.plugins import build_plugin
 from millrace.core.spans import Timeline
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model, resolve_device
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.models.trained_adapter import TrainedAdapter
 from millrace.training.checkpoints import prune_checkpoints, write_checkpoint
-from millrace.training.losses import LOSSES
+from millrace.training.objectives.recipes import build_loss
 from millrace.training.optimizer import Schedule
 from millrace.training.trainer import Trainer
 from millrace.weights.publisher import Publisher, Sender
@@ -151,7 +150,7 @@ class TrainerWorker:
     def _step(self, message: Step) -> Stepped:
         assert message.version == self._trainer.steps_done + 1, "a step makes the next version"
         self._timeline.enter("step", busy=True)
-        metrics = self._trainer.step(message.batch)
+        metrics = self._trainer.step(message.batch, *message.more)
         self._trained_tokens += metrics["trained_tokens"]
         return Stepped(version=message.version, metrics=metrics)
 
@@ -206,7 +205,7 @@ def build_trainer(config: RunConfig, *, path: str) -> Trainer:
     return Trainer(
         model,
         adapter=adapter,
-        loss=build_plugin(config.loss, builtins=LOSSES, default="clipped", section="loss"),
+        loss=build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens),
         schedule=Schedule(
             learning_rate=settings.learning_rate,
             kind=settings.schedule,

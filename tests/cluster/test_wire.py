@@ -41,10 +41,12 @@ requests = st.builds(
     sampling=st.builds(Sampling, stop=st.tuples(st.text())),
     partial=st.none() | completions,
 )
+OPTIONAL = ("kept", "reference_logprobs", "proximal_logprobs", "groups")
 microbatches = st.builds(
     Microbatch,
-    **{name: arrays for name in Microbatch.__dataclass_fields__ if name != "kept"},
+    **{name: arrays for name in Microbatch.__dataclass_fields__ if name not in OPTIONAL},
     kept=st.none() | kept,
+    reference_logprobs=st.none() | arrays,
 )
 batches = st.builds(
     Batch,

@@ -4,8 +4,10 @@ import re
 import runpy
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from millrace.config import load_config
+from millrace.training.objectives.recipes import ADVANTAGES, RECIPES
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,3 +35,25 @@ def test_every_toml_in_the_repository_is_a_valid_config():
     assert found
     for path in found:
         load_config(tomllib.loads(path.read_text()))
+
+
+def test_the_loss_in_the_page_on_objectives_passes_its_test():
+    page = (ROOT / "docs" / "objectives.md").read_text()
+    loss, test = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, Any] = {"__name__": "losses"}
+    exec(loss + test, names)
+    names["test_tokens_at_the_ceiling_have_no_gradient"]()
+
+
+def test_the_page_on_objectives_has_every_recipe_with_its_settings():
+    page = (ROOT / "docs" / "objectives.md").read_text().split("## Recipes")[1]
+    for name, recipe in RECIPES.items():
+        (row,) = re.findall(rf"^\| `{name}`.*$", page, re.M)
+        if name == "a3po":
+            continue  # told by its difference
+        told, advantages = row.split("|")[2:4]
+        for key, value in recipe.items():
+            shown = f"{value:g}" if isinstance(value, float) else value
+            shown = {"0.0003": "3e-4", "0.0004": "4e-4"}.get(shown, shown)
+            assert f"{key} {shown}" in told, (name, key)
+        assert advantages.strip().startswith(ADVANTAGES.get(name, {"type": "group"})["type"])

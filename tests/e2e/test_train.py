@@ -202,3 +202,16 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(settings):
     ):
         mr.train(settings, tasks=TASKS, scorers=[broken])
     assert not [p for p in psutil.Process().children() if "millrace.workers" in _line(p)]
+
+
+def test_a_run_with_a_recipe_takes_several_updates_per_version(settings):
+    settings["trainer"] |= {"minibatches": 2, "steps": 4}
+    settings["loss"] = {"type": "decoupled_ppo", "high": 0.3, "correction_high": float("inf")}
+    settings["scoring"]["advantages"] = {"type": "batch"}
+    result = mr.train(tasks=TASKS, scorers=[share_of_digits], **settings)
+    rows = read_metrics(result.run_dir / "metrics.jsonl")
+    assert [row["version"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["proximal_microbatches"] == 2 for row in rows)
+    assert all(0 < row["effective_share"] <= 1 for row in rows)
+    samples = (result.run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    assert {json.loads(line)["advantage"] for line in samples} != {0.0}

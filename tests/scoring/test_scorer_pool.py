@@ -13,7 +13,7 @@ from millrace.cluster.messages import Progress
 from millrace.core.errors import ConfigError, RunFailed, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
 from millrace.scoring import workers as scorer_workers
-from millrace.scoring.advantages import GroupAdvantages
+from millrace.scoring.advantages import BatchAdvantages, GroupAdvantages
 from millrace.scoring.pool import ScorerSpec, build_scorer_pool, inspect_scorers
 
 
@@ -350,8 +350,30 @@ async def test_a_pool_whose_workers_cannot_be_replaced_ends_the_run(open_pool, t
         await pool.score(group("c"))
 
 
+async def test_advantages_across_a_step_are_known_once_its_groups_are(open_pool):
+    pool = await open_pool(spec("length"), advantages=BatchAdvantages(epsilon=0.0))
+    groups = [await pool.score(group("a", "aaa")), await pool.score(group("aaaaa", "aaa"))]
+    assert [g.advantages.tolist() for g in groups] == [[1.0, 3.0], [5.0, 3.0]]
+    found = pool.in_batch(groups)
+    # Mean 3; squares 4, 0, 4, 0 over 3.
+    one = 2 / (8 / 3) ** 0.5
+    assert [g.advantages.tolist() for g in found] == [
+        pytest.approx([-one, 0.0]),
+        pytest.approx([one, 0.0]),
+    ]
+
+
+async def test_an_estimator_that_raises_costs_the_group(open_pool):
+    def halves(group):
+        return [1 / 0]
+
+    pool = await open_pool(spec("length"), advantages=halves)
+    with pytest.raises(ScoreError, match=r"halves' raised ZeroDivisionError: .*; mend the func"):
+        await pool.score(group("a"))
+
+
 async def test_advantages_must_be_finite_and_one_per_episode(open_pool):
-    too_many = await open_pool(spec("length"), advantages=lambda scores: np.zeros(3))
+    too_many = await open_pool(spec("length"), advantages=lambda group: np.zeros(3))
     with pytest.raises(ScoreError, match=r"advantages of group 12 are .*each of its 1 episodes"):
         await too_many.score(group("a"))
 

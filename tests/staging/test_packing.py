@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 from fakes import make_group
 from hypothesis import given, settings
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 
 from millrace.core.microbatch import Microbatch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task
-from millrace.staging.packing import MIN_SHARED_TOKENS, fill_bins, pack
+from millrace.staging.packing import MIN_SHARED_TOKENS, fill_bins, pack, pack_minibatches
 
 
 def rollout_of(tokens: list[int], *, prompt: int) -> Rollout:
@@ -149,6 +151,14 @@ def test_each_token_keeps_its_own_columns():
     assert sorted(set(micro.advantages.tolist())) == [-1.0, 1.0]
 
 
+def test_advantages_of_single_tokens_are_trained_on_instead_of_the_episodes():
+    rollouts = [rollout_of([5, 6, 7, 8, own, 2], prompt=4) for own in (1, 3)]
+    by_token = tuple(np.arange(6, dtype=np.float32) + 10 * i for i in range(2))
+    group = dataclasses.replace(group_of(*rollouts), token_advantages=by_token)
+    (micro,) = pack([group], microbatch_tokens=100).microbatches
+    assert micro.advantages.tolist() == [4, 5, 14, 15]
+
+
 def test_rollouts_without_trained_tokens_are_counted_but_not_laid():
     trained, untrained = rollout_of([1, 2, 3, 4], prompt=2), rollout_of([1, 2, 3, 4], prompt=4)
     batch = pack([group_of(trained, untrained)], microbatch_tokens=100)
@@ -156,6 +166,16 @@ def test_rollouts_without_trained_tokens_are_counted_but_not_laid():
     assert batch.num_trained_tokens == 2
     (micro,) = batch.microbatches
     assert micro.tokens.tolist() == [1, 2, 3]
+
+
+def test_minibatches_hold_whole_groups_in_order():
+    groups = [make_group(number, size=2) for number in range(5)]
+    batches = pack_minibatches(groups, num_minibatches=2, microbatch_tokens=100)
+    assert [batch.num_sequences for batch in batches] == [4, 6]
+    alone = [pack(part, microbatch_tokens=100) for part in (groups[:2], groups[2:])]
+    for batch, expected in zip(batches, alone, strict=True):
+        assert batch.num_trained_tokens == expected.num_trained_tokens
+        assert np.array_equal(batch.microbatches[0].targets, expected.microbatches[0].targets)
 
 
 def test_kept_rows_follow_their_tokens_even_beside_rollouts_without_them():

@@ -10,7 +10,7 @@ from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Episode, Group, Kept, Rollout, Sampling, Task
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.staging.packing import pack
-from millrace.training.losses import ClippedLoss
+from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
 from millrace.training.trainer import Trainer
 
@@ -102,7 +102,7 @@ def trainer_of(model, *, loss=None, learning_rate: float = 1e-2, **settings) -> 
     model.set_attn_implementation(PACKED_ATTENTION)
     return Trainer(
         model,
-        loss=loss or ClippedLoss(),
+        loss=loss or PolicyLoss(),
         schedule=Schedule(learning_rate=learning_rate, total_steps=100),
         **settings,
     )

@@ -8,7 +8,7 @@ from batches import batch_of, mixed_rollouts, random_rollout, sharing_rollouts, 
 
 from millrace.core.errors import RunFailed
 from millrace.models.packed_layout import PackedLayout
-from millrace.training.losses import ClippedLoss
+from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.splitting import halves
 
 
@@ -31,7 +31,7 @@ class SmallMemory:
         self.num_tokens = len(tokens.advantages)
         if not self.in_backward:
             self.run_out()
-        return ClippedLoss()(tokens)
+        return PolicyLoss()(tokens)
 
     def run_out(self, grad=None):
         if self.num_tokens > self.most_tokens:

@@ -17,7 +17,8 @@ from batches import (
 from millrace.core.errors import RunFailed
 from millrace.core.microbatch import Batch
 from millrace.training.loss_scale import LossScale
-from millrace.training.losses import ClippedLoss
+from millrace.training.objectives.averages import Average
+from millrace.training.objectives.policy_loss import PolicyLoss
 
 
 def rng() -> np.random.Generator:
@@ -69,7 +70,7 @@ def test_trainer_logprobs_are_those_of_a_plain_forward_of_each_sequence(architec
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 def test_a_batch_has_one_gradient_however_it_is_split(aggregation, kind):
     rollouts = rollouts_of(kind, num=10)
-    loss = ClippedLoss(aggregation=aggregation)
+    loss = PolicyLoss(average=Average(aggregation=aggregation))
     trainer = trainer_of(tiny_model("llama"), loss=loss)
     whole = batch_of(rollouts)
     split = batch_of(rollouts, microbatch_tokens=40 if kind == "unrelated" else 18)
@@ -254,8 +255,8 @@ def test_read_only_arrays_from_the_wire_are_fine(recwarn):
     batch = batch_of(mixed_rollouts(rng()))
     (microbatch,) = batch.microbatches
     for field in dataclasses.fields(microbatch):
-        if field.name != "kept":
-            getattr(microbatch, field.name).setflags(write=False)
+        if isinstance(column := getattr(microbatch, field.name), np.ndarray):
+            column.setflags(write=False)
     microbatch.kept.ids.setflags(write=False)
     microbatch.kept.offsets.setflags(write=False)
     trainer_of(tiny_model("llama")).step(batch)
@@ -286,8 +287,8 @@ def test_a_users_loss_gets_every_token_with_its_sequence_and_staleness():
     metrics = trainer.step(batch_of(rollouts, advantages=[0.5, -1.0]))
     assert metrics["mine"] == pytest.approx((3 * 0.5 - 2 * 1.0) / 5)
     (tokens,) = seen
-    assert tokens.sequence_ids.tolist() in ([0, 0, 0, 1, 1], [0, 0, 1, 1, 1])
-    by_sequence = {tuple(tokens.advantages[tokens.sequence_ids == i].tolist()) for i in (0, 1)}
+    assert tokens.sequences.ids.tolist() in ([0, 0, 0, 1, 1], [0, 0, 1, 1, 1])
+    by_sequence = {tuple(tokens.advantages[tokens.sequences.ids == i].tolist()) for i in (0, 1)}
     assert by_sequence == {(0.5,) * 3, (-1.0,) * 2}
     assert tokens.staleness.tolist() == [4] * 5
     assert (tokens.num_trained_tokens, tokens.num_sequences) == (5, 2)

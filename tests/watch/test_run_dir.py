@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 
@@ -48,7 +49,7 @@ def test_config_toml_reads_back_as_the_same_settings_from_another_folder(tmp_pat
             "model": "model",
             "tasks": {"path": "tasks.jsonl"},
             "scorer": [{"function": "rewards.py:reward", "weight": 0.5}],
-            "loss": {"type": "clipped", "high": 0.3, "low": None},
+            "loss": {"type": "clipped", "high": 0.3, "low": None, "max_ratio": math.inf},
             "sampling": {"stop": ["\n", '"']},
         }
     )
@@ -58,7 +59,7 @@ def test_config_toml_reads_back_as_the_same_settings_from_another_folder(tmp_pat
     assert read_back.model.path == str(tmp_path / "model")
     assert read_back.tasks.path == str(tmp_path / "tasks.jsonl")
     assert read_back.scorer[0].function == f"{tmp_path}/rewards.py:reward"
-    assert read_back.loss == {"type": "clipped", "high": 0.3}
+    assert read_back.loss == {"type": "clipped", "high": 0.3, "max_ratio": math.inf}
     assert read_back.sampling == config.sampling
     assert read_back.trainer == config.trainer
 

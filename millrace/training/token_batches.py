@@ -1,0 +1,64 @@
+"""A microbatch and what the trainer says about it -> what a loss is called with.
+
+N = trained tokens of one microbatch, R = runs of them.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.core.microbatch import Batch, Microbatch
+from millrace.training.losses import Runs, TokenBatch
+
+
+def token_batch(
+    microbatch: Microbatch, batch: Batch, *, logprobs: Tensor, entropies: Tensor, version: int
+) -> TokenBatch:
+    """`logprobs` and `entropies` [N] are the trainer's, which is at `version`."""
+    device = logprobs.device
+    return TokenBatch(
+        trainer_logprobs=logprobs,
+        engine_logprobs=as_tensor(microbatch.engine_logprobs, np.float32, device),
+        entropies=entropies,
+        advantages=as_tensor(microbatch.advantages, np.float32, device),
+        staleness=as_tensor(version - microbatch.versions, np.int64, device),
+        sequences=_runs(microbatch.rollouts, device),
+        turns=_runs(_turns(microbatch), device),
+        num_trained_tokens=batch.num_trained_tokens,
+        num_sequences=batch.num_sequences,
+        proximal_logprobs=_if_any(microbatch.proximal_logprobs, device),
+        reference_logprobs=_if_any(microbatch.reference_logprobs, device),
+        groups=None if microbatch.groups is None else _groups(microbatch.groups, device),
+        num_groups=batch.num_groups,
+    )
+
+
+def as_tensor(array: np.ndarray, dtype: Any, device: torch.device) -> Tensor:
+    """A copy: arrays from the wire are read-only views of a receive buffer."""
+    return torch.from_numpy(array.astype(dtype)).to(device, non_blocking=True)
+
+
+def _if_any(logprobs: np.ndarray | None, device: torch.device) -> Tensor | None:
+    return None if logprobs is None else as_tensor(logprobs, np.float32, device)
+
+
+def _runs(ids: np.ndarray, device: torch.device) -> Runs:
+    """Counted here, not on the device: their number would have to be waited for there."""
+    return Runs(
+        ids=as_tensor(ids, np.int64, device),
+        lengths=as_tensor(np.bincount(ids), np.int64, device),
+    )
+
+
+def _groups(numbers: np.ndarray, device: torch.device) -> Runs:
+    return _runs(np.unique(numbers, return_inverse=True)[1], device)
+
+
+def _turns(microbatch: Microbatch) -> np.ndarray:  # [N] int64
+    """Numbers of turns: one ends with its rollout, and where a token was not sampled."""
+    rollouts = microbatch.rollouts
+    positions = microbatch.positions[microbatch.predictors]
+    begins = (np.diff(rollouts) != 0) | (np.diff(positions) != 1)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(begins)])

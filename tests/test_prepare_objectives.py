@@ -1,0 +1,79 @@
+"""What a run makes of [loss] and [scoring] before any worker starts."""
+
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+from millrace.config import load_config
+from millrace.core.errors import ConfigError
+from millrace.prepare import Prepared, prepare
+from millrace.scoring.advantages import (
+    BatchAdvantages,
+    BestWorstAdvantages,
+    GroupAdvantages,
+    LeaveOneOutAdvantages,
+)
+
+
+def length(completions, **columns):
+    return [len(text) for text in completions]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def prepared(model: Path, **settings) -> Prepared:
+    config = load_config({"model": str(model), **settings})
+    return prepare(config, tasks=[{"prompt": "1+1="}], scorers=[length])
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ({}, GroupAdvantages()),
+        ({"type": "gspo"}, GroupAdvantages()),
+        ({"type": "dr_grpo"}, GroupAdvantages(normalize_std=False)),
+        ({"type": "rloo"}, LeaveOneOutAdvantages()),
+        ({"type": "reinforce_pp"}, BatchAdvantages()),
+        ({"type": "online_dpo"}, BestWorstAdvantages()),
+    ],
+)
+def test_a_recipe_brings_its_own_advantages(model, loss, expected):
+    result = prepared(model, loss=loss)
+    assert result.advantages == expected
+    assert result.config.scoring.advantages["type"] != "auto"
+
+
+def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
+    result = prepared(
+        model, loss={"type": "rloo"}, scoring={"advantages": {"type": "group", "epsilon": 0.5}}
+    )
+    assert result.advantages == GroupAdvantages(epsilon=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"loss": {"type": "grpo", "kl": 0.1}}, "loss.kl = 0.1 compares with a reference model"),
+        ({"loss": {"type": "cispo", "dual": 3.0}}, "'loss.dual' = 3.0 belongs to shape = 'clip'"),
+        (
+            {"loss": {"type": "online_dpo", "reference": "reference"}},
+            "a run has none yet; set loss.reference to 'engine'",
+        ),
+        (
+            {"loss": {"type": "online_dpo"}, "scoring": {"advantages": {"type": "group"}}},
+            "learns from pairs, but scoring.advantages of type 'group' makes none; set that to",
+        ),
+        (
+            {"scoring": {"advantages": {"type": "auto", "epsilon": 1.0}}},
+            "leaves its type to the loss but sets epsilon; set the type, too",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(model, settings, said):
+    with pytest.raises(ConfigError) as caught:
+        prepared(model, **settings)
+    assert said in str(caught.value)

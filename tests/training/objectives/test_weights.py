@@ -1,0 +1,96 @@
+import math
+
+import pytest
+import torch
+from loss_tokens import gradient, loss_of, tokens_of
+
+PROXIMAL = {"anchor": "proximal", "low": 0.2, "high": 0.2}
+
+
+def weights(ratios, *, lengths=None, **settings):
+    """Of tokens on the proximal policy, so that what is left of the gradient is the weight."""
+    tokens = tokens_of(ratios, [1.0] * len(ratios), lengths=lengths)
+    loss = loss_of("dapo", **PROXIMAL, correction_low=0.5, correction_high=2.0, **settings)
+    found = -gradient(loss, tokens) * len(ratios)
+    _, metrics = loss(tokens)
+    assert metrics["masked_share"].tolist() == (found == 0).tolist()
+    assert metrics["weight_mean"].tolist() == pytest.approx(found.tolist())
+    return found.tolist()
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        ("truncate", [0.5, 0.8, 1.5, 2.0]),
+        ("mask", [0.0, 0.8, 1.5, 0.0]),
+        ("reject", [0.0, 1.0, 1.0, 0.0]),
+    ],
+)
+def test_corrections_of_tokens(correction, expected):
+    assert weights([0.25, 0.8, 1.5, 4.0], correction=correction) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("sequence", [1.5, 1.5, 2.0, 2.0]),  # 3 * 0.5 and 1.5 * 1.5
+        ("geometric", [1.5**0.5, 1.5**0.5, 1.5, 1.5]),
+    ],
+)
+def test_corrections_of_sequences(level, expected):
+    ratios = [3.0, 0.5, 1.5, 1.5]
+    found = weights(ratios, lengths=[2, 2], correction="truncate", correction_level=level)
+    assert found == pytest.approx(expected)
+
+
+def test_one_bad_sequence_is_rejected_as_a_whole():
+    ratios = [3.0, 0.5, 1.5, 1.5]
+    found = weights(ratios, lengths=[2, 2], correction="reject", correction_level="sequence")
+    assert found == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_against_the_engine_itself_rejection_looks_at_the_policy_of_now():
+    tokens = tokens_of([1.1, 3.0], [-1.0, -1.0])
+    loss = loss_of("dapo", correction="reject")
+    assert gradient(loss, tokens).tolist() == pytest.approx([0.55, 0.0])
+
+
+def test_decoupled_ppo_is_the_clipped_ratio_to_the_proximal_policy_times_its_capped_correction():
+    # Engine 1/16, proximal 1/4 (weight 4, capped at 3), trainer 9/32: ratio 1.125.
+    proximal = torch.tensor([math.log(1 / 4)], dtype=torch.float64)
+    tokens = tokens_of([4.5], [2.0], proximal_logprobs=proximal)
+    loss = loss_of("decoupled_ppo", correction_high=3.0)
+    assert loss(tokens)[0].item() == pytest.approx(-3 * 1.125 * 2)
+    assert gradient(loss, tokens).item() == pytest.approx(-3 * 1.125 * 2)
+
+
+def test_a3po_takes_the_proximal_policy_halfway_when_staleness_is_two():
+    # Engine 1/16, trainer 1/4: between them 1/8, so ratio 2 (clipped to 1.2) and weight 2.
+    tokens = tokens_of([4.0], [1.0], staleness=torch.tensor([2]))
+    assert loss_of("a3po")(tokens)[0].item() == pytest.approx(-2 * 1.2)
+    tokens = tokens_of([4.0], [-1.0], staleness=torch.tensor([2]))
+    assert gradient(loss_of("a3po"), tokens).item() == pytest.approx(2 * 2)
+
+
+@pytest.mark.parametrize(
+    ("half_life", "expected"),
+    [(0.0, [1, 1, 0, 0]), (1.0, [1, 1, 1 / 2, 1 / 4]), (2, [1, 1, 2**-0.5, 0.5])],
+)
+def test_tokens_beyond_the_staleness_limit_are_masked_or_fade(half_life, expected):
+    tokens = tokens_of([1.0] * 4, [1.0] * 4, staleness=torch.tensor([0, 2, 3, 4]))
+    loss = loss_of(max_token_staleness=2, staleness_half_life=half_life)
+    assert (-4 * gradient(loss, tokens)).tolist() == pytest.approx(expected)
+
+
+def test_bad_sequences_that_the_policy_left_behind_are_masked():
+    # Mean of -log ratio: about 0.35, 0.35 with a good sign, and less than the limit.
+    ratios, advantages = [0.5, 1.0, 0.5, 1.0, 0.9, 0.9], [-1.0, -1.0, 1.0, 1.0, -1.0, -1.0]
+    tokens = tokens_of(ratios, advantages, lengths=[2, 2, 2])
+    found = gradient(loss_of("dapo", off_policy_limit=0.3), tokens)
+    assert (found != 0).tolist() == [False, False, True, True, True, True]
+
+
+def test_weights_multiply():
+    tokens = tokens_of([1.5], [1.0], staleness=torch.tensor([3]))
+    loss = loss_of("decoupled_ppo", max_token_staleness=2, staleness_half_life=1)
+    assert gradient(loss, tokens).item() == pytest.approx(-1.5 / 2)

@@ -1,0 +1,110 @@
+"""Several optimizer updates in one step: one version, and one policy to compare with."""
+
+import numpy as np
+import pytest
+import torch
+from architectures import tiny_model
+from batches import batch_of, mixed_rollouts, trainer_of
+
+from millrace.training.objectives.recipes import build_loss
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def two_batches():
+    rollouts = mixed_rollouts(rng(), 8)
+    return batch_of(rollouts[:4]), batch_of(rollouts[4:])
+
+
+class Spy:
+    """A loss that remembers what it was called with."""
+
+    def __init__(self, *, needs_proximal: bool):
+        self.needs_proximal = needs_proximal
+        self.seen = []
+        self._loss = build_loss({"type": "decoupled_ppo"}, max_new_tokens=8)
+
+    def __call__(self, tokens):
+        self.seen.append(tokens)
+        return self._loss(tokens)
+
+
+def test_a_step_of_two_updates_is_two_steps_that_make_one_version():
+    together, apart = trainer_of(tiny_model("llama")), trainer_of(tiny_model("llama"))
+    first, second = two_batches()
+    metrics = together.step(first, second)
+    separate = [apart.step(first), apart.step(second)]
+    assert (together.steps_done, apart.steps_done) == (1, 2)
+    for name, weight in together.named_weights().items():
+        assert torch.equal(weight, apart.named_weights()[name]), name
+    tokens = [m["trained_tokens"] for m in separate]
+    assert metrics["trained_tokens"] == sum(tokens)
+    for name in ("entropy", "kl_k3", "clipped_share"):
+        expected = np.average([m[name] for m in separate], weights=tokens)
+        assert metrics[name] == pytest.approx(expected), name
+    for name in ("loss", "grad_norm"):
+        assert metrics[name] == pytest.approx(np.mean([m[name] for m in separate])), name
+
+
+def test_every_update_of_a_step_compares_with_the_policy_before_the_first():
+    batches = two_batches()
+    untouched = trainer_of(tiny_model("llama"))
+    with torch.no_grad():
+        before = [untouched.token_logprobs(b.microbatches[0])[0] for b in batches]
+    spy = Spy(needs_proximal=True)
+    metrics = trainer_of(tiny_model("llama"), loss=spy).step(*batches)
+    assert metrics["proximal_microbatches"] == 2
+    for tokens, expected in zip(spy.seen, before, strict=True):
+        torch.testing.assert_close(tokens.proximal_logprobs, expected)
+    second = spy.seen[1]
+    assert (second.trainer_logprobs - second.proximal_logprobs).abs().max() > 1e-3
+
+
+def test_one_update_needs_no_forward_pass_for_the_policy_before_it():
+    spy = Spy(needs_proximal=True)
+    metrics = trainer_of(tiny_model("llama"), loss=spy).step(two_batches()[0])
+    assert metrics["proximal_microbatches"] == 0
+    assert spy.seen[0].proximal_logprobs is None
+
+
+def test_a_loss_that_does_not_ask_for_it_does_not_pay_for_it():
+    spy = Spy(needs_proximal=False)
+    trainer_of(tiny_model("llama"), loss=spy).step(*two_batches())
+    assert [tokens.proximal_logprobs for tokens in spy.seen] == [None, None]
+
+
+def test_the_pass_for_it_is_split_like_any_other_when_memory_is_short(monkeypatch):
+    batches = two_batches()
+    spy = Spy(needs_proximal=True)
+    trainer = trainer_of(tiny_model("llama"), loss=spy)
+    most_rows = len(batches[0].microbatches[0].tokens) - 1
+    forward = trainer.model.model.forward
+
+    def small(*args, **kwargs):
+        if kwargs["input_ids"].shape[-1] > most_rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.model.model, "forward", small)
+    metrics = trainer.step(*batches)
+    expected = trainer_of(tiny_model("llama"), loss=Spy(needs_proximal=True)).step(*batches)
+    assert len(spy.seen) == metrics["microbatches"] > 2
+    for name in ("loss", "grad_norm", "entropy", "ratio_mean"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+
+
+def test_what_a_loss_has_learned_about_the_run_is_in_its_checkpoint(tmp_path):
+    def trainer():
+        table = {"entropy_target": 100.0, "entropy_bonus_step": 0.01}
+        loss = build_loss(table, max_new_tokens=8)
+        return trainer_of(tiny_model("llama"), loss=loss)
+
+    first = trainer()
+    first.step(two_batches()[0])
+    first.save(tmp_path)
+    second = trainer()
+    second.restore(tmp_path)
+    assert second._loss == first._loss
+    assert second._loss.state() == {"entropy_bonus": 0.01}
