@@ -1,13 +1,14 @@
 """Writes docs/configuration.md from millrace/config/: `python docs/write_configuration.py`."""
 
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from millrace.config import RunConfig, ScorerConfig
+from millrace.config import RunConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """# Configuration
@@ -22,23 +23,26 @@ This page is written by `python docs/write_configuration.py` from `millrace/conf
 
 
 def page() -> str:
-    parts = [INTRODUCTION, _table("", RunConfig, skip_sections=True)]
-    for name, field in RunConfig.model_fields.items():
-        section = ScorerConfig if name == "scorer" else _section(field)
-        if section is not None:
-            heading = f"[[{name}]]" if name == "scorer" else f"[{name}]"
-            parts.append(_table(heading, section, text=_text(field)))
-    return "\n".join(parts)
+    return "\n".join([INTRODUCTION, _table("", RunConfig), *_tables(RunConfig)])
 
 
-def _table(
-    heading: str, section: type[BaseModel], *, text: str = "", skip_sections: bool = False
-) -> str:
+def _tables(section: type[BaseModel], *, above: str = "") -> Iterator[str]:
+    """One for each table within a section, followed by those within that."""
+    for name, field in section.model_fields.items():
+        below = _section(field)
+        if below is not None:
+            is_list = typing.get_origin(field.annotation) is tuple
+            heading = f"[[{above}{name}]]" if is_list else f"[{above}{name}]"
+            yield _table(heading, below, text=_text(field))
+            yield from _tables(below, above=f"{above}{name}.")
+
+
+def _table(heading: str, section: type[BaseModel], *, text: str = "") -> str:
     rows = [f"## `{heading}`\n" if heading else "## Top level\n"]
     rows += [f"{text}\n"] if text else []
     rows += ["| key | type | default | |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
-        if skip_sections and (_section(field) is not None or name == "scorer"):
+        if _section(field) is not None:
             continue
         rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {_text(field)} |")
     return "\n".join(rows) + "\n"

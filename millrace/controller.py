@@ -10,10 +10,10 @@ everything heavy is a call to a worker.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from millrace.config import RunConfig
 from millrace.core.errors import CheckpointError, RunFailed, WorkerError
@@ -21,10 +21,12 @@ from millrace.core.microbatch import Batch
 from millrace.core.records import Group, Task
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.pool import EnginePool
+from millrace.envs.streams import TaskStream
 from millrace.rollout.admission import RUNNING, STALENESS, Admission
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.evaluation import Evaluation, evaluate
+from millrace.rollout.filtering import Filtering
 from millrace.rollout.player import Player
 from millrace.scoring.advantages import PAIRS
 from millrace.scoring.pool import ScorerPool
@@ -45,6 +47,7 @@ class Cursor:
     version: int = 0  # = steps done
     next_number: int = 0  # first task number never issued
     unfinished: tuple[int, ...] = ()  # issued, and neither trained nor dropped nor failed
+    tasks: dict[str, Any] = field(default_factory=dict[str, Any])  # state of the task stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +63,7 @@ class Controller:
         self,
         config: RunConfig,
         *,
-        task_of: Callable[[int], Task],
+        tasks: TaskStream,
         held_out: Sequence[Task],
         player: Player,
         scorers: ScorerPool,
@@ -71,6 +74,7 @@ class Controller:
         cursor: Cursor,
     ) -> None:
         self._config = config
+        self._tasks = tasks
         self._held_out = held_out
         self._player = player
         self._scorers = scorers
@@ -94,12 +98,14 @@ class Controller:
             on_drop=lambda group: self._dispatcher.expire_waiting(group),
         )
         self._dispatcher = Dispatcher(
-            task_of=task_of,
+            task_of=tasks.task,
+            on_closed=tasks.finish,
             play=self._play,
-            score=scorers.score,
+            score=self._score,
             admit=self._buffer.admit,
             admission=self._admission,
             failures=self._failures,
+            filtering=Filtering(max_share=config.rollout.max_filtered_share, warn=watcher.warn),
             next_number=cursor.next_number,
             unfinished=cursor.unfinished,
         )
@@ -149,6 +155,7 @@ class Controller:
             groups_dropped=dict(self._dispatcher.dropped),
             groups_cancelled=dict(self._dispatcher.cancellations.by_reason),
             tokens_lost=self._dispatcher.cancellations.tokens_lost,
+            tokens_wasted=dict(self._scorers.tokens_wasted),
             tokens_saved=round(self._dispatcher.cancellations.tokens_saved),
             groups_failed=dict(self._failures.by_reason),
             last_failure=self._failures.last_sentence,
@@ -225,7 +232,8 @@ class Controller:
 
     async def _save(self, *, must_succeed: bool) -> None:
         directory = self._checkpoints / f"step_{self._version}"
-        run_state = {"version": self._version, **self._dispatcher.cursor()}
+        cursor = {**self._dispatcher.cursor(), "tasks": self._tasks.state()}
+        run_state = {"version": self._version, **cursor}
         try:
             await self._trainer.save(directory, run_state=run_state)
         except CheckpointError as error:
@@ -257,9 +265,14 @@ class Controller:
         )
 
     async def _play(self, task: Task, attempt: Attempt) -> Group:
-        return await self._player.try_group(
-            task, attempt=attempt, group_size=self._config.rollout.group_size
-        )
+        rollout = self._config.rollout
+        num_episodes = rollout.group_size + rollout.oversample
+        return await self._player.try_group(task, attempt=attempt, group_size=num_episodes)
+
+    async def _score(self, group: Group) -> Group:
+        judged = await self._scorers.judge(group)
+        self._tasks.observe(group.number, judged.solve_rate(self._config.evaluate.solved_at))
+        return await self._scorers.shape(judged)
 
     async def _before_stall(self, work: Awaitable[T]) -> T:
         """The result of `work`; a run in which nothing moves any more says so and ends."""

@@ -5,7 +5,7 @@ the user's own input. It reads the model's tokenizer and configuration, never it
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,16 @@ from millrace.core.errors import ConfigError, TaskError
 from millrace.core.machine import available_cores
 from millrace.core.protocols import Advantages
 from millrace.core.records import Task
-from millrace.envs.tasks import TaskStream, load_tasks
+from millrace.envs.curriculum import Curriculum
+from millrace.envs.streams import Epochs, Mixture, Source, TaskStream
+from millrace.envs.tasks import load_tasks
 from millrace.models.adapter_folders import check_resident, check_same_kind
 from millrace.models.adapters import require_peft
 from millrace.models.directory import configured_context, load_tokenizer
 from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import PAIRS, build_advantages
 from millrace.scoring.pool import ScorerSpec, inspect_scorers
+from millrace.scoring.shaping import Shaping, build_shaping
 from millrace.training.checkpoints import latest_checkpoint, read_run_state
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.objectives.preference import PreferenceLoss
@@ -37,6 +40,7 @@ class Prepared:
     held_out: tuple[Task, ...]
     scorers: tuple[ScorerSpec, ...]
     advantages: Advantages
+    shaping: Shaping
     renderer: Renderer
     max_context: int
     checkpoint: Path | None  # to go on from
@@ -68,12 +72,12 @@ def prepare(
     if config.engine.count > 0:  # other hosts have folders of their own
         for name, folder in config.engine.adapters.items():
             check_resident(name, Path(folder))
-    train_tasks = _tasks(config.tasks, tasks, section="tasks")
-    if not train_tasks:
-        raise ConfigError("There are no tasks; set tasks.path, or pass tasks=[...] to train().")
+    sources = _sources(config.tasks, tasks)
+    train_tasks = [task for source in sources for task in source.tasks]
     held_out = _tasks(config.evaluate, eval_tasks, section="evaluate")
     specs = _scorers(config.scorer, scorers)
-    for function in inspect_scorers(specs):
+    functions = inspect_scorers(specs)
+    for function in functions:
         function.check_columns([*train_tasks, *held_out])
     config = _with_advantages(config)
     _check_loss(config)
@@ -85,16 +89,76 @@ def prepare(
     renderer.check([*train_tasks, *held_out])
     _check_prompts(renderer, train_tasks, max_context=max_context)
     checkpoint, cursor = _resume_point(config) if resume else (None, Cursor())
+    stream = _stream(sources, config)
+    stream.restore(cursor.tasks)
     return Prepared(
         config=_with_threads(config),
-        tasks=TaskStream(train_tasks, seed=config.seed, shuffle=config.tasks.shuffle),
+        tasks=stream,
         held_out=tuple(held_out[: config.evaluate.max_tasks]),
         scorers=specs,
         advantages=advantages,
+        shaping=build_shaping(
+            penalties=config.scoring.penalty,
+            filters=config.rollout.filter,
+            selection=config.rollout.selection,
+            keep=config.rollout.group_size,
+            seed=config.seed,
+            scorers=[function.name for function in functions],
+        ),
         renderer=renderer,
         max_context=max_context,
         checkpoint=checkpoint,
         cursor=cursor,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TaskSource:
+    name: str  # "" if it is the only one
+    weight: float
+    tasks: list[Task]
+
+
+def _sources(settings: TasksConfig, given: Sequence[Any] | None) -> list[_TaskSource]:
+    if not settings.source:
+        if not (tasks := _tasks(settings, given, section="tasks")):
+            raise ConfigError("There are no tasks; set tasks.path, or pass tasks=[...] to train().")
+        return [_TaskSource(name="", weight=1.0, tasks=tasks)]
+    if given is not None:
+        raise ConfigError("Tasks come both from Python and from [[tasks.source]]; keep one.")
+    sources: list[_TaskSource] = []
+    for row in settings.source:
+        place = row.path or row.function
+        assert place is not None, "checked with the config"
+        name = row.name or (Path(row.path).stem if row.path else place.rpartition(":")[2])
+        if name in {source.name for source in sources}:
+            raise ConfigError(f"Two of [[tasks.source]] are named {name!r}; give one another name.")
+        tasks = [replace(task, source=name) for task in load_tasks(place)]
+        sources.append(_TaskSource(name=name, weight=row.weight, tasks=tasks))
+    return sources
+
+
+def _stream(sources: Sequence[_TaskSource], config: RunConfig) -> TaskStream:
+    settings = config.tasks
+
+    def ordered(tasks: Sequence[Task]) -> TaskStream:
+        if settings.order != "curriculum":
+            return Epochs(tasks, seed=config.seed, shuffle=settings.order == "shuffle")
+        return Curriculum(
+            tasks,
+            seed=config.seed,
+            target=settings.target_solve_rate,
+            explore_share=settings.explore_share,
+        )
+
+    streams = [ordered(source.tasks) for source in sources]
+    if len(streams) == 1:
+        return streams[0]
+    return Mixture(
+        [
+            Source(stream=stream, weight=source.weight, name=source.name)
+            for stream, source in zip(streams, sources, strict=True)
+        ]
     )
 
 
@@ -211,12 +275,13 @@ def _resume_point(config: RunConfig) -> tuple[Path | None, Cursor]:
         version=state["version"],
         next_number=state["next_number"],
         unfinished=tuple(state["unfinished"]),
+        tasks=state.get("tasks", {}),
     )
 
 
 def _with_threads(config: RunConfig) -> RunConfig:
-    """Cores shared out evenly among the engines and the trainer, where nothing else is said."""
-    share = max(1, available_cores() // (config.engine.count + 1))
+    """Cores shared out evenly among all engines and the trainer, where nothing else is said."""
+    share = max(1, available_cores() // (config.engine.count + config.evaluate.engines + 1))
     return config.model_copy(
         update={
             "engine": config.engine.model_copy(update={"threads": config.engine.threads or share}),

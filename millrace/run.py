@@ -228,6 +228,7 @@ class _Run:
         return build_scorer_pool(
             self._prepared.scorers,
             advantages=self._prepared.advantages,
+            shaping=self._prepared.shaping,
             num_workers=self._config.scoring.workers,
             launch=launch,
             folder=folder,
@@ -248,7 +249,7 @@ class _Run:
         )
         return Controller(
             config,
-            task_of=prepared.tasks.task,
+            tasks=prepared.tasks,
             held_out=prepared.held_out,
             player=player,
             scorers=scorers,

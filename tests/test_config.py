@@ -37,6 +37,7 @@ def sentence_of(table: dict[str, Any]) -> str:
         ),
         ({"model": {"pth": "x", "path": "y"}}, "did you mean 'path'?"),
         ({"lora": {"rnk": 8}}, "Unknown setting 'lora.rnk'; did you mean 'rank'?"),
+        ({"tasks": {"source": [{"wight": 1}]}}, "'tasks.source.0.wight'; did you mean 'weight'?"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
@@ -126,6 +127,39 @@ def test_more_minibatches_than_groups_are_refused():
 def test_two_sources_of_tasks_are_refused(section):
     said = sentence_of({section: {"path": "a", "function": "b:c"}})
     assert said == f"{section}.path and {section}.function are both set; keep one."
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ({"path": "a", "source": [{"path": "b"}]}, "make that one a [[tasks.source]], too"),
+        ({"source": [{"weight": 2.0}]}, "a [[tasks.source]] has neither path nor function"),
+        ({"source": [{"path": "a", "function": "b:c"}]}, "tasks.source.path and tasks.source.func"),
+        ({"source": [{"path": "a", "weight": 0.0}]}, "Setting 'tasks.source.0.weight' = 0.0"),
+    ],
+)
+def test_sources_that_cannot_be_mixed_are_refused(tasks, said):
+    assert said in sentence_of({"tasks": tasks})
+
+
+def test_a_selection_may_be_just_its_name():
+    config = load_config({"model": "m", "rollout": {"selection": "first"}})
+    assert config.rollout.selection == {"type": "first"}
+
+
+def test_samples_of_an_evaluation_must_be_able_to_differ():
+    said = sentence_of({"evaluate": {"samples": 4, "temperature": 0.0}})
+    assert "evaluate.samples = 4 at evaluate.temperature = 0 are all the same" in said
+
+
+def test_engines_that_take_single_versions_are_not_reached_by_a_broadcast():
+    said = sentence_of({"evaluate": {"engines": 1}, "weights": {"transport": "collective"}})
+    assert "evaluate.engines = 1 take single versions" in said
+    remote = {"remote": 1}
+    cluster = {"address": "tcp://a:1", "ticket": "/elsewhere/t"}
+    said = sentence_of({"evaluate": {"engines": 1}, "engine": remote, "cluster": cluster})
+    assert "weights.transport = 'auto' broadcasts" in said
+    load_config({"model": "m", "evaluate": {"engines": 1}})
 
 
 def test_every_mistake_is_told_at_once():

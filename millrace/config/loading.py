@@ -12,11 +12,17 @@ from typing import Any, cast, get_args
 from pydantic import BaseModel, ValidationError
 
 from millrace.config.run_config import RunConfig
-from millrace.config.sections import ScorerConfig
 from millrace.core.errors import ConfigError
 
 # Settings that are paths.
-_PATHS = ("run_dir", "tasks.path", "evaluate.path", "cluster.ticket", "weights.directory")
+_PATHS = (
+    "run_dir",
+    "tasks.path",
+    "tasks.source.path",
+    "evaluate.path",
+    "cluster.ticket",
+    "weights.directory",
+)
 
 
 def load_config(
@@ -119,8 +125,8 @@ def _nearest(path: list[str]) -> str:
         field = section.model_fields.get(part)
         if part.isdigit():
             continue
-        annotation = ScorerConfig if part == "scorer" else field.annotation if field else None
-        if type(None) in get_args(annotation):  # a section that may be left out
+        annotation = field.annotation if field else None
+        if get_args(annotation):  # a section that may be left out, or of which there are several
             annotation = get_args(annotation)[0]
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return ""

@@ -75,9 +75,8 @@ class RunConfig(Section):
                 f"trainer.minibatches = {self.trainer.minibatches} leaves some of them without any"
                 f" of the trainer.groups_per_step = {self.trainer.groups_per_step}; lower it"
             )
-        for section, tables in (("tasks", self.tasks), ("evaluate", self.evaluate)):
-            if tables.path is not None and tables.function is not None:
-                raise ValueError(f"{section}.path and {section}.function are both set; keep one")
+        self._tasks_come_from_one_place()
+        self._can_be_evaluated()
         if self.engine.count + self.engine.remote < 1:
             raise ValueError(
                 "engine.count = 0 and engine.remote = 0 leave nobody to generate; raise one"
@@ -97,6 +96,36 @@ class RunConfig(Section):
                 " writes none; set it to 'disk'"
             )
         return self
+
+    def _tasks_come_from_one_place(self) -> None:
+        tables = [("tasks", self.tasks), ("evaluate", self.evaluate)]
+        for section, table in [*tables, *(("tasks.source", row) for row in self.tasks.source)]:
+            if table.path is not None and table.function is not None:
+                raise ValueError(f"{section}.path and {section}.function are both set; keep one")
+        if self.tasks.source and (self.tasks.path or self.tasks.function):
+            raise ValueError(
+                "tasks.source is set beside tasks.path or tasks.function; make that one a"
+                " [[tasks.source]], too"
+            )
+        if any(row.path is None and row.function is None for row in self.tasks.source):
+            raise ValueError("a [[tasks.source]] has neither path nor function; set one of them")
+
+    def _can_be_evaluated(self) -> None:
+        """Raise ValueError if evaluation is asked for what it cannot give."""
+        samples, engines = self.evaluate.samples, self.evaluate.engines
+        if samples > 1 and self.evaluate.temperature == 0:
+            raise ValueError(
+                f"evaluate.samples = {samples} at evaluate.temperature = 0 are all the same; raise"
+                " the temperature, or set evaluate.samples to 1"
+            )
+        transport = self.weights.transport
+        by_broadcast = transport == "auto" and self.engine.remote > 0
+        if engines > 0 and (transport == "collective" or by_broadcast):
+            raise ValueError(
+                f"evaluate.engines = {engines} take single versions, but weights.transport ="
+                f" {transport!r} broadcasts each of them to the same engines; use another, or set"
+                " evaluate.engines to 0"
+            )
 
     def _adapters_can_be_told_apart(self) -> None:
         adapters = self.engine.adapters

@@ -34,13 +34,32 @@ class ModelConfig(Section):
     """Run Python code that the model directory brings along."""
 
 
+class TaskSourceConfig(Section):
+    path: str | None = None
+    """JSONL file of tasks."""
+    function: str | None = None
+    """Or "module:name" of a function that returns a list of tasks."""
+    weight: PositiveFloat = 1.0
+    """Its share of all groups, beside the weights of the other sources."""
+    name: str | None = None
+    """Name in metrics; the file's or the function's own if not given."""
+
+
 class TasksConfig(Section):
     path: str | None = None
     """JSONL file, one task a line: "prompt" (text or chat messages) and any further columns."""
     function: str | None = None
     """Or "module:name" of a function that returns a list of such tasks."""
-    shuffle: bool = True
-    """A new order each epoch, fixed by the seed."""
+    source: tuple[TaskSourceConfig, ...] = ()
+    """Or several sources at once, mixed by their weights; see docs/shaping.md."""
+    order: Literal["shuffle", "sequential", "curriculum"] = "shuffle"
+    """"shuffle" = a new order each epoch, fixed by the seed; "sequential" = as they come;
+    "curriculum" = those whose recent solve rate is near target_solve_rate more often."""
+    target_solve_rate: Share = 0.5
+    """Of "curriculum"."""
+    explore_share: Annotated[Float, Field(gt=0, le=1)] = 0.25
+    """With "curriculum", the share of groups that go through all tasks in turn, so that none is
+    forgotten."""
 
 
 class SamplingConfig(Section):
@@ -70,15 +89,33 @@ class ScoringConfig(Section):
     """How scores become advantages: "auto" (what belongs to the loss, mostly "group"), "group"
     (minus the group's mean, over its std), "leave_one_out", "batch", "returns", "best_worst", or
     yours; see docs/objectives.md."""
+    penalty: tuple[dict[str, Any], ...] = ()
+    """Length penalties, each a table and a part of the score: "soft_overlong", "linear", "cosine",
+    or yours; see docs/shaping.md."""
 
 
 class RolloutConfig(Section):
     group_size: Annotated[Int, Field(ge=2)] = 8
     """Episodes per task."""
+    oversample: NonNegativeInt = 0
+    """Further episodes played per task, of all of which group_size are trained."""
+    selection: dict[str, Any] = {"type": "roc"}
+    """Which of them: "roc" (failures at random, the cleanest successes), "first", or yours; see
+    docs/shaping.md."""
+    filter: tuple[dict[str, Any], ...] = ()
+    """What is not worth training, each a table: "zero_variance", "overlong", or yours; see
+    docs/shaping.md."""
+    max_filtered_share: Share = 0.9
+    """The run warns when filters drop more than this share of the last 100 groups."""
     max_running_groups: PositiveInt = 64
     """Groups being played or scored at once."""
     max_failure_share: Share = 0.5
     """The run stops when more than this share of the last 100 groups failed."""
+
+    @field_validator("selection", mode="before")
+    @classmethod
+    def _may_be_a_name(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
 
 
 class BufferConfig(Section):
@@ -223,6 +260,13 @@ class EvaluateConfig(Section):
     solved_at: Float = 1.0
     """An episode counts as solved when its score reaches this."""
     max_tasks: PositiveInt = 256
+    samples: PositiveInt = 1
+    """Episodes per task, for mean@k and pass@k."""
+    temperature: NonNegativeFloat | None = None
+    """0 = greedy; by default that for one sample, and sampling.temperature for several."""
+    engines: NonNegativeInt = 0
+    """Further engine processes that only evaluate, each time with exactly one version; 0 = the
+    engines of the rollouts do it, with whatever versions they hold meanwhile."""
 
 
 class WatchConfig(Section):

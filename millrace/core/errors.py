@@ -17,6 +17,14 @@ class ScoreError(MillraceError):
     """A scorer raised, hung, or returned something that is not a score; costs that group only."""
 
 
+class Filtered(Exception):
+    """A filter dropped a scored group. No error: it is counted, and another takes its place."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class WeightError(MillraceError):
     """A weight update is incomplete, corrupt, or does not fit the model; nothing of it was
     applied."""

@@ -2,7 +2,9 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.core.errors import ConfigError
@@ -36,6 +38,30 @@ def build_plugin(
             hint = f"did you mean {close[0]!r}?" if close else f"valid here: {names}."
             raise ConfigError(f"Unknown setting '{section}.{key}' of {name!r}; {hint}")
     return _call(cls, settings, section=section)
+
+
+def build_callable(
+    table: Mapping[str, Any],
+    *,
+    builtins: Mapping[str, type],
+    default: str,
+    section: str,
+    keywords: Sequence[str] = (),
+) -> Any:
+    """As build_plugin, but the type may also be "module:function", which is given the other keys
+    with every call, beside its one argument and these keywords."""
+    name = table.get("type", default)
+    if not isinstance(name, str) or ":" not in name:
+        return build_plugin(table, builtins=builtins, default=default, section=section)
+    function = load_reference(name)
+    if not callable(function) or inspect.isclass(function):
+        return build_plugin(table, builtins=builtins, default=default, section=section)
+    settings = {key: value for key, value in table.items() if key != "type"}
+    try:
+        inspect.signature(function).bind(None, **dict.fromkeys(keywords), **settings)
+    except TypeError as error:
+        raise ConfigError(f"Section '{section}' does not fit {name!r}: {error}.") from None
+    return functools.partial(function, **settings)
 
 
 def _call(cls: Any, settings: dict[str, Any], *, section: str) -> Any:

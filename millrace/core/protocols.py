@@ -71,6 +71,22 @@ class AdvantagesOverBatch(Protocol):
         ...
 
 
+class Selection(Protocol):
+    """Says which episodes of a scored group are trained, where more were played."""
+
+    def __call__(self, group: Group, *, keep: int, rng: np.random.Generator) -> Sequence[int]:
+        """Indices of `keep` different episodes."""
+        ...
+
+
+class Filter(Protocol):
+    """Looks at a scored group with its advantages before it is trained."""
+
+    def __call__(self, group: Group) -> Group | None:
+        """The group, perhaps with fewer tokens in its masks; None = drop it."""
+        ...
+
+
 class Environment(Protocol):
     """Plays one task: n episodes of it, through the agent it is given."""
 

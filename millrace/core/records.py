@@ -23,6 +23,7 @@ class Task:
 
     prompt: Prompt
     columns: dict[str, Any] = field(default_factory=dict[str, Any])  # for reward functions
+    source: str = ""  # name of the [[tasks.source]] it comes from, where there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +112,11 @@ class Rollout:
     def num_sampled(self) -> int:
         return int(self.mask.sum())
 
+    @property
+    def num_generated(self) -> int:
+        """Also what a filter has masked since."""
+        return int((self.versions >= 0).sum())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
@@ -135,6 +141,11 @@ class Score:
 
     total: float
     parts: dict[str, float | None]  # by scorer name; None = not applicable
+    unpenalized: float | None = None  # the total without length penalties, where there are any
+
+    def is_solved(self, solved_at: float) -> bool:
+        """A right answer that was too long is still right."""
+        return (self.total if self.unpenalized is None else self.unpenalized) >= solved_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -156,8 +167,11 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        return min(rollout.oldest_version for rollout in self.rollouts)
+        return min(rollout.oldest_version for rollout in self.rollouts if rollout.mask.any())
 
     @property
     def num_sampled(self) -> int:
         return sum(rollout.num_sampled for rollout in self.rollouts)
+
+    def solve_rate(self, solved_at: float) -> float:
+        return sum(score.is_solved(solved_at) for score in self.scores) / len(self.scores)

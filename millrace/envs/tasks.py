@@ -1,15 +1,13 @@
-"""Where tasks come from: JSONL files, functions, Python lists; and the endless stream of a run.
+"""Where tasks come from: JSONL files, functions, Python lists.
 
 Promise: what load_tasks returns can be played and scored, as far as data can tell. Anything else is
 a ConfigError that names the file and line, or the task, before any worker starts.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Prompt, Task
@@ -172,35 +170,3 @@ def _problem(value: Any) -> str | None:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-class TaskStream:
-    """The run's endless sequence of tasks, epoch after epoch. Used by the controller's loop alone.
-
-    Promise: task(number) depends on nothing but the tasks, the seed and the number, so that a
-    cursor is all there is to save; within an epoch each task comes exactly once.
-    """
-
-    def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool) -> None:
-        assert tasks, "a stream needs at least one task"
-        self._tasks = tuple(tasks)
-        self._seed = seed % 2**64  # numpy takes no negative seeds
-        self._shuffle = shuffle
-        self._orders: dict[
-            int, np.ndarray
-        ] = {}  # by epoch; the newest two, as groups straddle them
-
-    def __len__(self) -> int:
-        """Tasks per epoch."""
-        return len(self._tasks)
-
-    def task(self, number: int) -> Task:
-        epoch, position = divmod(number, len(self._tasks))
-        return self._tasks[self._order(epoch)[position] if self._shuffle else position]
-
-    def _order(self, epoch: int) -> np.ndarray:
-        order = self._orders.get(epoch)
-        if order is None:
-            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._tasks))
-            self._orders = dict([*self._orders.items(), (epoch, order)][-2:])
-        return order

@@ -2,7 +2,8 @@
 
 Promise: one bad task or one failing reward costs its group only, is counted with its reason, and
 the run goes on until the share of failures among the last groups passes the limit. A group that can
-no longer be trained is cancelled at once and issued again, before anything new.
+no longer be trained is cancelled at once and issued again, before anything new. One that a filter
+drops is done with, and its place goes to a new one.
 
 Runs on the controller's event loop, one asyncio task per running group; their number is bounded by
 admission.
@@ -14,10 +15,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from millrace.core.errors import RunFailed, ScoreError, TaskError
+from millrace.core.errors import Filtered, RunFailed, ScoreError, TaskError
 from millrace.core.records import Group, Task
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import Attempt, Cancellations, Expired
+from millrace.rollout.filtering import Filtering
 
 WINDOW = 100  # groups whose failures are weighed
 FEWEST = 20  # outcomes before the share means anything
@@ -62,20 +64,24 @@ class Dispatcher:
         self,
         *,
         task_of: Callable[[int], Task],
+        on_closed: Callable[[int], None],
         play: Callable[[Task, Attempt], Awaitable[Group]],
         score: Callable[[Group], Awaitable[Group]],
         admit: Callable[[Group], Awaitable[None]],
         admission: Admission,
         failures: Failures,
+        filtering: Filtering,
         next_number: int = 0,
         unfinished: Iterable[int] = (),
     ) -> None:
         self._task_of = task_of
+        self._on_closed = on_closed  # told of each number that will not be asked for again
         self._play = play
         self._score = score
         self._admit = admit
         self._admission = admission
         self._failures = failures
+        self._filtering = filtering
         self._next_number = next_number
         self._reissue = deque(sorted(unfinished))  # begun before, and to be begun again; goes first
         self._open: set[int] = set()  # issued, and neither trained nor failed nor dropped
@@ -83,7 +89,7 @@ class Dispatcher:
         self._running: dict[int, _Running] = {}  # by number
         self._expired_before = 0  # groups with an older token can no longer be trained
         self.cancellations = Cancellations()
-        self.dropped: Counter[str] = Counter()  # groups that will not be tried again, by reason
+        self._num_stale = 0  # groups that became too old each time
 
     @property
     def playing(self) -> int:
@@ -92,6 +98,12 @@ class Dispatcher:
     @property
     def scoring(self) -> int:
         return sum(running.stage == "scoring" for running in self._running.values())
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Groups that will not be tried again, by reason."""
+        stale = {"stale": self._num_stale} if self._num_stale else {}
+        return Counter({**stale, **self._filtering.by_reason})
 
     async def run(self) -> None:
         """Start groups for ever. Ends only by cancellation or by too many failures."""
@@ -136,6 +148,11 @@ class Dispatcher:
             self._close(attempt.number)
             self._admission.give_back()
             self._failures.failed(error)
+        except Filtered as filtered:
+            self._close(attempt.number)
+            self._admission.give_back()
+            self._failures.succeeded()
+            self._filtering.dropped(filtered.reason)
         except Expired:
             self._cancelled(running)
         except asyncio.CancelledError:
@@ -155,6 +172,7 @@ class Dispatcher:
         running.stage = "scoring"
         group = await self._score(group)
         self._failures.succeeded()
+        self._filtering.passed()
         return group
 
     def _cancelled(self, running: _Running) -> None:
@@ -168,16 +186,18 @@ class Dispatcher:
         """Give its place to another try at it, if it has one left."""
         self._admission.give_back()
         tries = self._tries.get(number, 0) + 1
-        self._close(number)
         if tries == MAX_TRIES:
-            self.dropped["stale"] += 1
+            self._close(number)
+            self._num_stale += 1
             return
+        self._open.discard(number)
         self._tries[number] = tries
         self._reissue.appendleft(number)
 
     def _close(self, number: int) -> None:
         self._open.discard(number)
         self._tries.pop(number, None)
+        self._on_closed(number)
 
     def _issue(self) -> Attempt:
         if self._reissue:

@@ -8,8 +8,6 @@ its groups are trained, with all groups of the step.
 Promise: whatever an estimator returns, a group gets finite advantages or one ScoreError sentence.
 """
 
-import functools
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +15,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from millrace.core.errors import ConfigError, ScoreError
-from millrace.core.plugins import build_plugin
+from millrace.core.errors import ScoreError
+from millrace.core.plugins import build_callable
 from millrace.core.protocols import Advantages
 from millrace.core.records import Group
-from millrace.core.references import load_reference
 from millrace.scoring.returns import discounted_returns, sampled_rewards
 
 SECTION = "scoring.advantages"
@@ -147,18 +144,7 @@ ADVANTAGES: dict[str, type] = {
 def build_advantages(table: Mapping[str, Any]) -> Advantages:
     """The estimator of a [scoring.advantages] table; a function is given the other keys with every
     call."""
-    name = table.get("type", "group")
-    if isinstance(name, str) and ":" in name:
-        function = load_reference(name)
-        if callable(function) and not inspect.isclass(function):
-            settings = {key: value for key, value in table.items() if key != "type"}
-            try:
-                inspect.signature(function).bind(None, **settings)
-            except TypeError as error:
-                raise ConfigError(f"Section '{SECTION}' does not fit {name!r}: {error}.") from None
-            estimator: Any = functools.partial(function, **settings)
-            return estimator
-    return build_plugin(table, builtins=ADVANTAGES, default="group", section=SECTION)
+    return build_callable(table, builtins=ADVANTAGES, default="group", section=SECTION)
 
 
 def with_advantages(group: Group, found: Any) -> Group:

@@ -1,4 +1,7 @@
-"""The scoring tier as the controller sees it: a group in, the group with scores and advantages out.
+"""The scoring tier as the controller sees it: a group in, what is worth training of it out, with
+scores and advantages.
+
+    judge (reward functions, length penalties) ─▶ select ─▶ estimate advantages ─▶ filter
 
 Promise: users' code never runs on the controller's event loop. A scorer that raises, hangs, crashes
 or returns what is no score costs the group at hand: a ScoreError, counted by scorer.
@@ -21,6 +24,7 @@ from millrace.scoring.advantages import with_advantages
 from millrace.scoring.function_scorer import FunctionScorer
 from millrace.scoring.functions import RewardFunction, inspect_reward
 from millrace.scoring.handover import hand_over, resolve_function
+from millrace.scoring.shaping import Shaping
 from millrace.scoring.workers import Launch, ScorerWorkers
 
 
@@ -50,11 +54,18 @@ class ScorerPool:
     """All scorers of a run and the processes behind them. Used on the controller's event loop."""
 
     def __init__(
-        self, scorers: Sequence[Scorer], *, advantages: Advantages, workers: ScorerWorkers
+        self,
+        scorers: Sequence[Scorer],
+        *,
+        advantages: Advantages,
+        workers: ScorerWorkers,
+        shaping: Shaping,
     ) -> None:
         self.scorers = tuple(scorers)
         self._advantages = advantages
         self._workers = workers
+        self._shaping = shaping
+        self.tokens_wasted: Counter[str] = Counter()  # sampled and not trained, by reason
         self._calls: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -81,7 +92,12 @@ class ScorerPool:
         return tuple(scorer.name for scorer in self.scorers)
 
     async def score(self, group: Group) -> Group:
-        """The group with scores and advantages; raises ScoreError if a scorer fails on it."""
+        """What is to be trained of a group; raises Filtered if that is nothing, and ScoreError if a
+        scorer fails on it."""
+        return await self.shape(await self.judge(group))
+
+    async def judge(self, group: Group) -> Group:
+        """The group with scores; raises ScoreError if a scorer fails on it."""
         # One failure does not stop the others: they are bounded in time, and each is counted.
         outcomes = await asyncio.gather(
             *(self._judge(scorer, group) for scorer in self.scorers), return_exceptions=True
@@ -91,10 +107,25 @@ class ScorerPool:
             if isinstance(outcome, BaseException):
                 raise outcome
             columns.append(outcome)
-        scored = dataclasses.replace(group, scores=self._combine(group, columns))
-        # In a thread, as an estimator of the user's may take its time.
-        found = await asyncio.to_thread(_estimate, self._advantages, scored)
-        return with_advantages(scored, found)
+        scores = self._combine(group, columns)
+        if self._shaping.penalties:
+            scores = await asyncio.to_thread(self._shaping.penalize, group, scores)
+        return dataclasses.replace(group, scores=scores)
+
+    async def shape(self, group: Group) -> Group:
+        """What is to be trained of a judged group, with advantages; raises Filtered if that is
+        nothing."""
+        wasted: Counter[str] = Counter()
+        try:
+            # In a thread, as all of these may be the user's own and take their time.
+            return await asyncio.to_thread(self._shape, group, wasted)
+        finally:
+            self.tokens_wasted.update(wasted)
+
+    def _shape(self, group: Group, wasted: Counter[str]) -> Group:
+        selected = self._shaping.select(group, wasted=wasted)
+        estimated = with_advantages(selected, _estimate(self._advantages, selected))
+        return self._shaping.filters(estimated, wasted=wasted)
 
     def in_batch(self, groups: Sequence[Group]) -> list[Group]:
         """The groups of one step, with the advantages they have among each other. Called in a
@@ -153,6 +184,7 @@ def build_scorer_pool(
     num_workers: int,
     launch: Launch,
     folder: Path,
+    shaping: Shaping | None = None,
     start_timeout_s: float = 180.0,
 ) -> ScorerPool:
     """A pool, not yet started; raises ConfigError for what can be known to be wrong.
@@ -174,7 +206,7 @@ def build_scorer_pool(
         FunctionScorer(function, weight=spec.weight, timeout_s=spec.timeout_s, workers=workers)
         for function, spec in zip(functions, specs, strict=True)
     ]
-    return ScorerPool(scorers, advantages=advantages, workers=workers)
+    return ScorerPool(scorers, advantages=advantages, workers=workers, shaping=shaping or Shaping())
 
 
 def inspect_scorers(specs: Sequence[ScorerSpec]) -> list[RewardFunction]:

@@ -54,14 +54,14 @@ def _readable(group: Group, index: int) -> dict[str, Any]:
         "parts": plain(score.parts),
         "advantage": plain(group.advantages[index]),
         "versions": _versions(episode),
-        "tokens": sum(rollout.num_sampled for rollout in episode.rollouts),
+        "tokens": sum(rollout.num_generated for rollout in episode.rollouts),
         "columns": {name: _shown(value) for name, value in group.task.columns.items()},
     }
 
 
 def _versions(episode: Episode) -> list[int]:
     """The oldest and the newest version that sampled it."""
-    stamps = np.concatenate([rollout.versions[rollout.mask] for rollout in episode.rollouts])
+    stamps = np.concatenate([r.versions[r.versions >= 0] for r in episode.rollouts])
     return [int(stamps.min()), int(stamps.max())]
 
 

@@ -39,6 +39,7 @@ class Moment:
     groups_dropped: dict[str, int]  # so far, by reason
     groups_cancelled: dict[str, int]  # tries at groups that grew too old, by what they did then
     tokens_lost: int  # of these
+    tokens_wasted: dict[str, int]  # of finished episodes that are not trained, by reason
     tokens_saved: int  # which they would still have sampled; estimated
     groups_failed: dict[str, int]
     last_failure: str  # the newest failure's sentence, or ""
@@ -116,7 +117,7 @@ class Watcher:
             **self._rates(self._window_start()),
             **self._shares(),
             "completion_tokens_mean": float(
-                np.mean([rollout.num_sampled for group in groups for rollout in group.rollouts])
+                np.mean([rollout.num_generated for group in groups for rollout in group.rollouts])
             ),
             "buffer_depth": moment.buffer_depth,
             "groups_running": moment.groups_running,
@@ -124,6 +125,7 @@ class Watcher:
             "groups_cancelled": moment.groups_cancelled,
             "tokens_lost": moment.tokens_lost,
             "tokens_saved": moment.tokens_saved,
+            "tokens_wasted": moment.tokens_wasted,
             "groups_failed": moment.groups_failed,
         }
         if self._new_accuracy is not None:
@@ -242,7 +244,21 @@ def _scores(groups: Sequence[Group]) -> dict[str, Any]:
         "reward_mean": float(totals.mean()),
         "reward_std": float(totals.std()),
         "score_parts": {name: float(np.mean(values)) for name, values in parts.items()},
+        **_by_source(groups),
     }
+
+
+def _by_source(groups: Sequence[Group]) -> dict[str, Any]:
+    """The mean reward of each source, where there are several; one without groups in this step is
+    left out."""
+    totals: dict[str, list[float]] = {}
+    for group in groups:
+        if group.task.source:
+            own = totals.setdefault(group.task.source, [])
+            own += [score.total for score in group.scores]
+    if not totals:
+        return {}
+    return {"reward_by_source": {name: float(np.mean(own)) for name, own in totals.items()}}
 
 
 def _staleness(groups: Sequence[Group], *, version: int) -> dict[str, Any]:

@@ -4,12 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
-from millrace.envs.tasks import TaskStream, load_tasks
+from millrace.envs.tasks import load_tasks
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 
@@ -127,36 +125,3 @@ def test_a_bad_line_is_refused_with_its_number_and_the_remedy(write, line, sente
 def test_bad_rows_are_refused_with_their_index(rows, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load_tasks(rows)
-
-
-def tasks(num_tasks: int) -> list[Task]:
-    return [Task(prompt=str(index)) for index in range(num_tasks)]
-
-
-def test_an_unshuffled_stream_repeats_the_tasks_in_order():
-    stream = TaskStream(tasks(3), seed=0, shuffle=False)
-    assert [stream.task(number).prompt for number in range(7)] == list("0120120")
-
-
-@given(st.integers(1, 40), st.integers(-(2**70), 2**70), st.integers(0, 10**6))
-def test_every_epoch_of_a_shuffled_stream_holds_each_task_once(num_tasks, seed, epoch):
-    stream = TaskStream(tasks(num_tasks), seed=seed, shuffle=True)
-    first = epoch * num_tasks
-    prompts = [stream.task(number).prompt for number in range(first, first + num_tasks)]
-    assert sorted(prompts) == sorted(task.prompt for task in tasks(num_tasks))
-
-
-def test_a_task_depends_on_seed_and_number_alone():
-    numbers = list(range(100))
-    straight = TaskStream(tasks(16), seed=5, shuffle=True)
-    expected = [straight.task(number) for number in numbers]
-    resumed = TaskStream(tasks(16), seed=5, shuffle=True)
-    assert [resumed.task(number) for number in reversed(numbers)] == expected[::-1]
-
-
-def test_epochs_and_seeds_differ_in_order():
-    stream = TaskStream(tasks(16), seed=5, shuffle=True)
-    other = TaskStream(tasks(16), seed=6, shuffle=True)
-    first = [stream.task(number) for number in range(16)]
-    assert first != [stream.task(number) for number in range(16, 32)]
-    assert first != [other.task(number) for number in range(16)]

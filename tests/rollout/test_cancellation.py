@@ -10,6 +10,7 @@ from millrace.core.records import Task
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import WINDOW, Attempt, Cancellations, Expired
 from millrace.rollout.dispatcher import MAX_TRIES, Dispatcher, Failures
+from millrace.rollout.filtering import Filtering
 
 
 class Bench:
@@ -18,18 +19,20 @@ class Bench:
     def __init__(self, *, groups=2):
         self.attempts = []
         self.stage = {stage: asyncio.Event() for stage in ("generating", "scoring", "waiting")}
-        self.admitted = []
+        self.admitted, self.closed = [], []
         self.expire_in_engine = set()
         self.admission = Admission(
             groups_per_step=groups, max_staleness=0, max_running=9, version=0
         )
         self.dispatcher = Dispatcher(
             task_of=lambda number: Task(prompt=str(number)),
+            on_closed=self.closed.append,
             play=self._play,
             score=self._score,
             admit=self._admit,
             admission=self.admission,
             failures=Failures(max_share=0.5),
+            filtering=Filtering(max_share=1.0, warn=pytest.fail),
         )
         self.running = asyncio.create_task(self.dispatcher.run())
 
@@ -125,6 +128,7 @@ async def test_after_its_last_try_a_group_counts_as_dropped(bench):
     assert bench.dispatcher.dropped == {"stale": 1}
     assert bench.dispatcher.cancellations.by_reason == {"waiting": MAX_TRIES}
     assert 0 not in bench.dispatcher.cursor()["unfinished"]
+    assert bench.closed == [0]  # once, after the last try
     assert (2, 0) in bench.attempts  # its place went to a new group
 
 

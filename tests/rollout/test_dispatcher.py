@@ -4,30 +4,33 @@ from contextlib import suppress
 import pytest
 from fakes import make_group
 
-from millrace.core.errors import RunFailed, ScoreError, TaskError
+from millrace.core.errors import Filtered, RunFailed, ScoreError, TaskError
 from millrace.core.records import Task
 from millrace.rollout.admission import Admission
 from millrace.rollout.dispatcher import Dispatcher, Failures
+from millrace.rollout.filtering import WINDOW, Filtering
 
 
 class Bench:
     """A dispatcher between a scripted player and a list."""
 
-    def __init__(self, *, bad=lambda number: None, max_running=4, **dispatcher):
-        self.admitted = []
+    def __init__(self, *, bad=lambda number: None, max_running=4, max_staleness=1000, **dispatcher):
+        self.admitted, self.closed, self.warnings = [], [], []
         self.admission = Admission(
-            groups_per_step=10, max_staleness=1000, max_running=max_running, version=0
+            groups_per_step=10, max_staleness=max_staleness, max_running=max_running, version=0
         )
         self.failures = Failures(max_share=0.5)
         self.most_running = 0
         self._bad = bad
         self.dispatcher = Dispatcher(
             task_of=lambda number: Task(prompt=str(number)),
+            on_closed=self.closed.append,
             play=self._play,
             score=self._score,
             admit=self._admit,
             admission=self.admission,
             failures=self.failures,
+            filtering=Filtering(max_share=0.6, warn=self.warnings.append),
             **dispatcher,
         )
 
@@ -40,7 +43,7 @@ class Bench:
         return make_group(number)
 
     async def _score(self, group):
-        if isinstance(error := self._bad(group.number), ScoreError):
+        if isinstance(error := self._bad(group.number), ScoreError | Filtered):
             raise error
         return group
 
@@ -95,3 +98,47 @@ async def test_resuming_issues_the_unfinished_again_before_anything_new():
     bench = Bench(next_number=10, unfinished=[8, 4])
     await bench.run_until(lambda: len(bench.admitted) >= 4)
     assert bench.admitted[:4] == [4, 8, 10, 11]
+
+
+async def test_a_filtered_group_gives_its_place_to_a_new_one_and_is_not_issued_again():
+    bench = Bench(bad=lambda number: Filtered("zero_variance") if number % 2 else None)
+    await bench.run_until(lambda: len(bench.admitted) >= 30)
+    assert bench.admitted[:30] == list(range(0, 60, 2))
+    assert bench.dispatcher.dropped["zero_variance"] >= 29
+    assert bench.failures.by_reason == {}
+    cursor = bench.dispatcher.cursor()
+    assert not any(number % 2 for number in cursor["unfinished"] if number < 58)
+    assert bench.closed[:5] == [1, 3, 5, 7, 9]
+
+
+async def test_a_batch_is_filled_with_useful_groups_at_staleness_zero():
+    """Admission allows ten groups; three of four are filtered, and still ten arrive."""
+    bench = Bench(
+        bad=lambda number: Filtered("zero_variance") if number % 4 else None, max_staleness=0
+    )
+    await bench.run_until(lambda: len(bench.admitted) >= 10)
+    assert len(bench.admitted) == 10
+
+
+async def test_a_run_that_filters_nearly_everything_goes_on_and_says_so_once():
+    bench = Bench(bad=lambda number: Filtered("zero_variance") if number % 4 else None)
+    await bench.run_until(lambda: len(bench.admitted) >= 60)
+    (sentence,) = bench.warnings
+    assert "75% of the last 100 groups were filtered, most of them by 'zero_variance'" in sentence
+    assert "rollout.max_filtered_share = 0.6" in sentence
+    assert "tasks.order" in sentence
+
+
+def test_it_is_said_again_only_after_it_was_better():
+    said = []
+    filtering = Filtering(max_share=0.5, warn=said.append)
+    for _ in range(2 * WINDOW):
+        filtering.dropped("overlong")
+    assert len(said) == 1
+    for _ in range(WINDOW):
+        filtering.passed()
+    for _ in range(WINDOW):
+        filtering.dropped("overlong")
+    assert len(said) == 2
+    assert "sampling.max_new_tokens" in said[0]
+    assert filtering.by_reason == {"overlong": 3 * WINDOW}

@@ -10,11 +10,12 @@ import pytest
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Progress
-from millrace.core.errors import ConfigError, RunFailed, ScoreError
+from millrace.core.errors import ConfigError, Filtered, RunFailed, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
 from millrace.scoring import workers as scorer_workers
 from millrace.scoring.advantages import BatchAdvantages, GroupAdvantages
 from millrace.scoring.pool import ScorerSpec, build_scorer_pool, inspect_scorers
+from millrace.scoring.shaping import build_shaping
 
 
 def group(*completions: str, number: int = 12, prompt="1+1=", **columns) -> Group:
@@ -51,9 +52,12 @@ async def open_pool(tmp_path):
             Hub(log_dir=tmp_path, on_event=lambda _, message: events.append(message))
         )
 
-        async def open_pool(*specs: ScorerSpec, num_workers: int = 1, advantages=None):
+        async def open_pool(
+            *specs: ScorerSpec, num_workers: int = 1, advantages=None, shaping=None
+        ):
             pool = build_scorer_pool(
                 specs,
+                shaping=shaping,
                 advantages=advantages or GroupAdvantages(),
                 num_workers=num_workers,
                 launch=lambda name: hub.launch(name, "millrace.workers.scorer"),
@@ -81,6 +85,31 @@ async def test_weighted_scores_and_advantages_come_back_with_the_group(open_pool
     assert stats.seconds["exact"] > 0
     assert (stats.workers_busy, stats.workers_lost, stats.calls_waiting) == (0, 0, 0)
     assert "exact sees 2 completions" in (tmp_path / "scorer-0.log").read_text()
+
+
+async def test_a_group_is_penalized_selected_and_filtered_and_advantages_are_of_what_is_left(
+    open_pool,
+):
+    shaping = build_shaping(
+        penalties=[{"type": "linear", "max_tokens": 4, "weight": 0.5}],
+        filters=[{"type": "zero_variance"}],
+        selection={"type": "roc"},
+        keep=2,
+        seed=0,
+        scorers=["exact"],
+    )
+    pool = await open_pool(spec("exact"), shaping=shaping)
+    scored = await pool.score(group("2", "33", "4", answer="2"))
+    assert [score.parts for score in scored.scores] == [
+        {"exact": 1.0, "linear": -0.5},
+        {"exact": 0.0, "linear": -0.5},
+    ]
+    assert [score.total for score in scored.scores] == [0.75, -0.25]
+    np.testing.assert_allclose(scored.advantages, [0.5**0.5, -(0.5**0.5)], rtol=1e-3)
+    assert pool.tokens_wasted == {"unselected": 2}
+    with pytest.raises(Filtered, match="zero_variance"):
+        await pool.score(group("2", "2", answer="2"))
+    assert pool.tokens_wasted == {"unselected": 2, "zero_variance": 4}
 
 
 async def test_chat_tasks_are_shown_as_messages(open_pool):

@@ -1,8 +1,11 @@
 import asyncio
+from dataclasses import replace
 
+import pytest
 from fakes import make_group
 
 from millrace.config import load_config
+from millrace.core.records import Task
 from millrace.core.spans import Span
 from millrace.watch.metrics import read_metrics
 from millrace.watch.run_dir import RunDir
@@ -27,6 +30,7 @@ def make_moment(version=3, **changes):
         "groups_cancelled": {"generating": 2},
         "tokens_lost": 30,
         "tokens_saved": 70,
+        "tokens_wasted": {"zero_variance": 8},
         "groups_failed": {},
         "last_failure": "",
         "engine_waits_for": "the trainer (staleness limit)",
@@ -49,6 +53,23 @@ def test_a_row_tells_rewards_and_staleness_of_its_own_groups(tmp_path):
     assert row["groups_dropped"] == {"stale": 1}
     assert row["groups_cancelled"] == {"generating": 2}
     assert (row["tokens_lost"], row["tokens_saved"]) == (30, 70)
+    assert row["tokens_wasted"] == {"zero_variance": 8}
+    assert "reward_by_source" not in row
+
+
+def test_a_row_tells_the_reward_of_each_source(tmp_path):
+    watcher, run_dir = make_watcher(tmp_path)
+    groups = [
+        replace(make_group(n, size=n + 1), task=Task(prompt="p", source="ab"[n // 2]))
+        for n in (1, 2, 3)
+    ]
+    watcher.step(make_moment(version=3), groups=groups, trainer_metrics={})
+    watcher.close()
+    (row,) = read_metrics(run_dir.metrics)
+    assert row["reward_by_source"] == {
+        "a": 0.5,
+        "b": pytest.approx((0 + 1 + 2 + 0 + 1 + 2 + 3) / 7),
+    }
 
 
 async def test_an_idle_worker_is_shown_with_the_reason_only_the_controller_knows(tmp_path):

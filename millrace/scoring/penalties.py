@@ -1,0 +1,119 @@
+"""Length penalties: parts of a score that depend on nothing but how long an episode was.
+
+A penalty is a plug-in: a frozen dataclass whose fields are the keys of a [[scoring.penalty]] table,
+called with a number of sampled tokens. It becomes a scorer like any other, with a name in the
+metrics and a weight, but an episode's being solved is judged without it.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.core.errors import ConfigError, ScoreError
+from millrace.core.plugins import build_callable
+from millrace.core.records import Group
+
+SECTION = "scoring.penalty"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SoftOverlong:
+    """DAPO's soft overlong punishment: 0 up to max_tokens - buffer_tokens, from there down a
+    straight line to -1 at max_tokens, and -1 beyond."""
+
+    max_tokens: int
+    buffer_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.buffer_tokens <= self.max_tokens:
+            raise ValueError(
+                f"buffer_tokens = {self.buffer_tokens!r} must be above 0 and at most max_tokens ="
+                f" {self.max_tokens!r}"
+            )
+
+    def __call__(self, num_tokens: int) -> float:
+        excess = num_tokens - (self.max_tokens - self.buffer_tokens)
+        return -min(max(excess / self.buffer_tokens, 0.0), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearLength:
+    """From 0 at from_tokens down a straight line to -1 at max_tokens; constant outside."""
+
+    max_tokens: int
+    from_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _check_range(self.from_tokens, self.max_tokens)
+
+    def __call__(self, num_tokens: int) -> float:
+        return -_way(num_tokens, self.from_tokens, self.max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CosineLength:
+    """As the straight line from 0 to -1, but flat at both ends: -(1 - cos(pi x)) / 2."""
+
+    max_tokens: int
+    from_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _check_range(self.from_tokens, self.max_tokens)
+
+    def __call__(self, num_tokens: int) -> float:
+        way = _way(num_tokens, self.from_tokens, self.max_tokens)
+        return -(1 - math.cos(math.pi * way)) / 2
+
+
+PENALTIES: dict[str, type] = {
+    "soft_overlong": SoftOverlong,
+    "linear": LinearLength,
+    "cosine": CosineLength,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Penalty:
+    """A length penalty as a Scorer. Called in a thread, as it may be the user's own."""
+
+    name: str
+    weight: float
+    of_tokens: Callable[[int], float] = field(repr=False)
+
+    def score(self, group: Group) -> list[float]:
+        lengths = [sum(r.num_sampled for r in episode.rollouts) for episode in group.episodes]
+        try:
+            values = [float(self.of_tokens(length)) for length in lengths]
+        except Exception as error:
+            raise ScoreError(
+                f"Penalty {self.name!r} raised {type(error).__name__}: {error}; mend it."
+            ) from error
+        if not all(math.isfinite(value) for value in values):
+            raise ScoreError(f"Penalty {self.name!r} gave {values}; give finite numbers.")
+        return values
+
+
+def build_penalties(tables: Sequence[Mapping[str, Any]]) -> tuple[Penalty, ...]:
+    """The penalties of the [[scoring.penalty]] tables; `name` and `weight` go with each of them."""
+    penalties: list[Penalty] = []
+    for table in tables:
+        settings = dict(table)
+        kind = str(settings.get("type", "soft_overlong"))
+        name, weight = settings.pop("name", kind.rpartition(":")[2]), settings.pop("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise ConfigError(f"{SECTION}.weight = {weight!r} of {name!r} is no number; give one.")
+        of_tokens = build_callable(
+            settings, builtins=PENALTIES, default="soft_overlong", section=SECTION
+        )
+        penalties.append(Penalty(name=str(name), weight=float(weight), of_tokens=of_tokens))
+    return tuple(penalties)
+
+
+def _way(num_tokens: int, begin: int, end: int) -> float:
+    return min(max((num_tokens - begin) / (end - begin), 0.0), 1.0)
+
+
+def _check_range(begin: int, end: int) -> None:
+    if not 0 <= begin < end:
+        raise ValueError(f"from_tokens = {begin!r} must be at least 0 and below max_tokens = {end}")

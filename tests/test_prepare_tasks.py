@@ -1,0 +1,92 @@
+"""What a run makes of [tasks] and of what shapes its data, before any worker starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+from millrace.config import load_config
+from millrace.core.errors import ConfigError
+from millrace.envs.curriculum import Curriculum
+from millrace.prepare import Prepared, prepare
+
+
+def length(completions, **columns):
+    return [len(text) for text in completions]
+
+
+def listed():
+    return [{"prompt": f"{n}*1="} for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    make_tiny_model(folder / "model")
+    rows = [json.dumps({"prompt": f"{n}+1="}) for n in range(4)]
+    (folder / "sums.jsonl").write_text("\n".join(rows))
+    (folder / "products.py").write_text(
+        "def listed():\n    return [{'prompt': f'{n}*1='} for n in range(3)]\n"
+    )
+    return folder
+
+
+def prepared(folder: Path, **settings) -> Prepared:
+    config = load_config({"model": str(folder / "model"), **settings})
+    return prepare(config, scorers=[length])
+
+
+def sources(folder: Path) -> list[dict]:
+    return [
+        {"path": str(folder / "sums.jsonl"), "weight": 3.0},
+        {"function": f"{folder}/products.py:listed", "name": "products"},
+    ]
+
+
+def test_sources_are_mixed_by_weight_and_tasks_know_where_they_come_from(folder):
+    stream = prepared(folder, tasks={"source": sources(folder), "order": "sequential"}).tasks
+    drawn = [stream.task(number) for number in range(8)]
+    assert [task.source for task in drawn] == ["sums", "sums", "products", "sums"] * 2
+    assert drawn[0].prompt == "0+1="
+    assert drawn[2].prompt == "0*1="
+
+
+def test_sources_need_names_of_their_own(folder):
+    twice = [{"path": str(folder / "sums.jsonl")}] * 2
+    with pytest.raises(ConfigError, match="are named 'sums'; give one another name"):
+        prepared(folder, tasks={"source": twice})
+
+
+def test_tasks_from_python_do_not_mix_with_sources(folder):
+    with pytest.raises(ConfigError, match=r"both from Python and from \[\[tasks.source\]\]"):
+        prepare(
+            load_config({"model": str(folder / "model"), "tasks": {"source": sources(folder)}}),
+            tasks=listed(),
+            scorers=[length],
+        )
+
+
+def test_an_only_task_list_has_no_source_and_any_order(folder):
+    path = {"path": str(folder / "sums.jsonl")}
+    stream = prepared(folder, tasks={**path, "order": "sequential"}).tasks
+    assert [stream.task(number).prompt for number in range(2)] == ["0+1=", "1+1="]
+    assert stream.task(0).source == ""
+    assert isinstance(prepared(folder, tasks={**path, "order": "curriculum"}).tasks, Curriculum)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"rollout": {"filter": [{"type": "zero"}]}}, "'rollout.filter.type' = 'zero'"),
+        ({"rollout": {"selection": "best"}}, "'rollout.selection.type' = 'best'"),
+        ({"scoring": {"penalty": [{"type": "linear"}]}}, "'scoring.penalty' does not fit"),
+        (
+            {"scoring": {"penalty": [{"type": "linear", "max_tokens": 9, "name": "length"}]}},
+            "Two parts of the score are named 'length'",
+        ),
+    ],
+)
+def test_a_typo_in_what_shapes_data_costs_no_start_up(folder, settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        prepared(folder, tasks={"path": str(folder / "sums.jsonl")}, **settings)
