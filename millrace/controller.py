@@ -26,6 +26,7 @@ from millrace.rollout.admission import RUNNING, STALENESS, Admission
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.evaluation import Evaluation, evaluate
+from millrace.rollout.examiner import Examiner
 from millrace.rollout.filtering import Filtering
 from millrace.rollout.player import Player
 from millrace.scoring.advantages import PAIRS
@@ -68,6 +69,7 @@ class Controller:
         player: Player,
         scorers: ScorerPool,
         engines: EnginePool,
+        evaluators: EnginePool | None,
         trainer: RemoteTrainer,
         watcher: Watcher,
         checkpoints: Path,
@@ -79,6 +81,7 @@ class Controller:
         self._player = player
         self._scorers = scorers
         self._engines = engines
+        self._evaluators = evaluators
         self._trainer = trainer
         self._watcher = watcher
         self._checkpoints = checkpoints
@@ -118,19 +121,27 @@ class Controller:
         self._notifier = Notifier(
             config.weights.notify, timeout_s=config.weights.timeout_s, warn=watcher.warn
         )
+        self._examiner = None if evaluators is None else self._make_examiner(evaluators)
         self._releasing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Outcome:
-        before = await self._evaluate_and_log()
+        # With engines of its own an evaluation holds nobody up.
+        before = await self._evaluate_if_any() if self._examiner is None else None
+        after = None
         async with asyncio.TaskGroup() as activities:
             dispatching = activities.create_task(self._dispatcher.run())
             delivering = activities.create_task(self._courier.run())
             notifying = activities.create_task(self._notifier.run())
             watching = activities.create_task(self._watcher.run(self.moment))
+            examining = self._examiner and activities.create_task(self._examiner.run())
             await self._learn(activities)
             dispatching.cancel()  # cancelling a group aborts its requests in the engines
             await self._courier.wait_visible(self._version)
-            after = await self._evaluate_and_log()
+            if self._examiner is None or examining is None:
+                after = await self._evaluate_if_any()
+            else:
+                await examining
+                before, after = self._examiner.before, self._examiner.after
             await self._notifier.finish()
             if self._notifier.num_failed:
                 self._watcher.warn(f"{self._notifier.num_failed} posts to weights.notify failed.")
@@ -145,6 +156,8 @@ class Controller:
         """The trainer has a new version ready; called from the hub."""
         self._courier.submit(update)
         self._notifier.submit(update)
+        if self._examiner is not None:
+            self._examiner.submit(update)
 
     def moment(self) -> Moment:
         """What the watcher shows between steps."""
@@ -211,11 +224,12 @@ class Controller:
         version = self._version + 1
         if not self._config.cluster.take_turns:
             return await self._trainer.step(*batches, version=version)
-        await self._engines.pause()
+        pools = [pool for pool in (self._engines, self._evaluators) if pool is not None]
+        await asyncio.gather(*(pool.pause() for pool in pools))
         metrics = await self._trainer.step(*batches, version=version)
         # Before the weights are published, which is copying and needs no turn of its own.
         # After a step that failed nobody resumes them: it ends the run.
-        await self._engines.resume()
+        await asyncio.gather(*(pool.resume() for pool in pools))
         return metrics
 
     async def _after_step(self, activities: asyncio.TaskGroup) -> None:
@@ -223,12 +237,13 @@ class Controller:
         last = self._version == self._config.trainer.steps
         if last or _due(self._version, self._config.checkpoint.every_steps):
             await self._save(must_succeed=last)
-        if not last and _due(self._version, self._config.evaluate.every_steps):
+        due = not last and _due(self._version, self._config.evaluate.every_steps)
+        if due and self._examiner is None:
             if self._is_synchronous:
                 await self._courier.wait_visible(self._version)
-                await self._evaluate_and_log()
+                await self._evaluate_if_any()
             else:
-                activities.create_task(self._evaluate_and_log())
+                activities.create_task(self._evaluate_if_any())
 
     async def _save(self, *, must_succeed: bool) -> None:
         directory = self._checkpoints / f"step_{self._version}"
@@ -243,25 +258,39 @@ class Controller:
         else:
             self._saved = directory
 
-    async def _evaluate_and_log(self) -> Evaluation | None:
-        step = self._version
-        evaluation = await self._evaluate()
-        if evaluation is not None:
-            self._watcher.evaluated(step, evaluation.accuracy)
+    async def _evaluate_if_any(self) -> Evaluation | None:
+        return await self._evaluate(self._version) if self._held_out else None
+
+    async def _evaluate(self, step: int) -> Evaluation:
+        settings, engine = self._config.evaluate, self._config.engine
+        temperature = settings.temperature
+        if temperature is None:
+            temperature = 0.0 if settings.samples == 1 else self._config.sampling.temperature
+        player = self._player.evaluating(
+            engine=self._evaluators or self._engines, temperature=temperature
+        )
+        num_engines = settings.engines or engine.count + engine.remote
+        evaluation = await evaluate(
+            self._held_out,
+            step=step,
+            samples=settings.samples,
+            play=lambda task, number: player.play(
+                task, number=number, group_size=settings.samples, name=f"evaluation {step}, task"
+            ),
+            score=self._scorers.judge,
+            solved_at=settings.solved_at,
+            max_running=max(1, num_engines * engine.max_sequences // settings.samples),
+        )
+        self._watcher.evaluated(evaluation.metrics())
         return evaluation
 
-    async def _evaluate(self) -> Evaluation | None:
-        if not self._held_out:
-            return None
-        greedy, version = self._player.greedy(), self._version
-        return await evaluate(
-            self._held_out,
-            play=lambda task, number: greedy.play(
-                task, number=number, group_size=1, name=f"evaluation {version}, task"
-            ),
-            score=self._scorers.score,
-            solved_at=self._config.evaluate.solved_at,
-            max_running=self._config.engine.max_sequences * self._config.engine.count,
+    def _make_examiner(self, evaluators: EnginePool) -> Examiner:
+        return Examiner(
+            swap=evaluators.swap,
+            examine=self._evaluate,
+            every_steps=self._config.evaluate.every_steps,
+            steps=self._config.trainer.steps,
+            version=self._version,
         )
 
     async def _play(self, task: Task, attempt: Attempt) -> Group:
@@ -293,6 +322,8 @@ class Controller:
 
         async def release() -> None:
             await self._notifier.done_with(version)
+            if self._examiner is not None:
+                await self._examiner.done_with(version)
             await self._trainer.release(version)
 
         task = asyncio.create_task(release())

@@ -75,6 +75,11 @@ def prepare(
     sources = _sources(config.tasks, tasks)
     train_tasks = [task for source in sources for task in source.tasks]
     held_out = _tasks(config.evaluate, eval_tasks, section="evaluate")
+    if config.evaluate.engines > 0 and not held_out:
+        raise ConfigError(
+            f"evaluate.engines = {config.evaluate.engines} have no tasks to evaluate; set"
+            " evaluate.path, or pass eval_tasks=[...] to train()."
+        )
     specs = _scorers(config.scorer, scorers)
     functions = inspect_scorers(specs)
     for function in functions:

@@ -144,13 +144,23 @@ class _Run:
                 starting.create_task(self._start_remote_engine(hub, f"engine-{i}"))
                 for i in range(len(starts), len(starts) + self._config.engine.remote)
             ]
+            evaluator_starts = [
+                starting.create_task(self._start_engine(hub, f"evaluator-{i}"))
+                for i in range(self._config.evaluate.engines)
+            ]
             starting_trainer = starting.create_task(self._start_trainer(hub))
             starting.create_task(scorers.start())
         engines, trainer = [task.result() for task in starts], starting_trainer.result()
-        pool = EnginePool([RemoteEngine(worker) for worker in engines])
-        self._controller = self._make_controller(pool, trainer, scorers)
+        evaluators = [task.result() for task in evaluator_starts]
+        self._controller = self._make_controller(
+            EnginePool([RemoteEngine(worker) for worker in engines]),
+            evaluators=EnginePool([RemoteEngine(e) for e in evaluators]) if evaluators else None,
+            trainer=trainer,
+            scorers=scorers,
+        )
         async with asyncio.TaskGroup() as activities:
-            watches = [activities.create_task(_raise_on_death(w)) for w in (*engines, trainer)]
+            workers = (*engines, *evaluators, trainer)
+            watches = [activities.create_task(_raise_on_death(worker)) for worker in workers]
             try:
                 outcome = await self._controller.run()
             except (MillraceError, BaseExceptionGroup):
@@ -163,7 +173,8 @@ class _Run:
 
     def _shared_gpu(self) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
         engine, trainer = self._config.engine, self._config.trainer
-        num_engines = engine.count if engine.device != "cpu" else 0
+        num_engines = engine.count + self._config.evaluate.engines
+        num_engines = num_engines if engine.device != "cpu" else 0
         return shared_gpu(
             self._config.cluster.mps,
             num_cuda_workers=num_engines + (trainer.device != "cpu"),
@@ -236,7 +247,12 @@ class _Run:
         )
 
     def _make_controller(
-        self, engines: EnginePool, trainer: Worker, scorers: ScorerPool
+        self,
+        engines: EnginePool,
+        *,
+        evaluators: EnginePool | None,
+        trainer: Worker,
+        scorers: ScorerPool,
     ) -> Controller:
         config, prepared = self._config, self._prepared
         player = Player(
@@ -254,6 +270,7 @@ class _Run:
             player=player,
             scorers=scorers,
             engines=engines,
+            evaluators=evaluators,
             trainer=RemoteTrainer(trainer),
             watcher=self._watcher,
             checkpoints=self._run_dir.checkpoints,
@@ -283,6 +300,8 @@ class _Run:
             {
                 "accuracy_before": result.accuracy_before,
                 "accuracy_after": result.accuracy_after,
+                "evaluation_before": outcome.before.metrics() if outcome.before else None,
+                "evaluation_after": outcome.after.metrics() if outcome.after else None,
                 "seconds": seconds,
                 "samples_per_s": result.episodes / seconds,
                 "episodes": result.episodes,

@@ -1,8 +1,13 @@
-"""Greedy accuracy on held-out tasks, through the same engines and scorers as training."""
+"""Held-out tasks, through the same kind of engines and scorers as training: accuracy, mean@k and
+pass@k, and the versions of the policy that they are about."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from millrace.core.errors import ScoreError, TaskError
 from millrace.core.records import Group, Task
@@ -10,21 +15,40 @@ from millrace.core.records import Group, Task
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Evaluation:
-    accuracy: float  # share of tasks solved; a task that failed counts as not solved
+    step: int  # after which it was due
+    accuracy: float  # mean@samples: the share of episodes solved; what failed counts as not solved
     num_tasks: int
-    num_failed: int
-    groups: tuple[Group, ...]  # one episode each, in task order; failed ones left out
+    num_failed: int  # tasks
+    samples: int  # episodes per task
+    pass_at: dict[int, float]  # by k: the chance that one of k episodes solves its task
+    versions: dict[int, int]  # tokens by the version that sampled them
+    groups: tuple[Group, ...]  # in task order; failed ones left out
+
+    def metrics(self) -> dict[str, Any]:
+        """As a row of the metrics shows it."""
+        several = {
+            f"mean@{self.samples}": self.accuracy,
+            **{f"pass@{k}": share for k, share in self.pass_at.items()},
+        }
+        return {
+            "accuracy": self.accuracy,
+            **(several if self.samples > 1 else {}),
+            "evaluation_step": self.step,
+            "evaluation_versions": self.versions,
+        }
 
 
 async def evaluate(
     tasks: Sequence[Task],
     *,
+    step: int,
+    samples: int,
     play: Callable[[Task, int], Awaitable[Group]],
     score: Callable[[Group], Awaitable[Group]],
     solved_at: float,
     max_running: int,
 ) -> Evaluation:
-    """Play each task once and count how many reach the score that means solved."""
+    """Play each task `samples` times and count what reaches the score that means solved."""
     room = asyncio.Semaphore(max_running)
 
     async def one(number: int, task: Task) -> Group | None:
@@ -36,10 +60,41 @@ async def evaluate(
 
     groups = await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks)))
     played = [group for group in groups if group is not None]
-    solved = sum(group.scores[0].total >= solved_at for group in played)
+    solved = [0] * (len(tasks) - len(played))
+    solved += [sum(score.is_solved(solved_at) for score in group.scores) for group in played]
     return Evaluation(
-        accuracy=solved / len(tasks),
+        step=step,
+        accuracy=sum(solved) / (len(tasks) * samples),
         num_tasks=len(tasks),
         num_failed=len(tasks) - len(played),
+        samples=samples,
+        pass_at={
+            k: float(np.mean([pass_at(k, samples=samples, solved=count) for count in solved]))
+            for k in _ks(samples)
+        },
+        versions=_versions(played),
         groups=tuple(played),
     )
+
+
+def pass_at(k: int, *, samples: int, solved: int) -> float:
+    """The chance that k episodes, drawn from `samples` of which `solved` are solved, hold a solved
+    one: 1 - C(samples - solved, k) / C(samples, k). Unbiased, where (mean@1)^k would not be."""
+    assert 1 <= k <= samples
+    unsolved = samples - solved
+    if k > unsolved:
+        return 1.0
+    drawn = np.arange(k)
+    return 1.0 - float(np.prod((unsolved - drawn) / (samples - drawn)))
+
+
+def _ks(samples: int) -> list[int]:
+    """1, 2, 4, ... and `samples` itself."""
+    return sorted({2**power for power in range(samples.bit_length())} | {samples})
+
+
+def _versions(groups: Sequence[Group]) -> dict[int, int]:
+    counts: Counter[int] = Counter()
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        counts.update(rollout.versions[rollout.mask].tolist())
+    return dict(sorted(counts.items()))

@@ -85,13 +85,15 @@ class Player:
         self._max_context = max_context
         self._seed = seed
 
-    def greedy(self) -> "Player":
-        """The same player, taking the likeliest token each time: for evaluation."""
+    def evaluating(self, *, engine: Engine, temperature: float) -> "Player":
+        """The same player on these engines, at this temperature; 0 = it takes the likeliest token
+        each time."""
+        greedy = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if temperature == 0 else {}
         return Player(
             environment=self._environment,
-            engine=self._engine,
+            engine=engine,
             renderer=self._renderer,
-            sampling=replace(self._sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0),
+            sampling=replace(self._sampling, temperature=temperature, **greedy),
             max_context=self._max_context,
             seed=self._seed,
         )

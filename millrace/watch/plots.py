@@ -74,7 +74,11 @@ def _reward(figure: "Figure", rows: Sequence[dict[str, Any]], summary: dict[str,
     steps, rewards = [step for step, _ in points], [reward for _, reward in points]
     axes.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1.0)
     axes.plot(steps, _smooth(rewards), color=BLUE, linewidth=2.0, label="mean reward (smoothed)")
-    accuracy = {row["step"]: row["accuracy"] for row in rows if row.get("accuracy") is not None}
+    accuracy = {
+        row.get("evaluation_step", row["step"]): row["accuracy"]
+        for row in rows
+        if row.get("accuracy") is not None
+    }
     if summary.get("accuracy_before") is not None:
         accuracy[0] = summary["accuracy_before"]
     if summary.get("accuracy_after") is not None:

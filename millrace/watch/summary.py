@@ -66,7 +66,11 @@ def summarise(path: str | Path) -> RunSummary:
         rewards=tuple(row["reward_mean"] for row in rows if row.get("reward_mean") is not None),
         accuracy_before=final.get("accuracy_before"),
         accuracy_after=final.get("accuracy_after"),
-        accuracies={r["step"]: r["accuracy"] for r in rows if r.get("accuracy") is not None},
+        accuracies={
+            r.get("evaluation_step", r["step"]): r["accuracy"]
+            for r in rows
+            if r.get("accuracy") is not None
+        },
         samples_per_s=final.get("samples_per_s", _mean(rows, "samples_per_s")),
         tokens_per_s=_mean(rows, "tokens_per_s"),
         staleness_mean=_mean(rows, "staleness_mean"),

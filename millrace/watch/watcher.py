@@ -16,7 +16,7 @@ import numpy as np
 from millrace.config import RunConfig
 from millrace.core.records import Group
 from millrace.core.spans import Span
-from millrace.watch.activity import Activity, Shares, mean_by_role
+from millrace.watch.activity import Activity, Shares, mean_by_role, role_of
 from millrace.watch.metrics import MetricsLog, read_metrics
 from millrace.watch.progress import make_progress
 from millrace.watch.run_dir import RunDir
@@ -78,7 +78,7 @@ class Watcher:
         self._marks = [self._mark()]
         self._rewards: list[float] = [row["reward_mean"] for row in earlier]
         self._accuracies: list[float] = []
-        self._new_accuracy: float | None = None  # not yet in a row
+        self._new_evaluation: dict[str, Any] = {}  # not yet in a row
         self._staleness = (0.0, 0)
         self._failures_noted = 0
         self._moment: Callable[[], Moment] | None = None
@@ -93,7 +93,7 @@ class Watcher:
 
     def heard(self, worker: str, *, spans: Sequence[Span], counters: dict[str, float]) -> None:
         """A worker's Progress message."""
-        if "generated_tokens" in counters:
+        if "generated_tokens" in counters and role_of(worker) == "engine":
             self._generated[worker] = counters["generated_tokens"]
         if self._moment is not None:
             spans = [_explained(span, self._moment()) for span in spans]
@@ -128,8 +128,8 @@ class Watcher:
             "tokens_wasted": moment.tokens_wasted,
             "groups_failed": moment.groups_failed,
         }
-        if self._new_accuracy is not None:
-            row["accuracy"], self._new_accuracy = self._new_accuracy, None
+        row |= self._new_evaluation
+        self._new_evaluation = {}
         self._rewards.append(row["reward_mean"])
         self._staleness = (row["staleness_mean"], row["staleness_max"])
         self._metrics.write(row)
@@ -137,10 +137,15 @@ class Watcher:
         if self._tensorboard is not None:
             self._tensorboard.write(step, row)
 
-    def evaluated(self, step: int, accuracy: float) -> None:
-        self._accuracies.append(accuracy)
-        self._new_accuracy = accuracy
-        self._progress.note(f"held-out accuracy after step {step}: {accuracy:.3f}")
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        """An evaluation is over; the next row holds it."""
+        self._accuracies.append(metrics["accuracy"])
+        self._new_evaluation = metrics
+        step, accuracy = metrics["evaluation_step"], metrics["accuracy"]
+        passes = [f", {name} {value:.3f}" for name, value in metrics.items() if "pass@" in name]
+        self._progress.note(
+            f"held-out accuracy after step {step}: {accuracy:.3f}{''.join(passes[-1:])}"
+        )
 
     def warn(self, sentence: str) -> None:
         self._progress.note(f"warning: {sentence}")

@@ -1,13 +1,12 @@
 from dataclasses import replace
 
 import pytest
-from fakes import CharacterTokenizer, ScriptedEngine, make_group
+from fakes import CharacterTokenizer, ScriptedEngine
 
-from millrace.core.errors import ScoreError, TaskError
-from millrace.core.records import Sampling, Score, Task
+from millrace.core.errors import TaskError
+from millrace.core.records import Sampling, Task
 from millrace.envs.single_turn import SingleTurn
 from millrace.rollout.cancellation import Attempt, Expired
-from millrace.rollout.evaluation import evaluate
 from millrace.rollout.player import Player, group_seed
 from millrace.rollout.renderer import Renderer
 
@@ -57,11 +56,23 @@ async def test_a_prompt_that_fills_the_context_is_a_task_error_with_the_numbers(
 async def test_greedy_play_switches_temperature_and_truncation_off():
     engine = ScriptedEngine("1")
     player = make_player(engine, temperature=0.7, top_k=5, top_p=0.9, stop=("\n",))
-    await player.greedy().play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
+    greedy = player.evaluating(engine=engine, temperature=0.0)
+    await greedy.play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
     sampling = engine.requests[0].sampling
     assert sampling.temperature == 0
     assert not sampling.truncates
     assert sampling.stop == ("\n",)
+
+
+async def test_samples_of_an_evaluation_are_drawn_on_its_own_engines_as_in_training():
+    engine, evaluator = ScriptedEngine("1"), ScriptedEngine("2")
+    player = make_player(engine, temperature=0.7, max_new_tokens=9)
+    sampling = player.evaluating(engine=evaluator, temperature=0.6)
+    group = await sampling.play(Task(prompt="x"), number=3, group_size=4, name="evaluation")
+    assert len(group.episodes) == 4
+    assert engine.requests == []
+    (request,) = evaluator.requests
+    assert request.sampling == Sampling(temperature=0.6, max_new_tokens=9)
 
 
 async def test_each_try_at_a_group_draws_anew_under_a_name_of_its_own():
@@ -78,7 +89,8 @@ async def test_what_is_for_training_may_expire_and_an_evaluation_may_not():
     engine = ScriptedEngine("1")
     player = make_player(engine)
     await player.try_group(Task(prompt="x"), attempt=Attempt(0), group_size=2)
-    await player.greedy().play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
+    greedy = player.evaluating(engine=engine, temperature=0.0)
+    await greedy.play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
     assert [request.expires for request in engine.requests] == [True, False]
 
 
@@ -94,19 +106,3 @@ async def test_a_group_whose_request_expired_ends_and_knows_its_tokens():
             Task(prompt="x"), attempt=attempt, group_size=2
         )
     assert (attempt.finished, attempt.cut, attempt.oldest) == ([3], [2], 0)
-
-
-async def test_accuracy_counts_what_failed_as_not_solved():
-    async def play(task, number):
-        return replace(make_group(number, size=1), task=task)
-
-    async def score(group):
-        if group.number == 2:
-            raise ScoreError("no")
-        return replace(group, scores=(Score(total=float(group.number % 2), parts={}),))
-
-    tasks = [Task(prompt=str(n)) for n in range(5)]
-    result = await evaluate(tasks, play=play, score=score, solved_at=1.0, max_running=2)
-    assert result.accuracy == 2 / 5
-    assert result.num_failed == 1
-    assert [group.number for group in result.groups] == [0, 1, 3, 4]
