@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import load_config
+from millrace.scoring.shaping import build_shaping
 from millrace.training.objectives.recipes import ADVANTAGES, RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,30 @@ def test_the_loss_in_the_page_on_objectives_passes_its_test():
     names: dict[str, Any] = {"__name__": "losses"}
     exec(loss + test, names)
     names["test_tokens_at_the_ceiling_have_no_gradient"]()
+
+
+def test_the_filter_in_the_page_on_shaping_passes_its_test():
+    page = (ROOT / "docs" / "shaping.md").read_text()
+    filter_, test = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, Any] = {"__name__": "filters"}
+    exec(filter_ + test, names)
+    names["test_groups_that_nobody_solved_are_dropped"]()
+
+
+def test_the_settings_in_the_page_on_shaping_are_valid():
+    page = (ROOT / "docs" / "shaping.md").read_text()
+    examples = re.findall(r"```toml\n(.*?)```", page, re.S)
+    assert len(examples) == 5
+    for example in examples:
+        config = load_config({"model": "m", **tomllib.loads(example)})
+        build_shaping(
+            penalties=config.scoring.penalty,
+            filters=config.rollout.filter,
+            selection=config.rollout.selection,
+            keep=config.rollout.group_size,
+            seed=0,
+            scorers=(),
+        )
 
 
 def test_the_page_on_objectives_has_every_recipe_with_its_settings():
