@@ -26,7 +26,7 @@ from millrace.rollout.admission import RUNNING, STALENESS, Admission
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.evaluation import Evaluation, evaluate
-from millrace.rollout.examiner import Examiner
+from millrace.rollout.examiner import Examiner, PinnedExaminer, SharedExaminer
 from millrace.rollout.filtering import Filtering
 from millrace.rollout.player import Player
 from millrace.scoring.advantages import PAIRS
@@ -121,27 +121,20 @@ class Controller:
         self._notifier = Notifier(
             config.weights.notify, timeout_s=config.weights.timeout_s, warn=watcher.warn
         )
-        self._examiner = None if evaluators is None else self._make_examiner(evaluators)
+        self._examiner = self._make_examiner()
         self._releasing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Outcome:
-        # With engines of its own an evaluation holds nobody up.
-        before = await self._evaluate_if_any() if self._examiner is None else None
-        after = None
         async with asyncio.TaskGroup() as activities:
+            await self._examiner.begin(activities)
             dispatching = activities.create_task(self._dispatcher.run())
             delivering = activities.create_task(self._courier.run())
             notifying = activities.create_task(self._notifier.run())
             watching = activities.create_task(self._watcher.run(self.moment))
-            examining = self._examiner and activities.create_task(self._examiner.run())
             await self._learn(activities)
             dispatching.cancel()  # cancelling a group aborts its requests in the engines
             await self._courier.wait_visible(self._version)
-            if self._examiner is None or examining is None:
-                after = await self._evaluate_if_any()
-            else:
-                await examining
-                before, after = self._examiner.before, self._examiner.after
+            await self._examiner.conclude()
             await self._notifier.finish()
             if self._notifier.num_failed:
                 self._watcher.warn(f"{self._notifier.num_failed} posts to weights.notify failed.")
@@ -150,14 +143,18 @@ class Controller:
             watching.cancel()
         checkpoint = self._saved
         assert checkpoint is not None
-        return Outcome(steps=self._version, before=before, after=after, checkpoint=checkpoint)
+        return Outcome(
+            steps=self._version,
+            before=self._examiner.before,
+            after=self._examiner.after,
+            checkpoint=checkpoint,
+        )
 
     def on_published(self, update: WeightUpdate) -> None:
         """The trainer has a new version ready; called from the hub."""
         self._courier.submit(update)
         self._notifier.submit(update)
-        if self._examiner is not None:
-            self._examiner.submit(update)
+        self._examiner.submit(update)
 
     def moment(self) -> Moment:
         """What the watcher shows between steps."""
@@ -193,7 +190,7 @@ class Controller:
             self._watcher.step(self.moment(), groups=groups, trainer_metrics=metrics)
             self._version += 1
             self._dispatcher.finish(group.number for group in groups)
-            await self._after_step(activities)
+            await self._after_step()
 
     async def _expire(self, version: int) -> None:
         """Give up what is too old for a take at `version`, which is the next."""
@@ -232,18 +229,13 @@ class Controller:
         await asyncio.gather(*(pool.resume() for pool in pools))
         return metrics
 
-    async def _after_step(self, activities: asyncio.TaskGroup) -> None:
+    async def _after_step(self) -> None:
         """Checkpoint and evaluate when due."""
         last = self._version == self._config.trainer.steps
         if last or _due(self._version, self._config.checkpoint.every_steps):
             await self._save(must_succeed=last)
-        due = not last and _due(self._version, self._config.evaluate.every_steps)
-        if due and self._examiner is None:
-            if self._is_synchronous:
-                await self._courier.wait_visible(self._version)
-                await self._evaluate_if_any()
-            else:
-                activities.create_task(self._evaluate_if_any())
+        if not last:
+            await self._examiner.after_step(self._version)
 
     async def _save(self, *, must_succeed: bool) -> None:
         directory = self._checkpoints / f"step_{self._version}"
@@ -258,10 +250,9 @@ class Controller:
         else:
             self._saved = directory
 
-    async def _evaluate_if_any(self) -> Evaluation | None:
-        return await self._evaluate(self._version) if self._held_out else None
-
-    async def _evaluate(self, step: int) -> Evaluation:
+    async def _evaluate(self, step: int) -> Evaluation | None:
+        if not self._held_out:
+            return None
         settings, engine = self._config.evaluate, self._config.engine
         temperature = settings.temperature
         if temperature is None:
@@ -284,14 +275,17 @@ class Controller:
         self._watcher.evaluated(evaluation.metrics())
         return evaluation
 
-    def _make_examiner(self, evaluators: EnginePool) -> Examiner:
-        return Examiner(
-            swap=evaluators.swap,
-            examine=self._evaluate,
-            every_steps=self._config.evaluate.every_steps,
-            steps=self._config.trainer.steps,
-            version=self._version,
-        )
+    def _make_examiner(self) -> Examiner:
+        due: dict[str, Any] = {
+            "examine": self._evaluate,
+            "every_steps": self._config.evaluate.every_steps,
+            "steps": self._config.trainer.steps,
+            "version": self._version,
+        }
+        if self._evaluators is not None:
+            return PinnedExaminer(swap=self._evaluators.swap, **due)
+        in_turns = self._courier.wait_visible if self._is_synchronous else None
+        return SharedExaminer(in_turns=in_turns, **due)
 
     async def _play(self, task: Task, attempt: Attempt) -> Group:
         rollout = self._config.rollout
@@ -322,8 +316,7 @@ class Controller:
 
         async def release() -> None:
             await self._notifier.done_with(version)
-            if self._examiner is not None:
-                await self._examiner.done_with(version)
+            await self._examiner.done_with(version)
             await self._trainer.release(version)
 
         task = asyncio.create_task(release())

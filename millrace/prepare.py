@@ -86,6 +86,7 @@ def prepare(
         function.check_columns([*train_tasks, *held_out])
     config = _with_advantages(config)
     _check_loss(config)
+    _check_pairs(config)
     advantages = build_advantages(config.scoring.advantages)
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
@@ -206,6 +207,17 @@ def _check_loss(config: RunConfig) -> None:
             f"loss.type = '{PREFERENCE}' learns from pairs, but scoring.advantages of type"
             f" {estimator!r} makes none; set that to '{PAIRS}' or 'auto'."
         )
+
+
+def _check_pairs(config: RunConfig) -> None:
+    """Both of a pair are trained, or none."""
+    for table in config.rollout.filter:
+        masks = table.get("type") == "overlong" and table.get("action", "mask") == "mask"
+        if masks and config.scoring.advantages["type"] == PAIRS:
+            raise ConfigError(
+                "rollout.filter 'overlong' with action = 'mask' would leave half of a pair, which"
+                f" scoring.advantages of type '{PAIRS}' makes; set its action to 'drop'."
+            )
 
 
 def _with_advantages(config: RunConfig) -> RunConfig:

@@ -68,6 +68,10 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
             "learns from pairs, but scoring.advantages of type 'group' makes none; set that to",
         ),
         (
+            {"loss": {"type": "online_dpo"}, "rollout": {"filter": [{"type": "overlong"}]}},
+            "would leave half of a pair",
+        ),
+        (
             {"scoring": {"advantages": {"type": "auto", "epsilon": 1.0}}},
             "leaves its type to the loss but sets epsilon; set the type, too",
         ),

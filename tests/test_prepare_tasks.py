@@ -90,3 +90,32 @@ def test_an_only_task_list_has_no_source_and_any_order(folder):
 def test_a_typo_in_what_shapes_data_costs_no_start_up(folder, settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
         prepared(folder, tasks={"path": str(folder / "sums.jsonl")}, **settings)
+
+
+def test_a_resumed_run_goes_on_with_the_tasks_and_solve_rates_of_its_checkpoint(folder, tmp_path):
+    tasks = {"source": sources(folder), "order": "curriculum"}
+    first = prepared(folder, tasks=tasks).tasks
+    for number in range(40):
+        first.task(number)
+        first.observe(number, number % 2)
+        first.finish(number)
+    open_tasks = [first.task(number) for number in (40, 41)]
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
+    checkpoint.mkdir(parents=True)
+    for name in ("config.json", "trainer_state.pt"):
+        (checkpoint / name).touch()
+    cursor = {"version": 3, "next_number": 42, "unfinished": [40, 41], "tasks": first.state()}
+    (checkpoint / "run_state.json").write_text(json.dumps(cursor))
+    config = load_config(
+        {"model": str(folder / "model"), "run_dir": str(tmp_path / "run"), "tasks": tasks}
+    )
+    resumed = prepare(config, scorers=[length], resume=True)
+    assert resumed.cursor.unfinished == (40, 41)
+    assert [resumed.tasks.task(number) for number in (40, 41)] == open_tasks
+    assert [resumed.tasks.task(n) for n in range(42, 80)] == [first.task(n) for n in range(42, 80)]
+
+
+def test_engines_that_only_evaluate_need_tasks_for_it(folder):
+    path = {"path": str(folder / "sums.jsonl")}
+    with pytest.raises(ConfigError, match=r"evaluate\.engines = 1 have no tasks to evaluate"):
+        prepared(folder, tasks=path, evaluate={"engines": 1})

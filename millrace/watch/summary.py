@@ -40,6 +40,7 @@ class RunSummary:
     dropped: dict[str, int]  # groups, by reason
     cancelled: dict[str, int]  # tries that grew too old, by what they were at
     tokens_lost: int  # with these
+    tokens_wasted: dict[str, int]  # of finished episodes that were not trained, by reason
     tokens_saved: int  # by not going on with them; estimated
     failed: dict[str, int]
     files: tuple[Path, ...]  # what lies in the run directory
@@ -79,6 +80,7 @@ def summarise(path: str | Path) -> RunSummary:
         dropped=last.get("groups_dropped", {}),
         cancelled=last.get("groups_cancelled", {}),
         tokens_lost=last.get("tokens_lost", 0),
+        tokens_wasted=last.get("tokens_wasted", {}),
         tokens_saved=last.get("tokens_saved", 0),
         failed=last.get("groups_failed", {}),
         files=tuple(_files(run_dir)),
@@ -118,6 +120,8 @@ def _rows(run: RunSummary) -> Iterator[tuple[str, str]]:
     yield "groups cancelled", counts(run.cancelled)
     if any(run.cancelled.values()):
         yield "", f"{run.tokens_lost} tokens lost, about {run.tokens_saved} saved"
+    if any(run.tokens_wasted.values()):
+        yield "tokens wasted", counts(run.tokens_wasted)
     yield "groups failed", counts(run.failed)
     for number, file in enumerate(run.files):
         yield "" if number else "files", os.fspath(file)

@@ -4,7 +4,7 @@ from contextlib import suppress
 import pytest
 
 from millrace.core.weight_update import WeightUpdate
-from millrace.rollout.examiner import Examiner
+from millrace.rollout.examiner import PinnedExaminer, SharedExaminer
 
 
 def make_update(version):
@@ -20,14 +20,19 @@ class Exam:
         self.held, self.log = version, []
         self.may_swap, self.may_end = asyncio.Event(), asyncio.Semaphore(0)
         self.may_swap.set()
-        self.examiner = Examiner(
+        self.examiner = PinnedExaminer(
             swap=self._swap,
             examine=self._examine,
             every_steps=every_steps,
             steps=steps,
             version=version,
         )
-        self.running = asyncio.create_task(self.examiner.run())
+        self.running = asyncio.create_task(self._run())
+
+    async def _run(self):
+        async with asyncio.TaskGroup() as activities:
+            await self.examiner.begin(activities)
+            await self.examiner.conclude()
 
     async def _swap(self, update):
         await self.may_swap.wait()
@@ -134,3 +139,54 @@ async def test_without_an_interval_only_the_first_and_the_last_are_evaluated():
     await exam.end_one()
     await exam.running
     assert exam.log == [(3, 3), (5, 5)]
+
+
+class Log:
+    """Evaluations that end when the test says so."""
+
+    def __init__(self):
+        self.began, self.ended = [], []
+        self.may_end = asyncio.Event()
+
+    async def examine(self, step):
+        self.began.append(step)
+        await self.may_end.wait()
+        self.ended.append(step)
+        return step
+
+
+async def test_evaluations_on_shared_engines_run_beside_the_steps():
+    log = Log()
+    examiner = SharedExaminer(examine=log.examine, every_steps=2, steps=5, version=0)
+    async with asyncio.TaskGroup() as activities:
+        log.may_end.set()
+        await examiner.begin(activities)
+        assert (examiner.before, log.ended) == (0, [0])
+        log.may_end.clear()
+        for version in range(1, 5):
+            await examiner.after_step(version)
+        await settle()
+        assert log.began == [0, 2, 4]
+        assert log.ended == [0]
+        await examiner.done_with(2)
+        log.may_end.set()
+        await examiner.conclude()
+    assert examiner.after == 5
+    assert sorted(log.ended) == [0, 2, 4, 5]
+
+
+async def test_evaluations_in_turns_wait_for_their_version_and_training_for_them():
+    log, visible = Log(), []
+
+    async def wait_visible(version):
+        visible.append(version)
+
+    examiner = SharedExaminer(
+        examine=log.examine, every_steps=1, steps=5, version=0, in_turns=wait_visible
+    )
+    stepping = asyncio.create_task(examiner.after_step(1))
+    await settle()
+    assert (visible, log.began, stepping.done()) == ([1], [1], False)
+    log.may_end.set()
+    await stepping
+    assert log.ended == [1]
