@@ -34,6 +34,7 @@ from millrace.scoring.pool import ScorerPool
 from millrace.staging.buffer import Buffer
 from millrace.staging.packing import pack_minibatches
 from millrace.training.remote import RemoteTrainer
+from millrace.watch.text import counts
 from millrace.watch.watcher import Moment, Watcher
 from millrace.weights.courier import Courier
 from millrace.weights.notifier import Notifier
@@ -308,7 +309,8 @@ class Controller:
             raise RunFailed(
                 f"No step completed for {limit_s:g} s (cluster.stall_timeout_s): the trainer waits"
                 f" for {moment.trainer_waits_for}, the engines for {moment.engine_waits_for};"
-                f" {moment.groups_running} groups are running, {moment.buffer_depth} are buffered."
+                f" {moment.groups_running} groups are running, {moment.buffer_depth} are buffered,"
+                f" and dropped so far: {counts(moment.groups_dropped)}."
             ) from None
 
     def _release(self, version: int) -> None:

@@ -24,6 +24,7 @@ from millrace.models.directory import configured_context, load_tokenizer
 from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import PAIRS, build_advantages
 from millrace.scoring.pool import ScorerSpec, inspect_scorers
+from millrace.scoring.selection import ROC
 from millrace.scoring.shaping import Shaping, build_shaping
 from millrace.training.checkpoints import latest_checkpoint, read_run_state
 from millrace.training.objectives.policy_loss import PolicyLoss
@@ -103,14 +104,7 @@ def prepare(
         held_out=tuple(held_out[: config.evaluate.max_tasks]),
         scorers=specs,
         advantages=advantages,
-        shaping=build_shaping(
-            penalties=config.scoring.penalty,
-            filters=config.rollout.filter,
-            selection=config.rollout.selection,
-            keep=config.rollout.group_size,
-            seed=config.seed,
-            scorers=[function.name for function in functions],
-        ),
+        shaping=_shaping(config, scorers=[function.name for function in functions]),
         renderer=renderer,
         max_context=max_context,
         checkpoint=checkpoint,
@@ -184,6 +178,20 @@ def _scorers(
 ) -> tuple[ScorerSpec, ...]:
     configured = [ScorerSpec(**row.model_dump()) for row in settings]
     return (*configured, *(ScorerSpec(function=function) for function in given or ()))
+
+
+def _shaping(config: RunConfig, *, scorers: Sequence[str]) -> Shaping:
+    selection = config.rollout.selection
+    if selection.get("type", ROC) == ROC:  # what is solved is the same everywhere
+        selection = {"solved_at": config.evaluate.solved_at, **selection}
+    return build_shaping(
+        penalties=config.scoring.penalty,
+        filters=config.rollout.filter,
+        selection=selection,
+        keep=config.rollout.group_size,
+        seed=config.seed,
+        scorers=scorers,
+    )
 
 
 def _check_loss(config: RunConfig) -> None:

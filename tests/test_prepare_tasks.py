@@ -10,6 +10,7 @@ from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.envs.curriculum import Curriculum
 from millrace.prepare import Prepared, prepare
+from millrace.scoring.selection import FirstSelection, RocSelection
 
 
 def length(completions, **columns):
@@ -119,3 +120,13 @@ def test_engines_that_only_evaluate_need_tasks_for_it(folder):
     path = {"path": str(folder / "sums.jsonl")}
     with pytest.raises(ConfigError, match=r"evaluate\.engines = 1 have no tasks to evaluate"):
         prepared(folder, tasks=path, evaluate={"engines": 1})
+
+
+def test_what_is_solved_is_the_same_for_selection_as_for_evaluation(folder):
+    path = {"path": str(folder / "sums.jsonl")}
+    half = prepared(folder, tasks=path, evaluate={"solved_at": 0.5}).shaping
+    assert half.selection == RocSelection(solved_at=0.5)
+    own = prepared(folder, tasks=path, rollout={"selection": {"type": "roc", "solved_at": 0.25}})
+    assert own.shaping.selection == RocSelection(solved_at=0.25)
+    first = prepared(folder, tasks=path, rollout={"selection": "first"}).shaping
+    assert first.selection == FirstSelection()

@@ -66,14 +66,15 @@ class RocSelection:
         return episode.turns[-1].finish == "length", -quality, length
 
 
-SELECTIONS: dict[str, type] = {"roc": RocSelection, "first": FirstSelection}
+ROC = "roc"
+SELECTIONS: dict[str, type] = {ROC: RocSelection, "first": FirstSelection}
 
 
 def build_selection(table: Mapping[str, Any]) -> Selection:
     """What a [rollout.selection] table describes; a function is given the other keys with every
     call."""
     return build_callable(
-        table, builtins=SELECTIONS, default="roc", section=SECTION, keywords=("keep", "rng")
+        table, builtins=SELECTIONS, default=ROC, section=SECTION, keywords=("keep", "rng")
     )
 
 

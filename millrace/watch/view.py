@@ -15,7 +15,7 @@ from millrace.watch.text import counts, curve, duration, rate
 
 CURVE_ROWS = 4
 MAX_WORKER_ROWS = 6  # with more workers, one row per role
-LABEL_COLUMNS = 11
+LABEL_COLUMNS = 12
 NOTE_COLUMNS = 49  # right of the bars: a share, and the longest reason for waiting
 MIN_BAR_COLUMNS = 8
 DONE, BUSY, WAITING, BAD = "green", "cyan", "yellow", "red"
