@@ -5,19 +5,18 @@ the user's own input. It reads the model's tokenizer and configuration, never it
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.config import EvaluateConfig, RunConfig, ScorerConfig, TasksConfig
+from millrace.config import RunConfig, ScorerConfig
 from millrace.controller import Cursor
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.machine import available_cores
 from millrace.core.protocols import Advantages
 from millrace.core.records import Task
-from millrace.envs.curriculum import Curriculum
-from millrace.envs.streams import Epochs, Mixture, Source, TaskStream
-from millrace.envs.tasks import load_tasks
+from millrace.envs.sources import load_section, load_sources, make_stream
+from millrace.envs.streams import TaskStream
 from millrace.models.adapter_folders import check_resident, check_same_kind
 from millrace.models.adapters import require_peft
 from millrace.models.directory import configured_context, load_tokenizer
@@ -73,9 +72,9 @@ def prepare(
     if config.engine.count > 0:  # other hosts have folders of their own
         for name, folder in config.engine.adapters.items():
             check_resident(name, Path(folder))
-    sources = _sources(config.tasks, tasks)
+    sources = load_sources(config.tasks, tasks)
     train_tasks = [task for source in sources for task in source.tasks]
-    held_out = _tasks(config.evaluate, eval_tasks, section="evaluate")
+    held_out = load_section(config.evaluate, eval_tasks, section="evaluate")
     if config.evaluate.engines > 0 and not held_out:
         raise ConfigError(
             f"evaluate.engines = {config.evaluate.engines} have no tasks to evaluate; set"
@@ -96,7 +95,7 @@ def prepare(
     renderer.check([*train_tasks, *held_out])
     _check_prompts(renderer, train_tasks, max_context=max_context)
     checkpoint, cursor = _resume_point(config) if resume else (None, Cursor())
-    stream = _stream(sources, config)
+    stream = make_stream(sources, config.tasks, seed=config.seed)
     stream.restore(cursor.tasks)
     return Prepared(
         config=_with_threads(config),
@@ -110,67 +109,6 @@ def prepare(
         checkpoint=checkpoint,
         cursor=cursor,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TaskSource:
-    name: str  # "" if it is the only one
-    weight: float
-    tasks: list[Task]
-
-
-def _sources(settings: TasksConfig, given: Sequence[Any] | None) -> list[_TaskSource]:
-    if not settings.source:
-        if not (tasks := _tasks(settings, given, section="tasks")):
-            raise ConfigError("There are no tasks; set tasks.path, or pass tasks=[...] to train().")
-        return [_TaskSource(name="", weight=1.0, tasks=tasks)]
-    if given is not None:
-        raise ConfigError("Tasks come both from Python and from [[tasks.source]]; keep one.")
-    sources: list[_TaskSource] = []
-    for row in settings.source:
-        place = row.path or row.function
-        assert place is not None, "checked with the config"
-        name = row.name or (Path(row.path).stem if row.path else place.rpartition(":")[2])
-        if name in {source.name for source in sources}:
-            raise ConfigError(f"Two of [[tasks.source]] are named {name!r}; give one another name.")
-        tasks = [replace(task, source=name) for task in load_tasks(place)]
-        sources.append(_TaskSource(name=name, weight=row.weight, tasks=tasks))
-    return sources
-
-
-def _stream(sources: Sequence[_TaskSource], config: RunConfig) -> TaskStream:
-    settings = config.tasks
-
-    def ordered(tasks: Sequence[Task]) -> TaskStream:
-        if settings.order != "curriculum":
-            return Epochs(tasks, seed=config.seed, shuffle=settings.order == "shuffle")
-        return Curriculum(
-            tasks,
-            seed=config.seed,
-            target=settings.target_solve_rate,
-            explore_share=settings.explore_share,
-        )
-
-    streams = [ordered(source.tasks) for source in sources]
-    if len(streams) == 1:
-        return streams[0]
-    return Mixture(
-        [
-            Source(stream=stream, weight=source.weight, name=source.name)
-            for stream, source in zip(streams, sources, strict=True)
-        ]
-    )
-
-
-def _tasks(
-    settings: TasksConfig | EvaluateConfig, given: Sequence[Any] | None, *, section: str
-) -> list[Task]:
-    source = settings.path or settings.function
-    if given is not None and source is not None:
-        raise ConfigError(f"Tasks come both from Python and from {section} = {source!r}; keep one.")
-    if given is not None:
-        return load_tasks(given)
-    return load_tasks(source) if source is not None else []
 
 
 def _scorers(
