@@ -10,6 +10,7 @@ version it has.
 """
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -103,7 +104,6 @@ def wire(
         receiver=receiver,
         timeline=timeline,
         interrupt=config.weights.interrupt,
-        takes_turns=config.cluster.take_turns,
     )
 
 
@@ -127,10 +127,9 @@ class EngineWorker:
         receiver: WeightReceiver,
         timeline: Timeline,
         interrupt: Interrupt = "swap",
-        takes_turns: bool = False,  # with the trainer, which then waits for a pause
     ) -> None:
-        self._takes_turns = takes_turns
         self._link = link
+        self._arrived: deque[Call] = deque()  # during a round, not yet handled
         self._engine = engine
         self._interrupt = MODELS[interrupt](engine)
         self._receiver = receiver
@@ -159,8 +158,12 @@ class EngineWorker:
         stop.reply()
 
     def _is_awaited(self) -> bool:
-        """True if a round should end before its time."""
-        return self._has_weights_to_land or (self._takes_turns and self._link.has_calls)
+        """True if a round should end before its time: weights are there, or a call that is not for
+        more of the same. A round may last as long as staging does."""
+        while (call := self._link.receive(0)) is not None:
+            self._arrived.append(call)
+        has_urgent = any(not isinstance(call.message, Generate) for call in self._arrived)
+        return has_urgent or self._has_weights_to_land
 
     @property
     def _has_weights_to_land(self) -> bool:
@@ -173,16 +176,19 @@ class EngineWorker:
         patience_s = self._patience_s()
         if patience_s > 0:  # entered before the wait, or the wait would count as generating
             self._timeline.enter(self._idle_reason(), busy=False)
-        call = self._link.receive(patience_s)
+        call = self._next_call(patience_s)
         while call is not None:
             if isinstance(call.message, Stop):
                 return call
             self._handle(call)
-            call = self._link.receive(0)
+            call = self._next_call(0)
         return None
 
+    def _next_call(self, patience_s: float) -> Call | None:
+        return self._arrived.popleft() if self._arrived else self._link.receive(patience_s)
+
     def _patience_s(self) -> float:
-        if self._may_generate:
+        if self._may_generate or self._arrived:
             return 0
         return PROGRESS_S if self._staging is None else STAGING_POLL_S
 
