@@ -101,7 +101,7 @@ class EmbeddedEngine:
             block_tokens=block_tokens,
         )
         cache = _new_cache(model, num_blocks=num_blocks, block_tokens=block_tokens)
-        self._prefixes = PrefixCache(
+        prefixes = PrefixCache(
             self._pool,
             block_tokens=block_tokens,
             version=version,
@@ -109,7 +109,7 @@ class EmbeddedEngine:
             is_on=prefix_cache,
         )
         self._scheduler = Scheduler(
-            self._lanes, tables, prefixes=self._prefixes, prefill_tokens=prefill_tokens
+            self._lanes, tables, prefixes=prefixes, prefill_tokens=prefill_tokens
         )
         if round_steps > 1:
             prepare(model, cache.layers, compile_layers=compile_layers)
@@ -359,7 +359,7 @@ class EmbeddedEngine:
         ended, self._ended = self._ended, []
         for sequence, finish in ended:
             self._end(sequence, finish=finish)
-        self._prefixes.settle()
+        self._scheduler.settle()
 
     def _until_stop_string(self, lanes: np.ndarray, result: RoundResult) -> np.ndarray:
         """[R] how many of each lane's new tokens count: none that come after a stop string."""
