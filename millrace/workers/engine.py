@@ -1,9 +1,9 @@
 """The engine process: `python -m millrace.workers.engine`.
 
 The main thread decodes: it looks for calls between two forward passes and waits for them only when
-there is nothing to generate. New weights are mapped and verified by a staging thread meanwhile;
-only their copy into the model takes the main thread's time, between two passes. What becomes of the
-sequences under way is up to the interrupt model.
+there is nothing to generate. New weights are fetched, verified and laid out by a staging thread
+meanwhile; only their copy into the model takes the main thread's time, between two passes. What
+becomes of the sequences under way is up to the interrupt model.
 
 Promise: every call is answered once. An update that is refused leaves the engine serving the
 version it has.
@@ -11,11 +11,9 @@ version it has.
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,6 +39,7 @@ from millrace.core.weight_update import WeightUpdate
 from millrace.engines.embedded.build import build_engine
 from millrace.engines.embedded.engine import EmbeddedEngine, Finished
 from millrace.engines.embedded.interrupt import MODELS
+from millrace.engines.embedded.live_weights import Prepared
 from millrace.models.loading import resolve_device
 from millrace.weights.receiver import make_receiver
 
@@ -112,12 +111,12 @@ class _Staging:
     """Weights on their way in, and the calls that wait for them or were superseded by them."""
 
     version: int
-    staged: Future[tuple[Mapping[str, Any], float]]  # tensors, milliseconds
+    staged: Future[tuple[Prepared, float]]  # and the milliseconds it took
     calls: list[Call]
 
 
 class EngineWorker:
-    """Wires an engine to a link. All methods run in the main thread."""
+    """Wires an engine to a link. All methods run in the main thread, unless they say otherwise."""
 
     def __init__(
         self,
@@ -249,10 +248,17 @@ class EngineWorker:
             superseded = under_way.calls
         self._staging = _Staging(
             version=update.version,
-            staged=self._stager.submit(_timed_stage, self._receiver, update),
+            staged=self._stager.submit(self._timed_stage, update),
             calls=[*superseded, call],
         )
         self._answer(self._interrupt.announce())
+
+    def _timed_stage(self, update: WeightUpdate) -> tuple[Prepared, float]:
+        """Runs in the staging thread."""
+        started_s = time.perf_counter()
+        tensors = self._receiver.stage(update)
+        prepared = self._engine.prepare(tensors, version=update.version)
+        return prepared, (time.perf_counter() - started_s) * 1000
 
     def _land_weights(self) -> None:
         """Make staged weights visible. serve() calls this between two forward passes."""
@@ -262,10 +268,10 @@ class EngineWorker:
         assert staging is not None
         self._timeline.enter("swap", busy=True)
         try:
-            tensors, stage_ms = staging.staged.result()
+            prepared, stage_ms = staging.staged.result()
             started_s = time.perf_counter()
             self._answer(self._interrupt.land())
-            self._engine.swap(tensors, version=staging.version)
+            self._engine.commit(prepared)
         except WeightError as error:
             for call in staging.calls:
                 call.fail(error)
@@ -295,13 +301,6 @@ class EngineWorker:
                 },
             )
         )
-
-
-def _timed_stage(receiver: WeightReceiver, update: WeightUpdate) -> tuple[Mapping[str, Any], float]:
-    """Runs in the staging thread."""
-    started_s = time.perf_counter()
-    tensors = receiver.stage(update)
-    return tensors, (time.perf_counter() - started_s) * 1000
 
 
 def _unknown(call: Call, *, but: str) -> MillraceError:
