@@ -22,7 +22,7 @@ from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Advantages
 from millrace.core.records import Group
 from millrace.core.references import load_reference
-from millrace.scoring.returns import discounted_returns, sampled_rewards
+from millrace.core.returns import discounted_returns, sampled_rewards
 
 SECTION = "scoring.advantages"
 
