@@ -12,7 +12,7 @@ from millrace.core.microbatch import Microbatch
 from millrace.core.records import Kept
 
 _PER_TRAINED = ("targets", "engine_logprobs", "versions", "advantages", "temperatures")
-_IF_ANY = ("reference_logprobs", "proximal_logprobs", "groups")
+_IF_ANY = ("reference_logprobs", "proximal_logprobs", "groups", "rewards", "values", "returns")
 
 
 def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
@@ -30,13 +30,17 @@ def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
 def _part(whole: Microbatch, chosen: np.ndarray) -> Microbatch:
     """The trained tokens where `chosen` [N] is True, and the segments they are predicted from."""
     segment_of_row = np.repeat(np.arange(len(whole.lengths)), whole.lengths)
-    segments = _in_order(whole, np.unique(segment_of_row[whole.predictors[chosen]]))
+    rollouts = whole.rollouts[chosen]
+    used_rows = whole.predictors[chosen]
+    last_rows = None if whole.last_rows is None else whole.last_rows[np.unique(rollouts)]
+    if last_rows is not None:
+        used_rows = np.concatenate([used_rows, last_rows[last_rows >= 0]])
+    segments = _in_order(whole, np.unique(segment_of_row[used_rows]))
     rows = np.concatenate([np.flatnonzero(segment_of_row == segment) for segment in segments])
-    new_row = np.empty(len(whole.tokens), np.int32)
+    new_row = np.full(len(whole.tokens) + 1, -1, np.int32)  # its last entry: row -1
     new_row[rows] = np.arange(len(rows))
     new_segment = np.full(len(whole.lengths) + 1, -1, np.int32)  # its last entry: parent -1
     new_segment[segments] = np.arange(len(segments))
-    rollouts = whole.rollouts[chosen]
     return dataclasses.replace(
         whole,
         tokens=whole.tokens[rows],
@@ -46,6 +50,7 @@ def _part(whole: Microbatch, chosen: np.ndarray) -> Microbatch:
         predictors=new_row[whole.predictors[chosen]],
         rollouts=rollouts - rollouts[0],
         kept=None if whole.kept is None else _kept_rows(whole.kept, chosen),
+        last_rows=None if last_rows is None else new_row[last_rows],
         **{name: getattr(whole, name)[chosen] for name in _PER_TRAINED},
         **{name: _chosen(getattr(whole, name), chosen) for name in _IF_ANY},
     )
