@@ -5,14 +5,49 @@ rows it needs. What rollouts of both halves share is in both.
 """
 
 import dataclasses
+import sys
 
 import numpy as np
 
-from millrace.core.microbatch import Microbatch
+from millrace.core.errors import RunFailed
+from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Kept
 
 _PER_TRAINED = ("targets", "engine_logprobs", "versions", "advantages", "temperatures")
 _IF_ANY = ("reference_logprobs", "proximal_logprobs", "groups", "rewards", "values", "returns")
+
+
+class RowLimit:
+    """How many rows have not yet been too many for the memory. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._most = sys.maxsize
+
+    def fitting(self, batch: Batch) -> tuple[list[Microbatch], int]:
+        """The batch's microbatches with trained tokens, split where they have too many rows, and
+        how often that was done."""
+        waiting = [m for m in batch.microbatches if len(m.targets)][::-1]
+        parts: list[Microbatch] = []
+        num_splits = 0
+        while waiting:
+            part = waiting.pop()
+            both = halves(part) if len(part.tokens) > self._most else None
+            if both is None:
+                parts.append(part)
+            else:
+                waiting += both[::-1]
+                num_splits += 1
+        return parts, num_splits
+
+    def lower(self, part: Microbatch) -> None:
+        """`part` was too much for the memory; raises RunFailed if it cannot be split."""
+        self._most = len(part.tokens) - 1
+        if halves(part) is None:
+            raise RunFailed(
+                f"A sequence of {len(part.tokens)} tokens does not fit into the trainer's memory;"
+                " set trainer.gradient_checkpointing to true, or lower sampling.max_new_tokens"
+                " (trainer.microbatch_tokens bounds several sequences together, not one)."
+            )
 
 
 def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:

@@ -12,7 +12,6 @@ Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidd
 
 import dataclasses
 import math
-import sys
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -25,18 +24,16 @@ from transformers import PreTrainedModel
 from millrace.core.errors import CheckpointError, RunFailed
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.fused_logprobs import chunked_token_logprobs
-from millrace.models.fused_norm import fuse_norms
-from millrace.models.loading import hidden_states, without_progress_bars
+from millrace.models.loading import without_progress_bars
 from millrace.models.logprobs import KeptRows
-from millrace.models.packed_layout import PackedLayout
 from millrace.models.trained_adapter import TrainedAdapter
-from millrace.training import layers
+from millrace.training.layers import arrange_layers
 from millrace.training.loss_scale import LossScale
 from millrace.training.losses import Adapts, Anchored, Loss, TokenBatch
 from millrace.training.metrics import StepMetrics
 from millrace.training.optimizer import Schedule, build_optimizer
-from millrace.training.splitting import halves
-from millrace.training.token_batches import as_tensor, token_batch
+from millrace.training.splitting import RowLimit
+from millrace.training.token_batches import as_tensor, packed_hidden_states, token_batch
 
 STATE_FILE = "trainer_state.pt"
 
@@ -71,13 +68,8 @@ class Trainer:
         self._logprob_chunk = logprob_chunk
         self._optimizer = build_optimizer(model, betas=betas, weight_decay=weight_decay)
         self._compiles = compile_layers
-        self._most_rows = sys.maxsize  # that have not yet been too many for the memory
-        if compile_layers:
-            layers.compile_layers(model)
-        elif model.device.type == "cpu":
-            fuse_norms(model)
-        if gradient_checkpointing:
-            layers.checkpoint_layers(model)
+        self._limit = RowLimit()
+        arrange_layers(model, compiled=compile_layers, checkpointed=gradient_checkpointing)
 
     def step(self, *batches: Batch) -> dict[str, float]:
         """One version: an optimizer update with each of the batches; returns their metrics."""
@@ -117,14 +109,7 @@ class Trainer:
         device = self.model.device
         halves_precision = self._compute_dtype is not torch.float32
         with torch.autocast(device.type, dtype=self._compute_dtype, enabled=halves_precision):
-            hidden = hidden_states(
-                self.model,
-                input_ids=as_tensor(microbatch.tokens, np.int64, device)[None],
-                position_ids=as_tensor(microbatch.positions, np.int64, device)[None],
-                layout=PackedLayout.of(
-                    microbatch.lengths, parents=microbatch.parents, device=device
-                ),
-            )  # [T, D]
+            hidden = packed_hidden_states(self.model, microbatch)  # [T, D]
             kept = microbatch.kept
             return chunked_token_logprobs(
                 self.model,
@@ -205,12 +190,12 @@ class Trainer:
         batch begins anew, and it and later ones of its size are split.
         """
         while True:
-            parts, num_splits = self._fitting(batch)
+            parts, num_splits = self._limit.fitting(batch)
             metrics = StepMetrics()
             self._optimizer.zero_grad(set_to_none=True)
             for part in parts:
                 if not self._learn(part, batch, metrics):
-                    self._lower_limit(part)
+                    self._limit.lower(part)
                     break
             else:
                 self._scale.unscale(p.grad for p in self.model.parameters() if p.grad is not None)
@@ -237,37 +222,16 @@ class Trainer:
         """The batch, with what the trainer says before it learns from any of the step's batches."""
         while True:
             parts: list[Microbatch] = []
-            for part in self._fitting(batch)[0]:
+            for part in self._limit.fitting(batch)[0]:
                 try:
                     logprobs, _ = self.token_logprobs(part)
                 except torch.OutOfMemoryError:
-                    self._lower_limit(part)
+                    self._limit.lower(part)
                     break
                 proximal = logprobs.cpu().numpy()
                 parts.append(dataclasses.replace(part, proximal_logprobs=proximal))
             else:
                 return dataclasses.replace(batch, microbatches=tuple(parts))
-
-    def _lower_limit(self, part: Microbatch) -> None:
-        """`part` was too much for the memory; raises RunFailed if it cannot be split."""
-        self._most_rows = len(part.tokens) - 1
-        if halves(part) is None:
-            raise RunFailed(_too_long(len(part.tokens)))
-
-    def _fitting(self, batch: Batch) -> tuple[list[Microbatch], int]:
-        """The batch's microbatches with trained tokens, split where they have too many rows."""
-        waiting = [m for m in batch.microbatches if len(m.targets)][::-1]
-        parts: list[Microbatch] = []
-        num_splits = 0
-        while waiting:
-            part = waiting.pop()
-            both = halves(part) if len(part.tokens) > self._most_rows else None
-            if both is None:
-                parts.append(part)
-            else:
-                waiting += both[::-1]
-                num_splits += 1
-        return parts, num_splits
 
     def _learn(self, microbatch: Microbatch, batch: Batch, metrics: StepMetrics) -> bool:
         """Add its gradient; False = it does not fit into memory."""
@@ -292,11 +256,3 @@ class Trainer:
                 f"Step {self.steps_done + 1} has loss {loss:g} and gradient norm {grad_norm:g},"
                 " and was not applied; lower trainer.learning_rate or set trainer.dtype to float32."
             )
-
-
-def _too_long(num_tokens: int) -> str:
-    return (
-        f"A sequence of {num_tokens} tokens does not fit into the trainer's memory; set"
-        " trainer.gradient_checkpointing to true, or lower sampling.max_new_tokens"
-        " (trainer.microbatch_tokens bounds several sequences together, not one)."
-    )
