@@ -6,7 +6,8 @@ microbatch that does not fit into memory is split, and the step is the same.
 
 Master weights and optimizer state are float32; bfloat16, or float16 with a scaled loss, is used for
 computing only. The model stays in eval mode: dropout would make the trainer's distribution another
-one than the engine's. With an adapter, that alone is trained, published and saved.
+one than the engine's. With an adapter, that alone is trained, published and saved. With a critic,
+advantages are its judgement, and it learns from every batch that the policy learns from.
 Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidden size.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,6 +29,8 @@ from millrace.models.fused_logprobs import chunked_token_logprobs
 from millrace.models.loading import without_progress_bars
 from millrace.models.logprobs import KeptRows
 from millrace.models.trained_adapter import TrainedAdapter
+from millrace.training.checkpoints import CRITIC
+from millrace.training.critic import Critic
 from millrace.training.layers import arrange_layers
 from millrace.training.loss_scale import LossScale
 from millrace.training.losses import Adapts, Anchored, Loss, TokenBatch
@@ -36,6 +40,16 @@ from millrace.training.splitting import RowLimit
 from millrace.training.token_batches import as_tensor, packed_hidden_states, token_batch
 
 STATE_FILE = "trainer_state.pt"
+# What torch and safetensors raise for files that are missing, damaged, or of another model.
+_READING_ERRORS = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    UnpicklingError,
+    SafetensorError,
+)
 
 
 class Trainer:
@@ -47,6 +61,7 @@ class Trainer:
         *,
         loss: Loss,
         adapter: TrainedAdapter | None = None,  # in the model; else all weights are trained
+        critic: Critic | None = None,  # else batches bring their advantages
         schedule: Schedule,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
@@ -61,6 +76,7 @@ class Trainer:
         self.steps_done = 0  # = the Version of the weights
         self._loss = loss
         self._adapter = adapter
+        self._critic = critic
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
         self._compute_dtype = compute_dtype
@@ -74,19 +90,24 @@ class Trainer:
     def step(self, *batches: Batch) -> dict[str, float]:
         """One version: an optimizer update with each of the batches; returns their metrics."""
         assert batches, "a step learns something"
+        if self._critic is not None:
+            batches = self._critic.judge(batches)
         num_proximal = 0  # forward passes that only ask what the policy before the step says
         # In the first update the policy before the step is the one that is computed anyway.
         if len(batches) > 1 and isinstance(self._loss, Anchored) and self._loss.needs_proximal:
             batches = tuple(self._with_proximal(batch) for batch in batches)
             num_proximal = sum(len(batch.microbatches) for batch in batches)
-        learning_rate = self._schedule.at(self.steps_done)
+        learning_rate = self._learning_rate()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         metrics, num_splits, grad_norms = StepMetrics(), 0, []
         for batch in batches:
             assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"
             of_batch, num_splits_here, grad_norm = self._finite_gradient(batch)
-            self._optimizer.step()
+            if self._critic is not None:  # first: if it cannot learn, nothing was applied
+                self._critic.learn(batch)
+            if learning_rate > 0:
+                self._optimizer.step()
             grad_norms.append(grad_norm)
             metrics.extend(of_batch)
             num_splits += num_splits_here
@@ -96,6 +117,7 @@ class Trainer:
             self._loss = self._loss.adapted(summary)
         return {
             **summary,
+            **({} if self._critic is None else self._critic.step_metrics()),
             "loss": summary["loss"] / len(batches),
             "microbatch_splits": float(num_splits),
             "loss_scale": self._scale.value,
@@ -145,6 +167,9 @@ class Trainer:
             "random": random,
             "loss": self._loss.state() if isinstance(self._loss, Adapts) else {},
         }
+        if self._critic is not None:
+            self._critic.save(folder / CRITIC)
+            state["critic"] = self._critic.state()
         # To a file object: given a path, torch.save loses the reason why a write failed.
         with (folder / STATE_FILE).open("wb") as file:
             torch.save(state, file)
@@ -166,7 +191,9 @@ class Trainer:
             self.steps_done = state["steps_done"]
             if isinstance(self._loss, Adapts):
                 self._loss = self._loss.with_state(state["loss"])
-        except (OSError, EOFError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
+            if self._critic is not None:
+                self._critic.restore(folder / CRITIC, state["critic"])
+        except _READING_ERRORS as error:
             raise CheckpointError(
                 f"The trainer state in {str(folder)!r} cannot be read ({type(error).__name__});"
                 " remove that checkpoint to resume from the one before it."
@@ -177,7 +204,8 @@ class Trainer:
 
     def state_bytes(self) -> int:
         """About what save() writes: the weights, and the optimizer's two moments of each."""
-        return 3 * sum(w.numel() * w.element_size() for w in self.named_weights().values())
+        of_policy = 3 * sum(w.numel() * w.element_size() for w in self.named_weights().values())
+        return of_policy + (0 if self._critic is None else self._critic.state_bytes())
 
     def merged_bytes(self) -> int:
         """About what save_merged() writes."""
@@ -200,6 +228,12 @@ class Trainer:
             else:
                 self._scale.unscale(p.grad for p in self.model.parameters() if p.grad is not None)
                 return metrics, num_splits
+
+    def _learning_rate(self) -> float:
+        """0 = the policy does not learn in this step."""
+        if self._critic is not None and self._critic.learns_alone(self.steps_done):
+            return 0.0
+        return self._schedule.at(self.steps_done)
 
     def _finite_gradient(self, batch: Batch) -> tuple[StepMetrics, int, float]:
         """As accumulate(), with the norm of the gradient, which is clipped then. Where float16
