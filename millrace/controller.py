@@ -195,6 +195,7 @@ class Controller:
             num_minibatches=self._config.trainer.minibatches,
             microbatch_tokens=self._config.trainer.microbatch_tokens,
             pairs=self._config.scoring.advantages["type"] == PAIRS,
+            critic=self._config.critic is not None,
         )
         return groups, batches
 

@@ -18,11 +18,11 @@ from millrace.core.records import Task
 from millrace.envs.tasks import TaskStream, load_tasks
 from millrace.models.adapter_folders import check_resident, check_same_kind
 from millrace.models.adapters import require_peft
-from millrace.models.directory import configured_context, load_tokenizer
+from millrace.models.directory import configured_context, load_tokenizer, text_config
 from millrace.rollout.renderer import Renderer
-from millrace.scoring.advantages import PAIRS, build_advantages
+from millrace.scoring.advantages import CRITIC, PAIRS, build_advantages
 from millrace.scoring.pool import ScorerSpec, inspect_scorers
-from millrace.training.checkpoints import latest_checkpoint, read_run_state
+from millrace.training.checkpoints import check_same_critic, latest_checkpoint, read_run_state
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.objectives.preference import PreferenceLoss
 from millrace.training.objectives.recipes import ADVANTAGES, DEFAULT, PREFERENCE, build_loss
@@ -81,6 +81,7 @@ def prepare(
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     max_context = _context(config)
+    _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer)
     renderer.check([*train_tasks, *held_out])
     _check_prompts(renderer, train_tasks, max_context=max_context)
@@ -131,6 +132,11 @@ def _check_loss(config: RunConfig) -> None:
             "loss.reference = 'reference' compares with a reference model, and a run has none yet;"
             " set loss.reference to 'engine'."
         )
+    if config.critic is not None:
+        raise ConfigError(
+            f"loss.type = '{PREFERENCE}' learns from pairs, and a critic judges single episodes;"
+            " leave [critic] out, or set loss.type to 'ppo'."
+        )
     estimator = config.scoring.advantages["type"]
     if estimator != PAIRS:
         raise ConfigError(
@@ -139,18 +145,55 @@ def _check_loss(config: RunConfig) -> None:
         )
 
 
+def _check_critic(config: RunConfig, *, num_tokens: int, max_context: int) -> None:
+    """A critic of its own must be able to read what the policy writes."""
+    if config.critic is None or config.critic.path is None:
+        return
+    path = config.critic.path
+    found = text_config(
+        path, trust_remote_code=config.model.trust_remote_code, setting="critic.path"
+    )
+    if found.vocab_size < num_tokens:
+        raise ConfigError(
+            f"critic.path = {path!r} knows {found.vocab_size} tokens, but the policy has"
+            f" {num_tokens}; choose a model with the tokenizer of model.path."
+        )
+    context = getattr(found, "max_position_embeddings", None)
+    if context is not None and context < max_context:
+        raise ConfigError(
+            f"critic.path = {path!r} reads {context} tokens, but sequences may have {max_context};"
+            " lower engine.max_context, or choose another model."
+        )
+
+
 def _with_advantages(config: RunConfig) -> RunConfig:
     """With the estimator that belongs to the loss, where nothing else is said."""
     table = {"type": "group", **config.scoring.advantages}
     if table["type"] != "auto":
+        _check_estimator(str(table["type"]), has_critic=config.critic is not None)
         return _with_estimator(config, table)
     if len(table) > 1:
         raise ConfigError(
             f"Section 'scoring.advantages' leaves its type to the loss but sets"
             f" {', '.join(key for key in table if key != 'type')}; set the type, too."
         )
+    if config.critic is not None:
+        return _with_estimator(config, {"type": CRITIC})
     recipe = str(config.loss.get("type", DEFAULT))
     return _with_estimator(config, dict(ADVANTAGES.get(recipe, {"type": "group"})))
+
+
+def _check_estimator(estimator: str, *, has_critic: bool) -> None:
+    if has_critic and estimator != CRITIC:
+        raise ConfigError(
+            f"scoring.advantages of type {estimator!r} needs no critic, and [critic] is there;"
+            f" leave [critic] out, or set the type to '{CRITIC}' or 'auto'."
+        )
+    if estimator == CRITIC and not has_critic:
+        raise ConfigError(
+            f"scoring.advantages of type '{CRITIC}' needs a critic, and there is none; add a"
+            " [critic] table, or set the type to 'auto'."
+        )
 
 
 def _with_estimator(config: RunConfig, table: dict[str, Any]) -> RunConfig:
@@ -202,6 +245,7 @@ def _resume_point(config: RunConfig) -> tuple[Path | None, Cursor]:
         return None, Cursor()
     state = read_run_state(checkpoint)
     check_same_kind(checkpoint, config.lora)
+    check_same_critic(checkpoint, has_critic=config.critic is not None)
     if state["version"] >= config.trainer.steps:
         raise ConfigError(
             f"{config.run_dir} already did its {state['version']} steps; to go on, raise"

@@ -8,6 +8,7 @@ from millrace.config.loading import load_config, parse_override
 from millrace.config.run_config import RunConfig
 from millrace.config.sections import (
     ALL_LINEAR,
+    CriticConfig,
     EngineConfig,
     EvaluateConfig,
     Interrupt,
@@ -18,6 +19,7 @@ from millrace.config.sections import (
 
 __all__ = [
     "ALL_LINEAR",
+    "CriticConfig",
     "EngineConfig",
     "EvaluateConfig",
     "Interrupt",

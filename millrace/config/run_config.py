@@ -9,6 +9,7 @@ from millrace.config.sections import (
     BufferConfig,
     CheckpointConfig,
     ClusterConfig,
+    CriticConfig,
     Dtype,
     EngineConfig,
     EvaluateConfig,
@@ -41,7 +42,11 @@ class RunConfig(Section):
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     loss: dict[str, Any] = Field(default={"type": "clipped"})
-    """The objective: a built-in name or "module:Name", and its fields."""
+    """The objective: a built-in name or "module:Name", and its fields; with a critic the default is
+    "ppo"."""
+    critic: CriticConfig | None = None
+    """Judge tokens by a critic that learns what to expect, instead of comparing episodes; see
+    docs/objectives.md."""
     lora: LoraConfig | None = None
     """Train a LoRA adapter instead of all weights; needs the extra millrace[lora]."""
     engine: EngineConfig = EngineConfig()
@@ -61,6 +66,14 @@ class RunConfig(Section):
     def _model_may_be_a_path(cls, data: dict[str, Any]) -> dict[str, Any]:
         model = data.get("model")
         return {**data, "model": {"path": model}} if isinstance(model, str) else data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ppo_goes_with_a_critic(cls, data: dict[str, Any]) -> dict[str, Any]:
+        loss = data.get("loss", {})
+        if data.get("critic") is None or not isinstance(loss, dict):
+            return data
+        return {**data, "loss": {"type": "ppo", **loss}}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

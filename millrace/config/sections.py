@@ -68,8 +68,8 @@ class ScoringConfig(Section):
     """Processes that run reward functions; a hung or crashed one is replaced."""
     advantages: dict[str, Any] = {"type": "auto"}
     """How scores become advantages: "auto" (what belongs to the loss, mostly "group"), "group"
-    (minus the group's mean, over its std), "leave_one_out", "batch", "returns", "best_worst", or
-    yours; see docs/objectives.md."""
+    (minus the group's mean, over its std), "leave_one_out", "batch", "returns", "best_worst", "gae"
+    (with a critic, which has no other), or yours; see docs/objectives.md."""
 
 
 class RolloutConfig(Section):
@@ -158,6 +158,27 @@ class TrainerConfig(Section):
     compile: bool = False
     """Compile the layers (torch.compile): slower to start, faster steps. Needs g++, and Triton on
     a GPU."""
+
+
+class CriticConfig(Section):
+    path: str | None = None
+    """Model that the critic starts from, with the policy's vocabulary; by default model.path."""
+    learning_rate: PositiveFloat = 1e-5
+    warmup_steps: NonNegativeInt = 0
+    """First steps, in which the critic learns and the policy does not."""
+    discount: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """Of rewards, per token (gamma)."""
+    decay: Share = 1.0
+    """Of surprises, per token, in generalized advantage estimation (lambda): 1 trusts what
+    happened, 0 what the critic says about the next token."""
+    normalize: bool = True
+    """Advantages minus their mean over all tokens of a step, over their std."""
+    value_clip: PositiveFloat | None = None
+    """How far a value may move within a step before it learns no more; by default as far as it
+    likes."""
+    loss_weight: PositiveFloat = 0.5
+    """Of the mean squared error; AdamW feels it only where trainer.max_grad_norm cuts the
+    gradient."""
 
 
 class LoraConfig(Section):

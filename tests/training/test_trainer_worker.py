@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from batches import batch_of, random_rollout
+from critics import judged_batch
 from tiny_model import ALPHABET, make_tiny_model
 from transformers import AutoTokenizer
 
@@ -136,6 +137,27 @@ def test_with_lora_only_the_adapter_is_published(link, config):
     own = 4 * sum(weight.numel() for weight in weights.values())
     assert own <= update.num_bytes <= own + 64 * len(weights)
     link.call(Release(version=1))
+
+
+def test_a_critic_is_saved_and_restored_but_never_published(link, config, tmp_path):
+    config = load_config(config, overrides={"critic": {"learning_rate": 1e-2}}).model_dump()
+    rng = np.random.default_rng(0)
+    rollouts = [random_rollout(rng, sampled=n, vocab=len(ALPHABET)) for n in (3, 9, 5, 5)]
+    step = judged_batch(rollouts)
+    assert link.call(StartTrainer(config=config, checkpoint=None)) == Done()
+    first = link.call(Step(batch=step, version=1))
+    assert {"value_loss", "explained_variance"} <= first.metrics.keys()
+    assert first.metrics["value_mean"] == 0  # as it is before it has learned anything
+    weights = staged(link.event(Published).update)
+    policy = build_trainer(load_config(config), path=config["model"]["path"])
+    assert weights.keys() == policy.named_weights().keys()
+    folder = tmp_path / "run" / "checkpoints" / "step_1"
+    assert link.call(SaveCheckpoint(directory=str(folder), run_state={})) == Done()
+    link.call(Release(version=1))
+    second = link.call(Step(batch=step, version=2))
+    resumed = build_trainer(load_config(config), path=str(folder))
+    resumed.restore(folder)
+    assert second == Stepped(version=2, metrics=resumed.step(step))
 
 
 def test_progress_tells_spans_and_counters(link, config):
