@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
 from millrace.core.errors import CheckpointError, RunFailed, WorkerError
 from millrace.core.microbatch import Batch
@@ -29,8 +30,9 @@ from millrace.rollout.player import Player
 from millrace.scoring.advantages import PAIRS
 from millrace.scoring.pool import ScorerPool
 from millrace.staging.buffer import Buffer
-from millrace.staging.packing import pack_minibatches
+from millrace.staging.packing import minibatches_of, pack_minibatches
 from millrace.training.remote import RemoteTrainer
+from millrace.watch.skipped import SkippedSteps
 from millrace.watch.watcher import Moment, Watcher
 from millrace.weights.courier import Courier
 from millrace.weights.notifier import Notifier
@@ -68,6 +70,7 @@ class Controller:
         trainer: RemoteTrainer,
         watcher: Watcher,
         checkpoints: Path,
+        skipped: SkippedSteps,
         cursor: Cursor,
     ) -> None:
         self._config = config
@@ -78,6 +81,7 @@ class Controller:
         self._trainer = trainer
         self._watcher = watcher
         self._checkpoints = checkpoints
+        self._skipped = skipped
         self._version = cursor.version
         self._saved: Path | None = None
         self._is_synchronous = config.weights.interrupt == "barrier"
@@ -151,6 +155,7 @@ class Controller:
             tokens_lost=self._dispatcher.cancellations.tokens_lost,
             tokens_saved=round(self._dispatcher.cancellations.tokens_saved),
             groups_failed=dict(self._failures.by_reason),
+            steps_skipped=self._skipped.num_steps,
             last_failure=self._failures.last_sentence,
             engine_waits_for=self._engine_waits_for(),
             trainer_waits_for=self._trainer_waits_for(),
@@ -167,10 +172,13 @@ class Controller:
                 # Fit for the version this step makes, which is the trainer's when it is used.
                 activities.create_task(self._expire(self._version + 1))
                 upcoming = activities.create_task(self._next_batch(self._version + 1))
-            metrics = await self._before_stall(self._step(batches))
+            stepped = await self._before_stall(self._step(batches))
+            await self._save_skipped(stepped, groups)
+            metrics = dict(stepped.metrics)
             if self._config.weights.notify:
                 metrics["notify_failures"] = float(self._notifier.num_failed)
             self._watcher.step(self.moment(), groups=groups, trainer_metrics=metrics)
+            self._skipped.check(stepped.metrics)
             self._version += 1
             self._dispatcher.finish(group.number for group in groups)
             await self._after_step(activities)
@@ -198,18 +206,31 @@ class Controller:
         )
         return groups, batches
 
-    async def _step(self, batches: tuple[Batch, ...]) -> dict[str, float]:
+    async def _step(self, batches: tuple[Batch, ...]) -> Stepped:
         """Learn one batch. With cluster.take_turns the engines pause meanwhile; evaluations that
         are under way go on between two steps."""
         version = self._version + 1
         if not self._config.cluster.take_turns:
             return await self._trainer.step(*batches, version=version)
         await self._engines.pause()
-        metrics = await self._trainer.step(*batches, version=version)
+        stepped = await self._trainer.step(*batches, version=version)
         # Before the weights are published, which is copying and needs no turn of its own.
         # After a step that failed nobody resumes them: it ends the run.
         await self._engines.resume()
-        return metrics
+        return stepped
+
+    async def _save_skipped(self, stepped: Stepped, groups: list[Group]) -> None:
+        if not stepped.skipped:
+            self._skipped.went_well()
+            return
+        parts = minibatches_of(groups, num_minibatches=self._config.trainer.minibatches)
+        bad = [group for index in stepped.skipped for group in parts[index]]
+        path = await asyncio.to_thread(self._skipped.write, stepped.version, bad)
+        which = "" if len(parts) == 1 else f" ({len(stepped.skipped)} of its {len(parts)} updates)"
+        self._watcher.warn(
+            f"step {stepped.version}{which} was skipped: its loss or gradient is not finite; what"
+            f" it was given is in {path}."
+        )
 
     async def _after_step(self, activities: asyncio.TaskGroup) -> None:
         """Checkpoint and evaluate when due."""
