@@ -27,6 +27,7 @@ from millrace.rollout.cancellation import Attempt
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.evaluation import Evaluation, evaluate
 from millrace.rollout.player import Player
+from millrace.rollout.rounds import Rounds
 from millrace.scoring.advantages import PAIRS
 from millrace.scoring.pool import ScorerPool
 from millrace.staging.buffer import Buffer
@@ -84,7 +85,6 @@ class Controller:
         self._skipped = skipped
         self._version = cursor.version
         self._saved: Path | None = None
-        self._is_synchronous = config.weights.interrupt == "barrier"
         self._failures = Failures(max_share=config.rollout.max_failure_share)
         self._admission = Admission(
             groups_per_step=config.trainer.groups_per_step,
@@ -92,6 +92,9 @@ class Controller:
             max_running=config.rollout.max_running_groups,
             version=cursor.version,
         )
+        # With barrier, all work of a version is there before any of it begins.
+        is_synchronous = config.weights.interrupt == "barrier"
+        self._rounds = Rounds(self._admission, at_once=engines.at_once) if is_synchronous else None
         self._buffer = Buffer(
             capacity=config.buffer.capacity,
             max_staleness=config.buffer.max_staleness,
@@ -125,7 +128,10 @@ class Controller:
             delivering = activities.create_task(self._courier.run())
             notifying = activities.create_task(self._notifier.run())
             watching = activities.create_task(self._watcher.run(self.moment))
+            starting = activities.create_task(self._rounds.run()) if self._rounds else None
             await self._learn(activities)
+            if starting is not None:
+                starting.cancel()
             dispatching.cancel()  # cancelling a group aborts its requests in the engines
             await self._courier.wait_visible(self._version)
             after = await self._evaluate_and_log()
@@ -167,7 +173,11 @@ class Controller:
         steps = self._config.trainer.steps
         upcoming = activities.create_task(self._next_batch(self._version))
         while self._version < steps:
+            if self._rounds is not None:
+                self._rounds.open()
             groups, batches = await self._before_stall(upcoming)
+            if self._rounds is not None:
+                self._rounds.close()  # until this step's evaluation is over
             if self._version + 1 < steps:
                 # Fit for the version this step makes, which is the trainer's when it is used.
                 activities.create_task(self._expire(self._version + 1))
@@ -192,7 +202,9 @@ class Controller:
 
     async def _next_batch(self, version: int) -> tuple[list[Group], tuple[Batch, ...]]:
         taken = await self._buffer.take(self._config.trainer.groups_per_step, version=version)
-        if self._is_synchronous:  # all of them are there: the order need not depend on their speed
+        if (
+            self._rounds is not None
+        ):  # all of them are there: the order need not depend on their speed
             taken.sort(key=lambda group: group.number)
         return await asyncio.to_thread(self._pack, taken)
 
@@ -238,7 +250,7 @@ class Controller:
         if last or _due(self._version, self._config.checkpoint.every_steps):
             await self._save(must_succeed=last)
         if not last and _due(self._version, self._config.evaluate.every_steps):
-            if self._is_synchronous:
+            if self._rounds is not None:
                 await self._courier.wait_visible(self._version)
                 await self._evaluate_and_log()
             else:
@@ -266,6 +278,14 @@ class Controller:
     async def _evaluate(self) -> Evaluation | None:
         if not self._held_out:
             return None
+        max_running = self._config.engine.max_sequences * self._config.engine.count
+        if self._rounds is None:
+            return await self._evaluate_by(max_running)
+        async with self._engines.at_once():
+            evaluating = asyncio.create_task(self._evaluate_by(len(self._held_out)))
+        return await evaluating
+
+    async def _evaluate_by(self, max_running: int) -> Evaluation:
         greedy, version = self._player.greedy(), self._version
         return await evaluate(
             self._held_out,
@@ -274,10 +294,12 @@ class Controller:
             ),
             score=self._scorers.score,
             solved_at=self._config.evaluate.solved_at,
-            max_running=self._config.engine.max_sequences * self._config.engine.count,
+            max_running=max_running,
         )
 
     async def _play(self, task: Task, attempt: Attempt) -> Group:
+        if self._rounds is not None:
+            await self._rounds.turn()
         return await self._player.try_group(
             task, attempt=attempt, group_size=self._config.rollout.group_size
         )
