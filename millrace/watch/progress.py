@@ -147,6 +147,6 @@ def progress_line(shot: RunSnapshot) -> str:
     if any(shot.failed.values()):
         parts.append(f"failed {counts(shot.failed)}")
     if shot.steps_skipped:
-        parts.append(f"skipped {shot.steps_skipped} steps")
+        parts.append(f"steps skipped {shot.steps_skipped}")
     left = "" if shot.eta_s is None else f", {duration(shot.eta_s)} left"
     return " | ".join([*parts, f"{duration(shot.elapsed_s)}{left}"])

@@ -2,7 +2,7 @@
 
 Promise: every such update is counted, and everything the trainer was given for it can be read. One
 bad batch costs an update; MAX_IN_A_ROW steps in a row end the run, since then it is not the data.
-Called from the controller's event loop.
+Called by the controller, which has write() run in a thread and waits for it.
 """
 
 import json

@@ -119,7 +119,7 @@ def _numbers(shot: RunSnapshot) -> Iterator[Text]:
     ):
         yield Text.assemble(_label(name), (counts(reasons), colour if reasons else "dim"))
     if shot.steps_skipped:
-        yield Text.assemble(_label("skipped"), (f"{shot.steps_skipped} steps, not finite", BAD))
+        yield Text.assemble(_label("skipped"), (f"steps {shot.steps_skipped} (not finite)", BAD))
 
 
 def _label(name: str) -> Text:
