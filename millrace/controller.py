@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
 from millrace.core.errors import CheckpointError, RunFailed, WorkerError
 from millrace.core.microbatch import Batch
@@ -26,11 +27,13 @@ from millrace.rollout.cancellation import Attempt
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.evaluation import Evaluation, evaluate
 from millrace.rollout.player import Player
+from millrace.rollout.rounds import Rounds
 from millrace.scoring.advantages import PAIRS
 from millrace.scoring.pool import ScorerPool
 from millrace.staging.buffer import Buffer
-from millrace.staging.packing import pack_minibatches
+from millrace.staging.packing import minibatches_of, pack_minibatches
 from millrace.training.remote import RemoteTrainer
+from millrace.watch.skipped import SkippedSteps
 from millrace.watch.watcher import Moment, Watcher
 from millrace.weights.courier import Courier
 from millrace.weights.notifier import Notifier
@@ -68,6 +71,7 @@ class Controller:
         trainer: RemoteTrainer,
         watcher: Watcher,
         checkpoints: Path,
+        skipped: SkippedSteps,
         cursor: Cursor,
     ) -> None:
         self._config = config
@@ -78,9 +82,9 @@ class Controller:
         self._trainer = trainer
         self._watcher = watcher
         self._checkpoints = checkpoints
+        self._skipped = skipped
         self._version = cursor.version
         self._saved: Path | None = None
-        self._is_synchronous = config.weights.interrupt == "barrier"
         self._failures = Failures(max_share=config.rollout.max_failure_share)
         self._admission = Admission(
             groups_per_step=config.trainer.groups_per_step,
@@ -88,6 +92,9 @@ class Controller:
             max_running=config.rollout.max_running_groups,
             version=cursor.version,
         )
+        # With barrier, all work of a version is there before any of it begins.
+        is_synchronous = config.weights.interrupt == "barrier"
+        self._rounds = Rounds(self._admission, at_once=engines.at_once) if is_synchronous else None
         self._buffer = Buffer(
             capacity=config.buffer.capacity,
             max_staleness=config.buffer.max_staleness,
@@ -121,7 +128,10 @@ class Controller:
             delivering = activities.create_task(self._courier.run())
             notifying = activities.create_task(self._notifier.run())
             watching = activities.create_task(self._watcher.run(self.moment))
+            starting = activities.create_task(self._rounds.run()) if self._rounds else None
             await self._learn(activities)
+            if starting is not None:
+                starting.cancel()
             dispatching.cancel()  # cancelling a group aborts its requests in the engines
             await self._courier.wait_visible(self._version)
             after = await self._evaluate_and_log()
@@ -151,6 +161,7 @@ class Controller:
             tokens_lost=self._dispatcher.cancellations.tokens_lost,
             tokens_saved=round(self._dispatcher.cancellations.tokens_saved),
             groups_failed=dict(self._failures.by_reason),
+            steps_skipped=self._skipped.num_steps,
             last_failure=self._failures.last_sentence,
             engine_waits_for=self._engine_waits_for(),
             trainer_waits_for=self._trainer_waits_for(),
@@ -162,15 +173,22 @@ class Controller:
         steps = self._config.trainer.steps
         upcoming = activities.create_task(self._next_batch(self._version))
         while self._version < steps:
+            if self._rounds is not None:
+                self._rounds.open()
             groups, batches = await self._before_stall(upcoming)
+            if self._rounds is not None:
+                self._rounds.close()  # until this step's evaluation is over
             if self._version + 1 < steps:
                 # Fit for the version this step makes, which is the trainer's when it is used.
                 activities.create_task(self._expire(self._version + 1))
                 upcoming = activities.create_task(self._next_batch(self._version + 1))
-            metrics = await self._before_stall(self._step(batches))
+            stepped = await self._before_stall(self._step(batches))
+            await self._save_skipped(stepped, groups)
+            metrics = dict(stepped.metrics)
             if self._config.weights.notify:
                 metrics["notify_failures"] = float(self._notifier.num_failed)
             self._watcher.step(self.moment(), groups=groups, trainer_metrics=metrics)
+            self._skipped.check(stepped.metrics)
             self._version += 1
             self._dispatcher.finish(group.number for group in groups)
             await self._after_step(activities)
@@ -184,7 +202,9 @@ class Controller:
 
     async def _next_batch(self, version: int) -> tuple[list[Group], tuple[Batch, ...]]:
         taken = await self._buffer.take(self._config.trainer.groups_per_step, version=version)
-        if self._is_synchronous:  # all of them are there: the order need not depend on their speed
+        if (
+            self._rounds is not None
+        ):  # all of them are there: the order need not depend on their speed
             taken.sort(key=lambda group: group.number)
         return await asyncio.to_thread(self._pack, taken)
 
@@ -199,18 +219,31 @@ class Controller:
         )
         return groups, batches
 
-    async def _step(self, batches: tuple[Batch, ...]) -> dict[str, float]:
+    async def _step(self, batches: tuple[Batch, ...]) -> Stepped:
         """Learn one batch. With cluster.take_turns the engines pause meanwhile; evaluations that
         are under way go on between two steps."""
         version = self._version + 1
         if not self._config.cluster.take_turns:
             return await self._trainer.step(*batches, version=version)
         await self._engines.pause()
-        metrics = await self._trainer.step(*batches, version=version)
+        stepped = await self._trainer.step(*batches, version=version)
         # Before the weights are published, which is copying and needs no turn of its own.
         # After a step that failed nobody resumes them: it ends the run.
         await self._engines.resume()
-        return metrics
+        return stepped
+
+    async def _save_skipped(self, stepped: Stepped, groups: list[Group]) -> None:
+        if not stepped.skipped:
+            self._skipped.went_well()
+            return
+        parts = minibatches_of(groups, num_minibatches=self._config.trainer.minibatches)
+        bad = [group for index in stepped.skipped for group in parts[index]]
+        path = await asyncio.to_thread(self._skipped.write, stepped.version, bad)
+        which = "" if len(parts) == 1 else f" ({len(stepped.skipped)} of its {len(parts)} updates)"
+        self._watcher.warn(
+            f"step {stepped.version}{which} was skipped: its loss or gradient is not finite; what"
+            f" it was given is in {path}."
+        )
 
     async def _after_step(self, activities: asyncio.TaskGroup) -> None:
         """Checkpoint and evaluate when due."""
@@ -218,7 +251,7 @@ class Controller:
         if last or _due(self._version, self._config.checkpoint.every_steps):
             await self._save(must_succeed=last)
         if not last and _due(self._version, self._config.evaluate.every_steps):
-            if self._is_synchronous:
+            if self._rounds is not None:
                 await self._courier.wait_visible(self._version)
                 await self._evaluate_and_log()
             else:
@@ -246,6 +279,14 @@ class Controller:
     async def _evaluate(self) -> Evaluation | None:
         if not self._held_out:
             return None
+        max_running = self._config.engine.max_sequences * self._config.engine.count
+        if self._rounds is None:
+            return await self._evaluate_by(max_running)
+        async with self._engines.at_once():
+            evaluating = asyncio.create_task(self._evaluate_by(len(self._held_out)))
+        return await evaluating
+
+    async def _evaluate_by(self, max_running: int) -> Evaluation:
         greedy, version = self._player.greedy(), self._version
         return await evaluate(
             self._held_out,
@@ -254,10 +295,12 @@ class Controller:
             ),
             score=self._scorers.score,
             solved_at=self._config.evaluate.solved_at,
-            max_running=self._config.engine.max_sequences * self._config.engine.count,
+            max_running=max_running,
         )
 
     async def _play(self, task: Task, attempt: Attempt) -> Group:
+        if self._rounds is not None:
+            await self._rounds.turn()
         return await self._player.try_group(
             task, attempt=attempt, group_size=self._config.rollout.group_size
         )

@@ -11,6 +11,7 @@ Called from the controller's event loop only.
 """
 
 import asyncio
+from collections.abc import Callable
 
 STALENESS = "staleness limit"
 RUNNING = "max_running_groups"
@@ -31,10 +32,16 @@ class Admission:
         self._running = 0
         self._changed = asyncio.Event()
         self.held_by: str | None = None  # why the next group may not start yet
+        self.on_leave: Callable[[], None] = lambda: None  # told of each group that leaves
 
     @property
     def running(self) -> int:
         return self._running
+
+    @property
+    def is_full(self) -> bool:
+        """True if no other group may start now."""
+        return self._obstacle() is not None
 
     async def enter(self) -> None:
         """Wait until one more group may start, and count it."""
@@ -50,6 +57,7 @@ class Admission:
         """A running group reached the buffer, or failed."""
         self._running -= 1
         self._changed.set()
+        self.on_leave()
 
     def give_back(self) -> None:
         """An accepted group will never be trained (failed or dropped); another may take its

@@ -94,13 +94,18 @@ def pack_minibatches(
     pairs: bool = False,
     critic: bool = False,
 ) -> tuple[Batch, ...]:
-    """Batches of about as many whole groups each, in order."""
+    """A batch of each of minibatches_of()."""
+    return tuple(
+        pack(part, microbatch_tokens=microbatch_tokens, pairs=pairs, critic=critic)
+        for part in minibatches_of(groups, num_minibatches=num_minibatches)
+    )
+
+
+def minibatches_of(groups: Sequence[Group], *, num_minibatches: int) -> list[Sequence[Group]]:
+    """About as many whole groups each, in order."""
     assert num_minibatches <= len(groups), "a minibatch holds at least one group"
     bounds = [len(groups) * i // num_minibatches for i in range(num_minibatches + 1)]
-    return tuple(
-        pack(groups[begin:end], microbatch_tokens=microbatch_tokens, pairs=pairs, critic=critic)
-        for begin, end in pairwise(bounds)
-    )
+    return [groups[begin:end] for begin, end in pairwise(bounds)]
 
 
 def fill_bins(sizes: Sequence[int], *, budget: int) -> list[list[int]]:

@@ -82,8 +82,9 @@ class Critic:
         self._judgement, self._updates = judgement_metrics(judged), []
         return self._estimation.settle(judged)
 
-    def learn(self, batch: Batch) -> None:
-        """One optimizer update towards the returns of a judged batch."""
+    def learn(self, batch: Batch) -> bool:
+        """One optimizer update towards the returns of a judged batch; False = its gradient is not
+        finite, and nothing was applied."""
         while True:
             error = self.accumulate(batch)
             norm = torch.nn.utils.clip_grad_norm_(
@@ -94,20 +95,18 @@ class Critic:
             if not (overflowed and self._scale.lower()):
                 break
         if not (math.isfinite(value_loss) and math.isfinite(grad_norm)):
-            raise RunFailed(
-                f"The critic has loss {value_loss:g} and gradient norm {grad_norm:g}, and nothing"
-                " was applied; lower critic.learning_rate or set trainer.dtype to float32."
-            )
+            return False
         self._scale.succeeded()
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)  # the policy needs the memory
         self._updates.append({"value_loss": value_loss, "critic_grad_norm": grad_norm})
+        return True
 
     def step_metrics(self) -> dict[str, float]:
         """Of the step whose batches were judged last, after its updates."""
-        names = self._updates[0]
+        names = self._updates[0] if self._updates else ()  # all may have been skipped
         means = {name: sum(u[name] for u in self._updates) / len(self._updates) for name in names}
         return {**self._judgement, **means}
 

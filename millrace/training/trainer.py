@@ -1,8 +1,9 @@
 """The learner: one batch, one step, one version.
 
 Promise: trainer logprobs are those of the distribution each token was drawn from (its temperature,
-its kept ids). An update applies a finite gradient, or raises and leaves the weights as they were. A
-microbatch that does not fit into memory is split, and the step is the same.
+its kept ids). An update whose loss or gradient is not finite is skipped: weights and optimizer stay
+as they were, and the step makes its version without it. A microbatch that does not fit into memory
+is split, and the step is the same.
 
 Master weights and optimizer state are float32; bfloat16, or float16 with a scaled loss, is used for
 computing only. The model stays in eval mode: dropout would make the trainer's distribution another
@@ -13,6 +14,7 @@ Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidd
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -23,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.core.errors import CheckpointError, RunFailed
+from millrace.core.errors import CheckpointError
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.fused_logprobs import chunked_token_logprobs
 from millrace.models.loading import without_progress_bars
@@ -52,6 +54,16 @@ _READING_ERRORS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Update:
+    """What became of one batch; where it is not finite, nothing was changed."""
+
+    metrics: StepMetrics
+    num_splits: int
+    grad_norm: float
+    is_finite: bool
+
+
 class Trainer:
     """`model` is float32 and was loaded with PACKED_ATTENTION."""
 
@@ -74,6 +86,7 @@ class Trainer:
         assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
         self.model = model
         self.steps_done = 0  # = the Version of the weights
+        self.skipped: tuple[int, ...] = ()  # of the last step: which of its batches taught nothing
         self._loss = loss
         self._adapter = adapter
         self._critic = critic
@@ -88,7 +101,10 @@ class Trainer:
         arrange_layers(model, compiled=compile_layers, checkpointed=gradient_checkpointing)
 
     def step(self, *batches: Batch) -> dict[str, float]:
-        """One version: an optimizer update with each of the batches; returns their metrics."""
+        """One version: an optimizer update with each of the batches; returns their metrics.
+
+        A batch whose update is skipped has no part in the metrics, unless all are.
+        """
         assert batches, "a step learns something"
         if self._critic is not None:
             batches = self._critic.judge(batches)
@@ -97,33 +113,29 @@ class Trainer:
         if len(batches) > 1 and isinstance(self._loss, Anchored) and self._loss.needs_proximal:
             batches = tuple(self._with_proximal(batch) for batch in batches)
             num_proximal = sum(len(batch.microbatches) for batch in batches)
-        learning_rate = self._learning_rate()
+        learning_rate = 0.0 if self._policy_waits else self._schedule.at(self.steps_done)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        metrics, num_splits, grad_norms = StepMetrics(), 0, []
-        for batch in batches:
-            assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"
-            of_batch, num_splits_here, grad_norm = self._finite_gradient(batch)
-            if self._critic is not None:  # first: if it cannot learn, nothing was applied
-                self._critic.learn(batch)
-            if learning_rate > 0:
-                self._optimizer.step()
-            grad_norms.append(grad_norm)
-            metrics.extend(of_batch)
-            num_splits += num_splits_here
+        updates = [self._update(batch) for batch in batches]
+        self.skipped = tuple(i for i, update in enumerate(updates) if not update.is_finite)
         self.steps_done += 1
+        told = [update for update in updates if update.is_finite] or updates
+        metrics = StepMetrics()
+        for update in told:
+            metrics.extend(update.metrics)
         summary = metrics.summary()
-        if isinstance(self._loss, Adapts):
+        if isinstance(self._loss, Adapts) and told[0].is_finite:
             self._loss = self._loss.adapted(summary)
         return {
             **summary,
             **({} if self._critic is None else self._critic.step_metrics()),
-            "loss": summary["loss"] / len(batches),
-            "microbatch_splits": float(num_splits),
+            "loss": summary["loss"] / len(told),
+            "microbatch_splits": float(sum(update.num_splits for update in updates)),
             "loss_scale": self._scale.value,
             "proximal_microbatches": float(num_proximal),
-            "grad_norm": sum(grad_norms) / len(batches),
+            "grad_norm": sum(update.grad_norm for update in told) / len(told),
             "learning_rate": learning_rate,
+            "updates_skipped": float(len(self.skipped)),
         }
 
     def token_logprobs(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -229,15 +241,16 @@ class Trainer:
                 self._scale.unscale(p.grad for p in self.model.parameters() if p.grad is not None)
                 return metrics, num_splits
 
-    def _learning_rate(self) -> float:
-        """0 = the policy does not learn in this step."""
-        if self._critic is not None and self._critic.learns_alone(self.steps_done):
-            return 0.0
-        return self._schedule.at(self.steps_done)
+    @property
+    def _policy_waits(self) -> bool:
+        """True in steps in which the critic alone learns."""
+        return self._critic is not None and self._critic.learns_alone(self.steps_done)
 
-    def _finite_gradient(self, batch: Batch) -> tuple[StepMetrics, int, float]:
-        """As accumulate(), with the norm of the gradient, which is clipped then. Where float16
-        overflowed, it is computed again with a smaller scale."""
+    def _update(self, batch: Batch) -> "_Update":
+        """One optimizer update, if it is finite. Where float16 overflowed, the gradient is computed
+        again with a smaller scale."""
+        assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"
+        scale = self._scale.value
         while True:
             metrics, num_splits = self.accumulate(batch)
             norm = torch.nn.utils.clip_grad_norm_(
@@ -247,9 +260,18 @@ class Trainer:
             overflowed = math.isfinite(loss) and not math.isfinite(grad_norm)
             if not (overflowed and self._scale.lower()):
                 break
-        self._check_finite(loss=loss, grad_norm=grad_norm)
-        self._scale.succeeded()
-        return metrics, num_splits, grad_norm
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if is_finite and self._critic is not None:  # before the policy: both learn, or none
+            is_finite = self._critic.learn(batch)
+        if is_finite:
+            if not self._policy_waits:
+                self._optimizer.step()
+            self._scale.succeeded()
+        else:
+            self._scale.value = scale  # which was not the reason
+        return _Update(
+            metrics=metrics, num_splits=num_splits, grad_norm=grad_norm, is_finite=is_finite
+        )
 
     @torch.no_grad()
     def _with_proximal(self, batch: Batch) -> Batch:
@@ -283,10 +305,3 @@ class Trainer:
         return token_batch(
             microbatch, batch, logprobs=logprobs, entropies=entropies, version=self.steps_done
         )
-
-    def _check_finite(self, *, loss: float, grad_norm: float) -> None:
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise RunFailed(
-                f"Step {self.steps_done + 1} has loss {loss:g} and gradient norm {grad_norm:g},"
-                " and was not applied; lower trainer.learning_rate or set trainer.dtype to float32."
-            )

@@ -28,3 +28,4 @@ class RunSnapshot:
     dropped: dict[str, int] = field(default_factory=dict)  # groups, by reason
     cancelled: dict[str, int] = field(default_factory=dict)  # tries, by what they were at
     failed: dict[str, int] = field(default_factory=dict)  # groups, by reason
+    steps_skipped: int = 0  # their loss or gradient was not finite

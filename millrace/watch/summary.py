@@ -42,6 +42,7 @@ class RunSummary:
     tokens_lost: int  # with these
     tokens_saved: int  # by not going on with them; estimated
     failed: dict[str, int]
+    steps_skipped: int  # an update or more of these was not finite
     files: tuple[Path, ...]  # what lies in the run directory
 
 
@@ -77,6 +78,7 @@ def summarise(path: str | Path) -> RunSummary:
         tokens_lost=last.get("tokens_lost", 0),
         tokens_saved=last.get("tokens_saved", 0),
         failed=last.get("groups_failed", {}),
+        steps_skipped=sum(row.get("updates_skipped", 0) > 0 for row in rows),
         files=tuple(_files(run_dir)),
     )
 
@@ -115,6 +117,8 @@ def _rows(run: RunSummary) -> Iterator[tuple[str, str]]:
     if any(run.cancelled.values()):
         yield "", f"{run.tokens_lost} tokens lost, about {run.tokens_saved} saved"
     yield "groups failed", counts(run.failed)
+    if run.steps_skipped:
+        yield "steps skipped", f"{run.steps_skipped}, with a loss or gradient that was not finite"
     for number, file in enumerate(run.files):
         yield "" if number else "files", os.fspath(file)
 
@@ -140,6 +144,6 @@ def _mean(rows: list[dict[str, Any]], key: str) -> float | None:
 def _files(run_dir: RunDir) -> Iterator[Path]:
     files = (run_dir.config, run_dir.metrics, run_dir.trace, run_dir.summary)
     yield from (file for file in files if file.is_file())
-    folders = (run_dir.rollouts, run_dir.logs, run_dir.tensorboard)
+    folders = (run_dir.rollouts, run_dir.skipped, run_dir.logs, run_dir.tensorboard)
     yield from (folder for folder in folders if folder.is_dir() and any(folder.iterdir()))
     yield from run_dir.checkpoint_paths

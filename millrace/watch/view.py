@@ -118,6 +118,8 @@ def _numbers(shot: RunSnapshot) -> Iterator[Text]:
         ("failed", shot.failed, BAD),
     ):
         yield Text.assemble(_label(name), (counts(reasons), colour if reasons else "dim"))
+    if shot.steps_skipped:
+        yield Text.assemble(_label("skipped"), (f"steps {shot.steps_skipped} (not finite)", BAD))
 
 
 def _label(name: str) -> Text:

@@ -41,6 +41,7 @@ class Moment:
     tokens_lost: int  # of these
     tokens_saved: int  # which they would still have sampled; estimated
     groups_failed: dict[str, int]
+    steps_skipped: int  # so far; of these an update or more was not finite
     last_failure: str  # the newest failure's sentence, or ""
     engine_waits_for: str  # why an engine without work has none
     trainer_waits_for: str
@@ -125,6 +126,7 @@ class Watcher:
             "tokens_lost": moment.tokens_lost,
             "tokens_saved": moment.tokens_saved,
             "groups_failed": moment.groups_failed,
+            "steps_skipped": moment.steps_skipped,
         }
         if self._new_accuracy is not None:
             row["accuracy"], self._new_accuracy = self._new_accuracy, None
@@ -182,6 +184,7 @@ class Watcher:
                 dropped=moment.groups_dropped,
                 cancelled=moment.groups_cancelled,
                 failed=moment.groups_failed,
+                steps_skipped=moment.steps_skipped,
             )
         )
 

@@ -154,7 +154,7 @@ class TrainerWorker:
         self._timeline.enter("step", busy=True)
         metrics = self._trainer.step(message.batch, *message.more)
         self._trained_tokens += metrics["trained_tokens"]
-        return Stepped(version=message.version, metrics=metrics)
+        return Stepped(version=message.version, metrics=metrics, skipped=self._trainer.skipped)
 
     def _publish(self) -> None:
         self._publisher.publish(self._trainer.steps_done, self._trainer.named_weights())

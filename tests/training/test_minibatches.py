@@ -62,6 +62,19 @@ def test_every_update_of_a_step_compares_with_the_policy_before_the_first():
     assert (second.trainer_logprobs - second.proximal_logprobs).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_update_that_is_not_finite_is_left_out_and_the_others_of_its_step_count(bad):
+    batches = two_batches()
+    batches[bad].microbatches[0].advantages[:] = np.inf
+    trainer, expected = trainer_of(tiny_model("llama")), trainer_of(tiny_model("llama"))
+    metrics = trainer.step(*batches)
+    alone = expected.step(batches[1 - bad])
+    assert (trainer.skipped, trainer.steps_done) == ((bad,), 1)
+    assert metrics == {**alone, "updates_skipped": 1}
+    for name, weight in trainer.named_weights().items():
+        assert torch.equal(weight, expected.named_weights()[name]), name
+
+
 def test_one_update_needs_no_forward_pass_for_the_policy_before_it():
     spy = Spy(needs_proximal=True)
     metrics = trainer_of(tiny_model("llama"), loss=spy).step(two_batches()[0])

@@ -14,7 +14,6 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.link import Call
 from millrace.cluster.messages import (
     Done,
-    Error,
     Generate,
     Message,
     Progress,
@@ -202,9 +201,6 @@ def test_a_trainer_started_from_a_checkpoint_goes_on_from_its_step(link, config,
 
 def test_a_failed_call_is_answered_and_the_trainer_goes_on(link, config, tmp_path):
     link.call(StartTrainer(config=config, checkpoint=None))
-    reply = link.call(Step(batch=poisoned_batch(), version=1))
-    assert isinstance(reply, Error)
-    assert reply.kind == "RunFailed"
     (tmp_path / "in the way").write_text("")
     directory = str(tmp_path / "in the way" / "step_0")
     reply = link.call(SaveCheckpoint(directory=directory, run_state={}))
@@ -212,6 +208,20 @@ def test_a_failed_call_is_answered_and_the_trainer_goes_on(link, config, tmp_pat
     request = Request(id="0", prompt=np.zeros(1, np.int32), sampling=Sampling())
     assert "does not know Generate" in link.call(Generate(request=request)).reason
     assert link.call(Step(batch=batch(), version=1)).version == 1
+
+
+def test_a_skipped_step_publishes_a_version_with_the_weights_of_the_one_before(link, config):
+    link.call(StartTrainer(config=config, checkpoint=None))
+    expected = build_trainer(load_config(config), path=config["model"]["path"]).named_weights()
+    reply = link.call(Step(batch=poisoned_batch(), version=1))
+    assert (reply.version, reply.skipped, reply.metrics["updates_skipped"]) == (1, (0,), 1)
+    update = link.event(Published).update
+    assert update.version == 1
+    for name, weight in staged(update).items():
+        assert torch.equal(weight, expected[name]), name
+    link.call(Release(version=1))
+    reply = link.call(Step(batch=batch(), version=2, more=(poisoned_batch(),)))
+    assert (reply.version, reply.skipped) == (2, (1,))
 
 
 def test_a_model_that_is_not_there_is_one_sentence(link, config):

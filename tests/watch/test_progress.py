@@ -159,6 +159,15 @@ def test_a_line_tells_everything():
     )
 
 
+def test_skipped_steps_are_told_where_there_are_any():
+    shot = replace(SNAPSHOT, steps_skipped=2)
+    assert "steps skipped 2" in progress_line(shot)
+    out = io.StringIO()
+    for one in (SNAPSHOT, shot):
+        Console(file=out, width=80).print(RunView(one))
+    assert out.getvalue().count("skipped    steps 2 (not finite)") == 1
+
+
 def test_auto_is_live_in_a_terminal_and_lines_elsewhere():
     terminal = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), force_terminal=True)
     latin = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="latin-1"), force_terminal=True)

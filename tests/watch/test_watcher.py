@@ -28,6 +28,7 @@ def make_moment(version=3, **changes):
         "tokens_lost": 30,
         "tokens_saved": 70,
         "groups_failed": {},
+        "steps_skipped": 2,
         "last_failure": "",
         "engine_waits_for": "the trainer (staleness limit)",
         "trainer_waits_for": "generation",
@@ -49,6 +50,7 @@ def test_a_row_tells_rewards_and_staleness_of_its_own_groups(tmp_path):
     assert row["groups_dropped"] == {"stale": 1}
     assert row["groups_cancelled"] == {"generating": 2}
     assert (row["tokens_lost"], row["tokens_saved"]) == (30, 70)
+    assert row["steps_skipped"] == 2
 
 
 async def test_an_idle_worker_is_shown_with_the_reason_only_the_controller_knows(tmp_path):
