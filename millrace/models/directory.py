@@ -6,7 +6,7 @@ The controller reads these to check a user's input, so nothing here imports mode
 from pathlib import Path
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from millrace.core.errors import ConfigError
 
@@ -32,7 +32,7 @@ def configured_context(path: str, *, trust_remote_code: bool = False) -> int | N
 
 def text_config(
     path: str, *, trust_remote_code: bool = False, setting: str = "model.path"
-) -> PretrainedConfig:
+) -> PreTrainedConfig:
     """What the model at `path` says about itself, as far as it concerns text."""
     check_directory(path, setting=setting)
     try:

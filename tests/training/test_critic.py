@@ -146,6 +146,25 @@ def test_a_step_does_not_depend_on_the_packing(kind):
         torch.testing.assert_close(weight, other_weights[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        ({"gradient_checkpointing": True}, 1e-5),
+        ({"compute_dtype": torch.bfloat16}, 0.05),
+        ({"compute_dtype": torch.float16}, 0.01),
+    ],
+)
+def test_the_critic_computes_as_the_trainer_is_told_to(settings, tolerance):
+    batch = judged_batch(rollouts_of("sharing"), scores=SCORES)
+    outcomes = []
+    for critic in (critic_of(), critic_of(**settings)):
+        critic.learn(critic.judge([batch])[0])
+        outcomes.append(critic.step_metrics())
+    expected, metrics = outcomes
+    assert metrics["value_loss"] == pytest.approx(expected["value_loss"], rel=tolerance)
+    assert metrics["critic_grad_norm"] == pytest.approx(expected["critic_grad_norm"], rel=tolerance)
+
+
 def test_what_was_cut_is_worth_what_the_critic_expects_of_the_rest():
     rollout = random_rollout(rng(), sampled=3)
     twin = dataclasses.replace(rollout, engine_logprobs=rollout.engine_logprobs + np.float32(0.1))
