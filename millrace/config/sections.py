@@ -135,6 +135,8 @@ class TrainerConfig(Section):
     """Groups per step; times rollout.group_size = episodes per step."""
     minibatches: PositiveInt = 1
     """Optimizer updates per step, each with its share of the groups; a step makes one version."""
+    epochs: PositiveInt = 1
+    """Times a step goes through its minibatches; still one version."""
     microbatch_tokens: PositiveInt = 8192
     """Token budget of one forward pass; one longer sequence still gets a pass of its own."""
     learning_rate: PositiveFloat = 1e-6
