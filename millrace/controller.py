@@ -29,7 +29,9 @@ from millrace.rollout.player import Player
 from millrace.scoring.advantages import PAIRS
 from millrace.scoring.pool import ScorerPool
 from millrace.staging.buffer import Buffer
+from millrace.staging.orders import build_sampler
 from millrace.staging.packing import pack_minibatches
+from millrace.staging.replay import build_replay, spread
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.watcher import Moment, Watcher
 from millrace.weights.courier import Courier
@@ -53,6 +55,19 @@ class Outcome:
     before: Evaluation | None
     after: Evaluation | None
     checkpoint: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Taken:
+    """What one step learns from."""
+
+    groups: list[Group]
+    replayed: frozenset[int]  # numbers of those among them that were trained before
+    batches: tuple[Batch, ...]
+
+    @property
+    def fresh(self) -> list[Group]:
+        return [group for group in self.groups if group.number not in self.replayed]
 
 
 class Controller:
@@ -82,16 +97,24 @@ class Controller:
         self._saved: Path | None = None
         self._is_synchronous = config.weights.interrupt == "barrier"
         self._failures = Failures(max_share=config.rollout.max_failure_share)
+        self._limit = config.buffer.limit
         self._admission = Admission(
             groups_per_step=config.trainer.groups_per_step,
-            max_staleness=config.buffer.max_staleness,
+            limit=self._limit,
             max_running=config.rollout.max_running_groups,
             version=cursor.version,
         )
         self._buffer = Buffer(
             capacity=config.buffer.capacity,
-            max_staleness=config.buffer.max_staleness,
-            on_drop=lambda group: self._dispatcher.expire_waiting(group),
+            limit=self._limit,
+            sampler=build_sampler(config.buffer.order),
+            on_drop=lambda waiting: self._dispatcher.expire_waiting(waiting),
+        )
+        self._replay = build_replay(
+            config.buffer.replay,
+            groups_per_step=config.trainer.groups_per_step,
+            limit=self._limit,
+            seed=config.seed,
         )
         self._dispatcher = Dispatcher(
             task_of=task_of,
@@ -100,6 +123,8 @@ class Controller:
             admit=self._buffer.admit,
             admission=self._admission,
             failures=self._failures,
+            limit=self._limit,
+            version=cursor.version,
             next_number=cursor.next_number,
             unfinished=cursor.unfinished,
         )
@@ -148,7 +173,8 @@ class Controller:
             groups_running=self._admission.running,
             groups_dropped=dict(self._dispatcher.dropped),
             groups_cancelled=dict(self._dispatcher.cancellations.by_reason),
-            tokens_lost=self._dispatcher.cancellations.tokens_lost,
+            tokens_wasted=dict(self._dispatcher.waste.tokens),
+            wasted_staleness=self._dispatcher.waste.staleness_means,
             tokens_saved=round(self._dispatcher.cancellations.tokens_saved),
             groups_failed=dict(self._failures.by_reason),
             last_failure=self._failures.last_sentence,
@@ -162,41 +188,52 @@ class Controller:
         steps = self._config.trainer.steps
         upcoming = activities.create_task(self._next_batch(self._version))
         while self._version < steps:
-            groups, batches = await self._before_stall(upcoming)
+            taken = await self._before_stall(upcoming)
             if self._version + 1 < steps:
                 # Fit for the version this step makes, which is the trainer's when it is used.
                 activities.create_task(self._expire(self._version + 1))
                 upcoming = activities.create_task(self._next_batch(self._version + 1))
-            metrics = await self._before_stall(self._step(batches))
+            metrics = await self._before_stall(self._step(taken.batches))
             if self._config.weights.notify:
                 metrics["notify_failures"] = float(self._notifier.num_failed)
-            self._watcher.step(self.moment(), groups=groups, trainer_metrics=metrics)
+            self._watcher.step(
+                self.moment(),
+                groups=taken.groups,
+                replayed=taken.replayed,
+                trainer_metrics=metrics,
+            )
             self._version += 1
-            self._dispatcher.finish(group.number for group in groups)
+            self._dispatcher.finish(group.number for group in taken.fresh)
+            if self._replay is not None:
+                self._replay.keep(taken.fresh)
             await self._after_step(activities)
 
     async def _expire(self, version: int) -> None:
         """Give up what is too old for a take at `version`, which is the next."""
-        before = version - self._config.buffer.max_staleness
         self._admission.take_next(version)
-        self._dispatcher.expire(before)
-        await self._engines.expire(before)
+        self._dispatcher.expire(version)
+        if self._limit.one_token_decides:
+            await self._engines.expire(self._limit.oldest_at(version))
 
-    async def _next_batch(self, version: int) -> tuple[list[Group], tuple[Batch, ...]]:
-        taken = await self._buffer.take(self._config.trainer.groups_per_step, version=version)
+    async def _next_batch(self, version: int) -> _Taken:
+        n = self._config.trainer.groups_per_step
+        replayed = [] if self._replay is None else self._replay.draw(version)
+        self._admission.replay(len(replayed))
+        fresh = await self._buffer.take(n - len(replayed), version=version)
         if self._is_synchronous:  # all of them are there: the order need not depend on their speed
-            taken.sort(key=lambda group: group.number)
-        return await asyncio.to_thread(self._pack, taken)
+            fresh.sort(key=lambda group: group.number)
+        return await asyncio.to_thread(self._pack, fresh, replayed)
 
-    def _pack(self, taken: list[Group]) -> tuple[list[Group], tuple[Batch, ...]]:
-        groups = self._scorers.in_batch(taken)
+    def _pack(self, fresh: list[Group], replayed: list[Group]) -> _Taken:
+        groups = self._scorers.in_batch(spread(fresh, replayed))
         batches = pack_minibatches(
             groups,
             num_minibatches=self._config.trainer.minibatches,
             microbatch_tokens=self._config.trainer.microbatch_tokens,
             pairs=self._config.scoring.advantages["type"] == PAIRS,
         )
-        return groups, batches
+        numbers = frozenset(group.number for group in replayed)
+        return _Taken(groups=groups, replayed=numbers, batches=batches)
 
     async def _step(self, batches: tuple[Batch, ...]) -> dict[str, float]:
         """Learn one batch. With cluster.take_turns the engines pause meanwhile; evaluations that

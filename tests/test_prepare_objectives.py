@@ -1,4 +1,4 @@
-"""What a run makes of [loss] and [scoring] before any worker starts."""
+"""What a run makes of [loss], [scoring] and [buffer] before any worker starts."""
 
 from pathlib import Path
 
@@ -70,6 +70,14 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
         (
             {"scoring": {"advantages": {"type": "auto", "epsilon": 1.0}}},
             "leaves its type to the loss but sets epsilon; set the type, too",
+        ),
+        (
+            {"buffer": {"order": "freshest", "max_staleness": 0}},
+            "buffer.order = 'freshest' chooses among 16 waiting groups, who would wait for longer",
+        ),
+        (
+            {"buffer": {"replay": {}}, "loss": {"max_token_staleness": 1}},
+            "loss.max_token_staleness = 1 masks every token of buffer.replay",
         ),
     ],
 )

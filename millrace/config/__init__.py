@@ -12,6 +12,7 @@ from millrace.config.sections import (
     EvaluateConfig,
     Interrupt,
     LoraConfig,
+    ReplayConfig,
     ScorerConfig,
     TasksConfig,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "EvaluateConfig",
     "Interrupt",
     "LoraConfig",
+    "ReplayConfig",
     "RunConfig",
     "ScorerConfig",
     "TasksConfig",
