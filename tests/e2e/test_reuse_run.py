@@ -21,7 +21,7 @@ def test_a_batch_may_be_chosen_trained_for_epochs_and_partly_replayed(tmp_path):
             "order": "freshest",
             "staleness": "share",
             "max_stale_share": 0.5,
-            "replay": {"share": 0.25, "max_staleness": 4},
+            "replay": {"share": 0.25, "max_staleness": 8},
         },
         trainer={"steps": 8, "groups_per_step": 4, "threads": 1, "epochs": 2, "minibatches": 2},
         loss={"type": "decoupled_ppo"},
