@@ -28,6 +28,7 @@ def page() -> str:
         if section is not None:
             heading = f"[[{name}]]" if name == "scorer" else f"[{name}]"
             parts.append(_table(heading, section, text=_text(field)))
+            parts += _tables_within(name, section)
     return "\n".join(parts)
 
 
@@ -42,6 +43,11 @@ def _table(
             continue
         rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {_text(field)} |")
     return "\n".join(rows) + "\n"
+
+
+def _tables_within(name: str, section: type[BaseModel]) -> list[str]:
+    found = ((key, field, _section(field)) for key, field in section.model_fields.items())
+    return [_table(f"[{name}.{key}]", inner, text=_text(f)) for key, f, inner in found if inner]
 
 
 def _text(field: FieldInfo) -> str:
@@ -68,7 +74,8 @@ def _spelled(annotation: Any) -> str:
         return " | ".join(f'"{argument}"' for argument in arguments)
     if origin in (tuple, list):
         return "list of " + _spelled(arguments[0])
-    if origin is dict:
+    is_table = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    if origin is dict or is_table:
         return "table"
     if arguments:
         return " | ".join(_spelled(a) for a in arguments if a is not type(None))

@@ -31,7 +31,9 @@ from millrace.rollout.rounds import Rounds
 from millrace.scoring.advantages import PAIRS
 from millrace.scoring.pool import ScorerPool
 from millrace.staging.buffer import Buffer
+from millrace.staging.orders import build_sampler
 from millrace.staging.packing import minibatches_of, pack_minibatches
+from millrace.staging.replay import build_replay, spread
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.skipped import SkippedSteps
 from millrace.watch.watcher import Moment, Watcher
@@ -56,6 +58,19 @@ class Outcome:
     before: Evaluation | None
     after: Evaluation | None
     checkpoint: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Taken:
+    """What one step learns from."""
+
+    groups: list[Group]
+    replayed: frozenset[int]  # numbers of those among them that were trained before
+    batches: tuple[Batch, ...]
+
+    @property
+    def fresh(self) -> list[Group]:
+        return [group for group in self.groups if group.number not in self.replayed]
 
 
 class Controller:
@@ -86,9 +101,10 @@ class Controller:
         self._version = cursor.version
         self._saved: Path | None = None
         self._failures = Failures(max_share=config.rollout.max_failure_share)
+        self._limit = config.buffer.limit
         self._admission = Admission(
             groups_per_step=config.trainer.groups_per_step,
-            max_staleness=config.buffer.max_staleness,
+            limit=self._limit,
             max_running=config.rollout.max_running_groups,
             version=cursor.version,
         )
@@ -97,8 +113,15 @@ class Controller:
         self._rounds = Rounds(self._admission, at_once=engines.at_once) if is_synchronous else None
         self._buffer = Buffer(
             capacity=config.buffer.capacity,
-            max_staleness=config.buffer.max_staleness,
-            on_drop=lambda group: self._dispatcher.expire_waiting(group),
+            limit=self._limit,
+            sampler=build_sampler(config.buffer.order),
+            on_drop=lambda waiting: self._dispatcher.expire_waiting(waiting),
+        )
+        self._replay = build_replay(
+            config.buffer.replay,
+            groups_per_step=config.trainer.groups_per_step,
+            limit=self._limit,
+            seed=config.seed,
         )
         self._dispatcher = Dispatcher(
             task_of=task_of,
@@ -107,6 +130,8 @@ class Controller:
             admit=self._buffer.admit,
             admission=self._admission,
             failures=self._failures,
+            limit=self._limit,
+            version=cursor.version,
             next_number=cursor.next_number,
             unfinished=cursor.unfinished,
         )
@@ -158,7 +183,8 @@ class Controller:
             groups_running=self._admission.running,
             groups_dropped=dict(self._dispatcher.dropped),
             groups_cancelled=dict(self._dispatcher.cancellations.by_reason),
-            tokens_lost=self._dispatcher.cancellations.tokens_lost,
+            tokens_wasted=dict(self._dispatcher.waste.tokens),
+            wasted_staleness=self._dispatcher.waste.staleness_means,
             tokens_saved=round(self._dispatcher.cancellations.tokens_saved),
             groups_failed=dict(self._failures.by_reason),
             steps_skipped=self._skipped.num_steps,
@@ -175,41 +201,49 @@ class Controller:
         while self._version < steps:
             if self._rounds is not None:
                 self._rounds.open()
-            groups, batches = await self._before_stall(upcoming)
+            taken = await self._before_stall(upcoming)
             if self._rounds is not None:
                 self._rounds.close()  # until this step's evaluation is over
             if self._version + 1 < steps:
                 # Fit for the version this step makes, which is the trainer's when it is used.
                 activities.create_task(self._expire(self._version + 1))
                 upcoming = activities.create_task(self._next_batch(self._version + 1))
-            stepped = await self._before_stall(self._step(batches))
-            await self._save_skipped(stepped, groups)
+            stepped = await self._before_stall(self._step(taken.batches))
+            await self._save_skipped(stepped, taken.groups)
             metrics = dict(stepped.metrics)
             if self._config.weights.notify:
                 metrics["notify_failures"] = float(self._notifier.num_failed)
-            self._watcher.step(self.moment(), groups=groups, trainer_metrics=metrics)
+            self._watcher.step(
+                self.moment(),
+                groups=taken.groups,
+                replayed=taken.replayed,
+                trainer_metrics=metrics,
+            )
             self._skipped.check(stepped.metrics)
             self._version += 1
-            self._dispatcher.finish(group.number for group in groups)
+            self._dispatcher.finish(group.number for group in taken.fresh)
+            if self._replay is not None and not stepped.skipped:
+                self._replay.keep(taken.fresh)
             await self._after_step(activities)
 
     async def _expire(self, version: int) -> None:
         """Give up what is too old for a take at `version`, which is the next."""
-        before = version - self._config.buffer.max_staleness
         self._admission.take_next(version)
-        self._dispatcher.expire(before)
-        await self._engines.expire(before)
+        self._dispatcher.expire(version)
+        if self._limit.one_token_decides:
+            await self._engines.expire(self._limit.oldest_at(version))
 
-    async def _next_batch(self, version: int) -> tuple[list[Group], tuple[Batch, ...]]:
-        taken = await self._buffer.take(self._config.trainer.groups_per_step, version=version)
-        if (
-            self._rounds is not None
-        ):  # all of them are there: the order need not depend on their speed
-            taken.sort(key=lambda group: group.number)
-        return await asyncio.to_thread(self._pack, taken)
+    async def _next_batch(self, version: int) -> _Taken:
+        n = self._config.trainer.groups_per_step
+        replayed = [] if self._replay is None else self._replay.draw(version)
+        self._admission.replay(len(replayed))
+        fresh = await self._buffer.take(n - len(replayed), version=version)
+        if self._rounds is not None:  # all are there: the order need not depend on their speed
+            fresh.sort(key=lambda group: group.number)
+        return await asyncio.to_thread(self._pack, fresh, replayed)
 
-    def _pack(self, taken: list[Group]) -> tuple[list[Group], tuple[Batch, ...]]:
-        groups = self._scorers.in_batch(taken)
+    def _pack(self, fresh: list[Group], replayed: list[Group]) -> _Taken:
+        groups = self._scorers.in_batch(spread(fresh, replayed))
         batches = pack_minibatches(
             groups,
             num_minibatches=self._config.trainer.minibatches,
@@ -217,7 +251,8 @@ class Controller:
             pairs=self._config.scoring.advantages["type"] == PAIRS,
             critic=self._config.critic is not None,
         )
-        return groups, batches
+        numbers = frozenset(group.number for group in replayed)
+        return _Taken(groups=groups, replayed=numbers, batches=batches)
 
     async def _step(self, batches: tuple[Batch, ...]) -> Stepped:
         """Learn one batch. With cluster.take_turns the engines pause meanwhile; evaluations that
@@ -237,9 +272,11 @@ class Controller:
             self._skipped.went_well()
             return
         parts = minibatches_of(groups, num_minibatches=self._config.trainer.minibatches)
-        bad = [group for index in stepped.skipped for group in parts[index]]
-        path = await asyncio.to_thread(self._skipped.write, stepped.version, bad)
-        which = "" if len(parts) == 1 else f" ({len(stepped.skipped)} of its {len(parts)} updates)"
+        num_updates = len(parts) * self._config.trainer.epochs
+        bad = sorted({index % len(parts) for index in stepped.skipped})
+        groups = [group for index in bad for group in parts[index]]
+        path = await asyncio.to_thread(self._skipped.write, stepped.version, groups)
+        which = f" ({len(stepped.skipped)} of its {num_updates} updates)" if num_updates > 1 else ""
         self._watcher.warn(
             f"step {stepped.version}{which} was skipped: its loss or gradient is not finite; what"
             f" it was given is in {path}."

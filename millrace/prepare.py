@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.config import EvaluateConfig, RunConfig, ScorerConfig, TasksConfig
+from millrace.config import EvaluateConfig, ReplayConfig, RunConfig, ScorerConfig, TasksConfig
 from millrace.controller import Cursor
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.machine import available_cores
@@ -22,6 +22,7 @@ from millrace.models.directory import configured_context, load_tokenizer, text_c
 from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import CRITIC, PAIRS, build_advantages
 from millrace.scoring.pool import ScorerSpec, inspect_scorers
+from millrace.staging.orders import check_room
 from millrace.training.checkpoints import check_same_critic, latest_checkpoint, read_run_state
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.objectives.preference import PreferenceLoss
@@ -76,6 +77,12 @@ def prepare(
     for function in inspect_scorers(specs):
         function.check_columns([*train_tasks, *held_out])
     config = _with_advantages(config)
+    check_room(
+        config.buffer.order,
+        groups_per_step=config.trainer.groups_per_step,
+        capacity=config.buffer.capacity,
+        max_staleness=config.buffer.max_staleness,
+    )
     _check_loss(config)
     advantages = build_advantages(config.scoring.advantages)
     model = config.model
@@ -125,6 +132,8 @@ def _check_loss(config: RunConfig) -> None:
             f"loss.kl = {loss.kl.kl} compares with a reference model, and a run has none yet; set"
             " loss.kl to 0."
         )
+    if config.buffer.replay is not None and isinstance(loss, PolicyLoss):
+        _check_replay(config.buffer.replay, loss)
     if not isinstance(loss, PreferenceLoss):
         return
     if loss.needs_reference:
@@ -163,6 +172,17 @@ def _check_critic(config: RunConfig, *, num_tokens: int, max_context: int) -> No
         raise ConfigError(
             f"critic.path = {path!r} reads {context} tokens, but sequences may have {max_context};"
             " lower engine.max_context, or choose another model."
+        )
+
+
+def _check_replay(replay: ReplayConfig, loss: PolicyLoss) -> None:
+    """No token of a replayed group is less than two versions stale."""
+    limit = loss.staleness.max_token_staleness
+    if limit < 2 and loss.staleness.staleness_half_life == 0:
+        raise ConfigError(
+            f"loss.max_token_staleness = {limit:g} masks every token of buffer.replay, which are 2"
+            f" to {replay.max_staleness} versions stale; raise it, set loss.staleness_half_life, or"
+            " leave out buffer.replay."
         )
 
 

@@ -116,6 +116,42 @@ def test_several_adapters_cannot_be_merged_nor_be_called_base():
     assert "named 'base'" in sentence_of({"engine": {"adapters": {"base": "a/folder"}}})
 
 
+@pytest.mark.parametrize(
+    ("buffer", "said"),
+    [
+        ({"staleness": "share"}, "how many tokens may be too stale; set buffer.max_stale_share"),
+        ({"max_stale_share": 0.1}, "buffer.staleness = 'oldest'; set that to 'share', or leave"),
+        ({"replay": {"share": 0.1}}, "is less than one group; raise it to 0.125 or more"),
+        (
+            {"replay": {"share": 0.5, "capacity": 3}},
+            "buffer.replay.capacity = 3 can never hold the 4 groups",
+        ),
+        ({"replay": {"max_staleness": 1}}, "Setting 'buffer.replay.max_staleness' = 1"),
+        ({"replay": {"shares": 0.5}}, "'buffer.replay.shares'; did you mean 'share'"),
+        ({"order": 3}, "Setting 'buffer.order' = 3"),
+    ],
+)
+def test_what_a_buffer_cannot_be_is_refused_with_the_remedy(buffer, said):
+    with pytest.raises(ConfigError) as caught:
+        load_config({"model": "m", "buffer": buffer})
+    assert said in str(caught.value)
+
+
+def test_a_barrier_leaves_nothing_to_replay():
+    table = {
+        "model": "m",
+        "buffer": {"max_staleness": 0, "replay": {}},
+        "weights": {"interrupt": "barrier"},
+    }
+    with pytest.raises(ConfigError, match=r"on-policy, which buffer\.replay is not; leave out"):
+        load_config(table)
+
+
+def test_an_order_may_be_just_its_name():
+    config = load_config({"model": "m", "buffer": {"order": "freshest"}})
+    assert config.buffer.order == {"type": "freshest"}
+
+
 def test_more_minibatches_than_groups_are_refused():
     said = sentence_of({"trainer": {"groups_per_step": 2, "minibatches": 3}})
     assert "trainer.minibatches = 3 leaves some of them without any" in said

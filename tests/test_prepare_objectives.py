@@ -1,4 +1,4 @@
-"""What a run makes of [loss] and [scoring] before any worker starts."""
+"""What a run makes of [loss], [scoring] and [buffer] before any worker starts."""
 
 import json
 from pathlib import Path
@@ -87,6 +87,14 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
         ),
         ({"critic": {"path": "/nowhere/at/all"}}, "does not exist; check critic.path"),
         ({"critic": {"discount": 0.0}}, "critic.discount"),
+        (
+            {"buffer": {"order": "freshest", "max_staleness": 0}},
+            "buffer.order = 'freshest' chooses among 16 waiting groups, who would wait for longer",
+        ),
+        (
+            {"buffer": {"replay": {}}, "loss": {"max_token_staleness": 1}},
+            "loss.max_token_staleness = 1 masks every token of buffer.replay",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_at_the_start(model, settings, said):

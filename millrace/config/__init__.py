@@ -13,6 +13,7 @@ from millrace.config.sections import (
     EvaluateConfig,
     Interrupt,
     LoraConfig,
+    ReplayConfig,
     ScorerConfig,
     TasksConfig,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "EvaluateConfig",
     "Interrupt",
     "LoraConfig",
+    "ReplayConfig",
     "RunConfig",
     "ScorerConfig",
     "TasksConfig",

@@ -88,6 +88,7 @@ class RunConfig(Section):
                 f"trainer.minibatches = {self.trainer.minibatches} leaves some of them without any"
                 f" of the trainer.groups_per_step = {self.trainer.groups_per_step}; lower it"
             )
+        self._staleness_is_consistent()
         for section, tables in (("tasks", self.tasks), ("evaluate", self.evaluate)):
             if tables.path is not None and tables.function is not None:
                 raise ValueError(f"{section}.path and {section}.function are both set; keep one")
@@ -110,6 +111,37 @@ class RunConfig(Section):
                 " writes none; set it to 'disk'"
             )
         return self
+
+    def _staleness_is_consistent(self) -> None:
+        buffer, groups = self.buffer, self.trainer.groups_per_step
+        if buffer.staleness == "share" and buffer.max_stale_share is None:
+            raise ValueError(
+                "buffer.staleness = 'share' needs to know how many tokens may be too stale; set"
+                " buffer.max_stale_share"
+            )
+        if buffer.staleness != "share" and buffer.max_stale_share is not None:
+            raise ValueError(
+                f"buffer.max_stale_share = {buffer.max_stale_share} says nothing with"
+                f" buffer.staleness = {buffer.staleness!r}; set that to 'share', or leave it out"
+            )
+        if buffer.replay is None:
+            return
+        num_replayed = buffer.replay.groups_of(groups)
+        if self.weights.interrupt == "barrier":
+            raise ValueError(
+                "weights.interrupt = 'barrier' is strictly on-policy, which buffer.replay is not;"
+                " leave out buffer.replay, or choose another weights.interrupt"
+            )
+        if num_replayed == 0:
+            raise ValueError(
+                f"buffer.replay.share = {buffer.replay.share} of trainer.groups_per_step ="
+                f" {groups} is less than one group; raise it to {1 / groups:.3g} or more"
+            )
+        if num_replayed > buffer.replay.capacity:
+            raise ValueError(
+                f"buffer.replay.capacity = {buffer.replay.capacity} can never hold the"
+                f" {num_replayed} groups that a batch replays; raise it"
+            )
 
     def _adapters_can_be_told_apart(self) -> None:
         adapters = self.engine.adapters

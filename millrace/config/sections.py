@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from millrace.core.staleness import Measure, StalenessLimit
+
 # Strict: true is no number, and "8" is no 8.
 Int = Annotated[int, Field(strict=True)]
 PositiveInt = Annotated[Int, Field(gt=0)]
@@ -81,12 +83,48 @@ class RolloutConfig(Section):
     """The run stops when more than this share of the last 100 groups failed."""
 
 
+class ReplayConfig(Section):
+    share: Annotated[Float, Field(gt=0, lt=1)] = 0.25
+    """Of each batch, at most."""
+    capacity: PositiveInt = 64
+    """Trained groups that are kept."""
+    max_staleness: Annotated[Int, Field(ge=2)] = 8
+    """As buffer.max_staleness, for these. The first batch that can hold a group again is the second
+    after its own."""
+
+    def groups_of(self, num_groups: int) -> int:
+        """How many of a batch of so many may be replayed."""
+        return int(self.share * num_groups + 1e-9)  # 0.29 * 100 is a little less than 29
+
+
 class BufferConfig(Section):
     capacity: PositiveInt = 64
     """Groups that may wait for the trainer; at least trainer.groups_per_step."""
     max_staleness: NonNegativeInt = 2
-    """Trainer version minus the version of a group's oldest token, at most. 0 = strictly
-    on-policy."""
+    """Trainer version minus the version of a token, at most. 0 = strictly on-policy."""
+    staleness: Measure = "oldest"
+    """Which of a group's trained tokens max_staleness holds for: "oldest" = all, "mean" = their
+    average, "share" = all but max_stale_share of them; see docs/buffer.md."""
+    max_stale_share: Annotated[Float, Field(ge=0, lt=1)] | None = None
+    """With "share": how many tokens may be staler, as a share of the group's."""
+    order: dict[str, Any] = {"type": "oldest"}
+    """Which of the waiting groups are trained first: "oldest", "freshest", "ready" (as they came),
+    "difficulty" (half solved), or {type = "module:Name", ...} of yours."""
+    replay: ReplayConfig | None = None
+    """Train some groups a second time, such as {share = 0.25, capacity = 64, max_staleness = 8}."""
+
+    @field_validator("order", mode="before")
+    @classmethod
+    def _may_be_a_name(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+    @property
+    def limit(self) -> StalenessLimit:
+        return StalenessLimit(
+            max_staleness=self.max_staleness,
+            measure=self.staleness,
+            max_stale_share=self.max_stale_share or 0.0,
+        )
 
 
 class EngineConfig(Section):
@@ -135,6 +173,8 @@ class TrainerConfig(Section):
     """Groups per step; times rollout.group_size = episodes per step."""
     minibatches: PositiveInt = 1
     """Optimizer updates per step, each with its share of the groups; a step makes one version."""
+    epochs: PositiveInt = 1
+    """Times a step goes through its minibatches; still one version."""
     microbatch_tokens: PositiveInt = 8192
     """Token budget of one forward pass; one longer sequence still gets a pass of its own."""
     learning_rate: PositiveFloat = 1e-6

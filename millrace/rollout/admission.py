@@ -2,10 +2,10 @@
 
 Promise: groups accepted or running never exceed (max_staleness + visible version + 1) *
 groups_per_step. With the buffer handing out oldest first, a group started now is then trained at
-most max_staleness versions later. The visible version is what the engines hold, not what the
-trainer has reached: a slot freed at the step, before the swap, would start a rollout that is
-already one version old. Nor does a group start while the engines are so far behind the next take
-that its first token would be too old for it.
+most max_staleness versions later, and by no measure too stale. The visible version is what the
+engines hold, not what the trainer has reached: a slot freed at the step, before the swap, would
+start a rollout that is already one version old. Nor does a group start while the engines are so far
+behind the next take that its first token would be too old for it, where that alone decides.
 
 Called from the controller's event loop only.
 """
@@ -13,16 +13,18 @@ Called from the controller's event loop only.
 import asyncio
 from collections.abc import Callable
 
+from millrace.core.staleness import StalenessLimit
+
 STALENESS = "staleness limit"
 RUNNING = "max_running_groups"
 
 
 class Admission:
     def __init__(
-        self, *, groups_per_step: int, max_staleness: int, max_running: int, version: int
+        self, *, groups_per_step: int, limit: StalenessLimit, max_running: int, version: int
     ) -> None:
         self._groups_per_step = groups_per_step
-        self._max_staleness = max_staleness
+        self._limit = limit
         self._max_running = max_running
         self._version = version
         self._taking = version  # of the take that comes next
@@ -65,6 +67,10 @@ class Admission:
         self._accepted -= 1
         self._changed.set()
 
+    def replay(self, num_groups: int) -> None:
+        """So many places of a step are taken by groups that were trained before."""
+        self._accepted += num_groups
+
     def advance(self, version: int) -> None:
         """All engines now sample with this version or a newer one."""
         self._version = max(self._version, version)
@@ -75,9 +81,13 @@ class Admission:
         self._taking = version
 
     def _obstacle(self) -> str | None:
-        limit = (self._max_staleness + self._version + 1) * self._groups_per_step
-        if self._accepted >= limit or self._taking - self._version > self._max_staleness:
+        most = (self._limit.max_staleness + self._version + 1) * self._groups_per_step
+        if self._accepted >= most or self._starts_too_old():
             return STALENESS
         if self._running >= self._max_running:
             return RUNNING
         return None
+
+    def _starts_too_old(self) -> bool:
+        is_too_old = self._version < self._limit.oldest_at(self._taking)
+        return is_too_old and self._limit.one_token_decides

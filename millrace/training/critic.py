@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.core.errors import RunFailed
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.value_model import ValueModel
 from millrace.training.estimation import Estimation, judgement_metrics

@@ -82,6 +82,7 @@ class Trainer:
         logprob_chunk: int = 1024,
         gradient_checkpointing: bool = False,
         compile_layers: bool = False,
+        epochs: int = 1,
     ) -> None:
         assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
         self.model = model
@@ -95,13 +96,15 @@ class Trainer:
         self._compute_dtype = compute_dtype
         self._scale = LossScale(is_on=compute_dtype is torch.float16)
         self._logprob_chunk = logprob_chunk
+        self._epochs = epochs  # that a step goes through its batches
         self._optimizer = build_optimizer(model, betas=betas, weight_decay=weight_decay)
         self._compiles = compile_layers
         self._limit = RowLimit()
         arrange_layers(model, compiled=compile_layers, checkpointed=gradient_checkpointing)
 
     def step(self, *batches: Batch) -> dict[str, float]:
-        """One version: an optimizer update with each of the batches; returns their metrics.
+        """One version: in each epoch an optimizer update with each of the batches; returns the
+        metrics of all updates.
 
         A batch whose update is skipped has no part in the metrics, unless all are.
         """
@@ -110,9 +113,11 @@ class Trainer:
             batches = self._critic.judge(batches)
         num_proximal = 0  # forward passes that only ask what the policy before the step says
         # In the first update the policy before the step is the one that is computed anyway.
-        if len(batches) > 1 and isinstance(self._loss, Anchored) and self._loss.needs_proximal:
+        is_several = len(batches) * self._epochs > 1
+        if is_several and isinstance(self._loss, Anchored) and self._loss.needs_proximal:
             batches = tuple(self._with_proximal(batch) for batch in batches)
             num_proximal = sum(len(batch.microbatches) for batch in batches)
+        batches *= self._epochs
         learning_rate = 0.0 if self._policy_waits else self._schedule.at(self.steps_done)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate

@@ -223,6 +223,7 @@ def build_trainer(config: RunConfig, *, path: str) -> Trainer:
         logprob_chunk=settings.logprob_chunk,
         gradient_checkpointing=settings.gradient_checkpointing,
         compile_layers=settings.compile,
+        epochs=settings.epochs,
     )
 
 

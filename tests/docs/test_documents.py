@@ -45,6 +45,19 @@ def test_the_loss_in_the_page_on_objectives_passes_its_test():
     names["test_tokens_at_the_ceiling_have_no_gradient"]()
 
 
+def test_the_order_in_the_page_on_the_buffer_passes_its_test():
+    page = (ROOT / "docs" / "buffer.md").read_text()
+    order, test = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, Any] = {"__name__": "orders"}
+    exec(order + test, names)
+    names["test_short_groups_go_first"]()
+
+
+def test_the_settings_in_the_page_on_the_buffer_are_settings():
+    (toml,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "buffer.md").read_text(), re.S)
+    load_config({"model": "m", **tomllib.loads(toml)})
+
+
 def test_the_page_on_objectives_has_every_recipe_with_its_settings():
     page = (ROOT / "docs" / "objectives.md").read_text().split("## Recipes")[1]
     for name, recipe in RECIPES.items():

@@ -17,7 +17,7 @@ from critics import (
 )
 from transformers import AutoModelForCausalLM
 
-from millrace.core.errors import CheckpointError, RunFailed
+from millrace.core.errors import CheckpointError
 from millrace.training.checkpoints import CRITIC
 from millrace.training.critic import WEIGHTS_FILE
 from millrace.training.estimation import Estimation
@@ -283,14 +283,14 @@ def test_what_does_not_fit_into_memory_is_split_and_judged_and_learned_alike():
         torch.testing.assert_close(weight, split_weights[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_a_critic_that_cannot_learn_fails_the_run_and_nothing_is_applied():
+def test_an_update_in_which_the_critic_cannot_learn_is_skipped_for_both():
     critic = critic_of(estimation=Estimation(normalize=False), loss_weight=float("inf"))
     trainer = trainer_of(tiny_model("qwen3"), critic=critic)
     before = {name: w.clone() for name, w in trainer.named_weights().items()}
     judging = weights_of(critic)
-    with pytest.raises(RunFailed, match=r"critic\.learning_rate"):
-        trainer.step(judged_batch(rollouts_of("unrelated"), scores=SCORES))
-    assert trainer.steps_done == 0
+    metrics = trainer.step(judged_batch(rollouts_of("unrelated"), scores=SCORES))
+    assert metrics["updates_skipped"] == 1
+    assert trainer.skipped == (0,)
     for name, weight in trainer.named_weights().items():
         assert torch.equal(weight, before[name]), name
     for name, weight in weights_of(critic).items():

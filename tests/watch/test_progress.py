@@ -82,6 +82,12 @@ def test_at_80_columns_nothing_is_cut_short():
         assert fact in text
 
 
+def test_tokens_that_were_wasted_are_told_as_a_share():
+    wasteful = replace(SNAPSHOT, tokens_generated=2000, tokens_wasted=30)
+    assert any("tokens/s · 1.5% of them wasted" in line for line in drawn(wasteful, width=80))
+    assert not any("wasted" in line for line in drawn(SNAPSHOT, width=80))
+
+
 def test_a_worker_that_never_waits_needs_no_reason():
     busy = Shares(busy=1.0, doing={"generate": 1.0}, waiting={"tasks": 1e-6})
     lines = drawn(replace(SNAPSHOT, workers={"engine-0": busy}), width=80)
