@@ -202,9 +202,7 @@ class Controller:
 
     async def _next_batch(self, version: int) -> tuple[list[Group], tuple[Batch, ...]]:
         taken = await self._buffer.take(self._config.trainer.groups_per_step, version=version)
-        if (
-            self._rounds is not None
-        ):  # all of them are there: the order need not depend on their speed
+        if self._rounds is not None:  # all are there: their order need not depend on their speed
             taken.sort(key=lambda group: group.number)
         return await asyncio.to_thread(self._pack, taken)
 

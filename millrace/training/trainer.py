@@ -231,7 +231,7 @@ class Trainer:
                 self._scale.unscale(p.grad for p in self.model.parameters() if p.grad is not None)
                 return metrics, num_splits
 
-    def _update(self, batch: Batch) -> "_Update":
+    def _update(self, batch: Batch) -> _Update:
         """One optimizer update, if it is finite. Where float16 overflowed, the gradient is computed
         again with a smaller scale."""
         assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"
