@@ -251,7 +251,7 @@ class Trainer:
         """True in steps in which the critic alone learns."""
         return self._critic is not None and self._critic.learns_alone(self.steps_done)
 
-    def _update(self, batch: Batch) -> "_Update":
+    def _update(self, batch: Batch) -> _Update:
         """One optimizer update, if it is finite. Where float16 overflowed, the gradient is computed
         again with a smaller scale."""
         assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"

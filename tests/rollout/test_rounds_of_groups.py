@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 
+from millrace.core.staleness import StalenessLimit
 from millrace.rollout.admission import Admission
 from millrace.rollout.rounds import Rounds
 
@@ -10,7 +11,10 @@ class Rig:
 
     def __init__(self, *, groups_per_step: int, max_running: int = 100):
         self.admission = Admission(
-            groups_per_step=groups_per_step, max_staleness=0, max_running=max_running, version=0
+            groups_per_step=groups_per_step,
+            limit=StalenessLimit(max_staleness=0),
+            max_running=max_running,
+            version=0,
         )
         self.begun: list[list[int]] = []
         self.rounds = Rounds(self.admission, at_once=self.at_once)
