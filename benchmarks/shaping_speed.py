@@ -20,8 +20,10 @@ import numpy as np
 
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task
+from millrace.core.staleness import StalenessLimit
 from millrace.scoring.advantages import GroupAdvantages
 from millrace.staging.buffer import Buffer
+from millrace.staging.orders import Oldest
 from millrace.staging.packing import pack
 
 TRAINED_TOKENS_PER_S = 42_546
@@ -98,7 +100,12 @@ def efficiency(batch: Batch, *, microbatch_tokens: int) -> float:
 
 async def _through_buffer(groups: Sequence[Group], taken: list[Group]) -> None:
     """All admitted, checked for their age and taken."""
-    buffer = Buffer(capacity=len(groups), max_staleness=2, on_drop=lambda group: None)
+    buffer = Buffer(
+        capacity=len(groups),
+        limit=StalenessLimit(max_staleness=2),
+        sampler=Oldest(),
+        on_drop=lambda waiting: None,
+    )
     for group in groups:
         await buffer.admit(group)
     # Not returned: asyncio.run() would make text of it, for a reason of its own.
