@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import millrace
 from millrace.sandbox.frames import frame, frames
 from millrace.sandbox.lockdown import unsupported
 
-ROOT = str(Path(millrace.__file__).parents[1])
+ROOT = str(Path(__file__).parents[2])  # where the judge finds this package
 START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from millrace.sandbox.judge import main; main()"
 )
