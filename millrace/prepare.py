@@ -27,6 +27,7 @@ from millrace.training.checkpoints import check_same_critic, latest_checkpoint, 
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.objectives.preference import PreferenceLoss
 from millrace.training.objectives.recipes import ADVANTAGES, DEFAULT, PREFERENCE, build_loss
+from millrace.verifiers import build_verifier
 
 PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
 
@@ -120,7 +121,15 @@ def _tasks(
 def _scorers(
     settings: Sequence[ScorerConfig], given: Sequence[Callable[..., Any]] | None
 ) -> tuple[ScorerSpec, ...]:
-    configured = [ScorerSpec(**row.model_dump()) for row in settings]
+    configured = [
+        ScorerSpec(
+            function=row.function or build_verifier(row.verifier, section=f"scorer.{index}"),
+            name=row.name,
+            weight=row.weight,
+            timeout_s=row.timeout_s,
+        )
+        for index, row in enumerate(settings)
+    ]
     return (*configured, *(ScorerSpec(function=function) for function in given or ()))
 
 

@@ -72,6 +72,11 @@ def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
         ({"model": 3}, "Setting 'model' = 3: "),
         ({"loss": "clipped"}, "Setting 'loss' = 'clipped': "),
         ({"scorer": {"function": "a:b"}}, "Setting 'scorer' = {'function': 'a:b'}: "),
+        ({"scorer": [{}]}, "Setting 'scorer.0' = {}: a scorer has either a function or a type"),
+        (
+            {"scorer": [{"function": "a:b", "type": "exact"}]},
+            ": a scorer has either a function or a type; set one of the two",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_field(table, said):
@@ -83,7 +88,6 @@ def test_a_wrong_value_is_named_with_its_field(table, said):
     [
         ({}, "model"),
         ({"model": {}}, "model.path"),
-        ({"model": "m", "scorer": [{}]}, "scorer.0.func"),
     ],
 )
 def test_what_is_missing_is_named(table, field):
@@ -231,6 +235,19 @@ def test_paths_in_a_toml_start_from_its_folder(tmp_path):
         f"{tmp_path}/rewards.py:reward",
         "pack.mod:reward",
     ]
+
+
+def test_a_verifiers_own_keys_stand_in_its_table_and_survive_a_round_trip(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'model = "m"\n[[scorer]]\ntype = "json_schema"\npath = "schema.json"\nweight = 2.0\n'
+    )
+    config = load_config(file)
+    assert config.scorer[0].verifier == {
+        "type": "json_schema",
+        "path": str(tmp_path / "schema.json"),
+    }
+    assert load_config(config.model_dump(mode="json")) == config
 
 
 def test_a_hub_name_in_a_toml_stays_a_hub_name(tmp_path):

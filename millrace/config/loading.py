@@ -16,7 +16,14 @@ from millrace.config.sections import ScorerConfig
 from millrace.core.errors import ConfigError
 
 # Settings that are paths.
-_PATHS = ("run_dir", "tasks.path", "evaluate.path", "cluster.ticket", "weights.directory")
+_PATHS = (
+    "run_dir",
+    "tasks.path",
+    "evaluate.path",
+    "scorer.path",
+    "cluster.ticket",
+    "weights.directory",
+)
 
 
 def load_config(
@@ -108,7 +115,8 @@ def _clauses(error: ValidationError) -> Iterator[str]:
         elif not path:
             yield detail["msg"].removeprefix("Value error, ")
         else:
-            message = detail["msg"][0].lower() + detail["msg"][1:]
+            words = detail["msg"].removeprefix("Value error, ")
+            message = words[0].lower() + words[1:]
             yield f"Setting {where!r} = {detail['input']!r}: {message}"
 
 

@@ -87,6 +87,14 @@ class Sampler(Protocol):
         ...
 
 
+@runtime_checkable
+class NeedsColumns(Protocol):
+    """A reward function whose signature does not tell which columns it cannot do without."""
+
+    @property
+    def needed_columns(self) -> tuple[str, ...]: ...
+
+
 class Environment(Protocol):
     """Plays one task: n episodes of it, through the agent it is given."""
 

@@ -149,6 +149,9 @@ def _self_contained(config: RunConfig) -> dict[str, Any]:
         # A model may also be a hub name, which is no path at all.
         if path is not None and Path(path).exists():
             table[section]["path"] = str(Path(path).absolute())
+    for row in table["scorer"]:
+        if "path" in row:  # a verifier's
+            row["path"] = str(Path(row["path"]).absolute())
     adapters = config.engine.adapters
     table["engine"]["adapters"] = {n: str(Path(p).absolute()) for n, p in adapters.items()}
     if config.cluster.ticket is not None:

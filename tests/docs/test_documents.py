@@ -1,5 +1,6 @@
 """The documents say what the code does."""
 
+import dataclasses
 import re
 import runpy
 import tomllib
@@ -8,6 +9,7 @@ from typing import Any
 
 from millrace.config import load_config
 from millrace.training.objectives.recipes import ADVANTAGES, RECIPES
+from millrace.verifiers import VERIFIERS, build_verifier
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,3 +72,22 @@ def test_the_page_on_objectives_has_every_recipe_with_its_settings():
             shown = {"0.0003": "3e-4", "0.0004": "4e-4"}.get(shown, shown)
             assert f"{key} {shown}" in told, (name, key)
         assert advantages.strip().startswith(ADVANTAGES.get(name, {"type": "group"})["type"])
+
+
+def test_the_page_on_verifiers_has_every_key_with_its_default():
+    page = (ROOT / "docs" / "verifiers.md").read_text()
+    for name, verifier in VERIFIERS.items():
+        (row,) = re.findall(rf"^\| `{name}` .*$", page, re.M)
+        for field in dataclasses.fields(verifier):
+            told = re.search(rf"`{field.name}(?: = ([^`]*))?`", row)
+            assert told is not None, (name, field.name)
+            if told[1] is not None:
+                assert tomllib.loads(f"x = {told[1]}")["x"] == field.default, (name, field.name)
+
+
+def test_the_verifiers_in_the_page_on_them_can_be_built():
+    page = (ROOT / "docs" / "verifiers.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    config = load_config({"model": "m", **tomllib.loads(example)})
+    for row in config.scorer:
+        build_verifier(row.verifier, section="scorer")
