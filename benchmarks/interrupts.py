@@ -104,7 +104,7 @@ def measure(interrupt: Interrupt, *, folder: Path, args: argparse.Namespace) -> 
         "staleness_mean": sum(row["staleness_mean"] for row in steady) / len(steady),
         "completion_tokens_mean": sum(r["completion_tokens_mean"] for r in steady) / len(steady),
         "groups_cancelled": last["groups_cancelled"],
-        "tokens_lost": last["tokens_lost"],
+        "tokens_wasted": last["tokens_wasted"],
         "tokens_saved": last["tokens_saved"],
     }
 

@@ -72,7 +72,8 @@ def _spelled(annotation: Any) -> str:
         return " | ".join(f'"{argument}"' for argument in arguments)
     if origin in (tuple, list):
         return "list of " + _spelled(arguments[0])
-    if origin is dict:
+    is_table = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    if origin is dict or is_table:
         return "table"
     if arguments:
         return " | ".join(_spelled(a) for a in arguments if a is not type(None))

@@ -7,13 +7,23 @@ mr.train(model="path/to/model", tasks=[...], scorers=[my_reward])
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millrace import verifiers
     from millrace.config import RunConfig, load_config
     from millrace.core.errors import MillraceError
     from millrace.core.records import Task
     from millrace.run import RunResult, train
 
 __version__ = "0.1.0"
-__all__ = ["MillraceError", "RunConfig", "RunResult", "Task", "__version__", "load_config", "train"]
+__all__ = [
+    "MillraceError",
+    "RunConfig",
+    "RunResult",
+    "Task",
+    "__version__",
+    "load_config",
+    "train",
+    "verifiers",
+]
 
 _HOMES = {
     "MillraceError": "millrace.core.errors",
@@ -29,6 +39,8 @@ def __getattr__(name: str) -> Any:
     """Public names load on first use, so that workers and the command line start fast."""
     import importlib
 
+    if name == "verifiers":
+        return importlib.import_module("millrace.verifiers")
     if name not in _HOMES:
         raise AttributeError(f"module 'millrace' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
 from millrace.core.errors import CheckpointError, RunFailed, WorkerError
 from millrace.core.microbatch import Batch
@@ -29,11 +30,15 @@ from millrace.rollout.evaluation import Evaluation, evaluate
 from millrace.rollout.examiner import Examiner, PinnedExaminer, SharedExaminer
 from millrace.rollout.filtering import Filtering
 from millrace.rollout.player import Player
+from millrace.rollout.rounds import Rounds
 from millrace.scoring.advantages import PAIRS
 from millrace.scoring.pool import ScorerPool
 from millrace.staging.buffer import Buffer
-from millrace.staging.packing import pack_minibatches
+from millrace.staging.orders import build_sampler
+from millrace.staging.packing import minibatches_of, pack_minibatches
+from millrace.staging.replay import build_replay, spread
 from millrace.training.remote import RemoteTrainer
+from millrace.watch.skipped import SkippedSteps
 from millrace.watch.text import counts
 from millrace.watch.watcher import Moment, Watcher
 from millrace.weights.courier import Courier
@@ -60,6 +65,19 @@ class Outcome:
     checkpoint: Path
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Taken:
+    """What one step learns from."""
+
+    groups: list[Group]
+    replayed: frozenset[int]  # numbers of those among them that were trained before
+    batches: tuple[Batch, ...]
+
+    @property
+    def fresh(self) -> list[Group]:
+        return [group for group in self.groups if group.number not in self.replayed]
+
+
 class Controller:
     def __init__(
         self,
@@ -74,6 +92,7 @@ class Controller:
         trainer: RemoteTrainer,
         watcher: Watcher,
         checkpoints: Path,
+        skipped: SkippedSteps,
         cursor: Cursor,
     ) -> None:
         self._config = config
@@ -86,20 +105,31 @@ class Controller:
         self._trainer = trainer
         self._watcher = watcher
         self._checkpoints = checkpoints
+        self._skipped = skipped
         self._version = cursor.version
         self._saved: Path | None = None
-        self._is_synchronous = config.weights.interrupt == "barrier"
         self._failures = Failures(max_share=config.rollout.max_failure_share)
+        self._limit = config.buffer.limit
         self._admission = Admission(
             groups_per_step=config.trainer.groups_per_step,
-            max_staleness=config.buffer.max_staleness,
+            limit=self._limit,
             max_running=config.rollout.max_running_groups,
             version=cursor.version,
         )
+        # With barrier, all work of a version is there before any of it begins.
+        is_synchronous = config.weights.interrupt == "barrier"
+        self._rounds = Rounds(self._admission, at_once=engines.at_once) if is_synchronous else None
         self._buffer = Buffer(
             capacity=config.buffer.capacity,
-            max_staleness=config.buffer.max_staleness,
-            on_drop=lambda group: self._dispatcher.expire_waiting(group),
+            limit=self._limit,
+            sampler=build_sampler(config.buffer.order),
+            on_drop=lambda waiting: self._dispatcher.expire_waiting(waiting),
+        )
+        self._replay = build_replay(
+            config.buffer.replay,
+            groups_per_step=config.trainer.groups_per_step,
+            limit=self._limit,
+            seed=config.seed,
         )
         self._dispatcher = Dispatcher(
             task_of=tasks.task,
@@ -110,6 +140,8 @@ class Controller:
             admission=self._admission,
             failures=self._failures,
             filtering=Filtering(max_share=config.rollout.max_filtered_share, warn=watcher.warn),
+            limit=self._limit,
+            version=cursor.version,
             next_number=cursor.next_number,
             unfinished=cursor.unfinished,
         )
@@ -132,7 +164,10 @@ class Controller:
             delivering = activities.create_task(self._courier.run())
             notifying = activities.create_task(self._notifier.run())
             watching = activities.create_task(self._watcher.run(self.moment))
+            starting = activities.create_task(self._rounds.run()) if self._rounds else None
             await self._learn(activities)
+            if starting is not None:
+                starting.cancel()
             dispatching.cancel()  # cancelling a group aborts its requests in the engines
             await self._courier.wait_visible(self._version)
             await self._examiner.conclude()
@@ -165,10 +200,11 @@ class Controller:
             groups_running=self._admission.running,
             groups_dropped=dict(self._dispatcher.dropped),
             groups_cancelled=dict(self._dispatcher.cancellations.by_reason),
-            tokens_lost=self._dispatcher.cancellations.tokens_lost,
-            tokens_wasted=dict(self._scorers.tokens_wasted),
+            tokens_wasted={**self._dispatcher.waste.tokens, **self._scorers.tokens_wasted},
+            wasted_staleness=self._dispatcher.waste.staleness_means,
             tokens_saved=round(self._dispatcher.cancellations.tokens_saved),
             groups_failed=dict(self._failures.by_reason),
+            steps_skipped=self._skipped.num_steps,
             last_failure=self._failures.last_sentence,
             engine_waits_for=self._engine_waits_for(),
             trainer_waits_for=self._trainer_waits_for(),
@@ -180,43 +216,62 @@ class Controller:
         steps = self._config.trainer.steps
         upcoming = activities.create_task(self._next_batch(self._version))
         while self._version < steps:
-            groups, batches = await self._before_stall(upcoming)
+            if self._rounds is not None:
+                self._rounds.open()
+            taken = await self._before_stall(upcoming)
+            if self._rounds is not None:
+                self._rounds.close()  # until this step's evaluation is over
             if self._version + 1 < steps:
                 # Fit for the version this step makes, which is the trainer's when it is used.
                 activities.create_task(self._expire(self._version + 1))
                 upcoming = activities.create_task(self._next_batch(self._version + 1))
-            metrics = await self._before_stall(self._step(batches))
+            stepped = await self._before_stall(self._step(taken.batches))
+            await self._save_skipped(stepped, taken.groups)
+            metrics = dict(stepped.metrics)
             if self._config.weights.notify:
                 metrics["notify_failures"] = float(self._notifier.num_failed)
-            self._watcher.step(self.moment(), groups=groups, trainer_metrics=metrics)
+            self._watcher.step(
+                self.moment(),
+                groups=taken.groups,
+                replayed=taken.replayed,
+                trainer_metrics=metrics,
+            )
+            self._skipped.check(stepped.metrics)
             self._version += 1
-            self._dispatcher.finish(group.number for group in groups)
+            self._dispatcher.finish(group.number for group in taken.fresh)
+            if self._replay is not None and not stepped.skipped:
+                self._replay.keep(taken.fresh)
             await self._after_step()
 
     async def _expire(self, version: int) -> None:
         """Give up what is too old for a take at `version`, which is the next."""
-        before = version - self._config.buffer.max_staleness
         self._admission.take_next(version)
-        self._dispatcher.expire(before)
-        await self._engines.expire(before)
+        self._dispatcher.expire(version)
+        if self._limit.one_token_decides:
+            await self._engines.expire(self._limit.oldest_at(version))
 
-    async def _next_batch(self, version: int) -> tuple[list[Group], tuple[Batch, ...]]:
-        taken = await self._buffer.take(self._config.trainer.groups_per_step, version=version)
-        if self._is_synchronous:  # all of them are there: the order need not depend on their speed
-            taken.sort(key=lambda group: group.number)
-        return await asyncio.to_thread(self._pack, taken)
+    async def _next_batch(self, version: int) -> _Taken:
+        n = self._config.trainer.groups_per_step
+        replayed = [] if self._replay is None else self._replay.draw(version)
+        self._admission.replay(len(replayed))
+        fresh = await self._buffer.take(n - len(replayed), version=version)
+        if self._rounds is not None:  # all are there: the order need not depend on their speed
+            fresh.sort(key=lambda group: group.number)
+        return await asyncio.to_thread(self._pack, fresh, replayed)
 
-    def _pack(self, taken: list[Group]) -> tuple[list[Group], tuple[Batch, ...]]:
-        groups = self._scorers.in_batch(taken)
+    def _pack(self, fresh: list[Group], replayed: list[Group]) -> _Taken:
+        groups = self._scorers.in_batch(spread(fresh, replayed))
         batches = pack_minibatches(
             groups,
             num_minibatches=self._config.trainer.minibatches,
             microbatch_tokens=self._config.trainer.microbatch_tokens,
             pairs=self._config.scoring.advantages["type"] == PAIRS,
+            critic=self._config.critic is not None,
         )
-        return groups, batches
+        numbers = frozenset(group.number for group in replayed)
+        return _Taken(groups=groups, replayed=numbers, batches=batches)
 
-    async def _step(self, batches: tuple[Batch, ...]) -> dict[str, float]:
+    async def _step(self, batches: tuple[Batch, ...]) -> Stepped:
         """Learn one batch. With cluster.take_turns the engines pause meanwhile; evaluations that
         are under way go on between two steps."""
         version = self._version + 1
@@ -224,11 +279,26 @@ class Controller:
             return await self._trainer.step(*batches, version=version)
         pools = [pool for pool in (self._engines, self._evaluators) if pool is not None]
         await asyncio.gather(*(pool.pause() for pool in pools))
-        metrics = await self._trainer.step(*batches, version=version)
+        stepped = await self._trainer.step(*batches, version=version)
         # Before the weights are published, which is copying and needs no turn of its own.
         # After a step that failed nobody resumes them: it ends the run.
         await asyncio.gather(*(pool.resume() for pool in pools))
-        return metrics
+        return stepped
+
+    async def _save_skipped(self, stepped: Stepped, groups: list[Group]) -> None:
+        if not stepped.skipped:
+            self._skipped.went_well()
+            return
+        parts = minibatches_of(groups, num_minibatches=self._config.trainer.minibatches)
+        num_updates = len(parts) * self._config.trainer.epochs
+        bad = sorted({index % len(parts) for index in stepped.skipped})
+        groups = [group for index in bad for group in parts[index]]
+        path = await asyncio.to_thread(self._skipped.write, stepped.version, groups)
+        which = f" ({len(stepped.skipped)} of its {num_updates} updates)" if num_updates > 1 else ""
+        self._watcher.warn(
+            f"step {stepped.version}{which} was skipped: its loss or gradient is not finite; what"
+            f" it was given is in {path}."
+        )
 
     async def _after_step(self) -> None:
         """Checkpoint and evaluate when due."""
@@ -254,15 +324,26 @@ class Controller:
     async def _evaluate(self, step: int) -> Evaluation | None:
         if not self._held_out:
             return None
-        settings, engine = self._config.evaluate, self._config.engine
+        if self._rounds is None:
+            evaluation = await self._evaluate_by(step, max_running=self._max_evaluating())
+        else:
+            async with self._engines.at_once():
+                evaluating = asyncio.create_task(
+                    self._evaluate_by(step, max_running=len(self._held_out))
+                )
+            evaluation = await evaluating
+        self._watcher.evaluated(evaluation.metrics())
+        return evaluation
+
+    async def _evaluate_by(self, step: int, *, max_running: int) -> Evaluation:
+        settings = self._config.evaluate
         temperature = settings.temperature
         if temperature is None:
             temperature = 0.0 if settings.samples == 1 else self._config.sampling.temperature
         player = self._player.evaluating(
             engine=self._evaluators or self._engines, temperature=temperature
         )
-        num_engines = settings.engines or engine.count + engine.remote
-        evaluation = await evaluate(
+        return await evaluate(
             self._held_out,
             step=step,
             samples=settings.samples,
@@ -271,10 +352,14 @@ class Controller:
             ),
             score=self._scorers.judge,
             solved_at=settings.solved_at,
-            max_running=max(1, num_engines * engine.max_sequences // settings.samples),
+            max_running=max_running,
         )
-        self._watcher.evaluated(evaluation.metrics())
-        return evaluation
+
+    def _max_evaluating(self) -> int:
+        """Tasks whose samples the engines decode together."""
+        settings, engine = self._config.evaluate, self._config.engine
+        num_engines = settings.engines or engine.count + engine.remote
+        return max(1, num_engines * engine.max_sequences // settings.samples)
 
     def _make_examiner(self) -> Examiner:
         due: dict[str, Any] = {
@@ -285,10 +370,12 @@ class Controller:
         }
         if self._evaluators is not None:
             return PinnedExaminer(swap=self._evaluators.swap, **due)
-        in_turns = self._courier.wait_visible if self._is_synchronous else None
+        in_turns = None if self._rounds is None else self._courier.wait_visible
         return SharedExaminer(in_turns=in_turns, **due)
 
     async def _play(self, task: Task, attempt: Attempt) -> Group:
+        if self._rounds is not None:
+            await self._rounds.turn()
         rollout = self._config.rollout
         num_episodes = rollout.group_size + rollout.oversample
         return await self._player.try_group(task, attempt=attempt, group_size=num_episodes)

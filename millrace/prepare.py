@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.config import RunConfig, ScorerConfig
+from millrace.config import ReplayConfig, RunConfig, ScorerConfig
 from millrace.controller import Cursor
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.machine import available_cores
@@ -19,16 +19,18 @@ from millrace.envs.sources import load_section, load_sources, make_stream
 from millrace.envs.streams import TaskStream
 from millrace.models.adapter_folders import check_resident, check_same_kind
 from millrace.models.adapters import require_peft
-from millrace.models.directory import configured_context, load_tokenizer
+from millrace.models.directory import configured_context, load_tokenizer, text_config
 from millrace.rollout.renderer import Renderer
-from millrace.scoring.advantages import PAIRS, build_advantages
+from millrace.scoring.advantages import CRITIC, PAIRS, build_advantages
 from millrace.scoring.pool import ScorerSpec, inspect_scorers
 from millrace.scoring.selection import ROC
 from millrace.scoring.shaping import Shaping, build_shaping
-from millrace.training.checkpoints import latest_checkpoint, read_run_state
+from millrace.staging.orders import check_room
+from millrace.training.checkpoints import check_same_critic, latest_checkpoint, read_run_state
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.objectives.preference import PreferenceLoss
 from millrace.training.objectives.recipes import ADVANTAGES, DEFAULT, PREFERENCE, build_loss
+from millrace.verifiers import build_verifier
 
 PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
 
@@ -85,12 +87,19 @@ def prepare(
     for function in functions:
         function.check_columns([*train_tasks, *held_out])
     config = _with_advantages(config)
+    check_room(
+        config.buffer.order,
+        groups_per_step=config.trainer.groups_per_step,
+        capacity=config.buffer.capacity,
+        max_staleness=config.buffer.max_staleness,
+    )
     _check_loss(config)
     _check_pairs(config)
     advantages = build_advantages(config.scoring.advantages)
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     max_context = _context(config)
+    _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer)
     renderer.check([*train_tasks, *held_out])
     _check_prompts(renderer, train_tasks, max_context=max_context)
@@ -114,7 +123,15 @@ def prepare(
 def _scorers(
     settings: Sequence[ScorerConfig], given: Sequence[Callable[..., Any]] | None
 ) -> tuple[ScorerSpec, ...]:
-    configured = [ScorerSpec(**row.model_dump()) for row in settings]
+    configured = [
+        ScorerSpec(
+            function=row.function or build_verifier(row.verifier, section=f"scorer.{index}"),
+            name=row.name,
+            weight=row.weight,
+            timeout_s=row.timeout_s,
+        )
+        for index, row in enumerate(settings)
+    ]
     return (*configured, *(ScorerSpec(function=function) for function in given or ()))
 
 
@@ -140,12 +157,19 @@ def _check_loss(config: RunConfig) -> None:
             f"loss.kl = {loss.kl.kl} compares with a reference model, and a run has none yet; set"
             " loss.kl to 0."
         )
+    if config.buffer.replay is not None and isinstance(loss, PolicyLoss):
+        _check_replay(config.buffer.replay, loss)
     if not isinstance(loss, PreferenceLoss):
         return
     if loss.needs_reference:
         raise ConfigError(
             "loss.reference = 'reference' compares with a reference model, and a run has none yet;"
             " set loss.reference to 'engine'."
+        )
+    if config.critic is not None:
+        raise ConfigError(
+            f"loss.type = '{PREFERENCE}' learns from pairs, and a critic judges single episodes;"
+            " leave [critic] out, or set loss.type to 'ppo'."
         )
     estimator = config.scoring.advantages["type"]
     if estimator != PAIRS:
@@ -166,18 +190,66 @@ def _check_pairs(config: RunConfig) -> None:
             )
 
 
+def _check_critic(config: RunConfig, *, num_tokens: int, max_context: int) -> None:
+    """A critic of its own must be able to read what the policy writes."""
+    if config.critic is None or config.critic.path is None:
+        return
+    path = config.critic.path
+    found = text_config(
+        path, trust_remote_code=config.model.trust_remote_code, setting="critic.path"
+    )
+    if found.vocab_size < num_tokens:
+        raise ConfigError(
+            f"critic.path = {path!r} knows {found.vocab_size} tokens, but the policy has"
+            f" {num_tokens}; choose a model with the tokenizer of model.path."
+        )
+    context = getattr(found, "max_position_embeddings", None)
+    if context is not None and context < max_context:
+        raise ConfigError(
+            f"critic.path = {path!r} reads {context} tokens, but sequences may have {max_context};"
+            " lower engine.max_context, or choose another model."
+        )
+
+
+def _check_replay(replay: ReplayConfig, loss: PolicyLoss) -> None:
+    """No token of a replayed group is less than two versions stale."""
+    limit = loss.staleness.max_token_staleness
+    if limit < 2 and loss.staleness.staleness_half_life == 0:
+        raise ConfigError(
+            f"loss.max_token_staleness = {limit:g} masks every token of buffer.replay, which are 2"
+            f" to {replay.max_staleness} versions stale; raise it, set loss.staleness_half_life, or"
+            " leave out buffer.replay."
+        )
+
+
 def _with_advantages(config: RunConfig) -> RunConfig:
     """With the estimator that belongs to the loss, where nothing else is said."""
     table = {"type": "group", **config.scoring.advantages}
     if table["type"] != "auto":
+        _check_estimator(str(table["type"]), has_critic=config.critic is not None)
         return _with_estimator(config, table)
     if len(table) > 1:
         raise ConfigError(
             f"Section 'scoring.advantages' leaves its type to the loss but sets"
             f" {', '.join(key for key in table if key != 'type')}; set the type, too."
         )
+    if config.critic is not None:
+        return _with_estimator(config, {"type": CRITIC})
     recipe = str(config.loss.get("type", DEFAULT))
     return _with_estimator(config, dict(ADVANTAGES.get(recipe, {"type": "group"})))
+
+
+def _check_estimator(estimator: str, *, has_critic: bool) -> None:
+    if has_critic and estimator != CRITIC:
+        raise ConfigError(
+            f"scoring.advantages of type {estimator!r} needs no critic, and [critic] is there;"
+            f" leave [critic] out, or set the type to '{CRITIC}' or 'auto'."
+        )
+    if estimator == CRITIC and not has_critic:
+        raise ConfigError(
+            f"scoring.advantages of type '{CRITIC}' needs a critic, and there is none; add a"
+            " [critic] table, or set the type to 'auto'."
+        )
 
 
 def _with_estimator(config: RunConfig, table: dict[str, Any]) -> RunConfig:
@@ -229,6 +301,7 @@ def _resume_point(config: RunConfig) -> tuple[Path | None, Cursor]:
         return None, Cursor()
     state = read_run_state(checkpoint)
     check_same_kind(checkpoint, config.lora)
+    check_same_critic(checkpoint, has_critic=config.critic is not None)
     if state["version"] >= config.trainer.steps:
         raise ConfigError(
             f"{config.run_dir} already did its {state['version']} steps; to go on, raise"

@@ -32,6 +32,7 @@ from millrace.rollout.player import Player
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.run_dir import RunDir
+from millrace.watch.skipped import SkippedSteps
 from millrace.watch.watcher import Watcher
 
 DEATH_NOTICE_S = 0.5
@@ -274,6 +275,7 @@ class _Run:
             trainer=RemoteTrainer(trainer),
             watcher=self._watcher,
             checkpoints=self._run_dir.checkpoints,
+            skipped=SkippedSteps(self._run_dir.skipped),
             cursor=prepared.cursor,
         )
 

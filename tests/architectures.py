@@ -33,21 +33,22 @@ _SHAPE = {
 }
 
 
-def tiny_model(architecture: str, *, seed: int = 0) -> PreTrainedModel:
+def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
     """Qwen 2 has biases; Gemmas have a sliding window of 8 in one of their two layers, and Gemma 2
     softcaps."""
     torch.manual_seed(seed)
+    shape = {**_SHAPE, "num_hidden_layers": num_layers}
     windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
     model = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE)),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SHAPE)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=True)),
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**shape)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**shape)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True)),
         "gemma2": lambda: Gemma2ForCausalLM(
             Gemma2Config(
-                **_SHAPE, **windows, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+                **shape, **windows, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
             )
         ),
-        "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_SHAPE, **windows)),
+        "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**shape, **windows)),
     }[architecture]()
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.bias"):

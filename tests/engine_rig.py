@@ -44,6 +44,7 @@ def make_engine(
     architecture: str = "qwen3",
     *,
     seed: int = 0,
+    num_layers: int = 2,
     eos_ids: Sequence[int] = (EOS,),
     device: str = "cpu",
     lora: LoraConfig | None = None,
@@ -52,7 +53,7 @@ def make_engine(
     **settings: Any,
 ) -> EmbeddedEngine:
     """Small blocks and chunks, so that a few tokens cross many boundaries."""
-    model = tiny_model(architecture, seed=seed).to(device, dtype)
+    model = tiny_model(architecture, seed=seed, num_layers=num_layers).to(device, dtype)
     model.set_attn_implementation(PAGED_ATTENTION)
     merger, adapters = None, {**(residents or {})}
     if lora is not None and lora.apply == "unmerged":

@@ -31,10 +31,8 @@ class RecordedCall:
 
 
 class ScriptedLink:
-    """Hands out one list of messages before each pass; `tokens` counts what was made by then.
-    What is no message is called."""
-
-    has_calls = False  # nothing arrives within a pass
+    """Hands out one list of messages before each pass, and in a round whenever it looks for some;
+    `tokens` counts what was made by then. What is no message is called."""
 
     def __init__(
         self,

@@ -73,6 +73,11 @@ def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
         ({"model": 3}, "Setting 'model' = 3: "),
         ({"loss": "clipped"}, "Setting 'loss' = 'clipped': "),
         ({"scorer": {"function": "a:b"}}, "Setting 'scorer' = {'function': 'a:b'}: "),
+        ({"scorer": [{}]}, "Setting 'scorer.0' = {}: a scorer has either a function or a type"),
+        (
+            {"scorer": [{"function": "a:b", "type": "exact"}]},
+            ": a scorer has either a function or a type; set one of the two",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_field(table, said):
@@ -84,7 +89,6 @@ def test_a_wrong_value_is_named_with_its_field(table, said):
     [
         ({}, "model"),
         ({"model": {}}, "model.path"),
-        ({"model": "m", "scorer": [{}]}, "scorer.0.func"),
     ],
 )
 def test_what_is_missing_is_named(table, field):
@@ -115,6 +119,42 @@ def test_several_adapters_cannot_be_merged_nor_be_called_base():
     for lora in ({"apply": "auto"}, {"apply": "unmerged"}, None):
         load_config({"model": "m", "engine": adapters, "lora": lora})
     assert "named 'base'" in sentence_of({"engine": {"adapters": {"base": "a/folder"}}})
+
+
+@pytest.mark.parametrize(
+    ("buffer", "said"),
+    [
+        ({"staleness": "share"}, "how many tokens may be too stale; set buffer.max_stale_share"),
+        ({"max_stale_share": 0.1}, "buffer.staleness = 'oldest'; set that to 'share', or leave"),
+        ({"replay": {"share": 0.1}}, "is less than one group; raise it to 0.125 or more"),
+        (
+            {"replay": {"share": 0.5, "capacity": 3}},
+            "buffer.replay.capacity = 3 can never hold the 4 groups",
+        ),
+        ({"replay": {"max_staleness": 1}}, "Setting 'buffer.replay.max_staleness' = 1"),
+        ({"replay": {"shares": 0.5}}, "'buffer.replay.shares'; did you mean 'share'"),
+        ({"order": 3}, "Setting 'buffer.order' = 3"),
+    ],
+)
+def test_what_a_buffer_cannot_be_is_refused_with_the_remedy(buffer, said):
+    with pytest.raises(ConfigError) as caught:
+        load_config({"model": "m", "buffer": buffer})
+    assert said in str(caught.value)
+
+
+def test_a_barrier_leaves_nothing_to_replay():
+    table = {
+        "model": "m",
+        "buffer": {"max_staleness": 0, "replay": {}},
+        "weights": {"interrupt": "barrier"},
+    }
+    with pytest.raises(ConfigError, match=r"on-policy, which buffer\.replay is not; leave out"):
+        load_config(table)
+
+
+def test_an_order_may_be_just_its_name():
+    config = load_config({"model": "m", "buffer": {"order": "freshest"}})
+    assert config.buffer.order == {"type": "freshest"}
 
 
 def test_more_minibatches_than_groups_are_refused():
@@ -229,6 +269,19 @@ def test_paths_in_a_toml_start_from_its_folder(tmp_path):
         f"{tmp_path}/rewards.py:reward",
         "pack.mod:reward",
     ]
+
+
+def test_a_verifiers_own_keys_stand_in_its_table_and_survive_a_round_trip(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'model = "m"\n[[scorer]]\ntype = "json_schema"\npath = "schema.json"\nweight = 2.0\n'
+    )
+    config = load_config(file)
+    assert config.scorer[0].verifier == {
+        "type": "json_schema",
+        "path": str(tmp_path / "schema.json"),
+    }
+    assert load_config(config.model_dump(mode="json")) == config
 
 
 def test_a_hub_name_in_a_toml_stays_a_hub_name(tmp_path):

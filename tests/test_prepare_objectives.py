@@ -1,5 +1,6 @@
-"""What a run makes of [loss] and [scoring] before any worker starts."""
+"""What a run makes of [loss], [scoring] and [buffer] before any worker starts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from millrace.prepare import Prepared, prepare
 from millrace.scoring.advantages import (
     BatchAdvantages,
     BestWorstAdvantages,
+    CriticAdvantages,
     GroupAdvantages,
     LeaveOneOutAdvantages,
 )
@@ -75,9 +77,54 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
             {"scoring": {"advantages": {"type": "auto", "epsilon": 1.0}}},
             "leaves its type to the loss but sets epsilon; set the type, too",
         ),
+        (
+            {"critic": {}, "scoring": {"advantages": {"type": "group"}}},
+            "of type 'group' needs no critic, and [critic] is there; leave [critic] out, or set",
+        ),
+        (
+            {"scoring": {"advantages": {"type": "gae"}}},
+            "of type 'gae' needs a critic, and there is none; add a [critic] table",
+        ),
+        (
+            {"critic": {}, "loss": {"type": "online_dpo"}},
+            "a critic judges single episodes; leave [critic] out, or set loss.type to 'ppo'",
+        ),
+        ({"critic": {"path": "/nowhere/at/all"}}, "does not exist; check critic.path"),
+        ({"critic": {"discount": 0.0}}, "critic.discount"),
+        (
+            {"buffer": {"order": "freshest", "max_staleness": 0}},
+            "buffer.order = 'freshest' chooses among 16 waiting groups, who would wait for longer",
+        ),
+        (
+            {"buffer": {"replay": {}}, "loss": {"max_token_staleness": 1}},
+            "loss.max_token_staleness = 1 masks every token of buffer.replay",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_at_the_start(model, settings, said):
     with pytest.raises(ConfigError) as caught:
         prepared(model, **settings)
     assert said in str(caught.value)
+
+
+def test_with_a_critic_the_objective_is_ppo_and_advantages_are_left_to_the_critic(model):
+    result = prepared(model, critic={"decay": 0.95})
+    assert result.advantages == CriticAdvantages()
+    assert result.config.scoring.advantages == {"type": "gae"}
+    assert result.config.loss == {"type": "ppo"}
+    assert prepared(model, critic={}, loss={"low": 0.1}).config.loss == {"type": "ppo", "low": 0.1}
+    assert prepared(model, critic={}, loss={"type": "cispo"}).config.loss == {"type": "cispo"}
+    # What the run directory keeps is a config that says the same.
+    again = load_config(result.config.model_dump(mode="json"))
+    assert prepare(again, tasks=[{"prompt": "1"}], scorers=[length]).config == result.config
+
+
+def test_a_critic_that_cannot_read_what_the_policy_writes_is_refused(model, tmp_path):
+    short = make_tiny_model(tmp_path / "short", max_context=64)
+    with pytest.raises(ConfigError, match="reads 64 tokens, but sequences may have 128; lower"):
+        prepared(model, critic={"path": str(short)})
+    assert prepared(model, critic={"path": str(short)}, engine={"max_context": 64})
+    tokens = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**tokens, "vocab_size": 20}))
+    with pytest.raises(ConfigError, match="knows 20 tokens, but the policy has 27; choose"):
+        prepared(model, critic={"path": str(short)})

@@ -1,10 +1,11 @@
 """`millrace bench sync`: what new weights cost, per transport, while an engine decodes.
 
 A trainer's process changes its weights and publishes them every second; real engine processes
-decode all the while. From the trainer's call to the moment the last engine holds the version is
-publish to visible; the gap is the time between two forward passes that the swap took; the stall is
-what the call cost the trainer. The floor is one copy of the same bytes, measured here. "adapter" is
-a LoRA adapter on all linear layers that the engine applies as it is, "merged" one that it merges.
+decode all the while, on a GPU through MPS as in a run. From the trainer's call to the moment the
+last engine holds the version is publish to visible; the gap is the time between two forward passes
+that the swap took; the stall is what the call cost the trainer. The floor is one copy of the same
+bytes, measured here. "adapter" is a LoRA adapter on all linear layers that the engine applies as it
+is, "merged" one that it merges.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from millrace.cluster.messages import (
     Swap,
     Swapped,
 )
+from millrace.cluster.mps import behind, shared_gpu
 from millrace.config import RunConfig
 from millrace.core.microbatch import Batch
 from millrace.core.records import Request, Sampling
@@ -143,9 +145,18 @@ def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfi
 
 async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dict[str, Any]:
     bench = Bench(config)
-    async with Hub(log_dir=scratch / "logs", on_event=bench.heard) as hub:
+    on_gpu = resolve_device(config.engine.device).type == "cuda"
+    async with (
+        shared_gpu(
+            config.cluster.mps,
+            num_cuda_workers=config.engine.count + 1 if on_gpu else 0,
+            log=scratch / "logs" / "mps.log",
+            warn=lambda sentence: _say(config, sentence),
+        ) as env,
+        Hub(log_dir=scratch / "logs", on_event=bench.heard) as hub,
+    ):
         _say(config, f"starting {config.engine.count} engines and a trainer of {config.model.path}")
-        await bench.start(hub)
+        await bench.start(hub, env=env)
         _say(config, "warming up")
         async with bench.decoding():
             for _ in range(WARM_UP):
@@ -201,11 +212,16 @@ class Bench:
         elif isinstance(message, Published):
             self._published.put_nowait(message.update)
 
-    async def start(self, hub: Hub) -> None:
+    async def start(self, hub: Hub, *, env: Mapping[str, str]) -> None:
+        """`env`: of processes that use a GPU."""
         plain = self._config.model_dump(mode="json")
         names = [f"engine-{i}" for i in range(self._config.engine.count)]
-        self._engines = [await hub.launch(name, "millrace.bench.decoding") for name in names]
-        self._trainer: Worker = await hub.launch("trainer", "millrace.bench.publishing")
+        self._engines = [
+            await hub.launch(name, "millrace.bench.decoding", env=env) for name in names
+        ]
+        self._trainer: Worker = await hub.launch(
+            "trainer", "millrace.bench.publishing", env=behind(env)
+        )
         start = StartEngine(config=plain, model_path=self._config.model.path, version=0)
         await asyncio.gather(
             self._trainer.call(StartTrainer(config=plain, checkpoint=None)),

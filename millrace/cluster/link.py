@@ -106,11 +106,6 @@ class Link:
         self._thread.start()
         self.emit(Hello(worker=name, pid=os.getpid()))
 
-    @property
-    def has_calls(self) -> bool:
-        """True if receive() would not have to wait."""
-        return not self._inbox.empty()
-
     def receive(self, timeout_s: float | None = None) -> Call | None:
         """The next call; None if there was none in time. 0 polls, None waits for ever."""
         try:

@@ -180,6 +180,7 @@ class Step(Message, frozen=True):
 class Stepped(Message, frozen=True):
     version: int
     metrics: dict[str, float]
+    skipped: tuple[int, ...] = ()  # which of the minibatches; their loss or gradient is not finite
 
 
 class Published(Message, frozen=True):

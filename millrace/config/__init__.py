@@ -8,20 +8,24 @@ from millrace.config.loading import load_config, parse_override
 from millrace.config.run_config import RunConfig
 from millrace.config.sections import (
     ALL_LINEAR,
+    CriticConfig,
     EngineConfig,
     EvaluateConfig,
     Interrupt,
     LoraConfig,
+    ReplayConfig,
     ScorerConfig,
     TasksConfig,
 )
 
 __all__ = [
     "ALL_LINEAR",
+    "CriticConfig",
     "EngineConfig",
     "EvaluateConfig",
     "Interrupt",
     "LoraConfig",
+    "ReplayConfig",
     "RunConfig",
     "ScorerConfig",
     "TasksConfig",

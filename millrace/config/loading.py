@@ -20,6 +20,7 @@ _PATHS = (
     "tasks.path",
     "tasks.source.path",
     "evaluate.path",
+    "scorer.path",
     "cluster.ticket",
     "weights.directory",
 )
@@ -82,7 +83,7 @@ def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
     if not isinstance(value, str):
         return value
     # A model may also be a hub name, which is no path at all; a reference to a file holds ".py:".
-    is_model = key in ("model", "model.path") and (folder / value).exists()
+    is_model = key in ("model", "model.path", "critic.path") and (folder / value).exists()
     is_path = key in _PATHS or key.startswith("engine.adapters.")
     return str(folder / value) if is_model or is_path or ".py:" in value else value
 
@@ -114,7 +115,8 @@ def _clauses(error: ValidationError) -> Iterator[str]:
         elif not path:
             yield detail["msg"].removeprefix("Value error, ")
         else:
-            message = detail["msg"][0].lower() + detail["msg"][1:]
+            words = detail["msg"].removeprefix("Value error, ")
+            message = words[0].lower() + words[1:]
             yield f"Setting {where!r} = {detail['input']!r}: {message}"
 
 

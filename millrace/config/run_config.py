@@ -9,6 +9,7 @@ from millrace.config.sections import (
     BufferConfig,
     CheckpointConfig,
     ClusterConfig,
+    CriticConfig,
     Dtype,
     EngineConfig,
     EvaluateConfig,
@@ -41,7 +42,11 @@ class RunConfig(Section):
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     loss: dict[str, Any] = Field(default={"type": "clipped"})
-    """The objective: a built-in name or "module:Name", and its fields."""
+    """The objective: a built-in name or "module:Name", and its fields; with a critic the default is
+    "ppo"."""
+    critic: CriticConfig | None = None
+    """Judge tokens by a critic that learns what to expect, instead of comparing episodes; see
+    docs/objectives.md."""
     lora: LoraConfig | None = None
     """Train a LoRA adapter instead of all weights; needs the extra millrace[lora]."""
     engine: EngineConfig = EngineConfig()
@@ -62,6 +67,14 @@ class RunConfig(Section):
         model = data.get("model")
         return {**data, "model": {"path": model}} if isinstance(model, str) else data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _ppo_goes_with_a_critic(cls, data: dict[str, Any]) -> dict[str, Any]:
+        loss = data.get("loss", {})
+        if data.get("critic") is None or not isinstance(loss, dict):
+            return data
+        return {**data, "loss": {"type": "ppo", **loss}}
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.buffer.capacity < self.trainer.groups_per_step:
@@ -77,6 +90,7 @@ class RunConfig(Section):
             )
         self._tasks_come_from_one_place()
         self._can_be_evaluated()
+        self._staleness_is_consistent()
         if self.engine.count + self.engine.remote < 1:
             raise ValueError(
                 "engine.count = 0 and engine.remote = 0 leave nobody to generate; raise one"
@@ -125,6 +139,37 @@ class RunConfig(Section):
                 f"evaluate.engines = {engines} take single versions, but weights.transport ="
                 f" {transport!r} broadcasts each of them to the same engines; use another, or set"
                 " evaluate.engines to 0"
+            )
+
+    def _staleness_is_consistent(self) -> None:
+        buffer, groups = self.buffer, self.trainer.groups_per_step
+        if buffer.staleness == "share" and buffer.max_stale_share is None:
+            raise ValueError(
+                "buffer.staleness = 'share' needs to know how many tokens may be too stale; set"
+                " buffer.max_stale_share"
+            )
+        if buffer.staleness != "share" and buffer.max_stale_share is not None:
+            raise ValueError(
+                f"buffer.max_stale_share = {buffer.max_stale_share} says nothing with"
+                f" buffer.staleness = {buffer.staleness!r}; set that to 'share', or leave it out"
+            )
+        if buffer.replay is None:
+            return
+        num_replayed = buffer.replay.groups_of(groups)
+        if self.weights.interrupt == "barrier":
+            raise ValueError(
+                "weights.interrupt = 'barrier' is strictly on-policy, which buffer.replay is not;"
+                " leave out buffer.replay, or choose another weights.interrupt"
+            )
+        if num_replayed == 0:
+            raise ValueError(
+                f"buffer.replay.share = {buffer.replay.share} of trainer.groups_per_step ="
+                f" {groups} is less than one group; raise it to {1 / groups:.3g} or more"
+            )
+        if num_replayed > buffer.replay.capacity:
+            raise ValueError(
+                f"buffer.replay.capacity = {buffer.replay.capacity} can never hold the"
+                f" {num_replayed} groups that a batch replays; raise it"
             )
 
     def _adapters_can_be_told_apart(self) -> None:

@@ -1,8 +1,18 @@
 """Every setting by section: name, type, default, and what it does. Torch-free."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails
+
+from millrace.core.staleness import Measure, StalenessLimit
 
 # Strict: true is no number, and "8" is no 8.
 Int = Annotated[int, Field(strict=True)]
@@ -74,12 +84,34 @@ class SamplingConfig(Section):
 
 
 class ScorerConfig(Section):
-    function: str
+    model_config = ConfigDict(extra="allow")
+
+    function: str | None = None
     """ "module:name" or "file.py:name" with the TRL reward signature, sync or async."""
+    type: str | None = None
+    """Or a ready verifier: "exact", "numeric", "regex", "json_schema", "math", "python_tests", or
+    "module:Name" of yours. Its own keys stand beside these; see docs/verifiers.md."""
     name: str | None = None
-    """Name in metrics; the function's own name if not given."""
+    """Name in metrics; the function's own name, or the verifier's type, if not given."""
     weight: Float = 1.0
     timeout_s: PositiveFloat = 30.0
+
+    @property
+    def verifier(self) -> dict[str, Any]:
+        """The table of the verifier: its type and its own keys."""
+        return {"type": self.type, **(self.model_extra or {})}
+
+    @model_validator(mode="after")
+    def _is_a_function_or_a_verifier(self) -> Self:
+        if (self.function is None) == (self.type is None):
+            raise ValueError("a scorer has either a function or a type; set one of the two")
+        if self.function is not None and self.model_extra:
+            unknown: list[InitErrorDetails] = [
+                {"type": "extra_forbidden", "loc": (key,), "input": value}
+                for key, value in self.model_extra.items()
+            ]
+            raise ValidationError.from_exception_data(type(self).__name__, unknown)
+        return self
 
 
 class ScoringConfig(Section):
@@ -87,8 +119,8 @@ class ScoringConfig(Section):
     """Processes that run reward functions; a hung or crashed one is replaced."""
     advantages: dict[str, Any] = {"type": "auto"}
     """How scores become advantages: "auto" (what belongs to the loss, mostly "group"), "group"
-    (minus the group's mean, over its std), "leave_one_out", "batch", "returns", "best_worst", or
-    yours; see docs/objectives.md."""
+    (minus the group's mean, over its std), "leave_one_out", "batch", "returns", "best_worst", "gae"
+    (with a critic, which has no other), or yours; see docs/objectives.md."""
     penalty: tuple[dict[str, Any], ...] = ()
     """Length penalties, each a table and a part of the score: "soft_overlong", "linear", "cosine",
     or yours; see docs/shaping.md."""
@@ -118,12 +150,48 @@ class RolloutConfig(Section):
         return {"type": value} if isinstance(value, str) else value
 
 
+class ReplayConfig(Section):
+    share: Annotated[Float, Field(gt=0, lt=1)] = 0.25
+    """Of each batch, at most."""
+    capacity: PositiveInt = 64
+    """Trained groups that are kept."""
+    max_staleness: Annotated[Int, Field(ge=2)] = 8
+    """As buffer.max_staleness, for these. The first batch that can hold a group again is the second
+    after its own."""
+
+    def groups_of(self, num_groups: int) -> int:
+        """How many of a batch of so many may be replayed."""
+        return int(self.share * num_groups + 1e-9)  # 0.29 * 100 is a little less than 29
+
+
 class BufferConfig(Section):
     capacity: PositiveInt = 64
     """Groups that may wait for the trainer; at least trainer.groups_per_step."""
     max_staleness: NonNegativeInt = 2
-    """Trainer version minus the version of a group's oldest token, at most. 0 = strictly
-    on-policy."""
+    """Trainer version minus the version of a token, at most. 0 = strictly on-policy."""
+    staleness: Measure = "oldest"
+    """Which of a group's trained tokens max_staleness holds for: "oldest" = all, "mean" = their
+    average, "share" = all but max_stale_share of them; see docs/buffer.md."""
+    max_stale_share: Annotated[Float, Field(ge=0, lt=1)] | None = None
+    """With "share": how many tokens may be staler, as a share of the group's."""
+    order: dict[str, Any] = {"type": "oldest"}
+    """Which of the waiting groups are trained first: "oldest", "freshest", "ready" (as they came),
+    "difficulty" (half solved), or {type = "module:Name", ...} of yours."""
+    replay: ReplayConfig | None = None
+    """Train some groups a second time, such as {share = 0.25, capacity = 64, max_staleness = 8}."""
+
+    @field_validator("order", mode="before")
+    @classmethod
+    def _may_be_a_name(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+    @property
+    def limit(self) -> StalenessLimit:
+        return StalenessLimit(
+            max_staleness=self.max_staleness,
+            measure=self.staleness,
+            max_stale_share=self.max_stale_share or 0.0,
+        )
 
 
 class EngineConfig(Section):
@@ -172,6 +240,8 @@ class TrainerConfig(Section):
     """Groups per step; times rollout.group_size = episodes per step."""
     minibatches: PositiveInt = 1
     """Optimizer updates per step, each with its share of the groups; a step makes one version."""
+    epochs: PositiveInt = 1
+    """Times a step goes through its minibatches; still one version."""
     microbatch_tokens: PositiveInt = 8192
     """Token budget of one forward pass; one longer sequence still gets a pass of its own."""
     learning_rate: PositiveFloat = 1e-6
@@ -195,6 +265,27 @@ class TrainerConfig(Section):
     compile: bool = False
     """Compile the layers (torch.compile): slower to start, faster steps. Needs g++, and Triton on
     a GPU."""
+
+
+class CriticConfig(Section):
+    path: str | None = None
+    """Model that the critic starts from, with the policy's vocabulary; by default model.path."""
+    learning_rate: PositiveFloat = 1e-5
+    warmup_steps: NonNegativeInt = 0
+    """First steps, in which the critic learns and the policy does not."""
+    discount: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """Of rewards, per token (gamma)."""
+    decay: Share = 1.0
+    """Of surprises, per token, in generalized advantage estimation (lambda): 1 trusts what
+    happened, 0 what the critic says about the next token."""
+    normalize: bool = True
+    """Advantages minus their mean over all tokens of a step, over their std."""
+    value_clip: PositiveFloat | None = None
+    """How far a value may move within a step before it learns no more; by default as far as it
+    likes."""
+    loss_weight: PositiveFloat = 0.5
+    """Of the mean squared error; AdamW feels it only where trainer.max_grad_norm cuts the
+    gradient."""
 
 
 class LoraConfig(Section):

@@ -39,6 +39,14 @@ class Microbatch:
     reference_logprobs: np.ndarray | None = None  # [N] float32; where the run has a reference model
     proximal_logprobs: np.ndarray | None = None  # [N] float32; the trainer's, set there, if at all
     groups: np.ndarray | None = None  # [N] int32 ascending; where groups must not be split
+    # Where the run has a critic:
+    rewards: np.ndarray | None = None  # [N] float32; what each trained token earned
+    last_rows: np.ndarray | None = None
+    """[R] int32; row of the state after its last trained token, of a rollout that was cut there;
+    -1 = it ended."""
+    values: np.ndarray | None = None
+    """[N] float32; what the critic expected before each trained token, set by it."""
+    returns: np.ndarray | None = None  # [N] float32; what it should have expected, set with values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -15,6 +15,7 @@ from millrace.core.records import (
     Task,
     Turn,
 )
+from millrace.core.staleness import Waiting
 from millrace.core.weight_update import WeightUpdate
 
 
@@ -85,6 +86,29 @@ class Filter(Protocol):
     def __call__(self, group: Group) -> Group | None:
         """The group, perhaps with fewer tokens in its masks; None = drop it."""
         ...
+
+
+class Sampler(Protocol):
+    """Chooses which of the waiting groups are trained next. Called from the controller's event
+    loop, so it is quick."""
+
+    def num_needed(self, n: int) -> int:
+        """Groups that must be able to wait at once for a choice of n to make sense; a run in which
+        there never can be so many does not start."""
+        ...
+
+    def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
+        """Indices of n different ones. `waiting` holds n at least, in the order of their admission,
+        all fit to be trained at `version` of the trainer."""
+        ...
+
+
+@runtime_checkable
+class NeedsColumns(Protocol):
+    """A reward function whose signature does not tell which columns it cannot do without."""
+
+    @property
+    def needed_columns(self) -> tuple[str, ...]: ...
 
 
 class Environment(Protocol):

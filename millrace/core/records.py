@@ -134,6 +134,11 @@ class Episode:
     turns: tuple[Turn, ...]
     rollouts: tuple[Rollout, ...]
 
+    @property
+    def was_cut(self) -> bool:
+        """It would have gone on, had there been room for more tokens."""
+        return bool(self.turns) and self.turns[-1].finish == "length"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:

@@ -12,7 +12,7 @@ Runs on the controller's event loop; torch-free.
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from millrace.cluster.hub import Worker
@@ -175,3 +175,15 @@ class EnginePool:
 
     async def resume(self) -> None:
         await asyncio.gather(*(engine.resume() for engine in self._engines))
+
+    @contextlib.asynccontextmanager
+    async def at_once(self) -> AsyncIterator[None]:
+        """What tasks made or woken inside ask for, without waiting for anything before, the engines
+        begin together, in that order."""
+        await self.pause()
+        yield
+        # One turn of the loop for those tasks, and one for the tasks they make. What they send
+        # arrives before what is sent after it.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await self.resume()

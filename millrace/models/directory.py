@@ -6,7 +6,7 @@ The controller reads these to check a user's input, so nothing here imports mode
 from pathlib import Path
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from millrace.core.errors import ConfigError
 
@@ -26,26 +26,34 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 def configured_context(path: str, *, trust_remote_code: bool = False) -> int | None:
     """Longest sequence the model at `path` says it can take, read without its weights."""
-    check_directory(path)
+    config = text_config(path, trust_remote_code=trust_remote_code)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def text_config(
+    path: str, *, trust_remote_code: bool = False, setting: str = "model.path"
+) -> PreTrainedConfig:
+    """What the model at `path` says about itself, as far as it concerns text."""
+    check_directory(path, setting=setting)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         raise ConfigError(f"Model {path!r} cannot be read: {first_line(error)}.") from error
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return config.get_text_config()
 
 
-def check_directory(path: str) -> None:
+def check_directory(path: str, *, setting: str = "model.path") -> None:
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(
                 f"Model {path!r} is not a model directory: it has no config.json;"
-                " point model.path at what save_pretrained wrote."
+                f" point {setting} at what save_pretrained wrote."
             )
         return
     # Hub names are "name" or "owner/name"; everything else can only be meant as a path.
     if folder.is_absolute() or len(folder.parts) > 2 or path.startswith((".", "~")):
-        raise ConfigError(f"Model {path!r} does not exist; check model.path.")
+        raise ConfigError(f"Model {path!r} does not exist; check {setting}.")
 
 
 def first_line(error: BaseException) -> str:

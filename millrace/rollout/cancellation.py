@@ -1,9 +1,10 @@
 """Groups that can no longer be trained within the staleness limit: what they were, and what giving
 them up at once has saved.
 
-A running group is trained by the next take at the earliest. Once that take's version minus the
-version of the group's oldest token exceeds the limit, nothing it still does is of use. Engines know
-the tokens of unfinished completions; an Attempt, those of finished ones.
+A running group is trained by the next take at the earliest. Once the limit certainly rules it out
+there, nothing it still does is of use. While it generates, that is certain only if one token
+decides (StalenessLimit.one_token_decides); engines know the tokens of unfinished completions, an
+Attempt those of finished ones. Once it is complete, the limit says it exactly.
 
 Called from the controller's event loop only.
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from millrace.core.records import Completion
+from millrace.core.staleness import Stamps
 
 WINDOW = 1024  # finished completions from whose lengths the saving is estimated
 
@@ -28,7 +30,7 @@ class Attempt:
     def __init__(self, number: int, *, tries: int = 0) -> None:
         self.number = number
         self.tries = tries  # before this one
-        self.oldest: int | None = None  # version of a finished completion's token
+        self.stamps = Stamps(counts={})  # of the completions below
         self.finished: list[int] = []  # lengths of completions that came to their end
         self.cut: list[int] = []  # and of those that did not
 
@@ -37,27 +39,17 @@ class Attempt:
         for completion in completions:
             has_ended = completion.finish in ("stop", "length")
             (self.finished if has_ended else self.cut).append(len(completion.tokens))
-            if len(completion.versions):
-                oldest = int(completion.versions.min())
-                self.oldest = oldest if self.oldest is None else min(oldest, self.oldest)
+            self.stamps = Stamps.joined([self.stamps, Stamps.of(completion.versions)])
         if any(completion.finish == "expire" for completion in completions):
             raise Expired(f"group {self.number}")
 
-    def is_too_old(self, before: int) -> bool:
-        return self.oldest is not None and self.oldest < before
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.finished) + sum(self.cut)
-
 
 class Cancellations:
-    """Counts attempts that were given up, the tokens that went with them, and those that did not
-    have to be sampled any more."""
+    """Counts attempts that were given up, and the tokens that did not have to be sampled any
+    more."""
 
     def __init__(self) -> None:
         self.by_reason: Counter[str] = Counter()
-        self.tokens_lost = 0
         self.tokens_saved = 0.0  # estimated
         self._lengths: deque[int] = deque(maxlen=WINDOW)
 
@@ -65,10 +57,9 @@ class Cancellations:
         """Completions of these lengths came to their end."""
         self._lengths.extend(lengths)
 
-    def count(self, reason: str, *, num_tokens: int, cut: Iterable[int] = ()) -> None:
-        """`cut`: lengths of the completions that were not finished, among its tokens."""
+    def count(self, reason: str, *, cut: Iterable[int] = ()) -> None:
+        """`cut`: lengths of its completions that were not finished."""
         self.by_reason[reason] += 1
-        self.tokens_lost += num_tokens
         self.tokens_saved += sum(self._expected_rest(length) for length in cut)
 
     def _expected_rest(self, length: int) -> float:

@@ -17,9 +17,11 @@ from typing import Literal
 
 from millrace.core.errors import Filtered, RunFailed, ScoreError, TaskError
 from millrace.core.records import Group, Task
+from millrace.core.staleness import StalenessLimit, Stamps, Waiting
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import Attempt, Cancellations, Expired
 from millrace.rollout.filtering import Filtering
+from millrace.rollout.waste import CANCELLED, DROPPED, FAILED, Waste
 
 WINDOW = 100  # groups whose failures are weighed
 FEWEST = 20  # outcomes before the share means anything
@@ -56,6 +58,7 @@ class _Running:
     attempt: Attempt
     task: asyncio.Task[None]
     stage: Literal["generating", "scoring", "waiting"] = "generating"
+    stamps: Stamps | None = None  # of its trained tokens, once all are sampled
     is_expired: bool = False  # then it was cancelled for its age, not because the run ends
 
 
@@ -71,6 +74,8 @@ class Dispatcher:
         admission: Admission,
         failures: Failures,
         filtering: Filtering,
+        limit: StalenessLimit,
+        version: int = 0,
         next_number: int = 0,
         unfinished: Iterable[int] = (),
     ) -> None:
@@ -82,14 +87,16 @@ class Dispatcher:
         self._admission = admission
         self._failures = failures
         self._filtering = filtering
+        self._limit = limit
+        self._version = version  # of the trainer at the next take
         self._next_number = next_number
         self._reissue = deque(sorted(unfinished))  # begun before, and to be begun again; goes first
         self._open: set[int] = set()  # issued, and neither trained nor failed nor dropped
         self._tries: dict[int, int] = {}  # of open groups that were given up before
         self._running: dict[int, _Running] = {}  # by number
-        self._expired_before = 0  # groups with an older token can no longer be trained
         self.cancellations = Cancellations()
         self._num_stale = 0  # groups that became too old each time
+        self.waste = Waste()
 
     @property
     def playing(self) -> int:
@@ -114,17 +121,19 @@ class Dispatcher:
                 task = groups.create_task(self._one_group(attempt))
                 self._running[attempt.number] = _Running(attempt=attempt, task=task)
 
-    def expire(self, before: int) -> None:
-        """Cancel the groups that hold a token of an older version, as far as it is known here."""
-        self._expired_before = before
+    def expire(self, version: int) -> None:
+        """Cancel the groups that cannot be trained at `version`, the next take's, or ever after, as
+        far as it is known here."""
+        self._version = version
         for running in self._running.values():
-            if running.attempt.is_too_old(before) and not running.is_expired:
+            if self._is_ruled_out(running) and not running.is_expired:
                 running.is_expired = running.task.cancel()
 
-    def expire_waiting(self, group: Group) -> None:
+    def expire_waiting(self, waiting: Waiting) -> None:
         """This group reached the buffer and became too old there."""
-        self.cancellations.count("waiting", num_tokens=group.num_sampled)
-        self._give_up(group.number)
+        self.cancellations.count("waiting")
+        self.waste.add(DROPPED, waiting.stamps, version=self._version)
+        self._give_up(waiting.group.number)
 
     def finish(self, numbers: Iterable[int]) -> None:
         """These groups were trained: they will not be issued again."""
@@ -147,6 +156,7 @@ class Dispatcher:
         except (TaskError, ScoreError) as error:
             self._close(attempt.number)
             self._admission.give_back()
+            self.waste.add(FAILED, attempt.stamps, version=self._version)
             self._failures.failed(error)
         except Filtered as filtered:
             self._close(attempt.number)
@@ -166,18 +176,28 @@ class Dispatcher:
     async def _play_and_score(self, running: _Running) -> Group:
         attempt = running.attempt
         group = await self._play(self._task_of(attempt.number), attempt)
-        if attempt.is_too_old(self._expired_before):
+        running.stamps = Stamps.of_group(group)
+        if self._is_ruled_out(running):
             raise Expired(f"group {attempt.number}")
         self.cancellations.learn(attempt.finished)
         running.stage = "scoring"
         group = await self._score(group)
+        running.stamps = Stamps.of_group(group)  # scoring may have masked some tokens
         self._failures.succeeded()
         self._filtering.passed()
         return group
 
+    def _is_ruled_out(self, running: _Running) -> bool:
+        """True if the limit will certainly not allow it any more."""
+        if running.stamps is None and not self._limit.one_token_decides:
+            return False  # tokens to come may make up for those that are too stale
+        stamps = running.attempt.stamps if running.stamps is None else running.stamps
+        return not self._limit.allows(stamps, version=self._version)
+
     def _cancelled(self, running: _Running) -> None:
         attempt = running.attempt
-        self.cancellations.count(running.stage, num_tokens=attempt.num_tokens, cut=attempt.cut)
+        self.cancellations.count(running.stage, cut=attempt.cut)
+        self.waste.add(CANCELLED, attempt.stamps, version=self._version)
         if running.stage == "generating":
             self.cancellations.learn(attempt.finished)
         self._give_up(attempt.number)

@@ -19,7 +19,7 @@ from millrace.core.errors import ScoreError
 from millrace.core.plugins import build_callable
 from millrace.core.protocols import Advantages
 from millrace.core.records import Group
-from millrace.scoring.returns import discounted_returns, sampled_rewards
+from millrace.core.returns import discounted_returns, sampled_rewards
 
 SECTION = "scoring.advantages"
 
@@ -131,13 +131,24 @@ class ReturnAdvantages:
         return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticAdvantages:
+    """Left to the critic, which is in the trainer. Until then each total, as if nothing had been
+    expected."""
+
+    def __call__(self, group: Group) -> np.ndarray:  # [episodes]
+        return _totals(group)
+
+
 PAIRS = "best_worst"
+CRITIC = "gae"
 ADVANTAGES: dict[str, type] = {
     "group": GroupAdvantages,
     "leave_one_out": LeaveOneOutAdvantages,
     PAIRS: BestWorstAdvantages,
     "batch": BatchAdvantages,
     "returns": ReturnAdvantages,
+    CRITIC: CriticAdvantages,
 }
 
 

@@ -15,6 +15,7 @@ from numbers import Real
 from typing import Any
 
 from millrace.core.errors import ConfigError, ScoreError
+from millrace.core.protocols import NeedsColumns
 from millrace.core.records import Prompt, Task
 
 RESERVED = ("prompts", "completions", "completion_ids")  # what every reward function is offered
@@ -76,11 +77,13 @@ def inspect_reward(function: Callable[..., Any], *, name: str) -> RewardFunction
             )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    given: object = function
+    columns = given.needed_columns if isinstance(given, NeedsColumns) else ()
     return RewardFunction(
         name=name,
         call=function,
         takes=None if takes_all else frozenset(p.name for p in named),
-        needs=frozenset(p.name for p in named if p.default is p.empty),
+        needs=frozenset([*columns, *(p.name for p in named if p.default is p.empty)]),
         # A callable object is async if its __call__ is.
         is_async=inspect.iscoroutinefunction(function)
         or inspect.iscoroutinefunction(getattr(function, "__call__", None)),  # noqa: B004

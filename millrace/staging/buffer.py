@@ -1,17 +1,20 @@
 """Bounded buffer between scoring and training.
 
-Promise: take() never returns a group staler than the policy allows, and hands out each group once,
-oldest first. The check runs at take(), because versions advance while groups wait.
+Promise: take() never returns a group that the staleness limit rules out, and hands out each group
+once, in the order of its sampler. The limit is asked at take(), because versions advance while
+groups wait; what it rules out then is told to `on_drop` and makes room for another.
 
 Called from the controller's event loop only. Bound: `capacity` groups; admit() waits while it is
 full.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 
+from millrace.core.errors import RunFailed
+from millrace.core.protocols import Sampler
 from millrace.core.records import Group
+from millrace.core.staleness import StalenessLimit, Stamps, Waiting
 
 
 class Buffer:
@@ -19,18 +22,20 @@ class Buffer:
         self,
         *,
         capacity: int,
-        max_staleness: int,
-        on_drop: Callable[[Group], None],
+        limit: StalenessLimit,
+        sampler: Sampler,
+        on_drop: Callable[[Waiting], None],
     ) -> None:
         self._capacity = capacity
-        self._max_staleness = max_staleness
+        self._limit = limit
+        self._sampler = sampler
         self._on_drop = on_drop  # told of each group that became too stale
-        self._groups: deque[Group] = deque()
+        self._waiting: list[Waiting] = []  # in order of admission
         self._changed = asyncio.Condition()
 
     @property
     def depth(self) -> int:
-        return len(self._groups)
+        return len(self._waiting)
 
     @property
     def capacity(self) -> int:
@@ -38,30 +43,49 @@ class Buffer:
 
     async def admit(self, group: Group) -> None:
         """Add a scored group; waits while the buffer is full."""
+        waiting = Waiting(group=group, stamps=Stamps.of_group(group))
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._groups) < self._capacity)
-            self._groups.append(group)
+            await self._changed.wait_for(lambda: len(self._waiting) < self._capacity)
+            self._waiting.append(waiting)
             self._changed.notify_all()
 
     async def take(self, n: int, *, version: int) -> list[Group]:
-        """The n oldest groups fit to be trained at `version`; waits until there are so many."""
+        """n groups fit to be trained at `version`, as the sampler chooses; waits until there are so
+        many."""
         assert 0 < n <= self._capacity
         async with self._changed:
             while True:
                 self._drop_stale(version)
-                if len(self._groups) >= n:
+                if len(self._waiting) >= n:
                     break
                 await self._changed.wait()
-            taken = [self._groups.popleft() for _ in range(n)]
+            chosen = self._choose(n, version=version)
+            taken = [self._waiting[index].group for index in chosen]
+            rest = set(range(len(self._waiting))) - set(chosen)
+            self._waiting = [self._waiting[index] for index in sorted(rest)]
             self._changed.notify_all()
             return taken
 
+    def _choose(self, n: int, *, version: int) -> list[int]:
+        chosen = list(self._sampler.choose(self._waiting, n, version=version))
+        known = range(len(self._waiting))
+        if len(chosen) != n or len(set(chosen)) != n or any(index not in known for index in chosen):
+            name = type(self._sampler).__name__
+            raise RunFailed(
+                f"buffer.order: {name}.choose returned {chosen} when asked for {n} of"
+                f" {len(known)} waiting groups; return {n} different indices into `waiting`."
+            )
+        return chosen
+
     def _drop_stale(self, version: int) -> None:
-        fit = deque(g for g in self._groups if version - g.oldest_version <= self._max_staleness)
-        if len(fit) == len(self._groups):
+        fit: list[Waiting] = []
+        stale: list[Waiting] = []
+        for waiting in self._waiting:
+            is_fit = self._limit.allows(waiting.stamps, version=version)
+            (fit if is_fit else stale).append(waiting)
+        if not stale:
             return
-        stale = [g for g in self._groups if version - g.oldest_version > self._max_staleness]
-        self._groups = fit
-        for group in stale:
-            self._on_drop(group)
+        self._waiting = fit
+        for waiting in stale:
+            self._on_drop(waiting)
         self._changed.notify_all()

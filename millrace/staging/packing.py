@@ -15,18 +15,27 @@ import numpy as np
 
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Group, Kept, Rollout
+from millrace.core.returns import sampled_rewards
 
 # A shared beginning costs a second look at keys in every layer; a shorter one is not worth it.
 MIN_SHARED_TOKENS = 4
 
-_Row = tuple[Rollout, np.ndarray]  # with the advantages of its trained tokens
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Row:
+    """A rollout and what its trained tokens are worth. n = their number."""
+
+    rollout: Rollout
+    advantages: np.ndarray  # [n] float32
+    rewards: np.ndarray | None = None  # [n] float64; for a critic
+    was_cut: bool = False  # a critic wants to see the state after the last trained token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Branch:
     """The rollouts of a group that are computed from the very same rows."""
 
-    tokens: np.ndarray  # [rows] int32; up to the row that predicts the last trained token
+    tokens: np.ndarray  # [rows] int32; up to the last row that somebody looks at
     members: tuple[_Row, ...]
 
 
@@ -43,16 +52,18 @@ class _Family:
 
     @property
     def num_trained(self) -> int:
-        return sum(len(advantages) for b in self.branches for _, advantages in b.members)
+        return sum(len(row.advantages) for b in self.branches for row in b.members)
 
 
-def pack(groups: Sequence[Group], *, microbatch_tokens: int, pairs: bool = False) -> Batch:
+def pack(
+    groups: Sequence[Group], *, microbatch_tokens: int, pairs: bool = False, critic: bool = False
+) -> Batch:
     """One optimizer update's worth of microbatches from scored groups.
 
     With `pairs`, only rollouts that have an advantage are laid, and those of a group together: they
-    are learned from in comparison.
+    are learned from in comparison. With `critic`, what one needs to judge them goes with them.
     """
-    rows = [_rows(group) for group in groups]
+    rows = [_judged_rows(group) if critic else _rows(group) for group in groups]
     if pairs:
         rows = _compared(rows)
     families = [_families(_branches(of_group)) for of_group in rows]
@@ -70,21 +81,31 @@ def pack(groups: Sequence[Group], *, microbatch_tokens: int, pairs: bool = False
     return Batch(
         microbatches=tuple(_lay_out([bundles[i] for i in bin_], pairs=pairs) for bin_ in bins),
         num_sequences=sum(len(of_group) for of_group in rows),
-        num_trained_tokens=sum(len(advantages) for of_group in rows for _, advantages in of_group),
+        num_trained_tokens=sum(len(row.advantages) for of_group in rows for row in of_group),
         num_groups=len(rows),
     )
 
 
 def pack_minibatches(
-    groups: Sequence[Group], *, num_minibatches: int, microbatch_tokens: int, pairs: bool = False
+    groups: Sequence[Group],
+    *,
+    num_minibatches: int,
+    microbatch_tokens: int,
+    pairs: bool = False,
+    critic: bool = False,
 ) -> tuple[Batch, ...]:
-    """Batches of about as many whole groups each, in order."""
+    """A batch of each of minibatches_of()."""
+    return tuple(
+        pack(part, microbatch_tokens=microbatch_tokens, pairs=pairs, critic=critic)
+        for part in minibatches_of(groups, num_minibatches=num_minibatches)
+    )
+
+
+def minibatches_of(groups: Sequence[Group], *, num_minibatches: int) -> list[Sequence[Group]]:
+    """About as many whole groups each, in order."""
     assert num_minibatches <= len(groups), "a minibatch holds at least one group"
     bounds = [len(groups) * i // num_minibatches for i in range(num_minibatches + 1)]
-    return tuple(
-        pack(groups[begin:end], microbatch_tokens=microbatch_tokens, pairs=pairs)
-        for begin, end in pairwise(bounds)
-    )
+    return [groups[begin:end] for begin, end in pairwise(bounds)]
 
 
 def fill_bins(sizes: Sequence[int], *, budget: int) -> list[list[int]]:
@@ -110,10 +131,24 @@ def _rows(group: Group) -> list[_Row]:
     assert group.advantages is not None, "a group is scored before it is packed"
     if group.token_advantages is not None:
         by_token = zip(group.rollouts, group.token_advantages, strict=True)
-        return [(rollout, advantages[rollout.mask]) for rollout, advantages in by_token]
+        return [_Row(rollout=r, advantages=advantages[r.mask]) for r, advantages in by_token]
     return [
-        (rollout, np.full(rollout.num_sampled, advantage, np.float32))
+        _Row(rollout=rollout, advantages=np.full(rollout.num_sampled, advantage, np.float32))
         for episode, advantage in zip(group.episodes, group.advantages, strict=True)
+        for rollout in episode.rollouts
+    ]
+
+
+def _judged_rows(group: Group) -> list[_Row]:
+    """Every branch of an episode ends with its score."""
+    return [
+        _Row(
+            rollout=rollout,
+            advantages=np.zeros(rollout.num_sampled, np.float32),  # until the critic has judged
+            rewards=sampled_rewards(rollout, score=score.total),
+            was_cut=episode.was_cut,
+        )
+        for episode, score in zip(group.episodes, group.scores, strict=True)
         for rollout in episode.rollouts
     ]
 
@@ -121,18 +156,18 @@ def _rows(group: Group) -> list[_Row]:
 def _compared(rows: Sequence[list[_Row]]) -> list[list[_Row]]:
     """Of each group the rollouts with an advantage. A step in which there are none still takes
     place, with one that teaches nothing."""
-    found = [[row for row in of_group if row[1].any()] for of_group in rows]
+    found = [[row for row in of_group if row.advantages.any()] for of_group in rows]
     return [of_group for of_group in found if of_group] or [rows[0][:1]]
 
 
 def _branches(rows: Sequence[_Row]) -> list[_Branch]:
     """Of a group, in an order in which those that begin alike are neighbours."""
     members: dict[bytes, list[_Row]] = {}
-    for rollout, advantages in rows:
-        trained = np.flatnonzero(rollout.mask)
+    for row in rows:
+        trained = np.flatnonzero(row.rollout.mask)
         if len(trained):
-            needed = rollout.tokens[: trained[-1]].astype(np.int32)
-            members.setdefault(needed.tobytes(), []).append((rollout, advantages))
+            needed = row.rollout.tokens[: trained[-1] + row.was_cut].astype(np.int32)
+            members.setdefault(needed.tobytes(), []).append(row)
     return [
         _Branch(tokens=np.frombuffer(needed, np.int32), members=tuple(members[needed]))
         for needed in sorted(members)
@@ -195,15 +230,20 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
     shared_rows = [f.branches[0].tokens[: f.shared] for f in families if f.shared]
     segments = _Segments(shared_rows)
     predictors: list[np.ndarray] = []
+    last_rows: list[int] = []
     members: list[_Row] = []
     for number, family in enumerate(families):
         parent = number if family.shared else -1
         for branch in family.branches:
             rows = segments.lay(branch.tokens, parent=parent, shared=family.shared)
-            predictors += [rows[np.flatnonzero(rollout.mask) - 1] for rollout, _ in branch.members]
+            for row in branch.members:
+                trained = np.flatnonzero(row.rollout.mask)
+                predictors.append(rows[trained - 1])
+                last_rows.append(int(rows[trained[-1]]) if row.was_cut else -1)
             members += branch.members
     lengths = np.array([len(tokens) for tokens in segments.tokens], np.int32)
-    rollouts = [rollout for rollout, _ in members]
+    rollouts = [row.rollout for row in members]
+    rewards = [row.rewards for row in members if row.rewards is not None]
     counts = [rollout.num_sampled for rollout in rollouts]
     temperatures = [rollout.sampling.temperature for rollout in rollouts]
     sizes = [sum(family.num_trained for family in bundle) for bundle in bundles]
@@ -217,11 +257,13 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
         rollouts=np.repeat(np.arange(len(members), dtype=np.int32), counts),
         engine_logprobs=np.concatenate([r.engine_logprobs[r.mask] for r in rollouts]),
         versions=np.concatenate([r.versions[r.mask] for r in rollouts]),
-        advantages=np.concatenate([advantages for _, advantages in members]),
+        advantages=np.concatenate([row.advantages for row in members]),
         temperatures=np.repeat(np.array(temperatures, np.float32), counts),
         kept=_join_kept(rollouts),
         reference_logprobs=_join_references(rollouts),
         groups=np.repeat(np.arange(len(bundles)), sizes).astype(np.int32) if pairs else None,
+        rewards=np.concatenate(rewards).astype(np.float32) if rewards else None,
+        last_rows=np.array(last_rows, np.int32) if rewards else None,
     )
 
 

@@ -15,10 +15,11 @@ from typing import Any
 from safetensors import SafetensorError
 
 from millrace.core import storage
-from millrace.core.errors import CheckpointError
+from millrace.core.errors import CheckpointError, ConfigError
 
 CHECKPOINTS = "checkpoints"
 RUN_STATE_FILE = "run_state.json"
+CRITIC = "critic"  # folder of a checkpoint, where the run has one
 _REQUIRED_FILES = ("trainer_state.pt", RUN_STATE_FILE)
 _MODEL_FILES = ("config.json",)
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # of a LoRA run instead
@@ -76,6 +77,17 @@ def read_run_state(directory: Path) -> dict[str, Any]:
             f"{str(directory / RUN_STATE_FILE)!r} is damaged ({error});"
             " remove that checkpoint to resume from the one before it."
         ) from error
+
+
+def check_same_critic(directory: Path, *, has_critic: bool) -> None:
+    """Refuse to go on with a critic that never was, or without the one that was."""
+    had_critic = (directory / CRITIC).is_dir()
+    if had_critic != has_critic:
+        was, remedy = ("with", "add") if had_critic else ("without", "leave out")
+        raise ConfigError(
+            f"{str(directory)!r} was trained {was} a critic; to resume, {remedy} the [critic]"
+            " table, or train its model in a new run_dir."
+        )
 
 
 def prune_checkpoints(folder: Path, *, keep: int) -> None:

@@ -13,6 +13,16 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millrace.core.errors import ConfigError
+from millrace.models.fused_norm import fuse_norms
+
+
+def arrange_layers(model: PreTrainedModel, *, compiled: bool, checkpointed: bool) -> None:
+    if compiled:
+        compile_layers(model)
+    elif model.device.type == "cpu":
+        fuse_norms(model)
+    if checkpointed:
+        checkpoint_layers(model)
 
 
 def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None:

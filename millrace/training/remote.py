@@ -12,13 +12,13 @@ class RemoteTrainer:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    async def step(self, batch: Batch, *more: Batch, version: int) -> dict[str, float]:
+    async def step(self, batch: Batch, *more: Batch, version: int) -> Stepped:
         """An optimizer update for each batch; the weights become `version` and are published in the
         background."""
         reply = await self._worker.call(Step(batch=batch, version=version, more=more))
         assert isinstance(reply, Stepped)
         assert reply.version == version
-        return reply.metrics
+        return reply
 
     async def release(self, version: int) -> None:
         await self._worker.call(Release(version=version))

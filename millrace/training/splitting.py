@@ -5,14 +5,49 @@ rows it needs. What rollouts of both halves share is in both.
 """
 
 import dataclasses
+import sys
 
 import numpy as np
 
-from millrace.core.microbatch import Microbatch
+from millrace.core.errors import RunFailed
+from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Kept
 
 _PER_TRAINED = ("targets", "engine_logprobs", "versions", "advantages", "temperatures")
-_IF_ANY = ("reference_logprobs", "proximal_logprobs", "groups")
+_IF_ANY = ("reference_logprobs", "proximal_logprobs", "groups", "rewards", "values", "returns")
+
+
+class RowLimit:
+    """How many rows have not yet been too many for the memory. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._most = sys.maxsize
+
+    def fitting(self, batch: Batch) -> tuple[list[Microbatch], int]:
+        """The batch's microbatches with trained tokens, split where they have too many rows, and
+        how often that was done."""
+        waiting = [m for m in batch.microbatches if len(m.targets)][::-1]
+        parts: list[Microbatch] = []
+        num_splits = 0
+        while waiting:
+            part = waiting.pop()
+            both = halves(part) if len(part.tokens) > self._most else None
+            if both is None:
+                parts.append(part)
+            else:
+                waiting += both[::-1]
+                num_splits += 1
+        return parts, num_splits
+
+    def lower(self, part: Microbatch) -> None:
+        """`part` was too much for the memory; raises RunFailed if it cannot be split."""
+        self._most = len(part.tokens) - 1
+        if halves(part) is None:
+            raise RunFailed(
+                f"A sequence of {len(part.tokens)} tokens does not fit into the trainer's memory;"
+                " set trainer.gradient_checkpointing to true, or lower sampling.max_new_tokens"
+                " (trainer.microbatch_tokens bounds several sequences together, not one)."
+            )
 
 
 def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
@@ -30,13 +65,17 @@ def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
 def _part(whole: Microbatch, chosen: np.ndarray) -> Microbatch:
     """The trained tokens where `chosen` [N] is True, and the segments they are predicted from."""
     segment_of_row = np.repeat(np.arange(len(whole.lengths)), whole.lengths)
-    segments = _in_order(whole, np.unique(segment_of_row[whole.predictors[chosen]]))
+    rollouts = whole.rollouts[chosen]
+    used_rows = whole.predictors[chosen]
+    last_rows = None if whole.last_rows is None else whole.last_rows[np.unique(rollouts)]
+    if last_rows is not None:
+        used_rows = np.concatenate([used_rows, last_rows[last_rows >= 0]])
+    segments = _in_order(whole, np.unique(segment_of_row[used_rows]))
     rows = np.concatenate([np.flatnonzero(segment_of_row == segment) for segment in segments])
-    new_row = np.empty(len(whole.tokens), np.int32)
+    new_row = np.full(len(whole.tokens) + 1, -1, np.int32)  # its last entry: row -1
     new_row[rows] = np.arange(len(rows))
     new_segment = np.full(len(whole.lengths) + 1, -1, np.int32)  # its last entry: parent -1
     new_segment[segments] = np.arange(len(segments))
-    rollouts = whole.rollouts[chosen]
     return dataclasses.replace(
         whole,
         tokens=whole.tokens[rows],
@@ -46,6 +85,7 @@ def _part(whole: Microbatch, chosen: np.ndarray) -> Microbatch:
         predictors=new_row[whole.predictors[chosen]],
         rollouts=rollouts - rollouts[0],
         kept=None if whole.kept is None else _kept_rows(whole.kept, chosen),
+        last_rows=None if last_rows is None else new_row[last_rows],
         **{name: getattr(whole, name)[chosen] for name in _PER_TRAINED},
         **{name: _chosen(getattr(whole, name), chosen) for name in _IF_ANY},
     )

@@ -1,6 +1,6 @@
-"""A microbatch and what the trainer says about it -> what a loss is called with.
+"""A microbatch as tensors: what a model is given, and what a loss is called with.
 
-N = trained tokens of one microbatch, R = runs of them.
+T = rows of one microbatch, N = trained tokens of it, R = runs of them, D = hidden size.
 """
 
 from typing import Any
@@ -8,9 +8,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from millrace.core.microbatch import Batch, Microbatch
+from millrace.models.loading import hidden_states
+from millrace.models.packed_layout import PackedLayout
 from millrace.training.losses import Runs, TokenBatch
+
+
+def packed_hidden_states(model: PreTrainedModel, microbatch: Microbatch) -> Tensor:  # [T, D]
+    """`model` was loaded with PACKED_ATTENTION."""
+    return hidden_states(
+        model,
+        input_ids=as_tensor(microbatch.tokens, np.int64, model.device)[None],
+        position_ids=as_tensor(microbatch.positions, np.int64, model.device)[None],
+        layout=PackedLayout.of(microbatch.lengths, parents=microbatch.parents, device=model.device),
+    )
 
 
 def token_batch(

@@ -1,44 +1,67 @@
 """The learner: one batch, one step, one version.
 
 Promise: trainer logprobs are those of the distribution each token was drawn from (its temperature,
-its kept ids). An update applies a finite gradient, or raises and leaves the weights as they were. A
-microbatch that does not fit into memory is split, and the step is the same.
+its kept ids). An update whose loss or gradient is not finite is skipped: weights and optimizer stay
+as they were, and the step makes its version without it. A microbatch that does not fit into memory
+is split, and the step is the same.
 
 Master weights and optimizer state are float32; bfloat16, or float16 with a scaled loss, is used for
 computing only. The model stays in eval mode: dropout would make the trainer's distribution another
-one than the engine's. With an adapter, that alone is trained, published and saved.
+one than the engine's. With an adapter, that alone is trained, published and saved. With a critic,
+advantages are its judgement, and it learns from every batch that the policy learns from.
 Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidden size.
 """
 
 import dataclasses
 import math
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.core.errors import CheckpointError, RunFailed
+from millrace.core.errors import CheckpointError
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.fused_logprobs import chunked_token_logprobs
-from millrace.models.fused_norm import fuse_norms
-from millrace.models.loading import hidden_states, without_progress_bars
+from millrace.models.loading import without_progress_bars
 from millrace.models.logprobs import KeptRows
-from millrace.models.packed_layout import PackedLayout
 from millrace.models.trained_adapter import TrainedAdapter
-from millrace.training import layers
+from millrace.training.checkpoints import CRITIC
+from millrace.training.critic import Critic
+from millrace.training.layers import arrange_layers
 from millrace.training.loss_scale import LossScale
 from millrace.training.losses import Adapts, Anchored, Loss, TokenBatch
 from millrace.training.metrics import StepMetrics
 from millrace.training.optimizer import Schedule, build_optimizer
-from millrace.training.splitting import halves
-from millrace.training.token_batches import as_tensor, token_batch
+from millrace.training.splitting import RowLimit
+from millrace.training.token_batches import as_tensor, packed_hidden_states, token_batch
 
 STATE_FILE = "trainer_state.pt"
+# What torch and safetensors raise for files that are missing, damaged, or of another model.
+_READING_ERRORS = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    UnpicklingError,
+    SafetensorError,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Update:
+    """What became of one batch; where it is not finite, nothing was changed."""
+
+    metrics: StepMetrics
+    num_splits: int
+    grad_norm: float
+    is_finite: bool
 
 
 class Trainer:
@@ -50,6 +73,7 @@ class Trainer:
         *,
         loss: Loss,
         adapter: TrainedAdapter | None = None,  # in the model; else all weights are trained
+        critic: Critic | None = None,  # else batches bring their advantages
         schedule: Schedule,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
@@ -58,58 +82,65 @@ class Trainer:
         logprob_chunk: int = 1024,
         gradient_checkpointing: bool = False,
         compile_layers: bool = False,
+        epochs: int = 1,
     ) -> None:
         assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
         self.model = model
         self.steps_done = 0  # = the Version of the weights
+        self.skipped: tuple[int, ...] = ()  # of the last step: which of its batches taught nothing
         self._loss = loss
         self._adapter = adapter
+        self._critic = critic
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
         self._compute_dtype = compute_dtype
         self._scale = LossScale(is_on=compute_dtype is torch.float16)
         self._logprob_chunk = logprob_chunk
+        self._epochs = epochs  # that a step goes through its batches
         self._optimizer = build_optimizer(model, betas=betas, weight_decay=weight_decay)
         self._compiles = compile_layers
-        self._most_rows = sys.maxsize  # that have not yet been too many for the memory
-        if compile_layers:
-            layers.compile_layers(model)
-        elif model.device.type == "cpu":
-            fuse_norms(model)
-        if gradient_checkpointing:
-            layers.checkpoint_layers(model)
+        self._limit = RowLimit()
+        arrange_layers(model, compiled=compile_layers, checkpointed=gradient_checkpointing)
 
     def step(self, *batches: Batch) -> dict[str, float]:
-        """One version: an optimizer update with each of the batches; returns their metrics."""
+        """One version: in each epoch an optimizer update with each of the batches; returns the
+        metrics of all updates.
+
+        A batch whose update is skipped has no part in the metrics, unless all are.
+        """
         assert batches, "a step learns something"
+        if self._critic is not None:
+            batches = self._critic.judge(batches)
         num_proximal = 0  # forward passes that only ask what the policy before the step says
         # In the first update the policy before the step is the one that is computed anyway.
-        if len(batches) > 1 and isinstance(self._loss, Anchored) and self._loss.needs_proximal:
+        is_several = len(batches) * self._epochs > 1
+        if is_several and isinstance(self._loss, Anchored) and self._loss.needs_proximal:
             batches = tuple(self._with_proximal(batch) for batch in batches)
             num_proximal = sum(len(batch.microbatches) for batch in batches)
-        learning_rate = self._schedule.at(self.steps_done)
+        batches *= self._epochs
+        learning_rate = 0.0 if self._policy_waits else self._schedule.at(self.steps_done)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        metrics, num_splits, grad_norms = StepMetrics(), 0, []
-        for batch in batches:
-            assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"
-            of_batch, num_splits_here, grad_norm = self._finite_gradient(batch)
-            self._optimizer.step()
-            grad_norms.append(grad_norm)
-            metrics.extend(of_batch)
-            num_splits += num_splits_here
+        updates = [self._update(batch) for batch in batches]
+        self.skipped = tuple(i for i, update in enumerate(updates) if not update.is_finite)
         self.steps_done += 1
+        told = [update for update in updates if update.is_finite] or updates
+        metrics = StepMetrics()
+        for update in told:
+            metrics.extend(update.metrics)
         summary = metrics.summary()
-        if isinstance(self._loss, Adapts):
+        if isinstance(self._loss, Adapts) and told[0].is_finite:
             self._loss = self._loss.adapted(summary)
         return {
             **summary,
-            "loss": summary["loss"] / len(batches),
-            "microbatch_splits": float(num_splits),
+            **({} if self._critic is None else self._critic.step_metrics()),
+            "loss": summary["loss"] / len(told),
+            "microbatch_splits": float(sum(update.num_splits for update in updates)),
             "loss_scale": self._scale.value,
             "proximal_microbatches": float(num_proximal),
-            "grad_norm": sum(grad_norms) / len(batches),
+            "grad_norm": sum(update.grad_norm for update in told) / len(told),
             "learning_rate": learning_rate,
+            "updates_skipped": float(len(self.skipped)),
         }
 
     def token_logprobs(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -117,14 +148,7 @@ class Trainer:
         device = self.model.device
         halves_precision = self._compute_dtype is not torch.float32
         with torch.autocast(device.type, dtype=self._compute_dtype, enabled=halves_precision):
-            hidden = hidden_states(
-                self.model,
-                input_ids=as_tensor(microbatch.tokens, np.int64, device)[None],
-                position_ids=as_tensor(microbatch.positions, np.int64, device)[None],
-                layout=PackedLayout.of(
-                    microbatch.lengths, parents=microbatch.parents, device=device
-                ),
-            )  # [T, D]
+            hidden = packed_hidden_states(self.model, microbatch)  # [T, D]
             kept = microbatch.kept
             return chunked_token_logprobs(
                 self.model,
@@ -160,6 +184,9 @@ class Trainer:
             "random": random,
             "loss": self._loss.state() if isinstance(self._loss, Adapts) else {},
         }
+        if self._critic is not None:
+            self._critic.save(folder / CRITIC)
+            state["critic"] = self._critic.state()
         # To a file object: given a path, torch.save loses the reason why a write failed.
         with (folder / STATE_FILE).open("wb") as file:
             torch.save(state, file)
@@ -181,7 +208,9 @@ class Trainer:
             self.steps_done = state["steps_done"]
             if isinstance(self._loss, Adapts):
                 self._loss = self._loss.with_state(state["loss"])
-        except (OSError, EOFError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
+            if self._critic is not None:
+                self._critic.restore(folder / CRITIC, state["critic"])
+        except _READING_ERRORS as error:
             raise CheckpointError(
                 f"The trainer state in {str(folder)!r} cannot be read ({type(error).__name__});"
                 " remove that checkpoint to resume from the one before it."
@@ -192,7 +221,8 @@ class Trainer:
 
     def state_bytes(self) -> int:
         """About what save() writes: the weights, and the optimizer's two moments of each."""
-        return 3 * sum(w.numel() * w.element_size() for w in self.named_weights().values())
+        of_policy = 3 * sum(w.numel() * w.element_size() for w in self.named_weights().values())
+        return of_policy + (0 if self._critic is None else self._critic.state_bytes())
 
     def merged_bytes(self) -> int:
         """About what save_merged() writes."""
@@ -205,20 +235,27 @@ class Trainer:
         batch begins anew, and it and later ones of its size are split.
         """
         while True:
-            parts, num_splits = self._fitting(batch)
+            parts, num_splits = self._limit.fitting(batch)
             metrics = StepMetrics()
             self._optimizer.zero_grad(set_to_none=True)
             for part in parts:
                 if not self._learn(part, batch, metrics):
-                    self._lower_limit(part)
+                    self._limit.lower(part)
                     break
             else:
                 self._scale.unscale(p.grad for p in self.model.parameters() if p.grad is not None)
                 return metrics, num_splits
 
-    def _finite_gradient(self, batch: Batch) -> tuple[StepMetrics, int, float]:
-        """As accumulate(), with the norm of the gradient, which is clipped then. Where float16
-        overflowed, it is computed again with a smaller scale."""
+    @property
+    def _policy_waits(self) -> bool:
+        """True in steps in which the critic alone learns."""
+        return self._critic is not None and self._critic.learns_alone(self.steps_done)
+
+    def _update(self, batch: Batch) -> _Update:
+        """One optimizer update, if it is finite. Where float16 overflowed, the gradient is computed
+        again with a smaller scale."""
+        assert batch.num_trained_tokens > 0, "a batch without trained tokens is no batch"
+        scale = self._scale.value
         while True:
             metrics, num_splits = self.accumulate(batch)
             norm = torch.nn.utils.clip_grad_norm_(
@@ -228,46 +265,34 @@ class Trainer:
             overflowed = math.isfinite(loss) and not math.isfinite(grad_norm)
             if not (overflowed and self._scale.lower()):
                 break
-        self._check_finite(loss=loss, grad_norm=grad_norm)
-        self._scale.succeeded()
-        return metrics, num_splits, grad_norm
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if is_finite and self._critic is not None:  # before the policy: both learn, or none
+            is_finite = self._critic.learn(batch)
+        if is_finite:
+            if not self._policy_waits:
+                self._optimizer.step()
+            self._scale.succeeded()
+        else:
+            self._scale.value = scale  # which was not the reason
+        return _Update(
+            metrics=metrics, num_splits=num_splits, grad_norm=grad_norm, is_finite=is_finite
+        )
 
     @torch.no_grad()
     def _with_proximal(self, batch: Batch) -> Batch:
         """The batch, with what the trainer says before it learns from any of the step's batches."""
         while True:
             parts: list[Microbatch] = []
-            for part in self._fitting(batch)[0]:
+            for part in self._limit.fitting(batch)[0]:
                 try:
                     logprobs, _ = self.token_logprobs(part)
                 except torch.OutOfMemoryError:
-                    self._lower_limit(part)
+                    self._limit.lower(part)
                     break
                 proximal = logprobs.cpu().numpy()
                 parts.append(dataclasses.replace(part, proximal_logprobs=proximal))
             else:
                 return dataclasses.replace(batch, microbatches=tuple(parts))
-
-    def _lower_limit(self, part: Microbatch) -> None:
-        """`part` was too much for the memory; raises RunFailed if it cannot be split."""
-        self._most_rows = len(part.tokens) - 1
-        if halves(part) is None:
-            raise RunFailed(_too_long(len(part.tokens)))
-
-    def _fitting(self, batch: Batch) -> tuple[list[Microbatch], int]:
-        """The batch's microbatches with trained tokens, split where they have too many rows."""
-        waiting = [m for m in batch.microbatches if len(m.targets)][::-1]
-        parts: list[Microbatch] = []
-        num_splits = 0
-        while waiting:
-            part = waiting.pop()
-            both = halves(part) if len(part.tokens) > self._most_rows else None
-            if both is None:
-                parts.append(part)
-            else:
-                waiting += both[::-1]
-                num_splits += 1
-        return parts, num_splits
 
     def _learn(self, microbatch: Microbatch, batch: Batch, metrics: StepMetrics) -> bool:
         """Add its gradient; False = it does not fit into memory."""
@@ -285,18 +310,3 @@ class Trainer:
         return token_batch(
             microbatch, batch, logprobs=logprobs, entropies=entropies, version=self.steps_done
         )
-
-    def _check_finite(self, *, loss: float, grad_norm: float) -> None:
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise RunFailed(
-                f"Step {self.steps_done + 1} has loss {loss:g} and gradient norm {grad_norm:g},"
-                " and was not applied; lower trainer.learning_rate or set trainer.dtype to float32."
-            )
-
-
-def _too_long(num_tokens: int) -> str:
-    return (
-        f"A sequence of {num_tokens} tokens does not fit into the trainer's memory; set"
-        " trainer.gradient_checkpointing to true, or lower sampling.max_new_tokens"
-        " (trainer.microbatch_tokens bounds several sequences together, not one)."
-    )

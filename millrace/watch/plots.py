@@ -32,7 +32,7 @@ def render_plots(path: Path) -> list[Path]:
     written = []
     if rows:
         written.append(_draw(run_dir.plots / "reward.png", _reward, rows, summary))
-    if any(row.get("staleness_hist") for row in rows):
+    if any(row.get("staleness_histogram") for row in rows):
         written.append(_draw(run_dir.plots / "staleness.png", _staleness, rows))
     if spans:
         written.append(_draw(run_dir.plots / "timeline.png", draw_timeline, spans))
@@ -111,19 +111,16 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 def _staleness(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
     axes = figure.subplots()
-    tokens: dict[int, int] = {}
-    for row in rows:
-        for staleness, number in row.get("staleness_hist", {}).items():
-            tokens[int(staleness)] = tokens.get(int(staleness), 0) + number
-    total = sum(tokens.values())
-    at = list(range(max(max(tokens), 3) + 1))
-    shares = [tokens.get(staleness, 0) / total for staleness in at]
+    histograms = [found for row in rows if (found := row.get("staleness_histogram"))]
+    most = max(int(staleness) for found in histograms for staleness in found)
+    at = list(range(max(most, 3) + 1))
+    shares = [sum(f.get(str(age), 0.0) for f in histograms) / len(histograms) for age in at]
     bars = axes.bar(at, shares, color=BLUE, width=0.7)
     axes.bar_label(
         bars, labels=[f"{share:.1%}" if share else "" for share in shares], padding=3, color=INK
     )
-    mean = sum(staleness * number for staleness, number in tokens.items()) / total
-    axes.set_title(f"Staleness of {total:,} trained tokens, {mean:.2f} on average")
+    mean = sum(age * share for age, share in zip(at, shares, strict=True))
+    axes.set_title(f"Staleness of trained tokens, {mean:.2f} on average over {len(rows):,} steps")
     axes.set_xlabel("trainer version minus the version that sampled the token")
     axes.set_ylabel("share of tokens")
     axes.set_xticks(at)

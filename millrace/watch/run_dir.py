@@ -30,6 +30,7 @@ class RunDir:
         self.summary = self.path / "summary.json"  # only once the run has finished
         self.checkpoints = self.path / "checkpoints"  # step_N/
         self.rollouts = self.path / "rollouts"  # step_N.jsonl, for reading
+        self.skipped = self.path / "skipped"  # step_N.jsonl, of steps that were not finite
         self.logs = self.path / "logs"  # one file per worker
         self.plots = self.path / "plots"  # made by `millrace inspect`
         self.tensorboard = self.path / "tensorboard"  # with watch.tensorboard
@@ -73,7 +74,8 @@ class RunDir:
             return
         if self.is_running:
             raise ConfigError(f"{self.path} belongs to a run that still goes on; stop it first.")
-        for folder in (self.checkpoints, self.rollouts, self.logs, self.plots, self.tensorboard):
+        folders = (self.checkpoints, self.rollouts, self.skipped, self.logs, self.plots)
+        for folder in (*folders, self.tensorboard):
             if folder.exists():
                 shutil.rmtree(folder)
         for file in (self.config, self.metrics, self.trace, self.summary, self._lock_path):
@@ -147,6 +149,9 @@ def _self_contained(config: RunConfig) -> dict[str, Any]:
         # A model may also be a hub name, which is no path at all.
         if path is not None and Path(path).exists():
             table[section]["path"] = str(Path(path).absolute())
+    for row in table["scorer"]:
+        if "path" in row:  # a verifier's
+            row["path"] = str(Path(row["path"]).absolute())
     adapters = config.engine.adapters
     table["engine"]["adapters"] = {n: str(Path(p).absolute()) for n, p in adapters.items()}
     if config.cluster.ticket is not None:

@@ -19,6 +19,8 @@ class RunSnapshot:
     accuracies: tuple[float, ...] = ()  # of every evaluation so far, oldest first
     samples_per_s: float = 0.0
     tokens_per_s: float = 0.0
+    tokens_generated: int = 0  # so far
+    tokens_wasted: int = 0  # of these, which will never be trained
     buffer_depth: int = 0  # groups that wait for the trainer
     buffer_capacity: int = 1
     groups_running: int = 0  # groups being played or scored
@@ -28,3 +30,4 @@ class RunSnapshot:
     dropped: dict[str, int] = field(default_factory=dict)  # groups, by reason
     cancelled: dict[str, int] = field(default_factory=dict)  # tries, by what they were at
     failed: dict[str, int] = field(default_factory=dict)  # groups, by reason
+    steps_skipped: int = 0  # their loss or gradient was not finite

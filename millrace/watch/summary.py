@@ -36,13 +36,17 @@ class RunSummary:
     tokens_per_s: float | None
     staleness_mean: float | None
     staleness_max: int | None
+    rollout_spread: float | None  # versions between its oldest and newest token
+    group_spread: float | None
     workers: dict[str, Shares | None]  # None = never came past its start-up
     dropped: dict[str, int]  # groups, by reason
     cancelled: dict[str, int]  # tries that grew too old, by what they were at
-    tokens_lost: int  # with these
-    tokens_wasted: dict[str, int]  # of finished episodes that were not trained, by reason
-    tokens_saved: int  # by not going on with them; estimated
+    tokens_saved: int  # by not going on with these; estimated
+    tokens_wasted: dict[str, int]  # sampled and never trained, by reason
+    wasted_staleness: dict[str, float]  # of these, on average
+    replayed: int  # groups trained a second time
     failed: dict[str, int]
+    steps_skipped: int  # an update or more of these was not finite
     files: tuple[Path, ...]  # what lies in the run directory
 
 
@@ -76,13 +80,17 @@ def summarise(path: str | Path) -> RunSummary:
         tokens_per_s=_mean(rows, "tokens_per_s"),
         staleness_mean=_mean(rows, "staleness_mean"),
         staleness_max=max((r["staleness_max"] for r in rows if "staleness_max" in r), default=None),
+        rollout_spread=_mean(rows, "rollout_spread_mean"),
+        group_spread=_mean(rows, "group_spread_mean"),
         workers=activity.total(),
         dropped=last.get("groups_dropped", {}),
         cancelled=last.get("groups_cancelled", {}),
-        tokens_lost=last.get("tokens_lost", 0),
-        tokens_wasted=last.get("tokens_wasted", {}),
         tokens_saved=last.get("tokens_saved", 0),
+        tokens_wasted=last.get("tokens_wasted", {}),
+        wasted_staleness=last.get("wasted_staleness", {}),
+        replayed=sum(row.get("replayed_groups", 0) for row in rows),
         failed=last.get("groups_failed", {}),
+        steps_skipped=sum(row.get("updates_skipped", 0) > 0 for row in rows),
         files=tuple(_files(run_dir)),
     )
 
@@ -114,15 +122,23 @@ def _rows(run: RunSummary) -> Iterator[tuple[str, str]]:
         yield "speed", f"{rate(run.samples_per_s)} samples/s{tokens}"
     if run.staleness_mean is not None:
         yield "staleness", f"{run.staleness_mean:.2f} on average, at most {run.staleness_max}"
+    if run.rollout_spread is not None and run.group_spread is not None:
+        yield "", f"spread {run.rollout_spread:.2f} in a rollout, {run.group_spread:.2f} in a group"
     for worker, shares in run.workers.items():
         yield worker, "never came up" if shares is None else _worker(shares)
     yield "groups dropped", counts(run.dropped)
     yield "groups cancelled", counts(run.cancelled)
-    if any(run.cancelled.values()):
-        yield "", f"{run.tokens_lost} tokens lost, about {run.tokens_saved} saved"
-    if any(run.tokens_wasted.values()):
-        yield "tokens wasted", counts(run.tokens_wasted)
     yield "groups failed", counts(run.failed)
+    if run.steps_skipped:
+        yield "steps skipped", f"{run.steps_skipped}, with a loss or gradient that was not finite"
+    if run.replayed:
+        yield "groups replayed", str(run.replayed)
+    yield "tokens wasted", counts(run.tokens_wasted)
+    if run.wasted_staleness:
+        means = (f"{reason} {mean:.2f}" for reason, mean in run.wasted_staleness.items())
+        yield "", f"their staleness: {', '.join(means)}"
+    if any(run.cancelled.values()):
+        yield "", f"about {run.tokens_saved} more saved by cancelling"
     for number, file in enumerate(run.files):
         yield "" if number else "files", os.fspath(file)
 
@@ -148,6 +164,6 @@ def _mean(rows: list[dict[str, Any]], key: str) -> float | None:
 def _files(run_dir: RunDir) -> Iterator[Path]:
     files = (run_dir.config, run_dir.metrics, run_dir.trace, run_dir.summary)
     yield from (file for file in files if file.is_file())
-    folders = (run_dir.rollouts, run_dir.logs, run_dir.tensorboard)
+    folders = (run_dir.rollouts, run_dir.skipped, run_dir.logs, run_dir.tensorboard)
     yield from (folder for folder in folders if folder.is_dir() and any(folder.iterdir()))
     yield from run_dir.checkpoint_paths

@@ -109,6 +109,8 @@ def _buffer(shot: RunSnapshot, columns: int) -> Text:
 
 def _numbers(shot: RunSnapshot) -> Iterator[Text]:
     speed = f"{rate(shot.samples_per_s)} samples/s · {rate(shot.tokens_per_s)} tokens/s"
+    if shot.tokens_wasted and shot.tokens_generated:
+        speed += f" · {shot.tokens_wasted / shot.tokens_generated:.1%} of them wasted"
     staleness = f"mean {shot.staleness_mean:.2f} · max {shot.staleness_max}"
     yield Text.assemble(_label("speed"), speed)
     yield Text.assemble(_label("staleness"), f"{staleness} · version {shot.version}")
@@ -118,6 +120,8 @@ def _numbers(shot: RunSnapshot) -> Iterator[Text]:
         ("failed", shot.failed, BAD),
     ):
         yield Text.assemble(_label(name), (counts(reasons), colour if reasons else "dim"))
+    if shot.steps_skipped:
+        yield Text.assemble(_label("skipped"), (f"steps {shot.steps_skipped} (not finite)", BAD))
 
 
 def _label(name: str) -> Text:

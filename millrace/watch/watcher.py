@@ -6,8 +6,7 @@ Promise: the run directory is readable at any moment. Called from the controller
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from millrace.watch.progress import make_progress
 from millrace.watch.run_dir import RunDir
 from millrace.watch.samples import SampleLog
 from millrace.watch.snapshot import RunSnapshot
+from millrace.watch.staleness import staleness_metrics
 from millrace.watch.tensorboard import TensorBoardLog
 from millrace.watch.trace import TraceWriter
 
@@ -38,10 +38,11 @@ class Moment:
     groups_running: int
     groups_dropped: dict[str, int]  # so far, by reason
     groups_cancelled: dict[str, int]  # tries at groups that grew too old, by what they did then
-    tokens_lost: int  # of these
-    tokens_wasted: dict[str, int]  # of finished episodes that are not trained, by reason
-    tokens_saved: int  # which they would still have sampled; estimated
+    tokens_saved: int  # which these would still have sampled; estimated
+    tokens_wasted: dict[str, int]  # sampled and never to be trained, by reason
+    wasted_staleness: dict[str, float]  # of these, on average
     groups_failed: dict[str, int]
+    steps_skipped: int  # so far; of these an update or more was not finite
     last_failure: str  # the newest failure's sentence, or ""
     engine_waits_for: str  # why an engine without work has none
     trainer_waits_for: str
@@ -101,19 +102,26 @@ class Watcher:
         self._trace.write(spans)
 
     def step(
-        self, moment: Moment, *, groups: Sequence[Group], trainer_metrics: dict[str, float]
+        self,
+        moment: Moment,
+        *,
+        groups: Sequence[Group],
+        trainer_metrics: dict[str, float],
+        replayed: Collection[int] = (),
     ) -> None:
-        """A step at trainer version `moment.version` is done; the next version is one higher."""
+        """A step at trainer version `moment.version` is done; the next version is one higher.
+        `replayed`: numbers of the groups that were told of before."""
         step = moment.version + 1
-        self.episodes += sum(len(group.episodes) for group in groups)
+        fresh = [group for group in groups if group.number not in replayed]
+        self.episodes += sum(len(group.episodes) for group in fresh)
         self._marks = [*self._marks[-200:], self._mark()]
         row = {
             "step": step,
             "version": step,
             "time_s": round(time.monotonic() - self._started_s, 3),
-            **_scores(groups),
+            **_scores(fresh),
             **trainer_metrics,
-            **_staleness(groups, version=moment.version),
+            **staleness_metrics(groups, version=moment.version),
             **self._rates(self._window_start()),
             **self._shares(),
             "completion_tokens_mean": float(
@@ -123,17 +131,19 @@ class Watcher:
             "groups_running": moment.groups_running,
             "groups_dropped": moment.groups_dropped,
             "groups_cancelled": moment.groups_cancelled,
-            "tokens_lost": moment.tokens_lost,
             "tokens_saved": moment.tokens_saved,
             "tokens_wasted": moment.tokens_wasted,
+            "wasted_staleness": moment.wasted_staleness,
             "groups_failed": moment.groups_failed,
+            "steps_skipped": moment.steps_skipped,
+            "replayed_groups": len(groups) - len(fresh),
         }
         row |= self._new_evaluation
         self._new_evaluation = {}
         self._rewards.append(row["reward_mean"])
         self._staleness = (row["staleness_mean"], row["staleness_max"])
         self._metrics.write(row)
-        self._samples.write(step, groups)
+        self._samples.write(step, fresh)
         if self._tensorboard is not None:
             self._tensorboard.write(step, row)
 
@@ -180,6 +190,8 @@ class Watcher:
                 accuracies=tuple(self._accuracies),
                 samples_per_s=rates["samples_per_s"],
                 tokens_per_s=rates["tokens_per_s"],
+                tokens_wasted=sum(moment.tokens_wasted.values()),
+                tokens_generated=round(sum(self._generated.values())),
                 buffer_depth=moment.buffer_depth,
                 buffer_capacity=self._capacity,
                 groups_running=moment.groups_running,
@@ -189,6 +201,7 @@ class Watcher:
                 dropped=moment.groups_dropped,
                 cancelled=moment.groups_cancelled,
                 failed=moment.groups_failed,
+                steps_skipped=moment.steps_skipped,
             )
         )
 
@@ -264,15 +277,3 @@ def _by_source(groups: Sequence[Group]) -> dict[str, Any]:
     if not totals:
         return {}
     return {"reward_by_source": {name: float(np.mean(own)) for name, own in totals.items()}}
-
-
-def _staleness(groups: Sequence[Group], *, version: int) -> dict[str, Any]:
-    """Per token: the trainer's version minus the version that sampled it."""
-    stamps = [rollout.versions[rollout.mask] for group in groups for rollout in group.rollouts]
-    staleness = version - np.concatenate(stamps)
-    counts = Counter(staleness.tolist())
-    return {
-        "staleness_mean": float(staleness.mean()),
-        "staleness_max": int(staleness.max()),
-        "staleness_hist": {str(key): counts[key] for key in sorted(counts)},
-    }

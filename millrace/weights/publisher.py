@@ -45,31 +45,35 @@ class Snapshot:
     def __init__(self) -> None:
         self.version = -1
         self.tensors: dict[str, torch.Tensor] = {}
-        self._copied: torch.cuda.Event | None = None  # set if the weights lie on a GPU
+        self._layout: object = None  # of what it has memory for
+        self._parts: list[torch.Tensor] = []  # of `tensors`, what lies on this rank
+        self._device: torch.device | None = None  # set if the weights lie on a GPU
+        self._copied: torch.cuda.Event | None = None  # likewise
         self._stream: torch.cuda.Stream | None = None
 
     def fill(
         self, version: int, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype
     ) -> None:
         self.version = version
-        dtypes = {name: travel_dtype(tensor, dtype=dtype) for name, tensor in tensors.items()}
-        if not self._fits(tensors, dtypes):
-            self.tensors = {
-                name: torch.empty_like(tensor, dtype=dtypes[name], requires_grad=False)
-                for name, tensor in tensors.items()
-            }
+        parts = [local_part(tensor) for tensor in tensors.values()]
+        # The trainer waits for this: compared at once, and everything else made once per layout.
+        layout = (
+            dtype,
+            list(tensors),
+            [tensor.shape for tensor in tensors.values()],
+            [(part.shape, part.dtype, part.device) for part in parts],
+        )
+        if layout != self._layout:
+            self._make_room(tensors, dtype=dtype)
+            self._layout = layout
         with torch.no_grad():
             # One launch for all tensors on a GPU.
             copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-            copy(
-                [local_part(tensor) for tensor in self.tensors.values()],
-                [local_part(tensor) for tensor in tensors.values()],
-            )
-        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-        if device is not None:
+            copy(self._parts, parts)
+        if self._device is not None:
             self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(device))
-            self._stream = self._stream or torch.cuda.Stream(device)
+            self._copied.record(torch.cuda.current_stream(self._device))
+            self._stream = self._stream or torch.cuda.Stream(self._device)
 
     def reading(self) -> contextlib.AbstractContextManager[Any]:
         """Within it the copy is complete, and reading does not queue behind the next step."""
@@ -78,14 +82,16 @@ class Snapshot:
         self._copied.synchronize()
         return torch.cuda.stream(self._stream)
 
-    def _fits(self, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> bool:
-        return list(self.tensors) == list(tensors) and all(
-            mine.shape == tensors[name].shape
-            and local_part(mine).shape == local_part(tensors[name]).shape
-            and mine.device == tensors[name].device
-            and mine.dtype == dtypes[name]
-            for name, mine in self.tensors.items()
-        )
+    def _make_room(self, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype) -> None:
+        self._layout = None  # until there is
+        self.tensors = {
+            name: torch.empty_like(
+                tensor, dtype=travel_dtype(tensor, dtype=dtype), requires_grad=False
+            )
+            for name, tensor in tensors.items()
+        }
+        self._parts = [local_part(tensor) for tensor in self.tensors.values()]
+        self._device = next((part.device for part in self._parts if part.is_cuda), None)
 
 
 class Publisher:

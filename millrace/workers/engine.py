@@ -1,20 +1,19 @@
 """The engine process: `python -m millrace.workers.engine`.
 
 The main thread decodes: it looks for calls between two forward passes and waits for them only when
-there is nothing to generate. New weights are mapped and verified by a staging thread meanwhile;
-only their copy into the model takes the main thread's time, between two passes. What becomes of the
-sequences under way is up to the interrupt model.
+there is nothing to generate. New weights are fetched, verified and laid out by a staging thread
+meanwhile; only their copy into the model takes the main thread's time, between two passes. What
+becomes of the sequences under way is up to the interrupt model.
 
 Promise: every call is answered once. An update that is refused leaves the engine serving the
 version it has.
 """
 
 import time
-from collections.abc import Mapping
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,6 +39,7 @@ from millrace.core.weight_update import WeightUpdate
 from millrace.engines.embedded.build import build_engine
 from millrace.engines.embedded.engine import EmbeddedEngine, Finished
 from millrace.engines.embedded.interrupt import MODELS
+from millrace.engines.embedded.live_weights import Prepared
 from millrace.models.loading import resolve_device
 from millrace.weights.receiver import make_receiver
 
@@ -103,7 +103,6 @@ def wire(
         receiver=receiver,
         timeline=timeline,
         interrupt=config.weights.interrupt,
-        takes_turns=config.cluster.take_turns,
     )
 
 
@@ -112,12 +111,12 @@ class _Staging:
     """Weights on their way in, and the calls that wait for them or were superseded by them."""
 
     version: int
-    staged: Future[tuple[Mapping[str, Any], float]]  # tensors, milliseconds
+    staged: Future[tuple[Prepared, float]]  # and the milliseconds it took
     calls: list[Call]
 
 
 class EngineWorker:
-    """Wires an engine to a link. All methods run in the main thread."""
+    """Wires an engine to a link. All methods run in the main thread, unless they say otherwise."""
 
     def __init__(
         self,
@@ -127,10 +126,9 @@ class EngineWorker:
         receiver: WeightReceiver,
         timeline: Timeline,
         interrupt: Interrupt = "swap",
-        takes_turns: bool = False,  # with the trainer, which then waits for a pause
     ) -> None:
-        self._takes_turns = takes_turns
         self._link = link
+        self._arrived: deque[Call] = deque()  # during a round, not yet handled
         self._engine = engine
         self._interrupt = MODELS[interrupt](engine)
         self._receiver = receiver
@@ -159,8 +157,12 @@ class EngineWorker:
         stop.reply()
 
     def _is_awaited(self) -> bool:
-        """True if a round should end before its time."""
-        return self._has_weights_to_land or (self._takes_turns and self._link.has_calls)
+        """True if a round should end before its time: weights are there, or a call that is not for
+        more of the same. A round may last as long as staging does."""
+        while (call := self._link.receive(0)) is not None:
+            self._arrived.append(call)
+        has_urgent = any(not isinstance(call.message, Generate) for call in self._arrived)
+        return has_urgent or self._has_weights_to_land
 
     @property
     def _has_weights_to_land(self) -> bool:
@@ -173,16 +175,19 @@ class EngineWorker:
         patience_s = self._patience_s()
         if patience_s > 0:  # entered before the wait, or the wait would count as generating
             self._timeline.enter(self._idle_reason(), busy=False)
-        call = self._link.receive(patience_s)
+        call = self._next_call(patience_s)
         while call is not None:
             if isinstance(call.message, Stop):
                 return call
             self._handle(call)
-            call = self._link.receive(0)
+            call = self._next_call(0)
         return None
 
+    def _next_call(self, patience_s: float) -> Call | None:
+        return self._arrived.popleft() if self._arrived else self._link.receive(patience_s)
+
     def _patience_s(self) -> float:
-        if self._may_generate:
+        if self._may_generate or self._arrived:
             return 0
         return PROGRESS_S if self._staging is None else STAGING_POLL_S
 
@@ -243,10 +248,17 @@ class EngineWorker:
             superseded = under_way.calls
         self._staging = _Staging(
             version=update.version,
-            staged=self._stager.submit(_timed_stage, self._receiver, update),
+            staged=self._stager.submit(self._timed_stage, update),
             calls=[*superseded, call],
         )
         self._answer(self._interrupt.announce())
+
+    def _timed_stage(self, update: WeightUpdate) -> tuple[Prepared, float]:
+        """Runs in the staging thread."""
+        started_s = time.perf_counter()
+        tensors = self._receiver.stage(update)
+        prepared = self._engine.prepare(tensors, version=update.version)
+        return prepared, (time.perf_counter() - started_s) * 1000
 
     def _land_weights(self) -> None:
         """Make staged weights visible. serve() calls this between two forward passes."""
@@ -256,10 +268,10 @@ class EngineWorker:
         assert staging is not None
         self._timeline.enter("swap", busy=True)
         try:
-            tensors, stage_ms = staging.staged.result()
+            prepared, stage_ms = staging.staged.result()
             started_s = time.perf_counter()
             self._answer(self._interrupt.land())
-            self._engine.swap(tensors, version=staging.version)
+            self._engine.commit(prepared)
         except WeightError as error:
             for call in staging.calls:
                 call.fail(error)
@@ -289,13 +301,6 @@ class EngineWorker:
                 },
             )
         )
-
-
-def _timed_stage(receiver: WeightReceiver, update: WeightUpdate) -> tuple[Mapping[str, Any], float]:
-    """Runs in the staging thread."""
-    started_s = time.perf_counter()
-    tensors = receiver.stage(update)
-    return tensors, (time.perf_counter() - started_s) * 1000
 
 
 def _unknown(call: Call, *, but: str) -> MillraceError:

@@ -26,13 +26,15 @@ from millrace.cluster.messages import (
     Stepped,
     Stop,
 )
-from millrace.config import RunConfig
+from millrace.config import CriticConfig, RunConfig
 from millrace.core.spans import Timeline
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model, resolve_device
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.models.trained_adapter import TrainedAdapter
 from millrace.training.checkpoints import prune_checkpoints, write_checkpoint
+from millrace.training.critic import Critic
+from millrace.training.estimation import Estimation
 from millrace.training.objectives.recipes import build_loss
 from millrace.training.optimizer import Schedule
 from millrace.training.trainer import Trainer
@@ -152,7 +154,7 @@ class TrainerWorker:
         self._timeline.enter("step", busy=True)
         metrics = self._trainer.step(message.batch, *message.more)
         self._trained_tokens += metrics["trained_tokens"]
-        return Stepped(version=message.version, metrics=metrics)
+        return Stepped(version=message.version, metrics=metrics, skipped=self._trainer.skipped)
 
     def _publish(self) -> None:
         self._publisher.publish(self._trainer.steps_done, self._trainer.named_weights())
@@ -205,6 +207,7 @@ def build_trainer(config: RunConfig, *, path: str) -> Trainer:
     return Trainer(
         model,
         adapter=adapter,
+        critic=None if config.critic is None else build_critic(config, config.critic),
         loss=build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens),
         schedule=Schedule(
             learning_rate=settings.learning_rate,
@@ -220,6 +223,35 @@ def build_trainer(config: RunConfig, *, path: str) -> Trainer:
         logprob_chunk=settings.logprob_chunk,
         gradient_checkpointing=settings.gradient_checkpointing,
         compile_layers=settings.compile,
+        epochs=settings.epochs,
+    )
+
+
+def build_critic(config: RunConfig, settings: CriticConfig) -> Critic:
+    """The critic the config describes, as it is before it has learned anything."""
+    trainer = config.trainer
+    model = load_model(
+        settings.path or config.model.path,
+        dtype=torch.float32,
+        device=resolve_device(trainer.device),
+        attention=PACKED_ATTENTION,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return Critic(
+        model,
+        estimation=Estimation(
+            discount=settings.discount, decay=settings.decay, normalize=settings.normalize
+        ),
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        value_clip=settings.value_clip,
+        loss_weight=settings.loss_weight,
+        betas=trainer.betas,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+        compute_dtype=getattr(torch, trainer.dtype),
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        compile_layers=trainer.compile,
     )
 
 

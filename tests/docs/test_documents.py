@@ -1,5 +1,6 @@
 """The documents say what the code does."""
 
+import dataclasses
 import re
 import runpy
 import tomllib
@@ -9,6 +10,7 @@ from typing import Any
 from millrace.config import load_config
 from millrace.scoring.shaping import build_shaping
 from millrace.training.objectives.recipes import ADVANTAGES, RECIPES
+from millrace.verifiers import VERIFIERS, build_verifier
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +72,19 @@ def test_the_settings_in_the_page_on_shaping_are_valid():
         )
 
 
+def test_the_order_in_the_page_on_the_buffer_passes_its_test():
+    page = (ROOT / "docs" / "buffer.md").read_text()
+    order, test = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, Any] = {"__name__": "orders"}
+    exec(order + test, names)
+    names["test_short_groups_go_first"]()
+
+
+def test_the_settings_in_the_page_on_the_buffer_are_settings():
+    (toml,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "buffer.md").read_text(), re.S)
+    load_config({"model": "m", **tomllib.loads(toml)})
+
+
 def test_the_page_on_objectives_has_every_recipe_with_its_settings():
     page = (ROOT / "docs" / "objectives.md").read_text().split("## Recipes")[1]
     for name, recipe in RECIPES.items():
@@ -82,3 +97,22 @@ def test_the_page_on_objectives_has_every_recipe_with_its_settings():
             shown = {"0.0003": "3e-4", "0.0004": "4e-4"}.get(shown, shown)
             assert f"{key} {shown}" in told, (name, key)
         assert advantages.strip().startswith(ADVANTAGES.get(name, {"type": "group"})["type"])
+
+
+def test_the_page_on_verifiers_has_every_key_with_its_default():
+    page = (ROOT / "docs" / "verifiers.md").read_text()
+    for name, verifier in VERIFIERS.items():
+        (row,) = re.findall(rf"^\| `{name}` .*$", page, re.M)
+        for field in dataclasses.fields(verifier):
+            told = re.search(rf"`{field.name}(?: = ([^`]*))?`", row)
+            assert told is not None, (name, field.name)
+            if told[1] is not None:
+                assert tomllib.loads(f"x = {told[1]}")["x"] == field.default, (name, field.name)
+
+
+def test_the_verifiers_in_the_page_on_them_can_be_built():
+    page = (ROOT / "docs" / "verifiers.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    config = load_config({"model": "m", **tomllib.loads(example)})
+    for row in config.scorer:
+        build_verifier(row.verifier, section="scorer")

@@ -32,5 +32,5 @@ def test_groups_that_can_no_longer_be_trained_are_cancelled_and_tried_again(tmp_
     assert result.steps == 10
     assert max(row["staleness_max"] for row in rows) <= 1
     assert rows[-1]["groups_cancelled"]["generating"] > 0
-    assert rows[-1]["tokens_lost"] > 0
+    assert rows[-1]["tokens_wasted"]["cancelled"] > 0
     assert summarise(result.run_dir).cancelled == rows[-1]["groups_cancelled"]

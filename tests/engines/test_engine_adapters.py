@@ -106,11 +106,10 @@ def test_an_engine_whose_merge_failed_half_way_serves_nothing_until_a_complete_v
     engine = make_engine(lora=LORA)
     engine.submit(make_request())
     engine.step()
-    broken = adapter_for(engine, seed=1)
-    last = list(broken)[-1]
-    broken[last] = broken[last].to("meta")  # right name and shape, but no data
+    prepared = engine.prepare(adapter_for(engine, seed=1), version=1)
+    prepared.sources[-1] = prepared.sources[-1].to("meta")  # has no data to copy
     with pytest.raises(WeightError, match="serves nothing until a complete version"):
-        engine.swap(broken, version=1)
+        engine.commit(prepared)
     assert engine.version is None
     assert not engine.has_work
     engine.swap(adapter_for(engine, seed=2), version=2)

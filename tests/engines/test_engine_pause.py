@@ -37,9 +37,9 @@ class ReadyReceiver:
         """Nothing to let go."""
 
 
-def serve(*script: list[Message]) -> ScriptedLink:
+def serve(*script: list[Message], **settings: Any) -> ScriptedLink:
     """Run an engine through a script."""
-    engine = make_engine()
+    engine = make_engine(**settings)
     link = ScriptedLink(script, engine)
     worker: Any = EngineWorker(
         link,  # pyright: ignore[reportArgumentType]
@@ -91,6 +91,16 @@ def test_weights_land_in_a_paused_engine():
     assert link.reply_to(Swap).version == 1
     assert link.tokens == [0, 1, 1, 1]
     assert ("swap", True) in link.spans
+
+
+@pytest.mark.parametrize("urgent", [Pause(), Swap(update=UPDATE), Abort(ids=["other"])])
+def test_a_round_goes_on_when_more_work_arrives_and_ends_for_any_other_call(urgent):
+    requests = [make_request(name, max_new_tokens=60) for name in ("early", "late")]
+    early, late = [Generate(request=request) for request in requests]
+    link = serve([early], [late], [urgent], [Abort(ids=["early", "late"])], round_steps=32)
+    (call,) = link.calls_of(type(urgent))[:1]
+    assert call.tokens_at_reply is not None
+    assert 1 < call.tokens_at_reply < 16  # and not the 32 that the round would have had
 
 
 def test_a_paused_engine_stops_when_told_to():

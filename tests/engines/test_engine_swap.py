@@ -136,11 +136,10 @@ def test_an_engine_whose_swap_failed_half_way_serves_nothing_until_a_complete_ve
     engine = make_engine()
     engine.submit(make_request())
     engine.step()
-    broken = weights(seed=1)
-    last = list(broken)[-1]
-    broken[last] = broken[last].to("meta")  # right name and shape, but no data to copy
+    prepared = engine.prepare(weights(seed=1), version=1)
+    prepared.sources[-1] = prepared.sources[-1].to("meta")  # has no data to copy
     with pytest.raises(WeightError, match="serves nothing until a complete version"):
-        engine.swap(broken, version=1)
+        engine.commit(prepared)
     assert engine.version is None
     assert not engine.has_work
     assert engine.step() == []

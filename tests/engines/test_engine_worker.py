@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,11 +127,12 @@ def long_request(id: str = "long") -> Generate:
 
 
 class GatedReceiver:
-    """Hands out the weights whose seed is the version, once it is opened."""
+    """Hands out the weights whose seed is the version, once it is opened; the last tensor of some
+    as something else."""
 
-    def __init__(self, *, broken_versions: Set[int] = frozenset()) -> None:
+    def __init__(self, spoil: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {}) -> None:
         self._gate = threading.Event()
-        self._broken_versions = broken_versions
+        self._spoil = spoil
         self.staged: list[int] = []
         self.is_closed = False
 
@@ -142,9 +143,9 @@ class GatedReceiver:
         self.staged.append(update.version)
         assert self._gate.wait(20)
         tensors = weights(seed=update.version)
-        if update.version in self._broken_versions:
+        if update.version in self._spoil:
             last = list(tensors)[-1]
-            tensors[last] = tensors[last].to("meta")  # fits, but has no data to copy
+            tensors[last] = self._spoil[update.version](tensors[last])
         return tensors
 
     def close(self) -> None:
@@ -249,8 +250,19 @@ def test_a_newer_update_supersedes_one_that_is_still_staging():
     assert [e.counters["swaps"] for e in link.events if isinstance(e, Progress)][-1] == 1
 
 
+def test_an_update_that_cannot_be_made_ready_is_refused_and_the_old_version_goes_on():
+    link, receiver = FakeLink(), GatedReceiver({1: lambda tensor: tensor.to("meta")})
+    receiver.open()
+    with serving(link, receiver):
+        with pytest.raises(WeightError, match="Version 1 cannot be made ready"):
+            link.call(Swap(update=update_of(1))).result()
+        (completion,) = link.call(Generate(request=make_request())).result().completions
+    assert set(completion.versions) == {0}
+
+
 def test_after_a_swap_that_failed_half_way_requests_wait_for_a_complete_version():
-    link, receiver = FakeLink(), GatedReceiver(broken_versions={1})
+    # Has the right shape, dtype and device, but cannot be copied.
+    link, receiver = FakeLink(), GatedReceiver({1: lambda tensor: tensor.to_sparse()})
     receiver.open()
     with serving(link, receiver):
         with pytest.raises(WeightError, match="serves nothing until a complete version"):

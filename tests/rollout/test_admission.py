@@ -1,11 +1,17 @@
 import asyncio
 
+import pytest
+
+from millrace.core.staleness import StalenessLimit
 from millrace.rollout.admission import RUNNING, STALENESS, Admission
 
 
 def make_admission(**changes):
-    settings = {"groups_per_step": 2, "max_staleness": 1, "max_running": 100, "version": 0}
-    return Admission(**{**settings, **changes})
+    settings = {"groups_per_step": 2, "max_running": 100, "version": 0}
+    limit = {"max_staleness": 1}
+    for key in ("max_staleness", "measure", "max_stale_share"):
+        limit |= {key: changes.pop(key)} if key in changes else {}
+    return Admission(**{**settings, **changes}, limit=StalenessLimit(**limit))
 
 
 async def count_admitted(admission):
@@ -75,3 +81,18 @@ async def test_nothing_starts_whose_first_token_would_be_too_old_for_the_next_ta
     assert admission.held_by == STALENESS
     admission.advance(1)
     assert await count_admitted(admission) == 6
+
+
+@pytest.mark.parametrize("measure", ["mean", "share"])
+async def test_a_first_token_too_old_is_no_obstacle_where_later_ones_can_make_up_for_it(measure):
+    admission = make_admission(max_staleness=1, measure=measure, max_stale_share=0.5)
+    admission.take_next(2)
+    assert await count_admitted(admission) == 4
+
+
+async def test_a_replayed_group_takes_the_place_of_a_new_one():
+    admission = make_admission(groups_per_step=4, max_staleness=0)
+    await count_admitted(admission)
+    admission.replay(1)
+    admission.advance(1)
+    assert await count_admitted(admission) == 3

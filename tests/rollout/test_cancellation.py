@@ -7,23 +7,28 @@ import pytest
 from fakes import make_completion, make_group
 
 from millrace.core.records import Task
+from millrace.core.staleness import StalenessLimit, Stamps, Waiting
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import WINDOW, Attempt, Cancellations, Expired
 from millrace.rollout.dispatcher import MAX_TRIES, Dispatcher, Failures
 from millrace.rollout.filtering import Filtering
 
+EXACT = StalenessLimit(max_staleness=0)
+
+
+def waiting(group):
+    return Waiting(group=group, stamps=Stamps.of_group(group))
+
 
 class Bench:
     """A dispatcher whose groups stop at each stage until the test lets them on."""
 
-    def __init__(self, *, groups=2):
+    def __init__(self, *, groups=2, limit=EXACT):
         self.attempts = []
         self.stage = {stage: asyncio.Event() for stage in ("generating", "scoring", "waiting")}
         self.admitted, self.closed = [], []
         self.expire_in_engine = set()
-        self.admission = Admission(
-            groups_per_step=groups, max_staleness=0, max_running=9, version=0
-        )
+        self.admission = Admission(groups_per_step=groups, limit=limit, max_running=9, version=0)
         self.dispatcher = Dispatcher(
             task_of=lambda number: Task(prompt=str(number)),
             on_closed=self.closed.append,
@@ -33,6 +38,7 @@ class Bench:
             admission=self.admission,
             failures=Failures(max_share=0.5),
             filtering=Filtering(max_share=1.0, warn=pytest.fail),
+            limit=limit,
         )
         self.running = asyncio.create_task(self.dispatcher.run())
 
@@ -78,26 +84,72 @@ async def test_a_group_that_grows_too_old_is_cancelled_and_issued_again_at_once(
         bench.stage["scoring"].set()
     await bench.settle()
     assert bench.attempts == [(0, 0), (1, 0)]
-    bench.dispatcher.expire(before=1)
+    bench.dispatcher.expire(version=1)
     await bench.settle()
     assert sorted(bench.attempts[2:]) == [(0, 1), (1, 1)]
     assert bench.dispatcher.cancellations.by_reason == {stage: 2}
-    assert bench.dispatcher.cancellations.tokens_lost == 2 * 4
+    assert bench.dispatcher.waste.tokens == {"cancelled": 2 * 4}
+    assert bench.dispatcher.waste.staleness_means == {"cancelled": 1.0}
     assert bench.admission.running == 2
     for event in bench.stage.values():
         event.set()
     await bench.settle()
     assert sorted(group.number for group in bench.admitted) == [0, 1]
-    assert all(group.oldest_version == 1 for group in bench.admitted)
+    assert all(Stamps.of_group(group).oldest == 1 for group in bench.admitted)
 
 
 async def test_a_group_whose_tokens_are_young_enough_goes_on(bench):
     bench.stage["generating"].set()
     await bench.settle()
-    bench.dispatcher.expire(before=0)
+    bench.dispatcher.expire(version=0)
     await bench.settle()
     assert bench.attempts == [(0, 0), (1, 0)]
     assert not bench.dispatcher.cancellations.by_reason
+
+
+MEAN = StalenessLimit(max_staleness=1, measure="mean")
+SHARE = StalenessLimit(max_staleness=1, measure="share", max_stale_share=0.5)
+
+
+@pytest.mark.parametrize("limit", [MEAN, SHARE])
+async def test_a_group_that_may_still_sample_what_makes_up_for_its_age_goes_on(limit):
+    bench = Bench(limit=limit)
+    await bench.settle()
+    running = next(iter(bench.dispatcher._running.values()))
+    running.attempt.record([make_completion("abcd", version=0)])
+    bench.dispatcher.expire(version=2)
+    await bench.settle()
+    assert not bench.dispatcher.cancellations.by_reason
+    bench.stage["generating"].set()  # all groups are complete now, and all of version 0
+    await bench.settle()
+    assert bench.dispatcher.cancellations.by_reason == {"generating": 4}
+    assert bench.dispatcher.scoring == 4  # their second tries, of version 1
+    await bench.close()
+
+
+@pytest.mark.parametrize("limit", [MEAN, SHARE])
+async def test_a_complete_group_is_cancelled_exactly_when_its_measure_rules_it_out(limit):
+    bench = Bench(limit=limit)
+    bench.stage["generating"].set()
+    await bench.settle()
+    running = bench.dispatcher._running
+    running[0].stamps = Stamps(counts={0: 5, 2: 4})  # at version 2: mean 10 / 9, share 5 / 9
+    running[1].stamps = Stamps(counts={0: 4, 2: 4})  # 1 and 1 / 2
+    bench.dispatcher.expire(version=2)
+    await bench.settle()
+    assert (0, 1) in bench.attempts
+    assert (1, 1) not in bench.attempts
+    await bench.close()
+
+
+async def test_tokens_are_wasted_by_reason(bench):
+    for event in bench.stage.values():
+        event.set()
+    await bench.settle()
+    bench.dispatcher.expire(version=3)
+    bench.dispatcher.expire_waiting(waiting(make_group(0, versions=[0, 0, 1, 1], size=1)))
+    assert bench.dispatcher.waste.tokens["dropped"] == 4
+    assert bench.dispatcher.waste.staleness_means["dropped"] == 2.5
 
 
 async def test_a_group_that_an_engine_ended_is_issued_again(bench):
@@ -109,7 +161,7 @@ async def test_a_group_that_an_engine_ended_is_issued_again(bench):
 
 
 async def test_a_group_that_came_back_too_old_is_not_scored(bench):
-    bench.dispatcher.expire(before=1)
+    bench.dispatcher.expire(version=1)
     bench.stage["generating"].set()
     await bench.settle()
     assert bench.dispatcher.cancellations.by_reason == {"generating": 2}
@@ -122,7 +174,7 @@ async def test_after_its_last_try_a_group_counts_as_dropped(bench):
     await bench.settle()
     for tries in range(1, MAX_TRIES + 1):
         assert bench.dispatcher.dropped == {}
-        bench.dispatcher.expire_waiting(make_group(0))
+        bench.dispatcher.expire_waiting(waiting(make_group(0)))
         await bench.settle()
         assert (0, tries) in bench.attempts or tries == MAX_TRIES
     assert bench.dispatcher.dropped == {"stale": 1}
@@ -135,7 +187,7 @@ async def test_after_its_last_try_a_group_counts_as_dropped(bench):
 async def test_the_cursor_names_cancelled_groups_as_unfinished(bench):
     bench.stage["generating"].set()
     await bench.settle()
-    bench.dispatcher.expire(before=1)
+    bench.dispatcher.expire(version=1)
     assert bench.dispatcher.cursor() == {"next_number": 2, "unfinished": [0, 1]}
     await bench.settle()
     assert bench.dispatcher.cursor() == {"next_number": 2, "unfinished": [0, 1]}
@@ -152,25 +204,23 @@ async def test_a_run_that_ends_counts_nothing_as_cancelled(bench):
 def test_what_is_saved_is_the_mean_rest_of_recent_completions_that_were_longer():
     cancellations = Cancellations()
     cancellations.learn([2, 10, 20, 30])
-    cancellations.count("generating", num_tokens=15, cut=[10, 5])
-    assert cancellations.tokens_lost == 15
+    cancellations.count("generating", cut=[10, 5])
     # After 10 tokens: 10 or 20 more. After 5: 5, 15 or 25 more.
     assert cancellations.tokens_saved == 15 + 15
-    cancellations.count("generating", num_tokens=40, cut=[40])
+    cancellations.count("generating", cut=[40])
     assert cancellations.tokens_saved == 30  # none was longer
 
 
 def test_only_recent_lengths_count():
     cancellations = Cancellations()
     cancellations.learn([1000] * 10 + [8] * WINDOW)
-    cancellations.count("generating", num_tokens=5, cut=[5])
+    cancellations.count("generating", cut=[5])
     assert cancellations.tokens_saved == 3
 
 
-def test_an_attempt_is_as_old_as_its_oldest_token():
+def test_an_attempt_knows_which_versions_sampled_its_finished_completions():
     attempt = Attempt(0)
-    assert not attempt.is_too_old(100)
-    attempt.record([make_completion("a", version=4)])
-    attempt.record([make_completion("b", version=6)])
-    assert attempt.is_too_old(5)
-    assert not attempt.is_too_old(4)
+    assert attempt.stamps.counts == {}
+    attempt.record([make_completion("ab", version=6)])
+    attempt.record([make_completion("c", version=4), make_completion("d", version=6)])
+    assert attempt.stamps.counts == {4: 1, 6: 3}

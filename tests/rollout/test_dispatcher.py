@@ -2,10 +2,11 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from fakes import make_group
+from fakes import make_completion, make_group
 
 from millrace.core.errors import Filtered, RunFailed, ScoreError, TaskError
 from millrace.core.records import Task
+from millrace.core.staleness import StalenessLimit
 from millrace.rollout.admission import Admission
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.filtering import WINDOW, Filtering
@@ -16,8 +17,9 @@ class Bench:
 
     def __init__(self, *, bad=lambda number: None, max_running=4, max_staleness=1000, **dispatcher):
         self.admitted, self.closed, self.warnings = [], [], []
+        limit = StalenessLimit(max_staleness=max_staleness)
         self.admission = Admission(
-            groups_per_step=10, max_staleness=max_staleness, max_running=max_running, version=0
+            groups_per_step=10, limit=limit, max_running=max_running, version=0
         )
         self.failures = Failures(max_share=0.5)
         self.most_running = 0
@@ -31,6 +33,7 @@ class Bench:
             admission=self.admission,
             failures=self.failures,
             filtering=Filtering(max_share=0.6, warn=self.warnings.append),
+            limit=limit,
             **dispatcher,
         )
 
@@ -38,6 +41,7 @@ class Bench:
         number = attempt.number
         self.most_running = max(self.most_running, self.admission.running)
         await asyncio.sleep(0)
+        attempt.record([make_completion("abc")])
         if isinstance(error := self._bad(number), TaskError):
             raise error
         return make_group(number)
@@ -73,6 +77,7 @@ async def test_a_failing_group_costs_only_itself_and_is_counted_by_reason():
     assert 3 not in bench.admitted
     assert 5 not in bench.admitted
     assert bench.failures.by_reason == {"task": 1, "score": 1}
+    assert bench.dispatcher.waste.tokens == {"failed": 2 * 3}
 
 
 async def test_too_many_failures_end_the_run_with_the_last_reason():

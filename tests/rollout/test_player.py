@@ -105,4 +105,4 @@ async def test_a_group_whose_request_expired_ends_and_knows_its_tokens():
         await make_player(Expiring("abc", "de")).try_group(
             Task(prompt="x"), attempt=attempt, group_size=2
         )
-    assert (attempt.finished, attempt.cut, attempt.oldest) == ([3], [2], 0)
+    assert (attempt.finished, attempt.cut, attempt.stamps.counts) == ([3], [2], {0: 5})

@@ -16,6 +16,7 @@ from millrace.scoring import workers as scorer_workers
 from millrace.scoring.advantages import BatchAdvantages, GroupAdvantages
 from millrace.scoring.pool import ScorerSpec, build_scorer_pool, inspect_scorers
 from millrace.scoring.shaping import build_shaping
+from millrace.verifiers import Numeric, PythonTests
 
 
 def group(*completions: str, number: int = 12, prompt="1+1=", **columns) -> Group:
@@ -41,6 +42,16 @@ def spec(function: str, **settings) -> ScorerSpec:
 def scorer_processes() -> list[psutil.Process]:
     children = psutil.Process().children()
     return [child for child in children if "millrace.workers.scorer" in child.cmdline()]
+
+
+def judge_processes() -> list[psutil.Process]:
+    """The sandbox's: a judge, and the code it judges."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "millrace.sandbox.judge" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 @pytest.fixture
@@ -117,6 +128,30 @@ async def test_chat_tasks_are_shown_as_messages(open_pool):
     chat = [{"role": "user", "content": "1+1?"}]
     scored = await pool.score(group("2", "33", prompt=chat, answer="2", meta={"level": [1, None]}))
     assert [score.total for score in scored.scores] == [1.0, 1.0]
+
+
+async def test_verifiers_score_in_the_workers_and_leave_nothing_behind(open_pool):
+    hasty = PythonTests(column="hasty", time_limit_s=60.0)
+    pool = await open_pool(
+        ScorerSpec(function=Numeric()),
+        ScorerSpec(function=PythonTests(time_limit_s=20.0)),
+        ScorerSpec(function=hasty, name="hasty", timeout_s=2.0),
+    )
+    pair = [["", "2"]]
+    scored = await pool.score(group("print(2)", "print(3)", answer="2", tests=pair, hasty=None))
+    assert scored.scores == (
+        Score(total=2.0, parts={"numeric": 1.0, "python_tests": 1.0, "hasty": None}),
+        Score(total=0.0, parts={"numeric": 0.0, "python_tests": 0.0, "hasty": None}),
+    )
+    endless = group("while True: 2", answer="2", tests=None, hasty=pair, number=2)
+    scoring = asyncio.create_task(pool.score(endless))
+    async with asyncio.timeout(20):
+        while len(judges := judge_processes()) < 2:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
+        with pytest.raises(ScoreError, match=r"'hasty' took longer than 2 s on group 2"):
+            await scoring
+        while any(judge.is_running() for judge in judges):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # they die with the worker
 
 
 async def test_none_is_left_out_of_the_total(open_pool):

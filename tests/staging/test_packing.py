@@ -1,12 +1,13 @@
 import dataclasses
 
 import numpy as np
+import pytest
 from fakes import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.microbatch import Microbatch
-from millrace.core.records import Episode, Group, Rollout, Sampling, Task
+from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
 from millrace.staging.packing import MIN_SHARED_TOKENS, fill_bins, pack, pack_minibatches
 
 
@@ -230,3 +231,56 @@ def test_packing_is_over_95_percent_full_on_long_tailed_lengths():
     sizes = np.minimum(rng.geometric(1 / 300, 4096), 2048)
     bins = fill_bins(sizes.tolist(), budget=8192)
     assert sizes.sum() / (len(bins) * 8192) > 0.95
+
+
+def judged_group() -> Group:
+    """Two episodes that ended and two that were cut, one of them after a single token."""
+    rollouts = [
+        rollout_of([5, 6, 7, 8, 9, 1], prompt=4),
+        rollout_of([5, 6, 7, 8, 9, 2, 3], prompt=4),
+        rollout_of([5, 6, 7, 8, 9, 2], prompt=4),
+        rollout_of([5, 6, 7, 8, 4], prompt=4),
+    ]
+    finishes = ("stop", "length", "stop", "length")
+    return dataclasses.replace(
+        group_of(*rollouts),
+        episodes=tuple(
+            Episode(turns=(Turn(prompt="", completion="", finish=finish),), rollouts=(rollout,))
+            for rollout, finish in zip(rollouts, finishes, strict=True)
+        ),
+        scores=tuple(Score(total=float(i + 1), parts={}) for i in range(4)),
+    )
+
+
+def states_of(micro: Microbatch) -> dict[tuple, tuple]:
+    """By sequence: its rewards, and the tokens of the state it was cut in, if it was."""
+    found = {}
+    for number, last_row in enumerate(micro.last_rows):
+        mine = micro.rollouts == number
+        context = micro.tokens[rows_seen(micro, int(micro.predictors[mine][0]))].tolist()
+        sequence = (*context, *micro.targets[mine].tolist())
+        last = None if last_row < 0 else tuple(micro.tokens[rows_seen(micro, last_row)].tolist())
+        found[sequence] = (micro.rewards[mine].tolist(), last)
+    return found
+
+
+@pytest.mark.parametrize("budget", [1, 8, 100])
+def test_for_a_critic_scores_come_with_the_last_token_and_cut_rollouts_with_their_state(budget):
+    group = judged_group()
+    micros = pack([group], microbatch_tokens=budget, critic=True).microbatches
+    assert {s: found for micro in micros for s, found in states_of(micro).items()} == {
+        (5, 6, 7, 8, 9, 1): ([0.0, 1.0], None),
+        (5, 6, 7, 8, 9, 2, 3): ([0.0, 0.0, 2.0], (5, 6, 7, 8, 9, 2, 3)),
+        (5, 6, 7, 8, 9, 2): ([0.0, 3.0], None),
+        (5, 6, 7, 8, 4): ([4.0], (5, 6, 7, 8, 4)),
+    }
+    trained = [row[:3] for micro in micros for row in trained_with_context(micro)]
+    assert sorted(trained) == sorted(row[:3] for row in expected_of(group))
+
+
+def test_without_a_critic_nothing_is_laid_for_one():
+    (with_critic,) = pack([judged_group()], microbatch_tokens=100, critic=True).microbatches
+    (without,) = pack([judged_group()], microbatch_tokens=100).microbatches
+    assert without.rewards is None
+    assert without.last_rows is None
+    assert len(without.tokens) == len(with_critic.tokens) - 2

@@ -9,10 +9,12 @@ from batches import batch_of, mixed_rollouts, trainer_of
 from full_disk import files_of_at_most
 from transformers import AutoModelForCausalLM
 
-from millrace.core.errors import CheckpointError
+from millrace.core.errors import CheckpointError, ConfigError
 from millrace.models.loading import load_model
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.training.checkpoints import (
+    CRITIC,
+    check_same_critic,
     latest_checkpoint,
     prune_checkpoints,
     read_run_state,
@@ -200,3 +202,13 @@ def test_what_a_killed_process_left_is_cleared_by_the_next_checkpoint(tmp_path):
     (left / "model.safetensors").write_bytes(b"half")
     fake_checkpoint(tmp_path, 4)
     assert names(tmp_path / "checkpoints") == {"step_4"}
+
+
+def test_a_run_goes_on_with_the_critic_it_had_or_without_one(tmp_path):
+    check_same_critic(tmp_path, has_critic=False)
+    with pytest.raises(ConfigError, match=r"was trained without a critic; .* leave out the"):
+        check_same_critic(tmp_path, has_critic=True)
+    (tmp_path / CRITIC).mkdir()
+    check_same_critic(tmp_path, has_critic=True)
+    with pytest.raises(ConfigError, match=r"was trained with a critic; to resume, add the"):
+        check_same_critic(tmp_path, has_critic=False)

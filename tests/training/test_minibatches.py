@@ -62,6 +62,19 @@ def test_every_update_of_a_step_compares_with_the_policy_before_the_first():
     assert (second.trainer_logprobs - second.proximal_logprobs).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_update_that_is_not_finite_is_left_out_and_the_others_of_its_step_count(bad):
+    batches = two_batches()
+    batches[bad].microbatches[0].advantages[:] = np.inf
+    trainer, expected = trainer_of(tiny_model("llama")), trainer_of(tiny_model("llama"))
+    metrics = trainer.step(*batches)
+    alone = expected.step(batches[1 - bad])
+    assert (trainer.skipped, trainer.steps_done) == ((bad,), 1)
+    assert metrics == {**alone, "updates_skipped": 1}
+    for name, weight in trainer.named_weights().items():
+        assert torch.equal(weight, expected.named_weights()[name]), name
+
+
 def test_one_update_needs_no_forward_pass_for_the_policy_before_it():
     spy = Spy(needs_proximal=True)
     metrics = trainer_of(tiny_model("llama"), loss=spy).step(two_batches()[0])
@@ -108,3 +121,26 @@ def test_what_a_loss_has_learned_about_the_run_is_in_its_checkpoint(tmp_path):
     second.restore(tmp_path)
     assert second._loss == first._loss
     assert second._loss.state() == {"entropy_bonus": 0.01}
+
+
+def test_epochs_are_further_updates_with_the_same_batches_and_one_version():
+    thrice = trainer_of(tiny_model("llama"), epochs=3)
+    plain = trainer_of(tiny_model("llama"))
+    first, second = two_batches()
+    metrics = thrice.step(first, second)
+    expected = plain.step(first, second, first, second, first, second)
+    assert thrice.steps_done == 1
+    assert metrics == expected
+    for name, weight in thrice.named_weights().items():
+        assert torch.equal(weight, plain.named_weights()[name]), name
+
+
+def test_every_epoch_compares_with_the_policy_before_the_first_computed_once():
+    spy = Spy(needs_proximal=True)
+    trainer = trainer_of(tiny_model("llama"), loss=spy, epochs=2)
+    metrics = trainer.step(two_batches()[0])
+    assert metrics["proximal_microbatches"] == 1
+    first, second = spy.seen
+    assert torch.equal(first.proximal_logprobs, second.proximal_logprobs)
+    torch.testing.assert_close(first.trainer_logprobs, first.proximal_logprobs)
+    assert (second.trainer_logprobs - second.proximal_logprobs).abs().max() > 1e-3

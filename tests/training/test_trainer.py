@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from batches import (
     trainer_of,
 )
 
-from millrace.core.errors import RunFailed
 from millrace.core.microbatch import Batch
 from millrace.training.loss_scale import LossScale
 from millrace.training.objectives.averages import Average
@@ -222,17 +222,35 @@ def test_float16_gradients_that_overflow_are_computed_again_with_a_smaller_scale
 
 
 @pytest.mark.parametrize("poison", ["advantages", "engine_logprobs"])
-def test_a_step_that_is_not_finite_raises_and_changes_nothing(poison):
-    batch = batch_of(mixed_rollouts(rng()))
-    values = getattr(batch.microbatches[0], poison)
-    values[:] = np.nan
-    trainer = trainer_of(tiny_model("llama"))
-    before = {name: w.clone() for name, w in trainer.named_weights().items()}
-    with pytest.raises(RunFailed, match=r"Step 1 has loss nan .* lower trainer\.learning_rate"):
-        trainer.step(batch)
-    assert trainer.steps_done == 0
+def test_a_step_that_is_not_finite_makes_its_version_and_changes_nothing(poison):
+    good, bad = batch_of(mixed_rollouts(rng())), batch_of(mixed_rollouts(rng()))
+    getattr(bad.microbatches[0], poison)[:] = np.nan
+    trainer, untouched = trainer_of(tiny_model("llama")), trainer_of(tiny_model("llama"))
+    for one in (trainer, untouched):
+        one.step(good)
+    metrics = trainer.step(bad)
+    assert (metrics["updates_skipped"], trainer.skipped, trainer.steps_done) == (1, (0,), 2)
+    assert math.isnan(metrics["loss"])
+    # The optimizer's moments are as they were, too: the next step is the same for both.
+    for one in (trainer, untouched):
+        assert one.step(good)["updates_skipped"] == 0
+    assert trainer.skipped == ()
     for name, weight in trainer.named_weights().items():
-        assert torch.equal(weight, before[name]), name
+        assert torch.equal(weight, untouched.named_weights()[name]), name
+
+
+def test_float16_keeps_its_scale_where_the_scale_is_not_the_reason():
+    """A gradient that is infinite in any precision, of a loss that is finite."""
+
+    def loss(tokens):
+        at_zero = tokens.trainer_logprobs - tokens.trainer_logprobs.detach()
+        return at_zero.sqrt().sum(), {}
+
+    trainer = trainer_of(tiny_model("llama"), compute_dtype=torch.float16, loss=loss)
+    metrics = trainer.step(batch_of(mixed_rollouts(rng())))
+    assert metrics["loss"] == 0
+    assert metrics["updates_skipped"] == 1
+    assert metrics["loss_scale"] == LossScale(is_on=True).value
 
 
 def test_microbatches_without_trained_tokens_cost_nothing():

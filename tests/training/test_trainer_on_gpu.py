@@ -5,6 +5,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, tiny_model
 from batches import batch_of, mixed_rollouts, random_rollout, sharing_rollouts, trainer_of
+from critics import critic_of, judged_batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,3 +114,20 @@ def test_a_microbatch_over_the_gpus_memory_is_split_and_the_run_goes_on():
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert metrics["microbatch_splits"] >= 1
     assert metrics["entropy"] == pytest.approx(expected["entropy"], rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_critic_on_the_gpu_judges_and_learns_as_on_the_cpu(dtype):
+    rollouts = sharing_rollouts(np.random.default_rng(11), prompt=40, sampled=40)
+    step = judged_batch(rollouts)
+    expected = trainer_of(tiny_model("qwen3"), critic=critic_of()).step(step)
+    critic = critic_of(device="cuda", compute_dtype=dtype)
+    trainer = trainer_of(tiny_model("qwen3").to("cuda"), critic=critic, compute_dtype=dtype)
+    metrics = trainer.step(step)
+    tolerance = {"rel": 1e-3, "abs": 1e-4} if dtype is torch.float32 else {"rel": 0.1, "abs": 0.05}
+    for name in ("value_mean", "return_mean", "value_loss", "critic_grad_norm", "loss"):
+        assert metrics[name] == pytest.approx(expected[name], **tolerance), name
+    before = metrics["value_loss"]
+    for _ in range(10):
+        metrics = trainer.step(step)
+    assert metrics["value_loss"] < before

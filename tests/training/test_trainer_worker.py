@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from batches import batch_of, random_rollout
+from critics import judged_batch
 from tiny_model import ALPHABET, make_tiny_model
 from transformers import AutoTokenizer
 
@@ -13,7 +14,6 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.link import Call
 from millrace.cluster.messages import (
     Done,
-    Error,
     Generate,
     Message,
     Progress,
@@ -138,6 +138,27 @@ def test_with_lora_only_the_adapter_is_published(link, config):
     link.call(Release(version=1))
 
 
+def test_a_critic_is_saved_and_restored_but_never_published(link, config, tmp_path):
+    config = load_config(config, overrides={"critic": {"learning_rate": 1e-2}}).model_dump()
+    rng = np.random.default_rng(0)
+    rollouts = [random_rollout(rng, sampled=n, vocab=len(ALPHABET)) for n in (3, 9, 5, 5)]
+    step = judged_batch(rollouts)
+    assert link.call(StartTrainer(config=config, checkpoint=None)) == Done()
+    first = link.call(Step(batch=step, version=1))
+    assert {"value_loss", "explained_variance"} <= first.metrics.keys()
+    assert first.metrics["value_mean"] == 0  # as it is before it has learned anything
+    weights = staged(link.event(Published).update)
+    policy = build_trainer(load_config(config), path=config["model"]["path"])
+    assert weights.keys() == policy.named_weights().keys()
+    folder = tmp_path / "run" / "checkpoints" / "step_1"
+    assert link.call(SaveCheckpoint(directory=str(folder), run_state={})) == Done()
+    link.call(Release(version=1))
+    second = link.call(Step(batch=step, version=2))
+    resumed = build_trainer(load_config(config), path=str(folder))
+    resumed.restore(folder)
+    assert second == Stepped(version=2, metrics=resumed.step(step))
+
+
 def test_progress_tells_spans_and_counters(link, config):
     link.call(StartTrainer(config=config, checkpoint=None))
     reply = link.call(Step(batch=batch(), version=1))
@@ -180,9 +201,6 @@ def test_a_trainer_started_from_a_checkpoint_goes_on_from_its_step(link, config,
 
 def test_a_failed_call_is_answered_and_the_trainer_goes_on(link, config, tmp_path):
     link.call(StartTrainer(config=config, checkpoint=None))
-    reply = link.call(Step(batch=poisoned_batch(), version=1))
-    assert isinstance(reply, Error)
-    assert reply.kind == "RunFailed"
     (tmp_path / "in the way").write_text("")
     directory = str(tmp_path / "in the way" / "step_0")
     reply = link.call(SaveCheckpoint(directory=directory, run_state={}))
@@ -190,6 +208,20 @@ def test_a_failed_call_is_answered_and_the_trainer_goes_on(link, config, tmp_pat
     request = Request(id="0", prompt=np.zeros(1, np.int32), sampling=Sampling())
     assert "does not know Generate" in link.call(Generate(request=request)).reason
     assert link.call(Step(batch=batch(), version=1)).version == 1
+
+
+def test_a_skipped_step_publishes_a_version_with_the_weights_of_the_one_before(link, config):
+    link.call(StartTrainer(config=config, checkpoint=None))
+    expected = build_trainer(load_config(config), path=config["model"]["path"]).named_weights()
+    reply = link.call(Step(batch=poisoned_batch(), version=1))
+    assert (reply.version, reply.skipped, reply.metrics["updates_skipped"]) == (1, (0,), 1)
+    update = link.event(Published).update
+    assert update.version == 1
+    for name, weight in staged(update).items():
+        assert torch.equal(weight, expected[name]), name
+    link.call(Release(version=1))
+    reply = link.call(Step(batch=batch(), version=2, more=(poisoned_batch(),)))
+    assert (reply.version, reply.skipped) == (2, (1,))
 
 
 def test_a_model_that_is_not_there_is_one_sentence(link, config):

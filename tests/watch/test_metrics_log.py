@@ -23,7 +23,7 @@ def test_rows_are_strict_json_whatever_the_numbers(tmp_path):
         "kl_k1": float("nan"),
         "kl_k3": np.float64("inf"),
         "score_parts": {"correct": float("-inf"), "length": None},
-        "staleness_hist": {0: 12},
+        "staleness_histogram": {0: 12},
     }
     MetricsLog(path).write(row)
 
@@ -36,7 +36,7 @@ def test_rows_are_strict_json_whatever_the_numbers(tmp_path):
         "kl_k1": None,
         "kl_k3": None,
         "score_parts": {"correct": None, "length": None},
-        "staleness_hist": {"0": 12},
+        "staleness_histogram": {"0": 12},
     }
 
 

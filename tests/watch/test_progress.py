@@ -82,6 +82,12 @@ def test_at_80_columns_nothing_is_cut_short():
         assert fact in text
 
 
+def test_tokens_that_were_wasted_are_told_as_a_share():
+    wasteful = replace(SNAPSHOT, tokens_generated=2000, tokens_wasted=30)
+    assert any("tokens/s · 1.5% of them wasted" in line for line in drawn(wasteful, width=80))
+    assert not any("wasted" in line for line in drawn(SNAPSHOT, width=80))
+
+
 def test_a_worker_that_never_waits_needs_no_reason():
     busy = Shares(busy=1.0, doing={"generate": 1.0}, waiting={"tasks": 1e-6})
     lines = drawn(replace(SNAPSHOT, workers={"engine-0": busy}), width=80)
@@ -157,6 +163,15 @@ def test_a_line_tells_everything():
         " | trainer 41% busy (waits: generation) | dropped 3 (too stale 3)"
         " | failed 1 (reward raised 1) | 1:23, 0:42 left"
     )
+
+
+def test_skipped_steps_are_told_where_there_are_any():
+    shot = replace(SNAPSHOT, steps_skipped=2)
+    assert "steps skipped 2" in progress_line(shot)
+    out = io.StringIO()
+    for one in (SNAPSHOT, shot):
+        Console(file=out, width=80).print(RunView(one))
+    assert out.getvalue().count("skipped     steps 2 (not finite)") == 1
 
 
 def test_auto_is_live_in_a_terminal_and_lines_elsewhere():

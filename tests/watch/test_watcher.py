@@ -28,10 +28,11 @@ def make_moment(version=3, **changes):
         "groups_running": 2,
         "groups_dropped": {"stale": 1},
         "groups_cancelled": {"generating": 2},
-        "tokens_lost": 30,
         "tokens_saved": 70,
-        "tokens_wasted": {"zero_variance": 8},
+        "tokens_wasted": {"dropped": 30, "zero_variance": 8},
+        "wasted_staleness": {"dropped": 2.5},
         "groups_failed": {},
+        "steps_skipped": 2,
         "last_failure": "",
         "engine_waits_for": "the trainer (staleness limit)",
         "trainer_waits_for": "generation",
@@ -47,14 +48,32 @@ def test_a_row_tells_rewards_and_staleness_of_its_own_groups(tmp_path):
     (row,) = read_metrics(run_dir.metrics)
     assert row["step"] == 4
     assert row["reward_mean"] == 0.5
-    assert row["staleness_hist"] == {"0": 10, "1": 2, "2": 4}
+    assert row["staleness_histogram"] == {"0": 10 / 16, "1": 2 / 16, "2": 4 / 16}
     assert row["staleness_max"] == 2
+    assert (row["rollout_spread_mean"], row["rollout_spread_max"]) == (1.0, 2)
     assert row["loss"] == 0.5
     assert row["groups_dropped"] == {"stale": 1}
     assert row["groups_cancelled"] == {"generating": 2}
-    assert (row["tokens_lost"], row["tokens_saved"]) == (30, 70)
-    assert row["tokens_wasted"] == {"zero_variance": 8}
+    assert (row["tokens_wasted"], row["tokens_saved"]) == (
+        {"dropped": 30, "zero_variance": 8},
+        70,
+    )
+    assert row["wasted_staleness"] == {"dropped": 2.5}
+    assert row["replayed_groups"] == 0
     assert "reward_by_source" not in row
+    assert row["steps_skipped"] == 2
+
+
+def test_groups_that_are_replayed_count_for_staleness_and_not_again_as_results(tmp_path):
+    watcher, run_dir = make_watcher(tmp_path)
+    groups = [make_group(0, versions=1, size=3), make_group(1, versions=3)]
+    watcher.step(make_moment(version=3), groups=groups, replayed={0}, trainer_metrics={})
+    watcher.close()
+    (row,) = read_metrics(run_dir.metrics)
+    assert row["replayed_groups"] == 1
+    assert row["reward_mean"] == 0.5  # that of group 0 is 1
+    assert row["staleness_max"] == 2
+    assert watcher.episodes == 2
 
 
 def test_a_row_tells_the_reward_of_each_source(tmp_path):

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.core.errors import ConfigError, WeightError
 from millrace.core.weight_update import WeightUpdate
 from millrace.weights.outlet import NoSpace
-from millrace.weights.publisher import Publisher
+from millrace.weights.publisher import Publisher, Snapshot
 from millrace.weights.receiver import make_receiver
 from millrace.weights.sender import make_sender
 
@@ -223,6 +224,32 @@ def test_shapes_may_change_between_snapshots(
         publisher.publish(version, {"weight": torch.full((size,), float(version))})
         assert versions(emitted, 1) == [version]
         assert slow.published[version]["weight"].tolist() == [version] * size
+
+
+class Operations(TorchDispatchMode):
+    """Which operations on tensors ran, within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_snapshot_of_a_known_layout_is_one_operation_into_the_same_memory():
+    snapshot = Snapshot()
+    snapshot.fill(0, weights(0), dtype=torch.bfloat16)
+    places = [tensor.data_ptr() for tensor in snapshot.tensors.values()]
+    newer = weights(1)
+    with Operations() as operations:
+        snapshot.fill(1, newer, dtype=torch.bfloat16)
+    assert operations.names == ["_foreach_copy_"]
+    assert places == [tensor.data_ptr() for tensor in snapshot.tensors.values()]
+    assert snapshot.tensors["weight"].tolist() == [1, 1, 1]
+    snapshot.fill(2, newer, dtype=torch.float32)
+    assert snapshot.tensors["weight"].dtype is torch.float32
 
 
 def test_a_trainer_that_outruns_its_engines_delivers_only_whole_versions():

@@ -1,83 +1,62 @@
 """The adapters an engine applies without merging them: that of the policy, and frozen ones.
 
-Promise: a row is changed by the adapter it chose and no other. Adapters are written in place, and
-the model's own weights stay as they are, so a swap of the policy's adapter is a copy of small
-tensors. Products that are alike share their storage for that: one copy reaches all layers.
+Promise: a row is changed by the adapter it chose and no other. The model's own weights stay as they
+are. A new version is laid out beside decoding, all of it: what is left is to copy the result over
+the storage that decodes, one tensor, or two if some adapter has magnitudes.
 
-Used by the engine's thread. S, K, N, I, O as in side_products; L = products that are alike.
+prepare() and prepare_gains() may run in another thread than the rest, and never write to what
+decodes; everything else is called by the engine's thread.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.core.errors import TaskError
-from millrace.engines.embedded.decode.layers import Joint, place_of
-from millrace.engines.embedded.side_products import Choice, SideProduct, add_beside
-from millrace.models.adapters import Adapter, gain, tensor_names
+from millrace.engines.embedded.adapter_stacks import Layout, Slot, Storage, stack_up
+from millrace.engines.embedded.side_products import Choice
+from millrace.models.adapters import Adapter
 
 BASE = "base"  # the model without an adapter, when the policy is one
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Slot:
-    number: int
-    columns: slice  # of K
-    adapter: Adapter
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Part:
-    """A layer, as a part of the product that computes it."""
-
-    name: str
-    start: int  # of its rows
-    stop: int
-    slots: tuple[int, ...]  # of the adapters it has
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Copy:
-    """The same tensor of L layers, and where it goes."""
-
-    names: list[str]
-    target: Tensor  # [L, ...]
-    scale: float = 1.0
-
-    def run(self, tensors: Mapping[str, Tensor]) -> None:
-        stacked = torch.stack([tensors[name] for name in self.names])
-        if self.scale != 1.0:
-            stacked = stacked.float().mul_(self.scale)
-        self.target.copy_(stacked, non_blocking=True)
-
-
 class AdapterBank:
     def __init__(self, model: PreTrainedModel, adapters: Mapping[str | None, Adapter]) -> None:
-        """`adapters` by name, None = the policy's, which update() fills. The model's projections
-        are as they stay."""
-        self._slots: dict[str | None, _Slot] = {}
+        """`adapters` by name, None = the policy's, which updates bring. The model's projections are
+        as they stay."""
+        self._slots: dict[str | None, Slot] = {}
         num_columns = 0
         for number, (name, adapter) in enumerate(adapters.items()):
             columns = slice(num_columns, num_columns + adapter.rank)
-            self._slots[name] = _Slot(number=number, columns=columns, adapter=adapter)
+            self._slots[name] = Slot(number=number, columns=columns, adapter=adapter)
             num_columns = columns.stop
         slots = list(self._slots.values())
         ranks = torch.tensor([slot.adapter.rank for slot in slots])
         column_slots = torch.arange(len(ranks)).repeat_interleave(ranks).to(model.device)
         self._choice = Choice(column_slots, dtype=model.dtype)
-        self._stacks = [
-            _Stack(alike, slots=slots, choice=self._choice)
-            for alike in _alike(_products(model, slots))
-        ]
-        # Made once, because every name that is put together makes decoding wait.
-        self._policy_copies = [] if self.policy is None else self._copies(self._slots[None])
+        self._weights = {
+            f"{layer}.weight": model.get_submodule(layer).get_parameter("weight")
+            for slot in slots
+            for layer in slot.adapter.layers
+        }
+        factors, gains = Layout(), Layout()
+        self._stacks = stack_up(model, slots, factors=factors, gains=gains)
+        self._live = Storage(
+            torch.zeros(factors.num_values, dtype=model.dtype, device=model.device),
+            torch.ones(gains.num_values, device=model.device) if gains.num_values else None,
+        )
+        # Names are put together once, lest every update do so.
+        self._pieces = {
+            slot.number: [piece for stack in self._stacks for piece in stack.pieces(slot)]
+            for slot in slots
+        }
         for name, slot in self._slots.items():
             if name is not None:
-                self._write(slot, slot.adapter.tensors, copies=self._copies(slot))
+                self._write(slot, slot.adapter.tensors, into=self._live)
+        for stack in self._stacks:
+            stack.attach(self._live, choice=self._choice)
 
     @property
     def policy(self) -> Adapter | None:
@@ -101,116 +80,40 @@ class AdapterBank:
         """[T] the adapter of each row of the pass to come. Runs inside CUDA graphs."""
         self._choice.set(slots)
 
-    def update(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make these the policy's adapter."""
-        self._write(self._slots[None], tensors, copies=self._policy_copies)
+    def prepare(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """What to copy where to make these the policy's adapter: pairs of live and new tensor."""
+        # With the frozen adapters, which are the same in all versions: so one copy does it.
+        staged = self._live.clone()
+        self._write(self._slots[None], tensors, into=staged)
+        pairs = [(self._live.factors, staged.factors)]
+        return pairs + _pair(self._live.gains, staged.gains)
 
-    def weights_changed(self) -> None:
-        """The model's own weights are others now: what depends on them is computed anew."""
+    def prepare_gains(self, weights: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Likewise, for frozen adapters on a model that gets these weights of its own."""
+        if self._live.gains is None:
+            return []
+        staged = Storage(self._live.factors, self._live.gains.clone())
         for slot in self._slots.values():
-            self._set_gains(slot)
+            self._write_gains(slot, slot.adapter.tensors, weights=weights, into=staged)
+        return _pair(self._live.gains, staged.gains)
 
-    def _copies(self, slot: _Slot) -> list[_Copy]:
-        return [copy for stack in self._stacks for copy in stack.copies(slot)]
+    def _write(self, slot: Slot, tensors: Mapping[str, Tensor], *, into: Storage) -> None:
+        for piece in self._pieces[slot.number]:
+            piece.write(tensors, into=into)
+        self._write_gains(slot, tensors, weights=self._weights, into=into)
 
-    def _write(
-        self, slot: _Slot, tensors: Mapping[str, Tensor], *, copies: Sequence[_Copy]
+    def _write_gains(
+        self,
+        slot: Slot,
+        tensors: Mapping[str, Tensor],
+        *,
+        weights: Mapping[str, Tensor],
+        into: Storage,
     ) -> None:
-        for copy in copies:
-            copy.run(tensors)
-        self._set_gains(slot)
-
-    def _set_gains(self, slot: _Slot) -> None:
         if slot.adapter.is_dora:
             for stack in self._stacks:
-                stack.set_gains(slot)
+                stack.write_gains(slot, tensors, weights=weights, into=into)
 
 
-class _Product(NamedTuple):
-    owner: nn.Linear | Joint
-    parts: list[_Part]  # those that have adapters, by row
-
-
-def _products(model: PreTrainedModel, slots: Sequence[_Slot]) -> list[_Product]:
-    """The matrix products that some adapter changes."""
-    products: dict[int, _Product] = {}
-    for name in dict.fromkeys(name for slot in slots for name in slot.adapter.layers):
-        owner, start, stop = place_of(model.get_submodule(name))
-        numbers = tuple(slot.number for slot in slots if name in slot.adapter.layers)
-        product = products.setdefault(id(owner), _Product(owner, []))
-        product.parts.append(_Part(name=name, start=start, stop=stop, slots=numbers))
-    for product in products.values():
-        product.parts.sort(key=lambda part: part.start)
-    return list(products.values())
-
-
-def _alike(products: Iterable[_Product]) -> list[list[_Product]]:
-    """Those of equal shape whose parts have the same adapters."""
-    groups: dict[tuple[object, ...], list[_Product]] = {}
-    for product in products:
-        parts = tuple((part.start, part.stop, part.slots) for part in product.parts)
-        groups.setdefault((product.owner.weight.shape, parts), []).append(product)
-    return list(groups.values())
-
-
-class _Stack:
-    """The adapters beside L products that are alike."""
-
-    def __init__(
-        self, products: Sequence[_Product], *, slots: Sequence[_Slot], choice: Choice
-    ) -> None:
-        self._products = products
-        self._num_columns = slots[-1].columns.stop
-        weight = products[0].owner.weight
-        num_out, num_in = weight.shape
-        num, width = len(products), len(products[0].parts) * self._num_columns
-        self._a = weight.new_zeros(num, width, num_in)
-        self._b = weight.new_zeros(num, num_out, width)
-        self._gains = self._magnitudes = None
-        if any(slot.adapter.is_dora for slot in slots):
-            # The last row is that of no adapter.
-            self._gains = torch.ones(num, len(slots) + 1, num_out, device=weight.device)
-            self._magnitudes = torch.zeros_like(self._gains)
-        for index, product in enumerate(products):
-            gains = None if self._gains is None else self._gains[index]
-            side = SideProduct(self._a[index], self._b[index], gains=gains, choice=choice)
-            if isinstance(product.owner, Joint):
-                product.owner.side = side
-            else:
-                add_beside(product.owner, side)
-
-    def copies(self, slot: _Slot) -> list[_Copy]:
-        """What brings an adapter here."""
-        copies: list[_Copy] = []
-        for index, part in self._parts_of(slot):
-            rows, columns = slice(part.start, part.stop), self._columns(slot, part=index)
-            layers = [product.parts[index].name for product in self._products]
-            names = zip(*(tensor_names(n, dora=slot.adapter.is_dora) for n in layers), strict=True)
-            a, b, *magnitudes = (list(same) for same in names)
-            copies.append(_Copy(names=a, target=self._a[:, columns]))
-            target = self._b[:, rows, columns]
-            copies.append(_Copy(names=b, target=target, scale=slot.adapter.scale))
-            for same in magnitudes:
-                assert self._magnitudes is not None
-                copies.append(_Copy(names=same, target=self._magnitudes[:, slot.number, rows]))
-        return copies
-
-    def set_gains(self, slot: _Slot) -> None:
-        """From what each product and the adapter weigh together."""
-        assert self._gains is not None
-        assert self._magnitudes is not None
-        for index, part in self._parts_of(slot):
-            rows, columns = slice(part.start, part.stop), self._columns(slot, part=index)
-            for layer, product in enumerate(self._products):
-                a, b = self._a[layer, columns].float(), self._b[layer, rows, columns].float()
-                updated = torch.addmm(product.owner.weight[rows].float(), b, a)
-                where = layer, slot.number, rows
-                self._gains[where] = gain(updated, self._magnitudes[where])
-
-    def _parts_of(self, slot: _Slot) -> list[tuple[int, _Part]]:
-        parts = enumerate(self._products[0].parts)
-        return [(index, part) for index, part in parts if slot.number in part.slots]
-
-    def _columns(self, slot: _Slot, *, part: int) -> slice:
-        offset = part * self._num_columns
-        return slice(offset + slot.columns.start, offset + slot.columns.stop)
+def _pair(live: Tensor | None, new: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    return [] if live is None or new is None else [(live, new)]

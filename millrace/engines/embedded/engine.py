@@ -1,12 +1,12 @@
 """The embedded engine: continuous batching over a transformers model. Each step() is one forward
 pass, or one round of them.
 
-Promise: weights change only in swap(), which runs between two steps: no pass sees two versions, and
-an engine whose swap failed half-way computes nothing until it holds a complete version. Every
+Promise: weights change only in commit(), which runs between two steps: no pass sees two versions,
+and an engine whose commit failed half-way computes nothing until it holds a complete version. Every
 sampled token comes with its logprob, the version that sampled it and, when truncation is on, the
 ids it was kept from.
 
-Synchronous; all methods are called by one thread.
+Synchronous; all methods are called by one thread, but prepare(), which another may call meanwhile.
 """
 
 import warnings
@@ -31,7 +31,7 @@ from millrace.engines.embedded.decode.state import NOTHING
 from millrace.engines.embedded.intake import check_request
 from millrace.engines.embedded.kv_cache import KVCache
 from millrace.engines.embedded.lanes import Lanes
-from millrace.engines.embedded.live_weights import LiveWeights
+from millrace.engines.embedded.live_weights import LiveWeights, Prepared
 from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import measure_kv
 from millrace.engines.embedded.plans import Plan
@@ -101,7 +101,7 @@ class EmbeddedEngine:
             block_tokens=block_tokens,
         )
         cache = _new_cache(model, num_blocks=num_blocks, block_tokens=block_tokens)
-        self._prefixes = PrefixCache(
+        prefixes = PrefixCache(
             self._pool,
             block_tokens=block_tokens,
             version=version,
@@ -109,7 +109,7 @@ class EmbeddedEngine:
             is_on=prefix_cache,
         )
         self._scheduler = Scheduler(
-            self._lanes, tables, prefixes=self._prefixes, prefill_tokens=prefill_tokens
+            self._lanes, tables, prefixes=prefixes, prefill_tokens=prefill_tokens
         )
         if round_steps > 1:
             prepare(model, cache.layers, compile_layers=compile_layers)
@@ -148,7 +148,7 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int | None:
-        """The version it serves; None after a swap that failed half-way."""
+        """The version it serves; None after a commit that failed half-way."""
         return self._weights.version
 
     @property
@@ -295,12 +295,27 @@ class EmbeddedEngine:
         self._scheduler.seat_new()
 
     @torch.inference_mode()
-    def swap(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
-        """Take over new weights; what does not fit is refused before anything is touched."""
-        self._weights.replace(tensors, version=version)
+    def prepare(self, tensors: Mapping[str, Tensor], *, version: int) -> Prepared:
+        """Make new weights ready for commit(), beside decoding; what does not fit is refused.
+
+        The tensors are complete, and stay as they are until the commit.
+        """
+        return self._weights.prepare(tensors, version=version)
+
+    @torch.inference_mode()
+    def commit(self, prepared: Prepared) -> None:
+        """Take over new weights. Decoding waits for this."""
+        self._weights.commit(prepared)
         if self._kv == "recompute":
             self._scheduler.forget_kv()
-        self._scheduler.begin(version)
+        self._scheduler.begin(prepared.version)
+
+    def swap(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
+        """prepare() and commit() at once, for callers without a thread for the one."""
+        if self._model.device.type == "cuda":
+            # What this thread has queued may be what makes the tensors complete.
+            torch.cuda.current_stream(self._model.device).synchronize()
+        self.commit(self.prepare(tensors, version=version))
 
     def _pass(self, plan: Plan | None) -> None:
         if plan is None:
@@ -359,7 +374,7 @@ class EmbeddedEngine:
         ended, self._ended = self._ended, []
         for sequence, finish in ended:
             self._end(sequence, finish=finish)
-        self._prefixes.settle()
+        self._scheduler.settle()
 
     def _until_stop_string(self, lanes: np.ndarray, result: RoundResult) -> np.ndarray:
         """[R] how many of each lane's new tokens count: none that come after a stop string."""

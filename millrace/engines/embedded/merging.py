@@ -1,10 +1,11 @@
 """Merges LoRA adapters into the weights an engine decodes with.
 
-Promise: merge() computes each weight from the base model's own, in float32, and rounds once. So
+Promise: each weight is computed from the base model's own, in float32, and rounded once. So
 versions leave no trace in each other, and an adapter that is zero gives the base model back, bit
-for bit. Weights are written in place: CUDA graphs and joined projections stay valid.
+for bit.
 
-Costs a copy of the adapted weights. Used by the engine's thread.
+Costs two copies of the adapted weights: the base model's, and those of the version that is being
+prepared. May run in another thread than the one that decodes.
 """
 
 from collections.abc import Mapping
@@ -25,10 +26,16 @@ class AdapterMerger:
             for name in adapter.layers
         }
 
-    def merge(self, tensors: Mapping[str, Tensor], *, into: Mapping[str, Tensor]) -> None:
-        """Make the weights `into` those of the base model with these tensors of the adapter."""
+    def prepare(
+        self, tensors: Mapping[str, Tensor], *, live: Mapping[str, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The `live` weights that an adapter with these tensors changes, each with its new value;
+        they are not written to."""
         is_dora, scale = self.adapter.is_dora, self.adapter.scale
+        pairs: list[tuple[Tensor, Tensor]] = []
         for layer, base in self._bases.items():
             factors = factors_of(tensors, layer, dora=is_dora)
             factors = factors.to(base.device, torch.float32)
-            into[f"{layer}.weight"].copy_(merged(base, factors, scale=scale))
+            value = merged(base, factors, scale=scale).to(base.dtype)
+            pairs.append((live[f"{layer}.weight"], value))
+        return pairs

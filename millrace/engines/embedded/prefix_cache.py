@@ -65,6 +65,8 @@ class PrefixCache:
 
     def origin_of(self, request: Request) -> Origin:
         """What computes this request's tokens now."""
+        if request.adapter is None:
+            return self._origin
         return replace(self._origin, adapter=request.adapter)
 
     def begin(self, version: int) -> None:

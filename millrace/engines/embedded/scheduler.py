@@ -41,6 +41,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # by arrival
         self._holds_new = False
         self._held_back: list[Sequence] = []  # by arrival; without any KV
+        # Sequences in lanes when the weights last changed, and num_cached of all lanes then.
+        self._unmarked: tuple[list[Sequence], np.ndarray] | None = None
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # that were found instead of prefilled
 
@@ -171,6 +173,7 @@ class Scheduler:
         """Have all running sequences give up their lanes; what they have in the KV cache they take
         along, unless their prefill is still under way."""
         lanes = self._lanes
+        self._mark_origins()
         for sequence in lanes.running():
             lane = sequence.lane
             assert lane is not None
@@ -197,6 +200,7 @@ class Scheduler:
 
     def forget_kv(self) -> None:
         """Have all KV recomputed: what is cached belongs to other weights."""
+        self._mark_origins()
         for sequence in self._lanes.running():
             self._tables.free(self._lanes.unseat(sequence))
             self._wait(sequence)
@@ -207,10 +211,18 @@ class Scheduler:
                 sequence.held_blocks = None
 
     def begin(self, version: int) -> None:
-        """Other weights compute from now on; what is cached and not forgotten is theirs to use."""
+        """Other weights compute from now on; what is cached and not forgotten is theirs to use.
+
+        Decoding waits for this, so that what there is to note of each sequence is left to settle().
+        """
+        self._mark_origins()
         self._prefixes.begin(version)
-        for sequence in self._lanes.running():
-            self._mark_origin(sequence, at=int(self._lanes.num_cached[sequence.lane]))
+        self._unmarked = self._lanes.running(), self._lanes.num_cached.copy()
+
+    def settle(self) -> None:
+        """Take note of what was left to be noted; to be called while the device works."""
+        self._mark_origins()
+        self._prefixes.settle()
 
     def _chunks(self, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of these lanes prefill now, earliest arrival first, and how many tokens each."""
@@ -302,12 +314,22 @@ class Scheduler:
         self._tables.grow(lane, num_tokens=len(sequence.tokens))
         self._mark_origin(sequence, at=num_cached)
 
+    def _mark_origins(self) -> None:
+        """Note where the newest weights began to compute; before a lineage is read, or a lane given
+        up."""
+        if self._unmarked is None:
+            return
+        (sequences, num_cached), self._unmarked = self._unmarked, None
+        for sequence in sequences:
+            self._mark_origin(sequence, at=int(num_cached[sequence.lane]))
+
     def _mark_origin(self, sequence: Sequence, *, at: int) -> None:
         origin = self._prefixes.origin_of(sequence.request)
         sequence.lineage = go_on(sequence.lineage, at=at, origin=origin)
 
     def _fork(self, leader: Sequence) -> list[int]:
         """Let the followers share the leader's prefill; returns the lanes of those that got one."""
+        self._mark_origins()
         followers, leader.followers = leader.followers, []
         assert leader.lane is not None
         self._lanes.leads[leader.lane] = False
@@ -325,6 +347,7 @@ class Scheduler:
         return forked
 
     def _leave(self, sequence: Sequence, *, ends: bool) -> None:
+        self._mark_origins()
         lane = self._lanes.unseat(sequence)
         self._prefixes.leave(
             sequence,

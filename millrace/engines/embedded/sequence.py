@@ -30,7 +30,7 @@ class Sequence:
     # Without a lane: blocks that hold the KV of all tokens but perhaps the last, which runs once
     # more, because its logits are needed.
     held_blocks: np.ndarray | None = None
-    # Of the KV it has, or had when it gave up its lane.
+    # Of the KV it has, or had when it gave up its lane; in one, up to the last Scheduler.settle().
     lineage: Lineage = ()
 
     @property

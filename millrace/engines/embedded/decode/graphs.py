@@ -43,7 +43,8 @@ class StepGraphs:
                 self._step(shape)
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Thread-local, because a thread that stages weights may allocate meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._step(shape)
         self._graphs[shape] = graph
 

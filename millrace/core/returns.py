@@ -29,7 +29,12 @@ def discounted_returns(rewards: np.ndarray, *, discount: float) -> np.ndarray:  
     """Of each token, its reward and the discounted ones after it."""
     if discount == 1.0:
         return rewards[::-1].cumsum()[::-1]
-    later = accumulate(rewards[::-1].tolist(), lambda sum_, reward: reward + discount * sum_)
+
+    def with_earlier(later: float, reward: float) -> float:
+        return reward + discount * later
+
+    backwards: list[float] = rewards[::-1].tolist()
+    later = accumulate(backwards, with_earlier)
     return np.fromiter(later, np.float64, len(rewards))[::-1]
 
 

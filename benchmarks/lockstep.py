@@ -1,0 +1,188 @@
+"""Training on the demo's task in one process, with data of a chosen age: for comparing objectives.
+
+Batch N is sampled by the weights of version max(0, N - staleness) and trained at version N, as if
+it had waited in a buffer that is always full. So staleness is exact and nothing depends on speed:
+engine, packing and trainer are the ones of a run, but they take turns.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from millrace.config import EngineConfig, RunConfig, load_config
+from millrace.core.records import (
+    Completion,
+    Episode,
+    Group,
+    Request,
+    Rollout,
+    Sampling,
+    Score,
+    Task,
+)
+from millrace.demo.task import exact, make_tasks
+from millrace.engines.embedded.build import build_engine
+from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.models.directory import load_tokenizer
+from millrace.rollout.player import group_seed
+from millrace.rollout.renderer import Renderer
+from millrace.scoring.advantages import GroupAdvantages
+from millrace.staging.packing import pack
+from millrace.workers.trainer import build_trainer
+
+GREEDY = Sampling(max_new_tokens=10, temperature=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    loss: dict[str, Any]
+    staleness: int = 0  # versions that a batch waits
+    seed: int = 0
+    steps: int = 60
+    learning_rate: float = 1.5e-4
+    groups_per_step: int = 16
+    group_size: int = 8
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=10))
+    num_digits: tuple[int, ...] = (3, 4, 5, 6, 7)
+    num_held_out: int = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    accuracy: float  # on held-out tasks, the likeliest answer
+    rows: list[dict[str, float]]  # metrics of each step
+
+    def mean(self, name: str, *, first: int = 0) -> float:
+        return float(np.mean([row[name] for row in self.rows[first:]]))
+
+
+def train(
+    model: Path, setting: Setting, *, alter: Callable[[Rollout], Rollout] = lambda rollout: rollout
+) -> Outcome:
+    """`alter` is what the trainer is shown in place of a rollout."""
+    torch.set_num_threads(1)
+    config = _config(model, setting)
+    player = _Player(model, config=config.engine, setting=setting)
+    trainer = build_trainer(config, path=str(model))
+    waiting: deque[list[Group]] = deque()
+    rows: list[dict[str, float]] = []
+    for version in range(setting.steps):
+        while len(waiting) <= setting.staleness:
+            waiting.append(player.play_batch())
+        groups = [_altered(group, alter) for group in waiting.popleft()]
+        batch = pack(groups, microbatch_tokens=config.trainer.microbatch_tokens)
+        metrics = trainer.step(batch)
+        ages = np.concatenate([version - m.versions for m in batch.microbatches])
+        rewards = [score.total for group in groups for score in group.scores]
+        rows.append({**metrics, "staleness": ages.mean(), "reward": float(np.mean(rewards))})
+        player.engine.swap(trainer.named_weights(), version=version + 1)
+    return Outcome(accuracy=player.accuracy(), rows=rows)
+
+
+class _Player:
+    """The engine, and the tasks it is given."""
+
+    def __init__(self, model: Path, *, config: EngineConfig, setting: Setting) -> None:
+        digits = setting.num_digits
+        num_tasks = setting.groups_per_step * (setting.steps + setting.staleness)
+        self.engine: EmbeddedEngine = build_engine(
+            str(model), config=config, trust_remote_code=False, version=0
+        )
+        self._renderer = Renderer(load_tokenizer(str(model), trust_remote_code=False))
+        self._setting = setting
+        self._tasks = _tasks(make_tasks(num_tasks, setting.seed, num_digits=digits))
+        self._held_out = _tasks(
+            make_tasks(setting.num_held_out, seed=0, held_out=True, num_digits=digits)
+        )
+        self._next = 0
+
+    def play_batch(self) -> list[Group]:
+        numbers = range(self._next, self._next + self._setting.groups_per_step)
+        self._next = numbers.stop
+        tasks = [self._tasks[number] for number in numbers]
+        seeds = [group_seed(self._setting.seed, number) for number in numbers]
+        return self._play(
+            tasks, seeds=seeds, n=self._setting.group_size, sampling=self._setting.sampling
+        )
+
+    def accuracy(self) -> float:
+        seeds = [0] * len(self._held_out)
+        groups = self._play(self._held_out, seeds=seeds, n=1, sampling=GREEDY)
+        return float(np.mean([group.scores[0].total for group in groups]))
+
+    def _play(
+        self, tasks: list[Task], *, seeds: list[int], n: int, sampling: Sampling
+    ) -> list[Group]:
+        prompts = [self._renderer.render(task.prompt) for task in tasks]
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            self.engine.submit(
+                Request(id=str(number), prompt=prompt, sampling=sampling, n=n, seed=seed)
+            )
+        done: dict[str, list[Completion]] = {}
+        while self.engine.has_work:
+            done |= {finished.id: finished.completions for finished in self.engine.step()}
+        return [
+            _scored(
+                task,
+                number=number,
+                completions=done[str(number)],
+                rollouts=[
+                    self._renderer.rollout(prompts[number], completion, sampling=sampling)
+                    for completion in done[str(number)]
+                ],
+            )
+            for number, task in enumerate(tasks)
+        ]
+
+
+def _scored(
+    task: Task, *, number: int, completions: list[Completion], rollouts: list[Rollout]
+) -> Group:
+    answers = [task.columns["answer"]] * len(completions)
+    totals = exact([completion.text for completion in completions], answers)
+    group = Group(
+        number=number,
+        task=task,
+        episodes=tuple(Episode(turns=(), rollouts=(rollout,)) for rollout in rollouts),
+        scores=tuple(Score(total=total, parts={}) for total in totals),
+    )
+    advantages = GroupAdvantages()(group).astype(np.float32)
+    return dataclasses.replace(group, advantages=advantages)
+
+
+def _altered(group: Group, alter: Callable[[Rollout], Rollout]) -> Group:
+    episodes = tuple(
+        dataclasses.replace(episode, rollouts=tuple(alter(r) for r in episode.rollouts))
+        for episode in group.episodes
+    )
+    return dataclasses.replace(group, episodes=episodes)
+
+
+def _tasks(rows: list[dict[str, Any]]) -> list[Task]:
+    return [Task(prompt=row["prompt"], columns={"answer": row["answer"]}) for row in rows]
+
+
+def _config(model: Path, setting: Setting) -> RunConfig:
+    return load_config(
+        {
+            "model": str(model),
+            "seed": setting.seed,
+            "loss": setting.loss,
+            "engine": {"device": "cpu", "max_sequences": 128},
+            "trainer": {
+                "device": "cpu",
+                "steps": setting.steps,
+                "learning_rate": setting.learning_rate,
+                "schedule": "linear",
+                "min_learning_rate_share": 0.1,
+                "warmup_steps": 5,
+                "microbatch_tokens": 2048,
+            },
+        }
+    )

@@ -1,0 +1,128 @@
+"""What lies between scores and the trainer, timed: advantages, staleness check, and packing.
+
+    python benchmarks/shaping_speed.py --json shaping.json
+
+A step of 4,096 rollouts of 2,048 tokens on average (prompts of 128 to 512 tokens, completions with
+a long tail), in groups of 16. The time is compared with that of a step which trains 42,546 tokens
+a second: Qwen3-1.7B on one H200 (docs/performance.md). Efficiency is the share of all microbatches'
+token budgets that is filled.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from millrace.core.microbatch import Batch
+from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task
+from millrace.core.staleness import StalenessLimit
+from millrace.scoring.advantages import GroupAdvantages
+from millrace.staging.buffer import Buffer
+from millrace.staging.orders import Oldest
+from millrace.staging.packing import pack
+
+TRAINED_TOKENS_PER_S = 42_546
+SAMPLING = Sampling(max_new_tokens=8192)
+VOCAB = 151_936
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rollouts", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a rollout, on average")
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--microbatch-tokens", type=int, default=16384)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    groups = make_groups(args.rollouts, tokens=args.tokens, group_size=args.group_size)
+    result = measure(groups, microbatch_tokens=args.microbatch_tokens)
+    for name, value in result.items():
+        print(f"{name:<24}{value:,.4g}")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def make_groups(num_rollouts: int, *, tokens: int, group_size: int) -> list[Group]:
+    """Random ones, without scores."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for number in range(num_rollouts // group_size):
+        prompt = rng.integers(0, VOCAB, int(rng.integers(tokens // 16, tokens // 4)))
+        mean = tokens - tokens * 5 // 32  # without the mean prompt
+        lengths = np.clip(rng.gamma(2.0, mean / 2, group_size), 1, 4 * tokens).astype(int)
+        rollouts = [_rollout(rng, prompt, num_sampled=length) for length in lengths]
+        groups.append(
+            Group(
+                number=number,
+                task=Task(prompt=""),
+                episodes=tuple(Episode(turns=(), rollouts=(r,)) for r in rollouts),
+                scores=tuple(Score(total=float(s), parts={}) for s in rng.random(group_size)),
+            )
+        )
+    return groups
+
+
+def measure(groups: Sequence[Group], *, microbatch_tokens: int) -> dict[str, float]:
+    started_s = time.perf_counter()
+    estimate = GroupAdvantages()
+    scored = [replace(g, advantages=estimate(g).astype(np.float32)) for g in groups]
+    advantages_s = time.perf_counter() - started_s
+    taken: list[Group] = []
+    started_s = time.perf_counter()
+    asyncio.run(_through_buffer(scored, taken))
+    buffer_s = time.perf_counter() - started_s
+    started_s = time.perf_counter()
+    batch = pack(taken, microbatch_tokens=microbatch_tokens)
+    packing_s = time.perf_counter() - started_s
+    num_tokens = sum(len(rollout.tokens) for group in groups for rollout in group.rollouts)
+    step_s = num_tokens / TRAINED_TOKENS_PER_S
+    return {
+        "tokens": num_tokens,
+        "advantages_s": advantages_s,
+        "buffer_s": buffer_s,
+        "packing_s": packing_s,
+        "step_s": step_s,
+        "share_of_step": (advantages_s + buffer_s + packing_s) / step_s,
+        "microbatches": len(batch.microbatches),
+        "packing_efficiency": efficiency(batch, microbatch_tokens=microbatch_tokens),
+    }
+
+
+def efficiency(batch: Batch, *, microbatch_tokens: int) -> float:
+    rows = sum(len(microbatch.tokens) for microbatch in batch.microbatches)
+    return rows / (len(batch.microbatches) * microbatch_tokens)
+
+
+async def _through_buffer(groups: Sequence[Group], taken: list[Group]) -> None:
+    """All admitted, checked for their age and taken."""
+    buffer = Buffer(
+        capacity=len(groups),
+        limit=StalenessLimit(max_staleness=2),
+        sampler=Oldest(),
+        on_drop=lambda waiting: None,
+    )
+    for group in groups:
+        await buffer.admit(group)
+    # Not returned: asyncio.run() would make text of it, for a reason of its own.
+    taken += await buffer.take(len(groups), version=1)
+
+
+def _rollout(rng: np.random.Generator, prompt: np.ndarray, *, num_sampled: int) -> Rollout:
+    length = len(prompt) + num_sampled
+    mask = np.arange(length) >= len(prompt)
+    return Rollout(
+        tokens=np.concatenate([prompt, rng.integers(0, VOCAB, num_sampled)]).astype(np.int32),
+        mask=mask,
+        engine_logprobs=np.where(mask, -rng.random(length), 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        sampling=SAMPLING,
+    )
+
+
+if __name__ == "__main__":
+    main()

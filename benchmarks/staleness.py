@@ -1,0 +1,138 @@
+"""The price of staleness: final accuracy on the demo's task, by age of the data and by loss.
+
+    python benchmarks/staleness.py --json staleness.json --plot staleness.png
+
+Every batch is exactly as old as the limit says once the first ones are through (lockstep.py).
+Losses: "naive" is PPO that takes its data for its own: the ratio is to what the trainer says
+before the step, and who sampled the tokens is ignored. "default" is `clipped`, against the
+engine's logprobs; "decoupled" is `decoupled_ppo`.
+
+Rows that the JSON file has already are not run again, so it may be stopped at any time.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lockstep import Setting, train
+from matplotlib.figure import Figure
+
+from millrace.demo.model import NUM_EXAMPLES, make_model
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "naive": {"type": "ppo", "anchor": "proximal"},
+    "default": {"type": "clipped"},
+    "decoupled": {"type": "decoupled_ppo"},
+}
+LIMITS = (0, 1, 2, 4, 8, 16)
+HARD: dict[str, Any] = {
+    "learning_rate": 1.5e-4,
+    "steps": 120,
+    "num_digits": (3, 4, 5),
+    "num_held_out": 512,
+}
+QUICK: dict[str, Any] = {"steps": 3, "groups_per_step": 2, "num_held_out": 8}
+QUICK_EXAMPLES = 64  # for the warm start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="read and extended, row by row")
+    parser.add_argument("--plot", type=Path, help="PNG file")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--limits", type=int, nargs="+", default=LIMITS)
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--quick", action="store_true", help="a few steps of each, to try it out")
+    args = parser.parse_args()
+    wanted = [
+        (loss, limit, seed)
+        for seed in range(args.seeds)
+        for limit in args.limits
+        for loss in args.losses
+    ]
+    rows: list[dict[str, Any]] = []
+    if args.json and args.json.exists():
+        rows = json.loads(args.json.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        models = Path(folder)
+        for loss, limit, seed in wanted:
+            if (loss, limit, seed) in {(r["loss"], r["max_staleness"], r["seed"]) for r in rows}:
+                continue
+            rows.append(measure(models, loss, limit=limit, seed=seed, quick=args.quick))
+            print(json.dumps(rows[-1]), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
+    if args.plot:
+        plot(rows, args.plot)
+
+
+def measure(models: Path, loss: str, *, limit: int, seed: int, quick: bool) -> dict[str, Any]:
+    """One run; the warm-started model of a seed is made once and kept in `models`."""
+    model = models / str(seed)
+    if not model.exists():
+        make_model(model, seed, num_examples=QUICK_EXAMPLES if quick else NUM_EXAMPLES)
+    setting = Setting(loss=LOSSES[loss], staleness=limit, seed=seed, **(QUICK if quick else HARD))
+    outcome = train(model, setting)
+    # The first batches all come from version 0, and have not waited long enough yet.
+    first = min(limit, setting.steps - 1)
+    return {
+        "loss": loss,
+        "max_staleness": limit,
+        "seed": seed,
+        "accuracy": outcome.accuracy,
+        "staleness_mean": round(outcome.mean("staleness", first=first), 3),
+        "kl": round(outcome.mean("kl_k3", first=first), 5),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Mean accuracy and, in brackets, the lowest and highest of the seeds."""
+    limits = sorted({row["max_staleness"] for row in rows})
+    losses = [loss for loss in LOSSES if any(row["loss"] == loss for row in rows)]
+    lines = [
+        "| staleness | " + " | ".join(losses) + " |",
+        "|---" * (len(losses) + 1) + "|",
+    ]
+    for limit in limits:
+        cells = [_cell(_accuracies(rows, loss, limit)) for loss in losses]
+        lines.append(f"| {limit} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(values: list[float]) -> str:
+    if not values:
+        return ""
+    spread = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+    return f"{np.mean(values):.3f}{spread}"
+
+
+def _accuracies(rows: list[dict[str, Any]], loss: str, limit: int) -> list[float]:
+    return [r["accuracy"] for r in rows if (r["loss"], r["max_staleness"]) == (loss, limit)]
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """A line through the means of each loss, and a dot for each seed."""
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    limits = sorted({row["max_staleness"] for row in rows})
+    for loss in LOSSES:
+        known = [limit for limit in limits if _accuracies(rows, loss, limit)]
+        means = [np.mean(_accuracies(rows, loss, limit)) for limit in known]
+        (line,) = axes.plot([limits.index(x) for x in known], means, marker="o", label=loss)
+        for limit in known:
+            values = _accuracies(rows, loss, limit)
+            places = [limits.index(limit)] * len(values)
+            axes.scatter(places, values, s=12, alpha=0.5, color=line.get_color())
+    axes.set_xticks(range(len(limits)), [str(limit) for limit in limits])
+    axes.set(xlabel="staleness, versions", ylabel="held-out accuracy", ylim=(0, 1.02))
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Truncated sampling with and without the kept ids: how far off the ratio is, and what it costs.
+
+    python benchmarks/truncation.py --json truncation.json
+
+The demo's task, strictly on policy, sampled with top-p 0.9 or top-k 3. The engine draws from the
+tokens that survived. With "kept" the trainer computes the probability among the same ones, so the
+ratio of a token to itself is 1. "lost" is what happens where those ids do not travel: the trainer
+sees the rollouts without them and takes the whole vocabulary for what was drawn from.
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lockstep import Setting, train
+
+from millrace.core.records import Rollout, Sampling
+from millrace.demo.model import NUM_EXAMPLES, make_model
+
+SAMPLINGS = {
+    "top-p 0.9": Sampling(max_new_tokens=10, top_p=0.9),
+    "top-k 3": Sampling(max_new_tokens=10, top_k=3),
+}
+LEARNING: dict[str, Any] = {
+    "learning_rate": 1.5e-4,
+    "steps": 120,
+    "num_digits": (3, 4, 5),
+    "num_held_out": 512,
+}
+QUICK: dict[str, Any] = {"steps": 2, "groups_per_step": 2, "num_held_out": 8}
+QUICK_EXAMPLES = 64  # for the warm start
+COLUMNS = ("sampling", "ids", "seed", "ratio_mean", "ratio_first", "kl_k3", "accuracy")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="two steps of each, to try it out")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    print(*(f"{name:<12}" for name in COLUMNS))
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(args.seeds):
+            model = Path(folder) / str(seed)
+            num_examples = QUICK_EXAMPLES if args.quick else NUM_EXAMPLES
+            make_model(model, seed, num_examples=num_examples)
+            for sampling in SAMPLINGS:
+                for ids in ("kept", "lost"):
+                    row = measure(model, sampling=sampling, ids=ids, seed=seed, quick=args.quick)
+                    print(*(f"{row[name]!s:<12}" for name in COLUMNS), flush=True)
+                    rows.append(row)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def measure(model: Path, *, sampling: str, ids: str, seed: int, quick: bool) -> dict[str, Any]:
+    setting = Setting(
+        loss={"type": "clipped"},
+        sampling=SAMPLINGS[sampling],
+        seed=seed,
+        **(QUICK if quick else LEARNING),
+    )
+    outcome = train(model, setting, alter=without_kept if ids == "lost" else lambda r: r)
+    return {
+        "sampling": sampling,
+        "ids": ids,
+        "seed": seed,
+        "ratio_mean": round(outcome.mean("ratio_mean"), 6),
+        "ratio_first": round(outcome.rows[0]["ratio_mean"], 6),  # before anything was learned
+        "kl_k3": round(outcome.mean("kl_k3"), 6),
+        "accuracy": outcome.accuracy,
+    }
+
+
+def without_kept(rollout: Rollout) -> Rollout:
+    return dataclasses.replace(rollout, kept=None)
+
+
+if __name__ == "__main__":
+    main()

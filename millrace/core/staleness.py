@@ -1,0 +1,121 @@
+"""How old tokens may be when they are trained: one rule, asked at admission, in flight and at take.
+
+A token's staleness is the version of the trainer minus the version that sampled it. It only grows,
+so what holds against a group at its earliest take holds against it for good.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, Self
+
+import numpy as np
+
+from millrace.core.records import Group, Rollout
+
+Measure = Literal["oldest", "mean", "share"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Stamps:
+    """How many tokens each version sampled: all that staleness asks of them."""
+
+    counts: dict[int, int]  # by version, ascending; none is 0
+
+    @classmethod
+    def of(cls, versions: np.ndarray) -> Self:
+        """`versions` [N]: one per token."""
+        # By runs: a completion has one for each version it saw, and so few that this is fastest.
+        changes = np.flatnonzero(versions[1:] != versions[:-1]) + 1
+        bounds = [0, *changes.tolist(), len(versions)] if len(versions) else []
+        counts: dict[int, int] = {}
+        for begin, end in pairwise(bounds):
+            version = int(versions[begin])
+            counts[version] = counts.get(version, 0) + end - begin
+        return cls(counts=dict(sorted(counts.items())))
+
+    @classmethod
+    def of_rollout(cls, rollout: Rollout) -> Self:
+        """Of its trained tokens."""
+        return cls.of(rollout.versions[rollout.mask])
+
+    @classmethod
+    def of_group(cls, group: Group) -> Self:
+        return cls.joined(cls.of_rollout(rollout) for rollout in group.rollouts)
+
+    @classmethod
+    def joined(cls, parts: Iterable["Stamps"]) -> Self:
+        counts: dict[int, int] = {}
+        for part in parts:
+            for version, count in part.counts.items():
+                counts[version] = counts.get(version, 0) + count
+        return cls(counts=dict(sorted(counts.items())))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def oldest(self) -> int | None:
+        """None where there are no tokens, as for newest."""
+        return next(iter(self.counts), None)
+
+    @property
+    def newest(self) -> int | None:
+        return next(reversed(self.counts), None)
+
+    @property
+    def spread(self) -> int:
+        """Versions between the oldest token and the newest."""
+        return 0 if not self.counts else max(self.counts) - min(self.counts)
+
+    def num_before(self, version: int) -> int:
+        """Tokens that an older version sampled."""
+        return sum(count for sampled_by, count in self.counts.items() if sampled_by < version)
+
+    def total_staleness(self, version: int) -> int:
+        """Summed over the tokens."""
+        return sum((version - sampled_by) * count for sampled_by, count in self.counts.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StalenessLimit:
+    """Which tokens a group may be made of to be trained: by "oldest", none is staler than
+    max_staleness; by "mean", they are not staler on average; by "share", at most max_stale_share
+    of them are staler."""
+
+    max_staleness: int
+    measure: Measure = "oldest"
+    max_stale_share: float = 0.0  # read by "share" only
+
+    def allows(self, stamps: Stamps, *, version: int) -> bool:
+        """True if a group of these tokens may be trained at `version`."""
+        if self.measure == "mean":
+            return stamps.total_staleness(version) <= self.max_staleness * stamps.num_tokens
+        num_stale = stamps.num_before(self.oldest_at(version))
+        if self.measure == "share" and num_stale:
+            return num_stale / stamps.num_tokens <= self.max_stale_share
+        return num_stale == 0
+
+    def oldest_at(self, version: int) -> int:
+        """The oldest version whose tokens are not too stale by themselves."""
+        return version - self.max_staleness
+
+    @property
+    def one_token_decides(self) -> bool:
+        """True if one token that is too stale rules its group out, whatever else it will hold.
+
+        Otherwise tokens to come can make up for it, as many as an environment likes, and nothing is
+        certain before the group is complete.
+        """
+        if self.measure == "mean":
+            return self.max_staleness == 0
+        return self.measure == "oldest" or self.max_stale_share == 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Waiting:
+    """A scored group in the buffer."""
+
+    group: Group
+    stamps: Stamps  # of its trained tokens

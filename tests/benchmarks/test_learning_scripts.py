@@ -1,0 +1,64 @@
+"""benchmarks/staleness.py, truncation.py and shaping_speed.py, in sizes that take a second."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import shaping_speed  # noqa: E402
+import staleness  # noqa: E402
+import truncation  # noqa: E402
+from lockstep import Setting, train  # noqa: E402
+
+from millrace.demo.model import make_model  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_model(folder / "0", 0, num_examples=64)
+    return folder
+
+
+def test_every_batch_is_as_old_as_the_limit_says(models):
+    setting = Setting(loss={}, staleness=2, steps=5, groups_per_step=2, num_held_out=4)
+    outcome = train(models / "0", setting)
+    assert [row["staleness"] for row in outcome.rows] == [0, 1, 2, 2, 2]
+    assert outcome.rows[0]["logprob_mismatch"] < 1e-5
+    assert 0 <= outcome.accuracy <= 1
+
+
+def test_the_staleness_script_goes_on_from_its_file_and_draws_it(tmp_path, monkeypatch, capsys):
+    file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    arguments = ["staleness.py", "--quick", "--seeds", "1", "--losses", "naive"]
+    arguments += ["--json", str(file), "--plot", str(picture), "--limits"]
+    known = {"loss": "naive", "max_staleness": 8, "seed": 0, "accuracy": 0.5}
+    file.write_text(json.dumps([known]))
+    monkeypatch.setattr(sys, "argv", [*arguments, "8", "1"])
+    staleness.main()
+    first, second = json.loads(file.read_text())
+    assert first == known
+    assert (second["max_staleness"], second["staleness_mean"]) == (1, 1.0)
+    assert picture.stat().st_size > 1000
+    assert "| 8 | 0.500 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sampling", truncation.SAMPLINGS)
+def test_with_the_kept_ids_on_policy_ratios_are_1_and_without_them_they_are_not(models, sampling):
+    kept, lost = (
+        truncation.measure(models / "0", sampling=sampling, ids=ids, seed=0, quick=True)
+        for ids in ("kept", "lost")
+    )
+    assert kept["ratio_mean"] == pytest.approx(1, abs=2e-6)
+    assert lost["ratio_mean"] < 0.97
+
+
+def test_the_microbatches_of_a_large_step_are_nearly_full():
+    groups = shaping_speed.make_groups(512, tokens=256, group_size=16)
+    result = shaping_speed.measure(groups, microbatch_tokens=2048)
+    assert result["packing_efficiency"] > 0.95
+    assert result["tokens"] == pytest.approx(512 * 256, rel=0.1)

@@ -1,0 +1,83 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from fakes import make_group, make_rollout
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.core.staleness import StalenessLimit, Stamps
+
+limits = st.builds(
+    StalenessLimit,
+    max_staleness=st.integers(0, 4),
+    measure=st.sampled_from(["oldest", "mean", "share"]),
+    max_stale_share=st.sampled_from([0.0, 0.25, 0.5, 0.75]),
+)
+versions = st.lists(st.integers(0, 9), min_size=1, max_size=12)
+
+
+def stamps_of(tokens):
+    return Stamps.of(np.array(tokens, np.int32))
+
+
+def test_only_trained_tokens_count():
+    group = make_group(0, versions=[3, 3, 4, 7], size=2)
+    assert Stamps.of_group(group).counts == {3: 4, 4: 2, 7: 2}
+    masked = dataclasses.replace(make_rollout(), mask=np.zeros(7, bool))
+    assert Stamps.of_rollout(masked).counts == {}
+    assert Stamps.of_rollout(masked).oldest is None
+
+
+def test_a_share_is_compared_as_it_is_written():
+    limit = StalenessLimit(max_staleness=0, measure="share", max_stale_share=0.29)
+    assert limit.allows(Stamps(counts={0: 29, 1: 71}), version=1)  # 0.29 * 100 < 29
+    assert not limit.allows(Stamps(counts={0: 30, 1: 70}), version=1)
+
+
+@given(tokens=versions)
+def test_stamps_say_what_the_tokens_say(tokens):
+    stamps = stamps_of(tokens)
+    assert (stamps.oldest, stamps.newest) == (min(tokens), max(tokens))
+    assert stamps.num_tokens == len(tokens)
+    assert stamps.num_before(5) == sum(version < 5 for version in tokens)
+    assert stamps.total_staleness(9) == sum(9 - version for version in tokens)
+    joined = Stamps.joined([stamps_of(tokens[:3]), stamps_of(tokens[3:])])
+    assert list(joined.counts.items()) == list(stamps.counts.items())
+
+
+@given(limit=limits, tokens=versions)
+def test_measures_by_definition(limit, tokens):
+    staleness = 9 - np.array(tokens)
+    expected = {
+        "oldest": staleness.max() <= limit.max_staleness,
+        "mean": staleness.sum() <= limit.max_staleness * len(tokens),
+        "share": (staleness > limit.max_staleness).mean() <= limit.max_stale_share,
+    }[limit.measure]
+    assert limit.allows(stamps_of(tokens), version=9) == expected
+
+
+@given(limit=limits, tokens=versions, later=st.integers(10, 14))
+def test_what_is_ruled_out_stays_ruled_out(limit, tokens, later):
+    stamps = stamps_of(tokens)
+    assert limit.allows(stamps, version=9) or not limit.allows(stamps, version=later)
+
+
+@given(limit=limits, tokens=versions, more=versions)
+def test_where_one_token_decides_no_others_make_up_for_it(limit, tokens, more):
+    together = stamps_of([*tokens, *more])
+    if limit.one_token_decides and not limit.allows(stamps_of(tokens), version=9):
+        assert not limit.allows(together, version=9)
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        StalenessLimit(max_staleness=1, measure="mean"),
+        StalenessLimit(max_staleness=0, measure="share", max_stale_share=0.01),
+    ],
+)
+def test_elsewhere_enough_fresh_ones_do(limit):
+    assert not limit.one_token_decides
+    assert not limit.allows(Stamps(counts={0: 10}), version=9)
+    assert limit.allows(Stamps(counts={0: 10, 9: 10_000}), version=9)

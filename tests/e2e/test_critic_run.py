@@ -1,0 +1,36 @@
+"""A whole run with a critic and real processes."""
+
+import pytest
+from digits import TASKS, share_of_digits
+from tiny_model import make_tiny_model
+from transformers import AutoModelForCausalLM
+
+import millrace as mr
+from millrace.core.errors import ConfigError
+from millrace.training.checkpoints import CRITIC
+from millrace.watch.metrics import read_metrics
+
+
+def test_a_run_with_a_critic_learns_both_and_keeps_both(tmp_path):
+    settings = {
+        "model": str(make_tiny_model(tmp_path / "model")),
+        "run_dir": str(tmp_path / "run"),
+        "critic": {"learning_rate": 1e-2, "decay": 0.95, "warmup_steps": 1},
+        "sampling": {"max_new_tokens": 12},
+        "rollout": {"group_size": 4},
+        "trainer": {"steps": 3, "groups_per_step": 4, "minibatches": 2, "threads": 1},
+        "engine": {"threads": 1},
+        "scoring": {"workers": 1},
+        "watch": {"progress": "off"},
+    }
+    result = mr.train(settings, tasks=TASKS, scorers=[share_of_digits])
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["value_mean"] != 0 for row in rows] == [False, True, True]
+    assert [row["learning_rate"] > 0 for row in rows] == [False, True, True]
+    assert all(row["value_loss"] > 0 for row in rows)
+    assert AutoModelForCausalLM.from_pretrained(result.checkpoint)
+    assert (result.checkpoint / CRITIC).is_dir()
+    without = {**settings, "critic": None, "trainer": {"steps": 4}}
+    with pytest.raises(ConfigError, match="trained with a critic; to resume, add the"):
+        mr.train(without, tasks=TASKS, scorers=[share_of_digits], resume=True)

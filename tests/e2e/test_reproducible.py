@@ -1,0 +1,162 @@
+"""With `barrier` a run is decided by its seed: twice the same, and the same as a plain loop."""
+
+import hashlib
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from digits import TASKS, share_of_digits
+from safetensors.torch import load_file
+from tiny_model import make_tiny_model
+
+import millrace as mr
+from millrace.config import load_config
+from millrace.core.records import Completion, Episode, Group, Request, Sampling, Score
+from millrace.engines.embedded.build import build_engine
+from millrace.envs.tasks import TaskStream, load_tasks
+from millrace.models.directory import load_tokenizer
+from millrace.rollout.player import group_seed
+from millrace.rollout.renderer import Renderer
+from millrace.staging.packing import pack
+from millrace.watch.metrics import read_metrics
+from millrace.workers.trainer import build_trainer
+
+STEPS, GROUPS = 4, 6
+LEARNED = ("loss", "grad_norm", "entropy", "kl_k3", "ratio_max", "trained_tokens")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def settings_of(model: Path, run_dir: Path) -> dict:
+    return {
+        "model": str(model),
+        "run_dir": str(run_dir),
+        "seed": 5,
+        "sampling": {"max_new_tokens": 24, "temperature": 0.9, "top_p": 0.95},
+        "rollout": {"group_size": 4},
+        "buffer": {"max_staleness": 0},
+        "weights": {"interrupt": "barrier"},
+        "trainer": {"steps": STEPS, "groups_per_step": GROUPS, "learning_rate": 3e-3, "threads": 1},
+        # Fewer places than sequences: who waits for whom is part of what must be the same.
+        "engine": {"threads": 1, "max_sequences": 16, "device": "cpu"},
+        "scoring": {"workers": 2},
+        "watch": {"progress": "off"},
+    }
+
+
+def weights_in(checkpoint: Path) -> str:
+    """A hash of all of them."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(load_file(checkpoint / "model.safetensors").items()):
+        digest.update(name.encode() + weight.numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def results(model, tmp_path_factory) -> list[mr.RunResult]:
+    """The same run twice."""
+    folder = tmp_path_factory.mktemp("runs")
+    return [
+        mr.train(settings_of(model, folder / str(i)), tasks=TASKS, scorers=[share_of_digits])
+        for i in range(2)
+    ]
+
+
+def test_two_runs_of_one_seed_are_equal_bit_for_bit(results):
+    first, second = (read_metrics(result.run_dir / "metrics.jsonl") for result in results)
+    assert len(first) == STEPS
+    for row, again in zip(first, second, strict=True):
+        for name in (*LEARNED, "reward_mean", "reward_std", "completion_tokens_mean"):
+            assert row[name] == again[name], (row["step"], name)
+    assert weights_in(results[0].checkpoint) == weights_in(results[1].checkpoint)
+
+
+def test_a_run_equals_a_loop_in_one_process(results, model, tmp_path):
+    rows, weights = plain_loop(settings_of(model, tmp_path))
+    told = read_metrics(results[0].run_dir / "metrics.jsonl")
+    for row, expected in zip(told, rows, strict=True):
+        for name in (*LEARNED, "reward_mean"):
+            assert row[name] == expected[name], (row["step"], name)
+    trained = load_file(results[0].checkpoint / "model.safetensors")
+    for name, weight in trained.items():
+        assert torch.equal(weight, weights[name]), name
+
+
+def test_failing_groups_and_evaluations_between_steps_change_nothing_about_that(model, tmp_path):
+    outcomes = []
+    for i in range(2):
+        result = mr.train(
+            settings_of(model, tmp_path / str(i)),
+            tasks=TASKS,
+            eval_tasks=TASKS[:20],
+            evaluate={"every_steps": 1},
+            rollout={"max_running_groups": 4, "max_failure_share": 1.0},
+            scorers=[fails_at_some],
+        )
+        row = read_metrics(result.run_dir / "metrics.jsonl")[-1]
+        assert row["groups_failed"]["score"] > 0
+        outcomes.append((weights_in(result.checkpoint), result.accuracy_after, row["loss"]))
+    assert outcomes[0] == outcomes[1]
+
+
+def fails_at_some(completions, answer, **columns):
+    if answer[0] in ("3", "5"):
+        raise ValueError("no idea")
+    return share_of_digits(completions)
+
+
+def plain_loop(settings: dict) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    """Sample, score, learn, swap; one after the other."""
+    config = load_config(settings)
+    path = config.model.path
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    engine = build_engine(path, config=config.engine, trust_remote_code=False, version=0)
+    trainer = build_trainer(config, path=path)
+    renderer = Renderer(load_tokenizer(path, trust_remote_code=False))
+    tasks = TaskStream(load_tasks(TASKS), seed=config.seed, shuffle=True)
+    sampling = Sampling(**config.sampling.model_dump())
+    numbers = itertools.count()
+    rows = []
+    for version in range(STEPS):
+        prompts = {}
+        for number in itertools.islice(numbers, GROUPS):
+            prompts[number] = renderer.render(tasks.task(number).prompt)
+            engine.submit(
+                Request(
+                    id=str(number),
+                    prompt=prompts[number],
+                    sampling=sampling,
+                    n=config.rollout.group_size,
+                    seed=group_seed(config.seed, number),
+                )
+            )
+        done: dict[str, list[Completion]] = {}
+        while engine.has_work:
+            done |= {finished.id: finished.completions for finished in engine.step()}
+        groups, rewards = [], []
+        for number, prompt in prompts.items():
+            completions = done[str(number)]
+            rollouts = [renderer.rollout(prompt, c, sampling=sampling) for c in completions]
+            totals = np.array(share_of_digits([c.text for c in completions]))
+            rewards += totals.tolist()
+            advantages = (totals - totals.mean()) / (totals.std(ddof=1) + 1e-4)
+            groups.append(
+                Group(
+                    number=number,
+                    task=tasks.task(number),
+                    episodes=tuple(Episode(turns=(), rollouts=(r,)) for r in rollouts),
+                    scores=tuple(Score(total=total, parts={}) for total in totals),
+                    advantages=advantages.astype(np.float32),
+                )
+            )
+        batch = pack(groups, microbatch_tokens=config.trainer.microbatch_tokens)
+        rows.append({**trainer.step(batch), "reward_mean": float(np.mean(rewards))})
+        engine.swap(trainer.named_weights(), version=version + 1)
+    torch.set_num_threads(threads)
+    return rows, trainer.named_weights()

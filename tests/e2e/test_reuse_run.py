@@ -1,0 +1,48 @@
+"""A run that passes over, rejects by share, trains batches twice and groups again."""
+
+from digits import TASKS, share_of_digits
+from tiny_model import make_tiny_model
+
+import millrace as mr
+from millrace.watch.metrics import read_metrics
+from millrace.watch.summary import summarise
+
+
+def test_a_batch_may_be_chosen_trained_for_epochs_and_partly_replayed(tmp_path):
+    result = mr.train(
+        model=str(make_tiny_model(tmp_path / "model")),
+        run_dir=str(tmp_path / "run"),
+        tasks=TASKS,
+        scorers=[share_of_digits],
+        sampling={"max_new_tokens": 24},
+        rollout={"group_size": 4},
+        buffer={
+            "max_staleness": 3,
+            "order": "freshest",
+            "staleness": "share",
+            "max_stale_share": 0.5,
+            "replay": {"share": 0.25, "max_staleness": 8},
+        },
+        trainer={"steps": 8, "groups_per_step": 4, "threads": 1, "epochs": 2, "minibatches": 2},
+        loss={"type": "decoupled_ppo"},
+        engine={"threads": 1, "max_sequences": 32},
+        scoring={"workers": 1},
+        watch={"progress": "off"},
+    )
+    rows = read_metrics(result.run_dir / "metrics.jsonl")
+    assert result.steps == 8
+    replayed = [row["replayed_groups"] for row in rows]
+    assert replayed[:2] == [0, 0]  # the second batch is taken before the first is trained
+    assert replayed[2:] == [1] * 6
+    assert all(row["proximal_microbatches"] == 2 for row in rows)
+    assert max(row["staleness_max"] for row in rows) >= 2
+    assert result.episodes == (8 * 4 - 6) * 4
+    for row in rows:
+        histogram = row["staleness_histogram"]
+        mean = sum(int(age) * share for age, share in histogram.items())
+        assert abs(sum(histogram.values()) - 1) < 1e-9
+        assert abs(mean - row["staleness_mean"]) < 1e-9
+        assert row["group_spread_max"] >= row["rollout_spread_max"]
+    summary = summarise(result.run_dir)
+    assert summary.replayed == 6
+    assert summary.tokens_wasted == rows[-1]["tokens_wasted"]

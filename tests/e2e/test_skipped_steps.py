@@ -1,0 +1,67 @@
+"""Whole runs whose loss is not a number at chosen steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+from project import Command, make_project
+
+from millrace.watch.metrics import read_metrics
+from millrace.watch.summary import summarise
+
+LOSSES = '''
+from dataclasses import dataclass, field
+
+from millrace.training.losses import aggregate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moody:
+    """Not a number at the given calls; a step of these runs is one call."""
+
+    bad: tuple[int, ...] = ()
+    calls: list[int] = field(default_factory=list)
+
+    def __call__(self, tokens):
+        self.calls.append(0)
+        factor = float("nan") if len(self.calls) in self.bad else 1.0
+        objective = factor * tokens.advantages * tokens.trainer_logprobs
+        return -aggregate(objective, tokens, by="token"), {}
+'''
+
+
+@pytest.fixture
+def run_with(tmp_path):
+    def run(*, bad: list[int], steps: int) -> tuple[int, str, Path]:
+        loss = {"type": "losses.py:Moody", "bad": bad}
+        make_project(tmp_path, loss=loss, trainer={"steps": steps})
+        (tmp_path / "losses.py").write_text(LOSSES)
+        code, _, error = Command("train", "run.toml", folder=tmp_path).finish()
+        return code, error, tmp_path / "run"
+
+    return run
+
+
+def test_a_run_goes_on_after_skipped_steps_and_says_what_they_were_given(run_with):
+    code, error, run_dir = run_with(bad=[2, 3, 5], steps=6)
+    assert code == 0, error
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["updates_skipped"] for row in rows] == [0, 1, 1, 0, 1, 0]
+    assert [row["loss"] is None for row in rows] == [False, True, True, False, True, False]
+    assert rows[-1]["steps_skipped"] == summarise(run_dir).steps_skipped == 3
+    assert {path.name for path in (run_dir / "skipped").iterdir()} == {
+        f"step_{step}.jsonl" for step in (2, 3, 5)
+    }
+    saved = [json.loads(line) for line in (run_dir / "skipped/step_3.jsonl").open()]
+    assert len(saved) == 4 * 4  # groups of a step, episodes of a group
+    assert sum(row["score"] for row in saved) / 16 == pytest.approx(rows[2]["reward_mean"])
+
+
+def test_three_skipped_steps_in_a_row_end_the_run_in_one_sentence(run_with):
+    code, error, run_dir = run_with(bad=[2, 3, 4], steps=9)
+    assert code == 1
+    assert "Steps 2, 3, 4 were skipped one after the other, the last with loss nan" in error
+    assert "step_4.jsonl" in error
+    assert len(list((run_dir / "skipped").iterdir())) == 3
+    assert read_metrics(run_dir / "metrics.jsonl")[-1]["step"] == 4

@@ -1,0 +1,148 @@
+"""Admission, cancellation, buffer and replay together, with engines and a trainer that are made of
+turns of the event loop: the learner never starves, and never gets what the limit rules out."""
+
+import asyncio
+import random
+from contextlib import nullcontext, suppress
+
+import pytest
+from fakes import make_completion, make_group
+
+from millrace.core.errors import ConfigError
+from millrace.core.records import Task
+from millrace.core.staleness import StalenessLimit, Stamps
+from millrace.rollout.admission import Admission
+from millrace.rollout.cancellation import Expired
+from millrace.rollout.dispatcher import Dispatcher, Failures
+from millrace.staging.buffer import Buffer
+from millrace.staging.orders import ORDERS, build_sampler, check_room
+from millrace.staging.replay import Replay
+
+STEPS, GROUPS, CAPACITY = 25, 3, 12
+LIMITS = [
+    StalenessLimit(max_staleness=1),
+    StalenessLimit(max_staleness=2, measure="mean"),
+    StalenessLimit(max_staleness=1, measure="share", max_stale_share=0.3),
+]
+
+
+class Flow:
+    def __init__(self, *, order, limit, step_turns, per_batch_replayed=0):
+        self.limit = limit
+        self.visible = 0  # the version engines sample with
+        self.expired_before = 0
+        self.step_turns = step_turns
+        self.draws = random.Random(0)
+        self.num_dropped = 0
+        self.admission = Admission(groups_per_step=GROUPS, limit=limit, max_running=8, version=0)
+        self.buffer = Buffer(
+            capacity=CAPACITY,
+            limit=limit,
+            sampler=build_sampler({"type": order}),
+            on_drop=self.drop,
+        )
+        self.dispatcher = Dispatcher(
+            task_of=lambda number: Task(prompt=str(number)),
+            play=self.play,
+            score=self.score,
+            admit=self.buffer.admit,
+            admission=self.admission,
+            failures=Failures(max_share=0.5),
+            limit=limit,
+        )
+        looser = StalenessLimit(max_staleness=6)
+        self.replay = Replay(per_batch=per_batch_replayed, capacity=9, limit=looser, seed=0)
+
+    def drop(self, waiting):
+        self.num_dropped += 1
+        self.dispatcher.expire_waiting(waiting)
+
+    async def play(self, task, attempt):
+        versions = []
+        for _ in range(self.draws.choice([2, 2, 3, 12])):
+            versions.append(self.visible)
+            await asyncio.sleep(0)
+            if min(versions) < self.expired_before:  # as an engine ends it
+                attempt.record([make_completion("x" * len(versions))])
+                raise Expired
+        group = make_group(attempt.number, versions=versions, sampled_tokens=len(versions), size=1)
+        attempt.record([make_completion("x" * len(versions))])
+        return group
+
+    async def score(self, group):
+        await asyncio.sleep(0)
+        return group
+
+    async def next_batch(self, version):
+        self.admission.take_next(version)
+        self.dispatcher.expire(version)
+        if self.limit.one_token_decides:
+            self.expired_before = self.limit.oldest_at(version)
+        again = self.replay.draw(version)
+        self.admission.replay(len(again))
+        fresh = await self.buffer.take(GROUPS - len(again), version=version)
+        for group in fresh:
+            assert self.limit.allows(Stamps.of_group(group), version=version)
+        return fresh, again
+
+    async def learn(self):
+        trained, replayed = [], []
+        upcoming = asyncio.create_task(self.next_batch(0))
+        for version in range(STEPS):
+            fresh, again = await upcoming
+            if version + 1 < STEPS:
+                upcoming = asyncio.create_task(self.next_batch(version + 1))
+            for _ in range(self.step_turns):
+                await asyncio.sleep(0)
+            trained += [group.number for group in fresh]
+            replayed += [group.number for group in again]
+            self.dispatcher.finish(group.number for group in fresh)
+            self.replay.keep(fresh)
+            self.visible = version + 1
+            self.admission.advance(version + 1)
+        return trained, replayed
+
+    async def run(self):
+        dispatching = asyncio.create_task(self.dispatcher.run())
+        try:
+            return await asyncio.wait_for(self.learn(), 20)
+        finally:
+            dispatching.cancel()
+            with suppress(asyncio.CancelledError):
+                await dispatching
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.measure)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("step_turns", [0, 20], ids=["fast trainer", "slow trainer"])
+async def test_every_step_gets_its_batch_whatever_order_and_limit(order, limit, step_turns):
+    flow = Flow(order=order, limit=limit, step_turns=step_turns)
+    trained, _ = await flow.run()
+    assert len(set(trained)) == len(trained) == STEPS * GROUPS
+    given_up = flow.dispatcher.cancellations.by_reason["waiting"]
+    assert given_up >= flow.num_dropped  # some were still on their way into a full buffer
+
+
+async def test_replayed_groups_take_the_place_of_new_ones():
+    flow = Flow(order="oldest", limit=LIMITS[0], step_turns=3, per_batch_replayed=1)
+    trained, replayed = await flow.run()
+    assert len(set(replayed)) == len(replayed) == STEPS - 2
+    assert len(set(trained)) == len(trained) == STEPS * GROUPS - len(replayed)
+    assert set(replayed) <= set(trained)
+    assert flow.admission._accepted <= (1 + STEPS + 1) * GROUPS
+
+
+@pytest.mark.parametrize("max_staleness", [2, 3])
+async def test_freshest_first_has_a_choice_exactly_where_it_is_not_refused(max_staleness):
+    dropped = {}
+    for order in ("oldest", "freshest"):
+        limit = StalenessLimit(max_staleness=max_staleness)
+        flow = Flow(order=order, limit=limit, step_turns=40)
+        await flow.run()
+        dropped[order] = flow.num_dropped
+    table = {"type": "freshest"}
+    settings = {"groups_per_step": GROUPS, "capacity": CAPACITY, "max_staleness": max_staleness}
+    with nullcontext() if max_staleness == 3 else pytest.raises(ConfigError):
+        check_room(table, **settings)
+    assert dropped["oldest"] == 0
+    assert (dropped["freshest"] > 0) == (max_staleness == 3)  # what it passed over grew too stale
