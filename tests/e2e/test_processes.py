@@ -52,7 +52,7 @@ def test_ctrl_c_stops_everything_and_says_where_things_lie(project):
     assert shared_memory() <= before
 
 
-@pytest.mark.parametrize("victim", ["engine-0", "trainer"])
+@pytest.mark.parametrize("victim", ["engine-0", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_a_killed_worker_ends_the_run_with_a_sentence_and_no_orphans(project, victim):
     before = shared_memory()
     run = Run(project)

@@ -80,6 +80,7 @@ def test_the_death_of_a_joined_engine_ends_the_run_with_a_sentence(project, comm
     assert not psutil.wait_procs(workers, timeout=10)[1]
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_on_its_host_is_told_with_the_host(project, commands):
     settings = ["--weights.transport", "disk", "--engine.device", "nonsense"]
     run, host = start(project, commands, *settings)

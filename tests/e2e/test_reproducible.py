@@ -87,6 +87,7 @@ def test_a_run_equals_a_loop_in_one_process(results, model, tmp_path):
         assert torch.equal(weight, weights[name]), name
 
 
+@pytest.mark.slow
 def test_failing_groups_and_evaluations_between_steps_change_nothing_about_that(model, tmp_path):
     outcomes = []
     for i in range(2):

@@ -58,6 +58,7 @@ def test_a_run_goes_on_after_skipped_steps_and_says_what_they_were_given(run_wit
     assert sum(row["score"] for row in saved) / 16 == pytest.approx(rows[2]["reward_mean"])
 
 
+@pytest.mark.slow  # tests/watch holds the count and the sentence
 def test_three_skipped_steps_in_a_row_end_the_run_in_one_sentence(run_with):
     code, error, run_dir = run_with(bad=[2, 3, 4], steps=9)
     assert code == 1

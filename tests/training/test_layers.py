@@ -32,7 +32,7 @@ class Steps:
     scope="module",
     params=[
         ("qwen3", False),
-        ("gemma2", True),
+        pytest.param(("gemma2", True), marks=pytest.mark.slow),
         pytest.param(("qwen3", True), marks=pytest.mark.slow),
         pytest.param(("gemma2", False), marks=pytest.mark.slow),
     ],
