@@ -7,8 +7,9 @@ from millrace.config import Interrupt
 from millrace.core.protocols import WeightReceiver
 from millrace.core.records import Completion, Request
 from millrace.core.weight_update import WeightUpdate
-from millrace.engines.embedded.engine import EmbeddedEngine, Finished
+from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.interrupt import MODELS
+from millrace.engines.embedded.outcomes import Finished
 
 
 class InProcessEngine:

@@ -37,9 +37,10 @@ from millrace.core.protocols import WeightReceiver
 from millrace.core.spans import Timeline
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.embedded.build import build_engine
-from millrace.engines.embedded.engine import EmbeddedEngine, Finished
+from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.interrupt import MODELS
 from millrace.engines.embedded.live_weights import Prepared
+from millrace.engines.embedded.outcomes import Finished
 from millrace.models.loading import resolve_device
 from millrace.weights.receiver import make_receiver
 

@@ -67,6 +67,7 @@ def test_a_run_whose_only_engine_joined_trains_to_its_end(project, commands, tra
         assert not [text for text in everything if secrets[secret] in text]
 
 
+@pytest.mark.slow
 def test_the_death_of_a_joined_engine_ends_the_run_with_a_sentence(project, commands):
     run, host = start(project, commands, "--weights.transport", "disk", "--trainer.steps", "100000")
     run.wait_for(project / "run" / "metrics.jsonl", lines=2)

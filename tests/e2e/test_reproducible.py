@@ -15,7 +15,8 @@ import millrace as mr
 from millrace.config import load_config
 from millrace.core.records import Completion, Episode, Group, Request, Sampling, Score
 from millrace.engines.embedded.build import build_engine
-from millrace.envs.tasks import TaskStream, load_tasks
+from millrace.envs.streams import Epochs
+from millrace.envs.tasks import load_tasks
 from millrace.models.directory import load_tokenizer
 from millrace.rollout.player import group_seed
 from millrace.rollout.renderer import Renderer
@@ -120,7 +121,7 @@ def plain_loop(settings: dict) -> tuple[list[dict], dict[str, torch.Tensor]]:
     engine = build_engine(path, config=config.engine, trust_remote_code=False, version=0)
     trainer = build_trainer(config, path=path)
     renderer = Renderer(load_tokenizer(path, trust_remote_code=False))
-    tasks = TaskStream(load_tasks(TASKS), seed=config.seed, shuffle=True)
+    tasks = Epochs(load_tasks(TASKS), seed=config.seed, shuffle=True)
     sampling = Sampling(**config.sampling.model_dump())
     numbers = itertools.count()
     rows = []

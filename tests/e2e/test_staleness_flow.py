@@ -14,6 +14,7 @@ from millrace.core.staleness import StalenessLimit, Stamps
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import Expired
 from millrace.rollout.dispatcher import Dispatcher, Failures
+from millrace.rollout.filtering import Filtering
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import ORDERS, build_sampler, check_room
 from millrace.staging.replay import Replay
@@ -43,11 +44,13 @@ class Flow:
         )
         self.dispatcher = Dispatcher(
             task_of=lambda number: Task(prompt=str(number)),
+            on_closed=lambda number: None,
             play=self.play,
             score=self.score,
             admit=self.buffer.admit,
             admission=self.admission,
             failures=Failures(max_share=0.5),
+            filtering=Filtering(max_share=1.0, warn=pytest.fail),
             limit=limit,
         )
         looser = StalenessLimit(max_staleness=6)

@@ -20,8 +20,9 @@ from engine_rig import (
 )
 
 from millrace.core.records import Completion, Request
-from millrace.engines.embedded.engine import EmbeddedEngine, Finished
+from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.interrupt import MODELS
+from millrace.engines.embedded.outcomes import Finished
 
 SEQUENCES = [{}, {"temperature": 1.4}, {"top_p": 0.8}, {"top_k": 7, "min_p": 0.01}]
 MOMENTS = {1: (4, 7), 4: (1, 2)}  # by tokens per step: announced and staged before which step

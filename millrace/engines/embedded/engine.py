@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.core.errors import RunFailed, TaskError
-from millrace.core.records import Completion, Finish, Request, Sampling
+from millrace.core.records import Finish, Request, Sampling
 from millrace.engines.embedded.adapter_bank import AdapterBank
 from millrace.engines.embedded.blocks import BlockPool, BlockTables
 from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, sample_rows
@@ -33,6 +33,7 @@ from millrace.engines.embedded.kv_cache import KVCache
 from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.live_weights import LiveWeights, Prepared
 from millrace.engines.embedded.merging import AdapterMerger
+from millrace.engines.embedded.outcomes import Finished, Outcomes
 from millrace.engines.embedded.paged_attention import measure_kv
 from millrace.engines.embedded.plans import Plan
 from millrace.engines.embedded.prefix_cache import PrefixCache
@@ -42,15 +43,7 @@ from millrace.engines.embedded.sequence import Sequence as Running
 from millrace.engines.embedded.sequence import sequences_of
 from millrace.engines.embedded.stopping import Stopping
 from millrace.models.adapters import Adapter
-from millrace.models.logprobs import KeptRows, final_logits
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Finished:
-    """All n completions of a request, in order."""
-
-    id: str
-    completions: list[Completion]
+from millrace.models.logprobs import final_logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,9 +131,7 @@ class EmbeddedEngine:
         self._weights = LiveWeights(model, version=version, merger=merger, bank=self._bank)
         self._must_step_singly = False  # a round had no room for what truncation kept
         self._has_new = False  # requests came since the last round
-        self._ended: list[tuple[Running, Finish]] = []  # to be recorded while the device works
-        self._unfinished: dict[str, list[Completion | None]] = {}  # by request; None = not yet
-        self._finished: list[Finished] = []  # not yet handed out
+        self._outcomes = Outcomes(self._stopping)
         self._expired_before = 0  # older tokens can no longer be trained
         self._num_arrived = 0
         self._num_generated = 0
@@ -154,8 +145,8 @@ class EmbeddedEngine:
     @property
     def has_work(self) -> bool:
         """True if step() would get anywhere."""
-        has_results = bool(self._finished or self._ended)
-        return has_results or (self.version is not None and self._scheduler.has_work)
+        can_compute = self.version is not None and self._scheduler.has_work
+        return can_compute or self._outcomes.has_any
 
     @property
     def holds_back(self) -> bool:
@@ -184,15 +175,15 @@ class EmbeddedEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; step() will return it. Raises TaskError if it can never be served."""
-        if request.id in self._unfinished:
+        if request.id in self._outcomes:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
         slot = self._adapter_slot(request)
         sequences = sequences_of(request, first_arrival=self._num_arrived, adapter_slot=slot)
         self._num_arrived += request.n
-        self._unfinished[request.id] = [None] * request.n
+        self._outcomes.expect(request)
         if request.partial is not None and (finish := self._end_of(sequences[0])) is not None:
-            self._end(sequences[0], finish=finish)
+            self._outcomes.end(sequences[0], finish=finish)
             return
         self._scheduler.add(sequences)
         self._has_new = True
@@ -239,8 +230,7 @@ class EmbeddedEngine:
                 self._round(self._rounds, must_end=must_end)
         if not self._scheduler.has_work:
             self._record_ended()
-        finished, self._finished = self._finished, []
-        return finished
+        return self._outcomes.take()
 
     def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[Finished]:
         """End these requests with what they have; those that are not here are left out."""
@@ -248,9 +238,8 @@ class EmbeddedEngine:
         self._record_ended()
         for id in ids:
             for sequence in self._scheduler.remove(id):
-                self._end(sequence, finish=finish)
-            aborted += [finished for finished in self._finished if finished.id == id]
-            self._finished = [finished for finished in self._finished if finished.id != id]
+                self._outcomes.end(sequence, finish=finish)
+            aborted += self._outcomes.take_one(id)
         return aborted
 
     def interrupt(self) -> list[Finished]:
@@ -272,7 +261,7 @@ class EmbeddedEngine:
                 own = self._lanes.versions_of(sequence)
                 versions.setdefault(sequence.request.id, []).append(own)
         for id, known in versions.items():
-            known += [done.versions for done in self._unfinished[id] if done is not None]
+            known += self._outcomes.versions_of(id)
         old = [id for id, known in versions.items() if (np.concatenate(known) < before).any()]
         return self.abort(old, finish="expire")
 
@@ -284,8 +273,7 @@ class EmbeddedEngine:
             self._scheduler.park()
         else:
             self._scheduler.forget_kv()
-        finished, self._finished = self._finished, []
-        return finished
+        return self._outcomes.take()
 
     def hold_new(self) -> None:
         """Begin no sequence until seat_new(); go on with the others."""
@@ -358,7 +346,10 @@ class EmbeddedEngine:
         )
         self._num_generated += int(counts.sum())
         if result.kept is not None:
-            self._record_round_kept(plan.lanes, result, counts=counts)
+            assert result.num_kept is not None
+            self._lanes.keep_round(
+                plan.lanes, ids=result.kept, num_kept=result.num_kept, counts=counts
+            )
         self._end_finished(plan.lanes[counts > 0], later=True)
         idle = counts < len(result.tokens)
         self._must_step_singly = bool(self._lanes.occupied[plan.lanes[idle]].any())
@@ -371,9 +362,7 @@ class EmbeddedEngine:
         return max(1, rounds.max_steps // share)
 
     def _record_ended(self) -> None:
-        ended, self._ended = self._ended, []
-        for sequence, finish in ended:
-            self._end(sequence, finish=finish)
+        self._outcomes.record()
         self._scheduler.settle()
 
     def _until_stop_string(self, lanes: np.ndarray, result: RoundResult) -> np.ndarray:
@@ -391,18 +380,6 @@ class EmbeddedEngine:
                     counts[row] = count
                     break
         return counts
-
-    def _record_round_kept(
-        self, lanes: np.ndarray, result: RoundResult, *, counts: np.ndarray
-    ) -> None:
-        assert result.kept is not None
-        assert result.num_kept is not None
-        ends = result.num_kept.cumsum().reshape(result.num_kept.shape)
-        for row in np.flatnonzero(self._lanes.truncates[lanes]):
-            kept = self._lanes.sequence(lanes[row]).kept
-            for step in range(counts[row]):
-                end = ends[step, row]
-                kept.append(result.kept[end - result.num_kept[step, row] : end].copy())
 
     def _check_finite(self, logprobs: np.ndarray) -> None:
         if not np.isfinite(logprobs).all():
@@ -427,14 +404,8 @@ class EmbeddedEngine:
         self._lanes.append(lanes, tokens=tokens, logprobs=logprobs, version=self.version)
         self._num_generated += len(lanes)
         if drawn.kept is not None:
-            self._record_kept(lanes, drawn.kept)
-
-    def _record_kept(self, lanes: np.ndarray, kept: KeptRows) -> None:
-        ids, offsets = kept.ids.to(torch.int32).cpu().numpy(), kept.offsets.tolist()
-        for row in np.flatnonzero(self._lanes.truncates[lanes]):
-            own = ids[offsets[row] : offsets[row + 1]]
-            # A copy: a view would keep the ids of the whole batch alive.
-            self._lanes.sequence(lanes[row]).kept.append(own.copy())
+            ids = drawn.kept.ids.to(torch.int32).cpu().numpy()
+            self._lanes.keep(lanes, ids=ids, offsets=drawn.kept.offsets.tolist())
 
     def _end_finished(self, lanes: np.ndarray, *, later: bool = False) -> None:
         """End the sequences in these lanes whose newest token was their last; their lanes fall
@@ -450,7 +421,7 @@ class EmbeddedEngine:
         for row in np.flatnonzero(ended):
             sequence = self._lanes.sequence(lanes[row])
             self._scheduler.finish(sequence)
-            self._ended.append((sequence, "stop" if stopped[row] else "length"))
+            self._outcomes.note(sequence, finish="stop" if stopped[row] else "length")
         if not later:
             self._record_ended()
 
@@ -466,17 +437,6 @@ class EmbeddedEngine:
             return "length"
         is_old = (sequence.versions < self._expired_before).any()
         return "expire" if is_old and sequence.request.expires else None
-
-    def _end(self, sequence: Running, *, finish: Finish) -> None:
-        """Record a completion; with the last of its request, the request is finished."""
-        id, sampled = sequence.request.id, sequence.tokens[sequence.num_prompt :]
-        text = self._stopping.text(sampled, sequence.request.sampling.stop)
-        completions = self._unfinished[id]
-        completions[sequence.member] = sequence.completion(finish=finish, text=text)
-        done = [completion for completion in completions if completion is not None]
-        if len(done) == len(completions):
-            del self._unfinished[id]
-            self._finished.append(Finished(id=id, completions=done))
 
 
 def _new_cache(model: PreTrainedModel, *, num_blocks: int, block_tokens: int) -> KVCache:

@@ -8,7 +8,8 @@ Called by the engine's thread.
 """
 
 from millrace.config import Interrupt
-from millrace.engines.embedded.engine import EmbeddedEngine, Finished
+from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.engines.embedded.outcomes import Finished
 
 
 class Swap:
