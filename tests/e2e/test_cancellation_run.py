@@ -1,5 +1,6 @@
 """A run whose longest completions outlive the staleness limit."""
 
+import pytest
 from tiny_model import make_tiny_model
 
 import millrace as mr
@@ -13,6 +14,7 @@ def share_of_digits(completions, **columns):
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
+@pytest.mark.slow  # tests/e2e/test_staleness_flow.py and tests/rollout are its short version
 def test_groups_that_can_no_longer_be_trained_are_cancelled_and_tried_again(tmp_path):
     result = mr.train(
         model=str(make_tiny_model(tmp_path / "model", max_context=1024)),

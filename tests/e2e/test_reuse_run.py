@@ -1,5 +1,6 @@
 """A run that passes over, rejects by share, trains batches twice and groups again."""
 
+import pytest
 from digits import TASKS, share_of_digits
 from tiny_model import make_tiny_model
 
@@ -8,6 +9,7 @@ from millrace.watch.metrics import read_metrics
 from millrace.watch.summary import summarise
 
 
+@pytest.mark.slow  # tests/e2e/test_staleness_flow.py and tests/rollout are its short version
 def test_a_batch_may_be_chosen_trained_for_epochs_and_partly_replayed(tmp_path):
     result = mr.train(
         model=str(make_tiny_model(tmp_path / "model")),
