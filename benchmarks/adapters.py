@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in CASES:
         rows.append(measure(case, args))
         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+        torch.compiler.reset()  # each engine compiles for itself; together they reach a limit
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if args.json:

@@ -60,6 +60,7 @@ async def shared_gpu(
         return
     if obstacle is not None:
         raise ConfigError(f"cluster.mps = 'on', but {obstacle}; use 'auto' to run without.")
+    log.parent.mkdir(parents=True, exist_ok=True)
     if await asyncio.to_thread(ask, "get_server_list", env=os.environ, timeout_s=ANSWER_S):
         _note(log, "the CUDA workers share their GPU through the MPS daemon that was already there")
         yield {}  # they find it as we did

@@ -14,6 +14,7 @@ from millrace.core.records import (
     Rollout,
     Task,
     Turn,
+    Verdict,
 )
 from millrace.core.staleness import Waiting
 from millrace.core.weight_update import WeightUpdate
@@ -47,12 +48,14 @@ class Engine(Protocol):
 
 
 class Scorer(Protocol):
-    """Judges the episodes of one group; None = not applicable."""
+    """Judges the episodes of one group."""
 
     name: str
-    weight: float
+    weight: float  # of its scores, and of its rewards for single tokens
 
-    async def score(self, group: Group) -> list[float | None]: ...
+    async def score(self, group: Group) -> list[Verdict]:
+        """One for each episode; raises ScoreError."""
+        ...
 
 
 class Advantages(Protocol):

@@ -92,6 +92,16 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Teaching:
+    """What a teacher says about the tokens of a rollout."""
+
+    logprobs: np.ndarray  # [L] float32; of each token; 0.0 where the rollout's mask is False
+    top_ids: np.ndarray | None = None  # [L, K] int32; the teacher's likeliest tokens there
+    top_logprobs: np.ndarray | None = None  # [L, K] float32
+    version: int | None = None  # of a teacher that follows the policy; None = it never changes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
     """Immutable token record of one branch of an episode: exactly what was seen and sampled."""
 
@@ -103,6 +113,7 @@ class Rollout:
     kept: Kept | None = None  # rows = L; empty rows where mask is False
     rewards: np.ndarray | None = None  # [L] float32; of single tokens, besides the episode's score
     reference_logprobs: np.ndarray | None = None  # [L] float32; of a model to stay close to
+    teaching: Teaching | None = None
 
     @property
     def oldest_version(self) -> int:
@@ -140,9 +151,26 @@ class Episode:
         return bool(self.turns) and self.turns[-1].finish == "length"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Notes:
+    """What a scorer says about single tokens of a rollout; goes into its fields of these names."""
+
+    rewards: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+    teaching: Teaching | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Verdict:
+    """One scorer's judgement of one episode."""
+
+    score: float | None = None  # None = not applicable
+    notes: tuple[Notes, ...] = ()  # one for each of its rollouts, or none
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """A scorer's judgement of one episode: the weighted total, and what it is made of."""
+    """All scorers' judgement of one episode: the weighted total, and what it is made of."""
 
     total: float
     parts: dict[str, float | None]  # by scorer name; None = not applicable

@@ -5,7 +5,7 @@ Promise: whatever the function does, the group gets rewards or one ScoreError se
 
 from millrace.cluster.messages import ScoreGroup
 from millrace.core.errors import ScoreError, WorkerError
-from millrace.core.records import Episode, Group, Prompt
+from millrace.core.records import Episode, Group, Prompt, Verdict
 from millrace.scoring.functions import RewardFunction
 from millrace.scoring.workers import ScorerWorkers
 
@@ -22,7 +22,7 @@ class FunctionScorer:
         self._is_async = function.is_async
         self._workers = workers
 
-    async def score(self, group: Group) -> list[float | None]:
+    async def score(self, group: Group) -> list[Verdict]:
         message = _message(self.name, group)
         alone = not self._is_async
         try:
@@ -43,7 +43,7 @@ class FunctionScorer:
             for note in getattr(error, "__notes__", ()):  # the worker's traceback
                 failure.add_note(note)
             raise failure from None
-        return scored.rewards
+        return [Verdict(score=reward) for reward in scored.rewards]
 
 
 def _message(function: str, group: Group) -> ScoreGroup:

@@ -19,8 +19,9 @@ from typing import Any, Self
 
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.protocols import Advantages, AdvantagesOverBatch, Scorer
-from millrace.core.records import Group, Score
+from millrace.core.records import Group, Verdict
 from millrace.scoring.advantages import with_advantages
+from millrace.scoring.combining import combine
 from millrace.scoring.function_scorer import FunctionScorer
 from millrace.scoring.functions import RewardFunction, inspect_reward
 from millrace.scoring.handover import hand_over, resolve_function
@@ -102,14 +103,15 @@ class ScorerPool:
         outcomes = await asyncio.gather(
             *(self._judge(scorer, group) for scorer in self.scorers), return_exceptions=True
         )
-        columns: list[list[float | None]] = []
+        columns: list[list[Verdict]] = []
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
             columns.append(outcome)
-        scores = self._combine(group, columns)
-        if self._shaping.penalties:
-            scores = await asyncio.to_thread(self._shaping.penalize, group, scores)
+        group = combine(group, columns, scorers=self.scorers)
+        if not self._shaping.penalties:
+            return group
+        scores = await asyncio.to_thread(self._shaping.penalize, group, group.scores)
         return dataclasses.replace(group, scores=scores)
 
     async def shape(self, group: Group) -> Group:
@@ -145,7 +147,7 @@ class ScorerPool:
             calls_waiting=self._workers.num_waiting,
         )
 
-    async def _judge(self, scorer: Scorer, group: Group) -> list[float | None]:
+    async def _judge(self, scorer: Scorer, group: Group) -> list[Verdict]:
         start_s = time.monotonic()
         self._calls[scorer.name] += 1
         try:
@@ -155,26 +157,6 @@ class ScorerPool:
             raise
         finally:
             self._seconds[scorer.name] += time.monotonic() - start_s
-
-    def _combine(
-        self, group: Group, columns: Sequence[Sequence[float | None]]
-    ) -> tuple[Score, ...]:
-        """One column of rewards per scorer -> one Score per episode; None adds nothing."""
-        scores: list[Score] = []
-        for index, rewards in enumerate(zip(*columns, strict=True)):
-            weighted = [
-                scorer.weight * reward
-                for scorer, reward in zip(self.scorers, rewards, strict=True)
-                if reward is not None
-            ]
-            if not weighted:
-                raise ScoreError(
-                    f"No scorer applied to episode {index} of group {group.number}: all of"
-                    f" {', '.join(self.names)} returned None; at least one must give a number."
-                )
-            parts = dict(zip(self.names, rewards, strict=True))
-            scores.append(Score(total=math.fsum(weighted), parts=parts))
-        return tuple(scores)
 
 
 def build_scorer_pool(

@@ -305,7 +305,8 @@ async def test_a_stream_of_async_calls_does_not_starve_a_sync_one(open_pool):
 
     coming = asyncio.create_task(keep_coming())
     await asyncio.sleep(0.1)
-    assert await sync.score(group("0.1")) == [0.1]
+    (verdict,) = await sync.score(group("0.1"))
+    assert verdict.score == 0.1
     assert not coming.done()  # without its turn it would have waited for the last of them
     coming.cancel()
     await asyncio.gather(*stream)
