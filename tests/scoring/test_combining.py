@@ -11,7 +11,7 @@ from millrace.core.records import Episode, Group, Notes, Rollout, Sampling, Task
 from millrace.scoring.combining import combine
 
 
-@dataclass(frozen=True)
+@dataclass
 class Named:
     name: str
     weight: float = 1.0
