@@ -170,6 +170,7 @@ async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dic
         "transport": config.weights.transport,
         "payload": _payload(config),
         "bytes": bench.num_bytes,
+        "publish_to_ready_ms_p50": float(np.percentile(bench.ready_ms, 50)),
         "publish_to_visible_ms_p50": float(np.percentile(bench.visible_ms, 50)),
         "decode_gap_ms_p50": float(np.percentile(bench.gap_ms, 50)),
         "decode_gap_ms_p99": float(np.percentile(bench.gap_ms, 99)),
@@ -199,6 +200,7 @@ class Bench:
 
     def forget(self) -> None:
         """Measure from here."""
+        self.ready_ms: list[float] = []
         self.visible_ms: list[float] = []
         self.stall_ms: list[float] = []
         self.stage_ms: list[float] = []
@@ -259,11 +261,14 @@ class Bench:
         stepped = await self._trainer.call(Step(batch=nothing, version=self._version))
         assert isinstance(stepped, Stepped)
         update = await self._published.get()
+        ready_s = time.monotonic()
         self.num_bytes = update.num_bytes
         swaps = await asyncio.gather(*(e.call(Swap(update=update)) for e in self._engines))
         visible_s = time.monotonic()
         await self._trainer.call(Release(version=update.version))
-        self.visible_ms.append((visible_s - stepped.metrics["started_s"]) * 1000)
+        started_s = stepped.metrics["started_s"]
+        self.ready_ms.append((ready_s - started_s) * 1000)
+        self.visible_ms.append((visible_s - started_s) * 1000)
         self.stall_ms.append(stepped.metrics["stall_ms"])
         for swapped in swaps:
             assert isinstance(swapped, Swapped)

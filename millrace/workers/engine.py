@@ -159,9 +159,12 @@ class EngineWorker:
 
     def _is_awaited(self) -> bool:
         """True if a round should end before its time: weights are there, or a call that is not for
-        more of the same. A round may last as long as staging does."""
+        more of the same. New weights are fetched from here on, and the round goes on meanwhile."""
         while (call := self._link.receive(0)) is not None:
-            self._arrived.append(call)
+            if isinstance(call.message, Swap) and not self._interrupt.heeds_announcements:
+                self._stage(call.message.update, call)
+            else:
+                self._arrived.append(call)
         has_urgent = any(not isinstance(call.message, Generate) for call in self._arrived)
         return has_urgent or self._has_weights_to_land
 

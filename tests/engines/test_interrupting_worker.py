@@ -29,11 +29,13 @@ class Mailbox:
     def __init__(self, *, refused: int | None = None) -> None:
         self._opened = {version: threading.Event() for version in (1, 2)}
         self._refused = refused
+        self.is_asked = threading.Event()
 
     def open(self, version: int) -> None:
         self._opened[version].set()
 
     def stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
+        self.is_asked.set()
         assert self._opened[update.version].wait(20)
         if update.version == self._refused:
             raise WeightError("damaged")
@@ -129,6 +131,22 @@ def test_a_refused_update_costs_nobody_anything(model, round_steps):
     (swap,) = link.calls_of(Swap)
     assert isinstance(swap.replies[0], WeightError)
     assert all(c.finish == "length" for group in completions_of(link).values() for c in group)
+    assert_undisturbed(link)
+
+
+@pytest.mark.parametrize("model", ["swap", "abort"])
+def test_weights_are_fetched_while_a_round_goes_on(model):
+    mailbox = Mailbox()
+
+    def opened() -> None:
+        assert mailbox.is_asked.wait(20)
+        mailbox.open(1)
+
+    prefill: list[Batch] = [[Generate(request=RUNNING)], []]
+    link = serve(model, mailbox, *prefill, [swap_to(1)], [opened], round_steps=8)
+    # What a round made counts when it ends: the update came, and was asked for, inside of one.
+    assert link.tokens[2] == link.tokens[3] < link.tokens[4]
+    assert link.reply_to(Swap).version == 1
     assert_undisturbed(link)
 
 

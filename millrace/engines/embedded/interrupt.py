@@ -37,6 +37,11 @@ class Swap:
         """Why there is no forward pass now, if the update is the reason."""
         return None
 
+    @property
+    def heeds_announcements(self) -> bool:
+        """True if announce() does something, so that no forward pass may be under way."""
+        return False
+
     def announce(self) -> list[Finished]:
         """An update is on its way; returns requests that end here and now, as does land()."""
         return []
@@ -71,6 +76,10 @@ class Save(Swap):
     def idle_reason(self) -> str | None:
         return "parked" if self._is_expecting and self._engine.has_work else None
 
+    @property
+    def heeds_announcements(self) -> bool:
+        return True
+
     def announce(self) -> list[Finished]:
         self._is_expecting = True
         return self._engine.park()
@@ -93,6 +102,10 @@ class Drain(Swap):
     @property
     def idle_reason(self) -> str | None:
         return "drained" if self._engine.holds_back else None
+
+    @property
+    def heeds_announcements(self) -> bool:
+        return True
 
     def announce(self) -> list[Finished]:
         self._engine.hold_new()

@@ -30,7 +30,7 @@ from millrace.models.loading import hidden_states
 from millrace.models.logprobs import final_logits
 
 _MIN_ROWS = 8  # fewer cost the same, and compiled code treats 0 and 1 as special
-_STRIDE = 4  # steps after which a round may end before its time
+_AHEAD = 2  # steps queued on the device: it never waits for the host, and a round soon ends
 _PROGRAMS = 512  # attention programs that keep a GPU busy, about
 _SPLIT_TOKENS = 2048  # of context per split, at most
 _MAX_SPLITS = 64
@@ -123,18 +123,17 @@ class Rounds:
         must_end: Callable[[], bool],
         meanwhile: Callable[[], None],
     ) -> int:
-        """Returns how many were run. The device always has the next few queued, and no more."""
+        """Returns how many were run. The device always has the next steps queued, and no more."""
         launched: deque[torch.Event] = deque()
-        for first in range(0, num_steps, _STRIDE):
-            if first > 0 and must_end():
-                return first
-            for _ in range(min(_STRIDE, num_steps - first)):
-                self._graphs.run(shape)
-            if first == 0:
+        for done in range(num_steps):
+            if done > 0 and must_end():
+                return done
+            self._graphs.run(shape)
+            if done == 0:
                 meanwhile()
             if self._device.type == "cuda":
                 launched.append(torch.cuda.current_stream(self._device).record_event())
-                if len(launched) == 2:
+                if len(launched) > _AHEAD:
                     launched.popleft().synchronize()
         return num_steps
 
