@@ -2,7 +2,7 @@
 
 Promise: both ends compute the same number for the same bytes. On the host it is xxh3_64, at memory
 speed. On a GPU hashing would mean to copy everything to the host first; there it is a weighted sum
-of 32-bit words, computed where the bytes lie, in two passes over them.
+of 32-bit words, computed where the bytes lie, in one pass over them.
 
 Strength of the sum: exact integers, so it never differs for equal bytes. Any change within one
 word, and any exchange of two words, changes it for certain; random damage goes unseen once in
@@ -24,16 +24,25 @@ def checksum(payload: torch.Tensor) -> int:
 
 
 def word_sum(payload: torch.Tensor) -> int:
-    """Row and column sums of the words laid out in rows, each weighted by its position."""
+    """Sums of the words laid out in rows, each weighted by its row and by its column."""
     words = payload.view(torch.int32)
     num_whole = len(words) // _COLUMNS * _COLUMNS
     table = words[:num_whole].view(-1, _COLUMNS)
     tail = words[num_whole:]
     # int64 wraps around, which is addition modulo 2**64: the order of summing cannot matter.
-    by_row = _weighted(table.sum(1, dtype=torch.int64))
-    by_column = _weighted(table.sum(0, dtype=torch.int64)) + _weighted(tail.long())
-    tail_row = (2 * len(table) + 1) * tail.sum(dtype=torch.int64)
-    return (int(by_row + tail_row) + _MIX * int(by_column)) % 2**64
+    by_row, by_column = _weighted_sums(table)
+    by_row += (2 * len(table) + 1) * tail.sum(dtype=torch.int64)
+    by_column += _weighted(tail.long())
+    row_sum, column_sum = torch.stack([by_row, by_column]).tolist()
+    return (row_sum + _MIX * column_sum) % 2**64
+
+
+def _weighted_sums(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if table.is_cuda:
+        from millrace.weights import checksum_kernels
+
+        return checksum_kernels.weighted_sums(table)
+    return _weighted(table.sum(1, dtype=torch.int64)), _weighted(table.sum(0, dtype=torch.int64))
 
 
 def _weighted(sums: torch.Tensor) -> torch.Tensor:

@@ -39,3 +39,11 @@ def test_nothing_has_a_sum_too():
 def test_the_sum_wraps_instead_of_overflowing():
     full = torch.full((8 * 4096,), 255, dtype=torch.uint8)
     assert 0 <= word_sum(full) < 2**64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_words", [1, 4095, 4096, 4096 * 63 + 5, 4096 * 64, 4096 * 1000 + 17])
+def test_the_kernel_gives_the_sum_of_the_plain_code(num_words):
+    words = torch.randint(-(2**31), 2**31, (num_words,), dtype=torch.int32)
+    on_host = words.view(torch.uint8)
+    assert word_sum(on_host.cuda()) == word_sum(on_host)
