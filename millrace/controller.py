@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
-from millrace.core.errors import CheckpointError, RunFailed, WorkerError
+from millrace.core.errors import CheckpointError, RunFailed
 from millrace.core.microbatch import Batch
 from millrace.core.records import Group, Task
 from millrace.core.weight_update import WeightUpdate
@@ -26,23 +26,25 @@ from millrace.envs.streams import TaskStream
 from millrace.rollout.admission import RUNNING, STALENESS, Admission
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.dispatcher import Dispatcher, Failures
-from millrace.rollout.evaluation import Evaluation, evaluate
+from millrace.rollout.evaluation import Evaluation
 from millrace.rollout.examiner import Examiner, PinnedExaminer, SharedExaminer
 from millrace.rollout.filtering import Filtering
+from millrace.rollout.held_out import HeldOut
 from millrace.rollout.player import Player
 from millrace.rollout.rounds import Rounds
 from millrace.scoring.advantages import PAIRS
 from millrace.scoring.pool import ScorerPool
+from millrace.staging.batches import Batches
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
-from millrace.staging.packing import minibatches_of, pack_minibatches
-from millrace.staging.replay import build_replay, spread
+from millrace.staging.packing import minibatches_of
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.skipped import SkippedSteps
 from millrace.watch.text import counts
 from millrace.watch.watcher import Moment, Watcher
 from millrace.weights.courier import Courier
 from millrace.weights.notifier import Notifier
+from millrace.weights.releases import Releases
 
 T = TypeVar("T")
 
@@ -65,19 +67,6 @@ class Outcome:
     checkpoint: Path
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Taken:
-    """What one step learns from."""
-
-    groups: list[Group]
-    replayed: frozenset[int]  # numbers of those among them that were trained before
-    batches: tuple[Batch, ...]
-
-    @property
-    def fresh(self) -> list[Group]:
-        return [group for group in self.groups if group.number not in self.replayed]
-
-
 class Controller:
     def __init__(
         self,
@@ -97,7 +86,6 @@ class Controller:
     ) -> None:
         self._config = config
         self._tasks = tasks
-        self._held_out = held_out
         self._player = player
         self._scorers = scorers
         self._engines = engines
@@ -125,11 +113,13 @@ class Controller:
             sampler=build_sampler(config.buffer.order),
             on_drop=lambda waiting: self._dispatcher.expire_waiting(waiting),
         )
-        self._replay = build_replay(
-            config.buffer.replay,
-            groups_per_step=config.trainer.groups_per_step,
-            limit=self._limit,
-            seed=config.seed,
+        self._batches = Batches(
+            config,
+            buffer=self._buffer,
+            in_batch=scorers.in_batch,
+            on_replay=self._admission.replay,
+            pairs=config.scoring.advantages["type"] == PAIRS,
+            in_order=is_synchronous,  # it need not depend on the groups' speed
         )
         self._dispatcher = Dispatcher(
             task_of=tasks.task,
@@ -147,15 +137,25 @@ class Controller:
         )
         self._courier = Courier(
             swap=engines.swap,
-            release=self._release,
+            release=lambda version: self._releases.begin(version),
             on_visible=self._admission.advance,
             version=cursor.version,
         )
         self._notifier = Notifier(
             config.weights.notify, timeout_s=config.weights.timeout_s, warn=watcher.warn
         )
+        self._held_out = HeldOut(
+            held_out,
+            config=config,
+            player=player,
+            engine=evaluators or engines,
+            score=scorers.judge,
+            at_once=engines.at_once if is_synchronous else None,
+        )
         self._examiner = self._make_examiner()
-        self._releasing: set[asyncio.Task[None]] = set()
+        self._releases = Releases(
+            trainer.release, after=(self._notifier.done_with, self._examiner.done_with)
+        )
 
     async def run(self) -> Outcome:
         async with asyncio.TaskGroup() as activities:
@@ -214,7 +214,7 @@ class Controller:
         """Take, pack, step, until the last step. The next batch is taken while this one is
         learned."""
         steps = self._config.trainer.steps
-        upcoming = activities.create_task(self._next_batch(self._version))
+        upcoming = activities.create_task(self._batches.next(self._version))
         while self._version < steps:
             if self._rounds is not None:
                 self._rounds.open()
@@ -224,7 +224,7 @@ class Controller:
             if self._version + 1 < steps:
                 # Fit for the version this step makes, which is the trainer's when it is used.
                 activities.create_task(self._expire(self._version + 1))
-                upcoming = activities.create_task(self._next_batch(self._version + 1))
+                upcoming = activities.create_task(self._batches.next(self._version + 1))
             stepped = await self._before_stall(self._step(taken.batches))
             await self._save_skipped(stepped, taken.groups)
             metrics = dict(stepped.metrics)
@@ -239,8 +239,8 @@ class Controller:
             self._skipped.check(stepped.metrics)
             self._version += 1
             self._dispatcher.finish(group.number for group in taken.fresh)
-            if self._replay is not None and not stepped.skipped:
-                self._replay.keep(taken.fresh)
+            if not stepped.skipped:
+                self._batches.trained(taken)
             await self._after_step()
 
     async def _expire(self, version: int) -> None:
@@ -249,27 +249,6 @@ class Controller:
         self._dispatcher.expire(version)
         if self._limit.one_token_decides:
             await self._engines.expire(self._limit.oldest_at(version))
-
-    async def _next_batch(self, version: int) -> _Taken:
-        n = self._config.trainer.groups_per_step
-        replayed = [] if self._replay is None else self._replay.draw(version)
-        self._admission.replay(len(replayed))
-        fresh = await self._buffer.take(n - len(replayed), version=version)
-        if self._rounds is not None:  # all are there: the order need not depend on their speed
-            fresh.sort(key=lambda group: group.number)
-        return await asyncio.to_thread(self._pack, fresh, replayed)
-
-    def _pack(self, fresh: list[Group], replayed: list[Group]) -> _Taken:
-        groups = self._scorers.in_batch(spread(fresh, replayed))
-        batches = pack_minibatches(
-            groups,
-            num_minibatches=self._config.trainer.minibatches,
-            microbatch_tokens=self._config.trainer.microbatch_tokens,
-            pairs=self._config.scoring.advantages["type"] == PAIRS,
-            critic=self._config.critic is not None,
-        )
-        numbers = frozenset(group.number for group in replayed)
-        return _Taken(groups=groups, replayed=numbers, batches=batches)
 
     async def _step(self, batches: tuple[Batch, ...]) -> Stepped:
         """Learn one batch. With cluster.take_turns the engines pause meanwhile; evaluations that
@@ -322,44 +301,10 @@ class Controller:
             self._saved = directory
 
     async def _evaluate(self, step: int) -> Evaluation | None:
-        if not self._held_out:
-            return None
-        if self._rounds is None:
-            evaluation = await self._evaluate_by(step, max_running=self._max_evaluating())
-        else:
-            async with self._engines.at_once():
-                evaluating = asyncio.create_task(
-                    self._evaluate_by(step, max_running=len(self._held_out))
-                )
-            evaluation = await evaluating
-        self._watcher.evaluated(evaluation.metrics())
+        evaluation = await self._held_out.evaluate(step)
+        if evaluation is not None:
+            self._watcher.evaluated(evaluation.metrics())
         return evaluation
-
-    async def _evaluate_by(self, step: int, *, max_running: int) -> Evaluation:
-        settings = self._config.evaluate
-        temperature = settings.temperature
-        if temperature is None:
-            temperature = 0.0 if settings.samples == 1 else self._config.sampling.temperature
-        player = self._player.evaluating(
-            engine=self._evaluators or self._engines, temperature=temperature
-        )
-        return await evaluate(
-            self._held_out,
-            step=step,
-            samples=settings.samples,
-            play=lambda task, number: player.play(
-                task, number=number, group_size=settings.samples, name=f"evaluation {step}, task"
-            ),
-            score=self._scorers.judge,
-            solved_at=settings.solved_at,
-            max_running=max_running,
-        )
-
-    def _max_evaluating(self) -> int:
-        """Tasks whose samples the engines decode together."""
-        settings, engine = self._config.evaluate, self._config.engine
-        num_engines = settings.engines or engine.count + engine.remote
-        return max(1, num_engines * engine.max_sequences // settings.samples)
 
     def _make_examiner(self) -> Examiner:
         due: dict[str, Any] = {
@@ -399,24 +344,6 @@ class Controller:
                 f" {moment.groups_running} groups are running, {moment.buffer_depth} are buffered,"
                 f" and dropped so far: {counts(moment.groups_dropped)}."
             ) from None
-
-    def _release(self, version: int) -> None:
-        """Tell the trainer, without making the next delivery wait for its answer."""
-
-        async def release() -> None:
-            await self._notifier.done_with(version)
-            await self._examiner.done_with(version)
-            await self._trainer.release(version)
-
-        task = asyncio.create_task(release())
-        self._releasing.add(task)
-        task.add_done_callback(self._released)
-
-    def _released(self, task: asyncio.Task[None]) -> None:
-        self._releasing.discard(task)
-        # A trainer that died is reported, with its traceback, by whoever watches the workers.
-        if not task.cancelled() and not isinstance(task.exception(), WorkerError | None):
-            task.result()
 
     def _engine_waits_for(self) -> str:
         if self._buffer.depth >= self._buffer.capacity:
