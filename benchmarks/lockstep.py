@@ -26,6 +26,7 @@ from millrace.core.records import (
     Score,
     Task,
 )
+from millrace.demo.model import NUM_EXAMPLES, make_model
 from millrace.demo.task import exact, make_tasks
 from millrace.engines.embedded.build import build_engine
 from millrace.engines.embedded.engine import EmbeddedEngine
@@ -37,20 +38,24 @@ from millrace.staging.packing import pack
 from millrace.workers.trainer import build_trainer
 
 GREEDY = Sampling(max_new_tokens=10, temperature=0.0)
+QUICK: dict[str, Any] = {"steps": 3, "groups_per_step": 2, "num_held_out": 8}  # to try it out
+_QUICK_EXAMPLES = 64  # for the warm start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
+    """So hard a task, and so many steps, that what the loss gets wrong shows in the end."""
+
     loss: dict[str, Any]
     staleness: int = 0  # versions that a batch waits
     seed: int = 0
-    steps: int = 60
+    steps: int = 120
     learning_rate: float = 1.5e-4
     groups_per_step: int = 16
     group_size: int = 8
     sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=10))
-    num_digits: tuple[int, ...] = (3, 4, 5, 6, 7)
-    num_held_out: int = 256
+    num_digits: tuple[int, ...] = (3, 4, 5)
+    num_held_out: int = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +65,14 @@ class Outcome:
 
     def mean(self, name: str, *, first: int = 0) -> float:
         return float(np.mean([row[name] for row in self.rows[first:]]))
+
+
+def warm_started(folder: Path, *, seed: int, quick: bool) -> Path:
+    """The demo's model of a seed, which is made once and kept in `folder`."""
+    model = folder / str(seed)
+    if not model.exists():
+        make_model(model, seed, num_examples=_QUICK_EXAMPLES if quick else NUM_EXAMPLES)
+    return model
 
 
 def train(

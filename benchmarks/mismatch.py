@@ -22,6 +22,7 @@ from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.staging.packing import pack
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
+from millrace.training.technique import Technique
 from millrace.training.trainer import Trainer
 
 SAMPLING = Sampling(max_new_tokens=40)
@@ -103,7 +104,7 @@ def logprobs(model: str, batch: Microbatch, *, dtype: torch.dtype) -> torch.Tens
         loaded,
         loss=PolicyLoss(),
         schedule=Schedule(learning_rate=1e-6, total_steps=1),
-        compute_dtype=dtype,
+        technique=Technique(compute_dtype=dtype),
     )
     with torch.no_grad():
         return trainer.token_logprobs(batch)[0]

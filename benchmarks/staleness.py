@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lockstep import Setting, train
+from lockstep import QUICK, Setting, train, warm_started
 from matplotlib.figure import Figure
-
-from millrace.demo.model import NUM_EXAMPLES, make_model
 
 LOSSES: dict[str, dict[str, Any]] = {
     "naive": {"type": "ppo", "anchor": "proximal"},
@@ -28,14 +26,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "decoupled": {"type": "decoupled_ppo"},
 }
 LIMITS = (0, 1, 2, 4, 8, 16)
-HARD: dict[str, Any] = {
-    "learning_rate": 1.5e-4,
-    "steps": 120,
-    "num_digits": (3, 4, 5),
-    "num_held_out": 512,
-}
-QUICK: dict[str, Any] = {"steps": 3, "groups_per_step": 2, "num_held_out": 8}
-QUICK_EXAMPLES = 64  # for the warm start
 
 
 def main() -> None:
@@ -71,12 +61,8 @@ def main() -> None:
 
 
 def measure(models: Path, loss: str, *, limit: int, seed: int, quick: bool) -> dict[str, Any]:
-    """One run; the warm-started model of a seed is made once and kept in `models`."""
-    model = models / str(seed)
-    if not model.exists():
-        make_model(model, seed, num_examples=QUICK_EXAMPLES if quick else NUM_EXAMPLES)
-    setting = Setting(loss=LOSSES[loss], staleness=limit, seed=seed, **(QUICK if quick else HARD))
-    outcome = train(model, setting)
+    setting = Setting(loss=LOSSES[loss], staleness=limit, seed=seed, **(QUICK if quick else {}))
+    outcome = train(warm_started(models, seed=seed, quick=quick), setting)
     # The first batches all come from version 0, and have not waited long enough yet.
     first = min(limit, setting.steps - 1)
     return {

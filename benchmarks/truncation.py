@@ -15,23 +15,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lockstep import Setting, train
+from lockstep import QUICK, Setting, train, warm_started
 
 from millrace.core.records import Rollout, Sampling
-from millrace.demo.model import NUM_EXAMPLES, make_model
 
 SAMPLINGS = {
     "top-p 0.9": Sampling(max_new_tokens=10, top_p=0.9),
     "top-k 3": Sampling(max_new_tokens=10, top_k=3),
 }
-LEARNING: dict[str, Any] = {
-    "learning_rate": 1.5e-4,
-    "steps": 120,
-    "num_digits": (3, 4, 5),
-    "num_held_out": 512,
-}
-QUICK: dict[str, Any] = {"steps": 2, "groups_per_step": 2, "num_held_out": 8}
-QUICK_EXAMPLES = 64  # for the warm start
 COLUMNS = ("sampling", "ids", "seed", "ratio_mean", "ratio_first", "kl_k3", "accuracy")
 
 
@@ -39,15 +30,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="two steps of each, to try it out")
+    parser.add_argument("--quick", action="store_true", help="a few steps of each, to try it out")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     print(*(f"{name:<12}" for name in COLUMNS))
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(args.seeds):
-            model = Path(folder) / str(seed)
-            num_examples = QUICK_EXAMPLES if args.quick else NUM_EXAMPLES
-            make_model(model, seed, num_examples=num_examples)
+            model = warm_started(Path(folder), seed=seed, quick=args.quick)
             for sampling in SAMPLINGS:
                 for ids in ("kept", "lost"):
                     row = measure(model, sampling=sampling, ids=ids, seed=seed, quick=args.quick)
@@ -62,7 +51,7 @@ def measure(model: Path, *, sampling: str, ids: str, seed: int, quick: bool) -> 
         loss={"type": "clipped"},
         sampling=SAMPLINGS[sampling],
         seed=seed,
-        **(QUICK if quick else LEARNING),
+        **(QUICK if quick else {}),
     )
     outcome = train(model, setting, alter=without_kept if ids == "lost" else lambda r: r)
     return {

@@ -7,6 +7,14 @@ import torch
 # tests/fakes.py is imported by name from every folder below.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A directory with a model, for all tests that only read it."""
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():

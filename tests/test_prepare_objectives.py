@@ -22,11 +22,6 @@ def length(completions, **columns):
     return [len(text) for text in completions]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def prepared(model: Path, **settings) -> Prepared:
     config = load_config({"model": str(model), **settings})
     return prepare(config, tasks=[{"prompt": "1+1="}], scorers=[length])

@@ -27,6 +27,7 @@ from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.staging.packing import pack
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
+from millrace.training.technique import Technique
 from millrace.training.trainer import Trainer
 
 
@@ -83,8 +84,7 @@ def measure(
         model,
         loss=PolicyLoss(),
         schedule=Schedule(learning_rate=1e-6, total_steps=1000),
-        compute_dtype=dtype,
-        **settings,
+        technique=Technique(compute_dtype=dtype, **settings),
     )
     batch = _batch(num_tokens, length=length, vocab=model.config.vocab_size)
     trainer.step(batch)  # compiles, and makes the optimizer's state

@@ -16,6 +16,7 @@ from millrace.config.sections import (
     ReplayConfig,
     ScorerConfig,
     TasksConfig,
+    TrainerConfig,
 )
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "RunConfig",
     "ScorerConfig",
     "TasksConfig",
+    "TrainerConfig",
     "load_config",
     "parse_override",
 ]

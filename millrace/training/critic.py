@@ -29,6 +29,7 @@ from millrace.training.layers import arrange_layers
 from millrace.training.loss_scale import LossScale
 from millrace.training.optimizer import build_optimizer
 from millrace.training.splitting import RowLimit
+from millrace.training.technique import Technique
 from millrace.training.token_batches import as_tensor, packed_hidden_states
 
 WEIGHTS_FILE = "critic.safetensors"  # no model of transformers, so not called one
@@ -46,12 +47,7 @@ class Critic:
         warmup_steps: int = 0,  # in which the policy does not learn
         value_clip: float | None = None,
         loss_weight: float = 0.5,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        compute_dtype: torch.dtype = torch.float32,
-        gradient_checkpointing: bool = False,
-        compile_layers: bool = False,
+        technique: Technique,
     ) -> None:
         self.model = ValueModel(model)
         assert all(parameter.dtype == torch.float32 for parameter in self.model.parameters())
@@ -60,16 +56,13 @@ class Critic:
         self._warmup_steps = warmup_steps
         self._value_clip = value_clip
         self._loss_weight = loss_weight
-        self._max_grad_norm = max_grad_norm
-        self._compute_dtype = compute_dtype
-        self._scale = LossScale(is_on=compute_dtype is torch.float16)
+        self._technique = technique
+        self._scale = LossScale(is_on=technique.compute_dtype is torch.float16)
         self._limit = RowLimit()
-        self._optimizer = build_optimizer(self.model, betas=betas, weight_decay=weight_decay)
+        self._optimizer = build_optimizer(self.model, technique)
         self._judgement: dict[str, float] = {}  # metrics of the step's batches
         self._updates: list[dict[str, float]] = []  # and of each update of it
-        arrange_layers(
-            self.model.backbone, compiled=compile_layers, checkpointed=gradient_checkpointing
-        )
+        arrange_layers(self.model.backbone, technique)
 
     def learns_alone(self, step: int) -> bool:
         """Whether the policy shall wait in this step; `step` counts from 0."""
@@ -87,7 +80,7 @@ class Critic:
         while True:
             error = self.accumulate(batch)
             norm = torch.nn.utils.clip_grad_norm_(
-                self.model.parameters(), max_norm=self._max_grad_norm
+                self.model.parameters(), max_norm=self._technique.max_grad_norm
             )
             value_loss, grad_norm = torch.stack([error, norm.double()]).tolist()
             overflowed = math.isfinite(value_loss) and not math.isfinite(grad_norm)
@@ -129,8 +122,8 @@ class Critic:
 
     def values(self, microbatch: Microbatch, rows: np.ndarray) -> Tensor:
         """Of the states that end with the given rows, float32; differentiable."""
-        backbone, is_half = self.model.backbone, self._compute_dtype is not torch.float32
-        with torch.autocast(backbone.device.type, dtype=self._compute_dtype, enabled=is_half):
+        backbone = self.model.backbone
+        with self._technique.autocast(backbone.device):
             hidden = packed_hidden_states(backbone, microbatch)
         chosen = as_tensor(rows, np.int64, backbone.device)
         return self.model.values(hidden.index_select(0, chosen))

@@ -14,14 +14,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millrace.core.errors import ConfigError
 from millrace.models.fused_norm import fuse_norms
+from millrace.training.technique import Technique
 
 
-def arrange_layers(model: PreTrainedModel, *, compiled: bool, checkpointed: bool) -> None:
-    if compiled:
+def arrange_layers(model: PreTrainedModel, technique: Technique) -> None:
+    if technique.compile_layers:
         compile_layers(model)
     elif model.device.type == "cpu":
         fuse_norms(model)
-    if checkpointed:
+    if technique.gradient_checkpointing:
         checkpoint_layers(model)
 
 

@@ -39,6 +39,7 @@ from millrace.training.losses import Adapts, Anchored, Loss, TokenBatch
 from millrace.training.metrics import StepMetrics
 from millrace.training.optimizer import Schedule, build_optimizer
 from millrace.training.splitting import RowLimit
+from millrace.training.technique import Technique
 from millrace.training.token_batches import as_tensor, packed_hidden_states, token_batch
 
 STATE_FILE = "trainer_state.pt"
@@ -75,13 +76,8 @@ class Trainer:
         adapter: TrainedAdapter | None = None,  # in the model; else all weights are trained
         critic: Critic | None = None,  # else batches bring their advantages
         schedule: Schedule,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        compute_dtype: torch.dtype = torch.float32,
+        technique: Technique,
         logprob_chunk: int = 1024,
-        gradient_checkpointing: bool = False,
-        compile_layers: bool = False,
         epochs: int = 1,
     ) -> None:
         assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
@@ -92,15 +88,13 @@ class Trainer:
         self._adapter = adapter
         self._critic = critic
         self._schedule = schedule
-        self._max_grad_norm = max_grad_norm
-        self._compute_dtype = compute_dtype
-        self._scale = LossScale(is_on=compute_dtype is torch.float16)
+        self._technique = technique
+        self._scale = LossScale(is_on=technique.compute_dtype is torch.float16)
         self._logprob_chunk = logprob_chunk
         self._epochs = epochs  # that a step goes through its batches
-        self._optimizer = build_optimizer(model, betas=betas, weight_decay=weight_decay)
-        self._compiles = compile_layers
+        self._optimizer = build_optimizer(model, technique)
         self._limit = RowLimit()
-        arrange_layers(model, compiled=compile_layers, checkpointed=gradient_checkpointing)
+        arrange_layers(model, technique)
 
     def step(self, *batches: Batch) -> dict[str, float]:
         """One version: in each epoch an optimizer update with each of the batches; returns the
@@ -146,8 +140,7 @@ class Trainer:
     def token_logprobs(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Trainer logprobs and entropies [N] of the trained tokens, in order; differentiable."""
         device = self.model.device
-        halves_precision = self._compute_dtype is not torch.float32
-        with torch.autocast(device.type, dtype=self._compute_dtype, enabled=halves_precision):
+        with self._technique.autocast(device):
             hidden = packed_hidden_states(self.model, microbatch)  # [T, D]
             kept = microbatch.kept
             return chunked_token_logprobs(
@@ -157,7 +150,7 @@ class Trainer:
                 temperatures=as_tensor(microbatch.temperatures, np.float32, device),
                 kept=None if kept is None else KeptRows.of(kept, device=device),
                 chunk=self._logprob_chunk,
-                compiled=self._compiles,
+                compiled=self._technique.compile_layers,
             )
 
     def named_weights(self) -> dict[str, Tensor]:
@@ -259,7 +252,7 @@ class Trainer:
         while True:
             metrics, num_splits = self.accumulate(batch)
             norm = torch.nn.utils.clip_grad_norm_(
-                self.model.parameters(), max_norm=self._max_grad_norm
+                self.model.parameters(), max_norm=self._technique.max_grad_norm
             )
             loss, grad_norm = torch.stack([metrics.loss, norm.double()]).tolist()
             overflowed = math.isfinite(loss) and not math.isfinite(grad_norm)

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from millrace.core.weight_update import WeightUpdate
+from millrace.weights.newest import Newest
 
 
 class Courier:
@@ -24,9 +25,8 @@ class Courier:
         self._swap = swap
         self._release = release
         self._on_visible = on_visible
-        self._waiting: WeightUpdate | None = None
+        self._newest = Newest()
         self._superseded: list[int] = []
-        self._arrived = asyncio.Event()
         self._visible = version
         self._became_visible = asyncio.Condition()
         self.num_superseded = 0
@@ -38,19 +38,14 @@ class Courier:
 
     def submit(self, update: WeightUpdate) -> None:
         """Called when the trainer has published; replaces one that still waits."""
-        if self._waiting is not None:
-            self._superseded.append(self._waiting.version)
+        if (superseded := self._newest.put(update)) is not None:
+            self._superseded.append(superseded.version)
             self.num_superseded += 1
-        self._waiting = update
-        self._arrived.set()
 
     async def run(self) -> None:
         """Deliver for ever. Ends only by cancellation or because an engine refused an update."""
         while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            update, self._waiting = self._waiting, None
-            assert update is not None
+            update = await self._newest.take()
             superseded, self._superseded = self._superseded, []
             for version in superseded:
                 self._release(version)

@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from millrace.core.weight_update import WeightUpdate
+from millrace.weights.newest import Newest
 
 ATTEMPTS = 3
 RETRY_S = 1.0
@@ -38,27 +39,21 @@ class Notifier:
         self._retry_s = retry_s
         self._warn = warn
         self._warned: set[str] = set()  # URLs
-        self._waiting: WeightUpdate | None = None
-        self._arrived = asyncio.Event()
+        self._newest = Newest()
         self._needed: dict[int, asyncio.Future[None]] = {}  # by version; done = not any more
 
     def submit(self, update: WeightUpdate) -> None:
         """Called when a version is on the disk; replaces one that still waits."""
         if not self._urls:
             return
-        if self._waiting is not None:
-            self._needed.pop(self._waiting.version).set_result(None)
-        self._waiting = update
         self._needed[update.version] = asyncio.get_running_loop().create_future()
-        self._arrived.set()
+        if (superseded := self._newest.put(update)) is not None:
+            self._needed.pop(superseded.version).set_result(None)
 
     async def run(self) -> None:
         """Tell for ever; ends by cancellation."""
         while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            update, self._waiting = self._waiting, None
-            assert update is not None
+            update = await self._newest.take()
             await asyncio.gather(*(self._tell(url, update) for url in self._urls))
             self._needed.pop(update.version).set_result(None)
 

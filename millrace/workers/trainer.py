@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.cluster.link import Call, Link, run_worker
 from millrace.cluster.messages import (
@@ -26,7 +26,7 @@ from millrace.cluster.messages import (
     Stepped,
     Stop,
 )
-from millrace.config import CriticConfig, RunConfig
+from millrace.config import CriticConfig, RunConfig, TrainerConfig
 from millrace.core.spans import Timeline
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model, resolve_device
@@ -37,6 +37,7 @@ from millrace.training.critic import Critic
 from millrace.training.estimation import Estimation
 from millrace.training.objectives.recipes import build_loss
 from millrace.training.optimizer import Schedule
+from millrace.training.technique import Technique
 from millrace.training.trainer import Trainer
 from millrace.weights.publisher import Publisher, Sender
 from millrace.weights.sender import make_sender, resolve_address, resolve_transport
@@ -194,13 +195,7 @@ class TrainerWorker:
 def build_trainer(config: RunConfig, *, path: str) -> Trainer:
     """The trainer the config describes, with the weights at `path`."""
     settings = config.trainer
-    model = load_model(
-        path,
-        dtype=torch.float32,
-        device=resolve_device(settings.device),
-        attention=PACKED_ATTENTION,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    model = load_to_train(config, path=path)
     adapter = None
     if config.lora is not None:
         adapter = TrainedAdapter(model, config.lora, model_path=path)
@@ -216,29 +211,16 @@ def build_trainer(config: RunConfig, *, path: str) -> Trainer:
             total_steps=settings.steps,
             min_share=settings.min_learning_rate_share,
         ),
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        compute_dtype=getattr(torch, settings.dtype),
+        technique=technique_of(settings),
         logprob_chunk=settings.logprob_chunk,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        compile_layers=settings.compile,
         epochs=settings.epochs,
     )
 
 
 def build_critic(config: RunConfig, settings: CriticConfig) -> Critic:
     """The critic the config describes, as it is before it has learned anything."""
-    trainer = config.trainer
-    model = load_model(
-        settings.path or config.model.path,
-        dtype=torch.float32,
-        device=resolve_device(trainer.device),
-        attention=PACKED_ATTENTION,
-        trust_remote_code=config.model.trust_remote_code,
-    )
     return Critic(
-        model,
+        load_to_train(config, path=settings.path or config.model.path),
         estimation=Estimation(
             discount=settings.discount, decay=settings.decay, normalize=settings.normalize
         ),
@@ -246,12 +228,28 @@ def build_critic(config: RunConfig, settings: CriticConfig) -> Critic:
         warmup_steps=settings.warmup_steps,
         value_clip=settings.value_clip,
         loss_weight=settings.loss_weight,
-        betas=trainer.betas,
-        weight_decay=trainer.weight_decay,
-        max_grad_norm=trainer.max_grad_norm,
-        compute_dtype=getattr(torch, trainer.dtype),
-        gradient_checkpointing=trainer.gradient_checkpointing,
-        compile_layers=trainer.compile,
+        technique=technique_of(config.trainer),
+    )
+
+
+def load_to_train(config: RunConfig, *, path: str) -> PreTrainedModel:
+    return load_model(
+        path,
+        dtype=torch.float32,
+        device=resolve_device(config.trainer.device),
+        attention=PACKED_ATTENTION,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def technique_of(settings: TrainerConfig) -> Technique:
+    return Technique(
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        compute_dtype=getattr(torch, settings.dtype),
+        gradient_checkpointing=settings.gradient_checkpointing,
+        compile_layers=settings.compile,
     )
 
 

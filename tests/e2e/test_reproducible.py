@@ -9,7 +9,6 @@ import pytest
 import torch
 from digits import TASKS, share_of_digits
 from safetensors.torch import load_file
-from tiny_model import make_tiny_model
 
 import millrace as mr
 from millrace.config import load_config
@@ -26,11 +25,6 @@ from millrace.workers.trainer import build_trainer
 
 STEPS, GROUPS = 4, 6
 LEARNED = ("loss", "grad_norm", "entropy", "kl_k3", "ratio_max", "trained_tokens")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def settings_of(model: Path, run_dir: Path) -> dict:

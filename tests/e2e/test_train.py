@@ -10,17 +10,11 @@ import pytest
 import torch
 from digits import TASKS, share_of_digits
 from overlap import first_halves, generating_in, overlap, steps_of
-from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import millrace as mr
 from millrace.watch.metrics import read_metrics
 from millrace.watch.trace import read_trace
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def settings_of(model: Path, run_dir: Path) -> dict:

@@ -42,8 +42,8 @@ def run(request):
 
 
 @contextlib.contextmanager
-def none_outlives(parent: psutil.Process):
-    """Watches a judge and the code it runs, which `parent` starts, and sees them gone."""
+def watching(parent: psutil.Process):
+    """Collects the processes that `parent` starts: a judge and the code it runs."""
     seen: set[psutil.Process] = set()
     is_over = threading.Event()
 
@@ -52,15 +52,19 @@ def none_outlives(parent: psutil.Process):
             with contextlib.suppress(psutil.NoSuchProcess):
                 seen.update(parent.children(recursive=True))
 
-    watching = threading.Thread(target=watch)
-    watching.start()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     try:
         yield seen
     finally:
         is_over.set()
-        watching.join()
-    assert len(seen) >= 2
+        watcher.join()
+
+
+def all_end(seen: set[psutil.Process]) -> bool:
+    """Whether there were a judge and its code, and both are gone soon."""
     wait_until(lambda: not any(is_alive(process) for process in seen))
+    return len(seen) >= 2
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -132,9 +136,10 @@ print("some", started > 2)
 def test_an_endless_loop_ends_with_its_time(loop):
     code = f"def fine(): return 1\ndef spin():\n    {loop.replace(chr(10), chr(10) + '    ')}"
     tests = ["assert fine() == 1", "spin()", "assert fine() == 1"]
-    with none_outlives(psutil.Process()):
+    with watching(psutil.Process()) as seen:
         assert run_tests(code, tests, limits=SHORT) == [True, False, False]
         assert [ran.ok for ran in run_programs(loop, ["", ""], limits=SHORT)] == [False, False]
+    assert all_end(seen)
 
 
 def test_cpu_time_is_limited_apart_from_the_clock(run):
@@ -324,10 +329,11 @@ def test_code_dies_with_those_who_run_it():
         "run_tests('def spin():\\n    while True: pass', ['spin()'], limits=Limits(time_s=600.0))"
     )
     runner = subprocess.Popen([sys.executable, "-c", script])
-    with none_outlives(psutil.Process(runner.pid)) as seen:
+    with watching(psutil.Process(runner.pid)) as seen:
         wait_until(lambda: len(seen) == 2)
         runner.send_signal(signal.SIGKILL)
         runner.wait()
+    assert all_end(seen)
 
 
 def test_nothing_is_left_behind_by_code_that_goes_on_in_the_background():
@@ -339,8 +345,9 @@ threading.Thread(target=forever).start()
 def f(): return 1
 """
     tests = ["import time\ntime.sleep(0.1)\nassert f() == 1"]
-    with none_outlives(psutil.Process()):
+    with watching(psutil.Process()) as seen:
         assert run_tests(code, tests, limits=LIMITS) == [True]
+    assert all_end(seen)
 
 
 def test_several_threads_may_call_at_once():

@@ -1,6 +1,8 @@
 """Batches for trainers of tiny models: random tokens, temperatures, kept ids, advantages."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.staging.packing import pack
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
+from millrace.training.technique import Technique
 from millrace.training.trainer import Trainer
 
 
@@ -104,8 +107,15 @@ def trainer_of(model, *, loss=None, learning_rate: float = 1e-2, **settings) -> 
         model,
         loss=loss or PolicyLoss(),
         schedule=Schedule(learning_rate=learning_rate, total_steps=100),
+        technique=technique_from(settings),
         **settings,
     )
+
+
+def technique_from(settings: dict[str, Any]) -> Technique:
+    """Of those settings that are of the technique; takes them out."""
+    names = [field.name for field in dataclasses.fields(Technique) if field.name in settings]
+    return Technique(**{name: settings.pop(name) for name in names})
 
 
 def in_order_of(rollouts: list[Rollout], microbatch: Microbatch) -> list[Rollout]:

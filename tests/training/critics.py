@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from architectures import tiny_model
+from batches import technique_from
 
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Score, Task, Turn
@@ -50,7 +51,12 @@ def critic_of(
     model = tiny_model(architecture, seed=seed).to(device)
     model.set_attn_implementation(PACKED_ATTENTION)
     estimation = settings.pop("estimation", Estimation(discount=0.9, decay=0.8))
-    critic = Critic(model, estimation=estimation, **{"learning_rate": 1e-2, **settings})
+    critic = Critic(
+        model,
+        estimation=estimation,
+        technique=technique_from(settings),
+        **{"learning_rate": 1e-2, **settings},
+    )
     _opinionated(critic.model.head)
     return critic
 

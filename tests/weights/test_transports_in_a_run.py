@@ -6,15 +6,9 @@ from typing import Any
 import pytest
 from digits import TASKS, share_of_digits
 from http_engine import HttpEngine
-from tiny_model import make_tiny_model
 
 import millrace as mr
 from millrace.watch.metrics import read_metrics
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(

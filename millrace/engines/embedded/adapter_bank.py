@@ -94,25 +94,15 @@ class AdapterBank:
             return []
         staged = Storage(self._live.factors, self._live.gains.clone())
         for slot in self._slots.values():
-            self._write_gains(slot, slot.adapter.tensors, weights=weights, into=staged)
+            for stack in self._stacks:
+                stack.write_gains(slot, slot.adapter.tensors, weights=weights, into=staged)
         return _pair(self._live.gains, staged.gains)
 
     def _write(self, slot: Slot, tensors: Mapping[str, Tensor], *, into: Storage) -> None:
         for piece in self._pieces[slot.number]:
             piece.write(tensors, into=into)
-        self._write_gains(slot, tensors, weights=self._weights, into=into)
-
-    def _write_gains(
-        self,
-        slot: Slot,
-        tensors: Mapping[str, Tensor],
-        *,
-        weights: Mapping[str, Tensor],
-        into: Storage,
-    ) -> None:
-        if slot.adapter.is_dora:
-            for stack in self._stacks:
-                stack.write_gains(slot, tensors, weights=weights, into=into)
+        for stack in self._stacks:
+            stack.write_gains(slot, tensors, weights=self._weights, into=into)
 
 
 def _pair(live: Tensor | None, new: Tensor | None) -> list[tuple[Tensor, Tensor]]:

@@ -149,7 +149,9 @@ class Stack:
         into: Storage,
     ) -> None:
         """Those of an adapter with these `tensors`, whose A and B are there already, on a model
-        with these `weights`."""
+        with these `weights`; none if it has no magnitudes."""
+        if not slot.adapter.is_dora:
+            return
         assert self._gains is not None
         assert into.gains is not None
         a, b = self._a.of(into.factors), self._b.of(into.factors)

@@ -9,7 +9,6 @@ ids it was kept from.
 Synchronous; all methods are called by one thread, but prepare(), which another may call meanwhile.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,21 +24,20 @@ from millrace.engines.embedded.adapter_bank import AdapterBank
 from millrace.engines.embedded.blocks import BlockPool, BlockTables
 from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, sample_rows
 from millrace.engines.embedded.decode.layers import prepare
-from millrace.engines.embedded.decode.prefill import flash_obstacle
-from millrace.engines.embedded.decode.rounds import RoundResult, Rounds
+from millrace.engines.embedded.decode.prefill import can_flash
+from millrace.engines.embedded.decode.rounds import Rounds
 from millrace.engines.embedded.decode.state import NOTHING
-from millrace.engines.embedded.intake import check_request
-from millrace.engines.embedded.kv_cache import KVCache
+from millrace.engines.embedded.endings import Endings
+from millrace.engines.embedded.intake import adapter_slot, check_request
 from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.live_weights import LiveWeights, Prepared
 from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.outcomes import Finished, Outcomes
-from millrace.engines.embedded.paged_attention import measure_kv
+from millrace.engines.embedded.paged_attention import new_cache
 from millrace.engines.embedded.plans import Plan
 from millrace.engines.embedded.prefix_cache import PrefixCache
 from millrace.engines.embedded.runner import Runner
 from millrace.engines.embedded.scheduler import Scheduler
-from millrace.engines.embedded.sequence import Sequence as Running
 from millrace.engines.embedded.sequence import sequences_of
 from millrace.engines.embedded.stopping import Stopping
 from millrace.models.adapters import Adapter
@@ -84,7 +82,6 @@ class EmbeddedEngine:
         self._model = model.requires_grad_(False)
         self._vocab_size = model.config.get_text_config().vocab_size
         self._kv = kv
-        self._stopping = Stopping(tokenizer, eos_ids=eos_ids)
         self._pool = BlockPool(num_blocks)
         self._lanes = Lanes(max_sequences, max_context=self._max_context)
         tables = BlockTables(
@@ -93,7 +90,7 @@ class EmbeddedEngine:
             max_context=self._max_context,
             block_tokens=block_tokens,
         )
-        cache = _new_cache(model, num_blocks=num_blocks, block_tokens=block_tokens)
+        cache = new_cache(model, num_blocks=num_blocks, block_tokens=block_tokens)
         prefixes = PrefixCache(
             self._pool,
             block_tokens=block_tokens,
@@ -113,7 +110,7 @@ class EmbeddedEngine:
             tables=tables,
             cache=cache,
             bank=self._bank,
-            flashes=round_steps > 1 and _flashes(cache, model=model),
+            flashes=round_steps > 1 and can_flash(cache, model=model),
         )
         self._rounds: Rounds | None = None
         if round_steps > 1:
@@ -131,8 +128,9 @@ class EmbeddedEngine:
         self._weights = LiveWeights(model, version=version, merger=merger, bank=self._bank)
         self._must_step_singly = False  # a round had no room for what truncation kept
         self._has_new = False  # requests came since the last round
-        self._outcomes = Outcomes(self._stopping)
-        self._expired_before = 0  # older tokens can no longer be trained
+        stopping = Stopping(tokenizer, eos_ids=eos_ids)
+        self._endings = Endings(self._lanes, stopping)
+        self._outcomes = Outcomes(stopping)
         self._num_arrived = 0
         self._num_generated = 0
         self._num_prefilled = 0
@@ -178,25 +176,17 @@ class EmbeddedEngine:
         if request.id in self._outcomes:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
-        slot = self._adapter_slot(request)
+        slot = adapter_slot(request, self._bank)
         sequences = sequences_of(request, first_arrival=self._num_arrived, adapter_slot=slot)
         self._num_arrived += request.n
         self._outcomes.expect(request)
-        if request.partial is not None and (finish := self._end_of(sequences[0])) is not None:
-            self._outcomes.end(sequences[0], finish=finish)
-            return
+        if request.partial is not None:
+            finish = self._endings.of_resumed(sequences[0])
+            if finish is not None:
+                self._outcomes.end(sequences[0], finish=finish)
+                return
         self._scheduler.add(sequences)
         self._has_new = True
-
-    def _adapter_slot(self, request: Request) -> int:
-        if self._bank is not None:
-            return self._bank.slot_of(request.adapter)
-        if request.adapter is not None:
-            raise TaskError(
-                f"There is no adapter {request.adapter!r}; this engine has only the policy. Name"
-                " others in engine.adapters, or set lora.apply to 'unmerged' for 'base'."
-            )
-        return 0
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -253,7 +243,7 @@ class EmbeddedEngine:
     def expire(self, before: int) -> list[Finished]:
         """End the requests that expire and hold a token of an older version than `before`; so will
         those that come later with such tokens."""
-        self._expired_before = max(before, self._expired_before)
+        self._endings.expire(before)
         self._record_ended()
         versions: dict[str, list[np.ndarray]] = {}
         for sequence in self._scheduler.sequences():
@@ -335,7 +325,7 @@ class EmbeddedEngine:
             return
         result = rounds.run(plan, must_end=must_end, meanwhile=self._record_ended)
         self._check_finite(result.logprobs[result.tokens != NOTHING])
-        counts = self._until_stop_string(plan.lanes, result)
+        counts = self._endings.until_stop_string(plan.lanes, result)
         assert self.version is not None
         self._lanes.append_round(
             plan.lanes,
@@ -364,22 +354,6 @@ class EmbeddedEngine:
     def _record_ended(self) -> None:
         self._outcomes.record()
         self._scheduler.settle()
-
-    def _until_stop_string(self, lanes: np.ndarray, result: RoundResult) -> np.ndarray:
-        """[R] how many of each lane's new tokens count: none that come after a stop string."""
-        counts = result.counts.copy()
-        for row in np.flatnonzero(self._lanes.has_stop_strings[lanes]):
-            lane = lanes[row]
-            earlier = self._lanes.tokens[
-                lane, self._lanes.num_prompt[lane] : self._lanes.num_tokens[lane]
-            ]
-            sampled = np.concatenate([earlier, result.tokens[: counts[row], row]])
-            stop = self._lanes.sequence(lane).request.sampling.stop
-            for count in range(1, counts[row] + 1):
-                if self._stopping.ends_in_stop_string(sampled[: len(earlier) + count], stop):
-                    counts[row] = count
-                    break
-        return counts
 
     def _check_finite(self, logprobs: np.ndarray) -> None:
         if not np.isfinite(logprobs).all():
@@ -410,54 +384,8 @@ class EmbeddedEngine:
     def _end_finished(self, lanes: np.ndarray, *, later: bool = False) -> None:
         """End the sequences in these lanes whose newest token was their last; their lanes fall
         free now, their records are made now or `later`."""
-        num_tokens = self._lanes.num_tokens[lanes]
-        stopped = self._stopping.is_eos(self._lanes.tokens[lanes, num_tokens - 1])
-        for row in np.flatnonzero(self._lanes.has_stop_strings[lanes] & ~stopped):
-            lane = lanes[row]
-            sampled = self._lanes.tokens[lane, self._lanes.num_prompt[lane] : num_tokens[row]]
-            stop = self._lanes.sequence(lane).request.sampling.stop
-            stopped[row] = self._stopping.ends_in_stop_string(sampled, stop)
-        ended = stopped | (num_tokens >= self._lanes.limits[lanes])
-        for row in np.flatnonzero(ended):
-            sequence = self._lanes.sequence(lanes[row])
+        for sequence, finish in self._endings.among(lanes):
             self._scheduler.finish(sequence)
-            self._outcomes.note(sequence, finish="stop" if stopped[row] else "length")
+            self._outcomes.note(sequence, finish=finish)
         if not later:
             self._record_ended()
-
-    def _end_of(self, sequence: Running) -> Finish | None:
-        """How a resumed completion had ended already, if it had."""
-        sampled, sampling = sequence.tokens[sequence.num_prompt :], sequence.request.sampling
-        if len(sampled) and self._stopping.is_eos(sampled[-1:])[0]:
-            return "stop"
-        if sampling.stop and self._stopping.ends_in_stop_string(sampled, sampling.stop):
-            return "stop"
-        at_limit = len(sampled) >= sampling.max_new_tokens
-        if at_limit or len(sequence.tokens) >= self._max_context:
-            return "length"
-        is_old = (sequence.versions < self._expired_before).any()
-        return "expire" if is_old and sequence.request.expires else None
-
-
-def _new_cache(model: PreTrainedModel, *, num_blocks: int, block_tokens: int) -> KVCache:
-    return KVCache(
-        measure_kv(model),
-        num_blocks=num_blocks,
-        block_tokens=block_tokens,
-        dtype=model.dtype,
-        device=model.device,
-    )
-
-
-def _flashes(cache: KVCache, *, model: PreTrainedModel) -> bool:
-    """Whether prefill can use the flash kernel; says so where it should and cannot."""
-    if model.device.type != "cuda":
-        return False
-    obstacle = flash_obstacle(cache.shapes.values(), dtype=model.dtype)
-    if obstacle is not None:
-        warnings.warn(
-            f"Prefill does not use the flash kernel because {obstacle}: it pads prompts of"
-            " different lengths and takes several times as long.",
-            stacklevel=2,
-        )
-    return obstacle is None

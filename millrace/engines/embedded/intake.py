@@ -2,6 +2,7 @@
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Request
+from millrace.engines.embedded.adapter_bank import AdapterBank
 
 
 def check_request(request: Request, *, max_context: int, vocab_size: int) -> None:
@@ -37,3 +38,15 @@ def _check_partial(request: Request, partial: Completion) -> None:
             f"Request {request.id!r} resumes a completion that was sampled with other"
             " truncation; resume it with the settings it began with."
         )
+
+
+def adapter_slot(request: Request, bank: AdapterBank | None) -> int:
+    """Where the adapter that the request chose is kept; refuses one that is not there."""
+    if bank is not None:
+        return bank.slot_of(request.adapter)
+    if request.adapter is not None:
+        raise TaskError(
+            f"There is no adapter {request.adapter!r}; this engine has only the policy. Name"
+            " others in engine.adapters, or set lora.apply to 'unmerged' for 'base'."
+        )
+    return 0

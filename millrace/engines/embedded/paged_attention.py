@@ -143,6 +143,16 @@ def measure_kv(model: PreTrainedModel) -> dict[int, KVShape]:
     return probe.shapes
 
 
+def new_cache(model: PreTrainedModel, *, num_blocks: int, block_tokens: int) -> KVCache:
+    return KVCache(
+        measure_kv(model),
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
 def _attend_bucket(
     bucket: Bucket,
     query: Tensor,  # [stop - start, H, D]

@@ -16,8 +16,6 @@ flight comes to its end.
 Called by the engine's thread.
 """
 
-import bisect
-
 import numpy as np
 
 from millrace.engines.embedded.blocks import BlockTables
@@ -26,6 +24,7 @@ from millrace.engines.embedded.lineage import go_on
 from millrace.engines.embedded.plans import Plan, RoundPlan
 from millrace.engines.embedded.prefix_cache import Prefix, PrefixCache
 from millrace.engines.embedded.sequence import Sequence
+from millrace.engines.embedded.waiting_line import WaitingLine
 
 _MIN_PREFILL_TOKENS = 16  # smaller passes would save no memory worth having
 
@@ -38,9 +37,7 @@ class Scheduler:
         self._tables = tables
         self._prefixes = prefixes
         self._prefill_tokens = prefill_tokens
-        self._waiting: list[Sequence] = []  # by arrival
-        self._holds_new = False
-        self._held_back: list[Sequence] = []  # by arrival; without any KV
+        self._waiting = WaitingLine(tables.pool, prefixes=prefixes)
         # Sequences in lanes when the weights last changed, and num_cached of all lanes then.
         self._unmarked: tuple[list[Sequence], np.ndarray] | None = None
         self.num_preemptions = 0
@@ -48,11 +45,11 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(1 + len(sequence.followers) for sequence in self._waiting)
+        return self._waiting.num_waiting
 
     @property
     def num_held_back(self) -> int:
-        return sum(1 + len(sequence.followers) for sequence in self._held_back)
+        return self._waiting.num_held_back
 
     @property
     def has_work(self) -> bool:
@@ -63,7 +60,7 @@ class Scheduler:
         """Queue the members of one request."""
         leader, *followers = sequences
         leader.followers = followers
-        self._wait(leader)
+        self._waiting.add(leader)
 
     def plan(self) -> Plan | None:
         """What to compute next; None if there is nothing to do."""
@@ -156,17 +153,12 @@ class Scheduler:
         removed = [s for s in self._lanes.running() if s.request.id == request_id]
         for sequence in removed:
             self.finish(sequence)
-        for queue in (self._waiting, self._held_back):
-            waiting = [s for s in queue if s.request.id == request_id]
-            for sequence in waiting:
-                queue.remove(sequence)
-                self._drop_held(sequence, ends=True)
-            removed += waiting
+        removed += self._waiting.remove(request_id)
         return removed + [follower for leader in removed for follower in leader.followers]
 
     def sequences(self) -> list[Sequence]:
         """All that are here. Of those with a lane, the lane knows what was sampled."""
-        leaders = [*self._lanes.running(), *self._waiting, *self._held_back]
+        leaders = [*self._lanes.running(), *self._waiting.sequences()]
         return [member for leader in leaders for member in (leader, *leader.followers)]
 
     def park(self) -> None:
@@ -182,33 +174,23 @@ class Scheduler:
                 sequence.held_blocks = self._tables.take(lane)
             else:
                 self._leave(sequence, ends=False)
-            self._wait(sequence)
+            self._waiting.add(sequence)
 
     def hold_new(self) -> None:
         """From now on, seat no sequence that has not begun."""
-        self._holds_new = True
-        waiting, self._waiting = self._waiting, []
-        for sequence in waiting:
-            self._wait(sequence)
+        self._waiting.hold_new()
 
     def seat_new(self) -> None:
         """Undo hold_new()."""
-        self._holds_new = False
-        held_back, self._held_back = self._held_back, []
-        for sequence in held_back:
-            self._wait(sequence)
+        self._waiting.seat_new()
 
     def forget_kv(self) -> None:
         """Have all KV recomputed: what is cached belongs to other weights."""
         self._mark_origins()
         for sequence in self._lanes.running():
             self._tables.free(self._lanes.unseat(sequence))
-            self._wait(sequence)
-        for sequence in self._waiting:
-            sequence.lineage = ()  # nor may it find what it left behind
-            if sequence.held_blocks is not None:
-                self._tables.pool.release(sequence.held_blocks)
-                sequence.held_blocks = None
+            self._waiting.add(sequence)
+        self._waiting.forget_kv()
 
     def begin(self, version: int) -> None:
         """Other weights compute from now on; what is cached and not forgotten is theirs to use.
@@ -251,11 +233,11 @@ class Scheduler:
     def _free_blocks_for_writes(self) -> None:
         """Preempt until every running lane can write its next token."""
         while self._blocks_to_write() > self._tables.pool.num_free:
-            if self._drop_latest_held():
+            if self._waiting.drop_latest_held():
                 continue
             latest = max(self._lanes.running(), key=lambda sequence: sequence.arrival)
             self._leave(latest, ends=False)
-            self._wait(latest)
+            self._waiting.add(latest)
             self.num_preemptions += 1
 
     def _admit(self) -> None:
@@ -270,7 +252,7 @@ class Scheduler:
         budget = self._prefill_tokens - int(pending[pending > 1].sum())
         spare = tables.pool.num_free - self._blocks_to_write()
         while self._waiting and num_free_lanes > 0:
-            sequence = self._waiting[0]
+            sequence = self._waiting.first
             is_forked = sequence.held_blocks is not None
             if not is_forked and budget <= 0:
                 break
@@ -279,12 +261,11 @@ class Scheduler:
             # One block in hand for each running lane, lest the newcomer be preempted at once.
             headroom = int(lanes.occupied.sum())
             if cost + headroom > spare:
-                if headroom == 0 and self._drop_latest_held():
+                if headroom == 0 and self._waiting.drop_latest_held():
                     spare = tables.pool.num_free
                     continue
                 break
-            self._waiting.pop(0)
-            self._seat(sequence, prefix)
+            self._seat(self._waiting.take_first(), prefix)
             num_free_lanes -= 1 + len(sequence.followers)
             spare -= cost
             budget -= num_new
@@ -339,7 +320,7 @@ class Scheduler:
             blocks = self._tables.share(leader.lane)
             if not self._lanes.num_free:
                 follower.held_blocks = blocks
-                self._wait(follower)
+                self._waiting.add(follower)
                 continue
             lane = self._lanes.seat(follower, num_cached=len(follower.tokens))
             self._tables.seat(lane, blocks)
@@ -355,26 +336,3 @@ class Scheduler:
             num_cached=int(self._lanes.num_cached[lane]),
             ends=ends,
         )
-
-    def _wait(self, sequence: Sequence) -> None:
-        queue = self._waiting
-        if self._holds_new and not sequence.has_begun:
-            queue = self._held_back
-            # It may be long until it is its turn, and the weights will be others then.
-            self._drop_held(sequence, ends=True)
-            sequence.lineage = ()
-        bisect.insort(queue, sequence, key=lambda waiting: waiting.arrival)
-
-    def _drop_latest_held(self) -> bool:
-        """Give up the latest held prefix, if there is one; its sequence will prefill by itself."""
-        for sequence in reversed(self._waiting):
-            if sequence.held_blocks is not None:
-                self._drop_held(sequence, ends=False)
-                return True
-        return False
-
-    def _drop_held(self, sequence: Sequence, *, ends: bool) -> None:
-        blocks, sequence.held_blocks = sequence.held_blocks, None
-        if blocks is not None:
-            num_cached = len(sequence.tokens) - 1  # a parked one's last token has not run yet
-            self._prefixes.leave(sequence, blocks=blocks, num_cached=num_cached, ends=ends)

@@ -166,13 +166,6 @@ def paged_decode(
     num_rows, num_heads, key_dim = query.shape
     num_kv_heads, value_dim = value.shape[1:]
     query, key, value = (_rows_of_heads(x) for x in (query, key, value))
-    table_width = tables.stride(0)
-    sizes = {
-        "HEADS": num_kv_heads,
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_TOKENS": block_tokens,
-    }
     pad = triton.next_power_of_2
     group = num_heads // num_kv_heads
     out = query.new_empty(num_rows, num_heads, value_dim)
@@ -193,12 +186,15 @@ def paged_decode(
         scale if cap else scale * 1.4426950408889634,
         window,
         cap,
-        table_width,
+        tables.stride(0),
         query.stride(0),
         key.stride(0),
         value.stride(0),
-        **sizes,
+        HEADS=num_kv_heads,
         GROUP=group,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_TOKENS=block_tokens,
         GROUP_PAD=max(16, pad(group)),
         KEY_PAD=max(16, pad(key_dim)),
         VALUE_PAD=max(16, pad(value_dim)),
@@ -211,16 +207,21 @@ def paged_decode(
         num_stages=3,
     )
     if splits > 1:
-        _join_kernel[(num_rows * num_heads,)](
-            parts,
-            normalizers,
-            out,
-            VALUE_DIM=value_dim,
-            VALUE_PAD=pad(value_dim),
-            SPLITS=splits,
-            num_warps=2,
-        )
+        _join(parts, normalizers, out=out)
     return out
+
+
+def _join(parts: Tensor, normalizers: Tensor, *, out: Tensor) -> None:
+    num_rows, num_heads, splits, value_dim = parts.shape
+    _join_kernel[(num_rows * num_heads,)](
+        parts,
+        normalizers,
+        out,
+        VALUE_DIM=value_dim,
+        VALUE_PAD=triton.next_power_of_2(value_dim),
+        SPLITS=splits,
+        num_warps=2,
+    )
 
 
 def _rows_of_heads(x: Tensor) -> Tensor:

@@ -280,19 +280,7 @@ def draw(
             num_warps=16,
         )
         _summarise_kernel[grid](*summaries, vocab, num_chunks, CHUNK=_CHUNK, TRUNCATED=True)
-        kept = torch.empty(num_rows, capacity, dtype=torch.int32, device=logits.device)
-        counts = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-        _list_kernel[(num_rows,)](
-            logits,
-            temperatures,
-            thresholds,
-            kept,
-            counts,
-            vocab,
-            CAPACITY=capacity,
-            CHUNK=_CHUNK,
-            num_warps=8,
-        )
+        kept, counts = _list_kept(logits, temperatures, thresholds, capacity=capacity)
     tokens = torch.empty_like(keys)
     logprobs = torch.empty_like(temperatures)
     _draw_kernel[(num_rows,)](
@@ -309,3 +297,23 @@ def draw(
         num_warps=8,
     )
     return tokens, logprobs, kept, counts
+
+
+def _list_kept(
+    logits: Tensor, temperatures: Tensor, thresholds: Tensor, *, capacity: int
+) -> tuple[Tensor, Tensor]:  # [B, capacity], [B] int32
+    num_rows, vocab = logits.shape
+    kept = torch.empty(num_rows, capacity, dtype=torch.int32, device=logits.device)
+    counts = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    _list_kernel[(num_rows,)](
+        logits,
+        temperatures,
+        thresholds,
+        kept,
+        counts,
+        vocab,
+        CAPACITY=capacity,
+        CHUNK=_CHUNK,
+        num_warps=8,
+    )
+    return kept, counts

@@ -8,14 +8,16 @@ T = tokens of the pass, L = tokens of all contexts together, S = sequences, H = 
 K = KV heads, D = head size.
 """
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from millrace.engines.embedded.decode.operators import define_operator
-from millrace.engines.embedded.kv_cache import KVShape
+from millrace.engines.embedded.kv_cache import KVCache, KVShape
 
 _MAX_HEAD_DIM = 256
 
@@ -31,6 +33,20 @@ def flash_obstacle(shapes: Iterable[KVShape], *, dtype: torch.dtype) -> str | No
         if shape.is_capped:
             return "the model softcaps its attention scores"
     return None
+
+
+def can_flash(cache: KVCache, *, model: PreTrainedModel) -> bool:
+    """Whether prefill can use the flash kernel; warns where it should and cannot."""
+    if model.device.type != "cuda":
+        return False
+    obstacle = flash_obstacle(cache.shapes.values(), dtype=model.dtype)
+    if obstacle is not None:
+        warnings.warn(
+            f"Prefill does not use the flash kernel because {obstacle}: it pads prompts of"
+            " different lengths and takes several times as long.",
+            stacklevel=2,
+        )
+    return obstacle is None
 
 
 class PrefillLayer(NamedTuple):
