@@ -32,6 +32,7 @@ from millrace.rollout.filtering import Filtering
 from millrace.rollout.player import Player
 from millrace.rollout.rounds import Rounds
 from millrace.scoring.advantages import PAIRS
+from millrace.scoring.group_scoring import GroupScoring
 from millrace.scoring.pool import ScorerPool
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
@@ -134,6 +135,7 @@ class Controller:
         self._dispatcher = Dispatcher(
             task_of=tasks.task,
             on_closed=tasks.finish,
+            open_scoring=lambda task, attempt: scorers.open(number=attempt.number, task=task),
             play=self._play,
             score=self._score,
             admit=self._buffer.admit,
@@ -373,15 +375,17 @@ class Controller:
         in_turns = None if self._rounds is None else self._courier.wait_visible
         return SharedExaminer(in_turns=in_turns, **due)
 
-    async def _play(self, task: Task, attempt: Attempt) -> Group:
+    async def _play(self, task: Task, attempt: Attempt, scoring: GroupScoring) -> Group:
         if self._rounds is not None:
             await self._rounds.turn()
         rollout = self._config.rollout
         num_episodes = rollout.group_size + rollout.oversample
-        return await self._player.try_group(task, attempt=attempt, group_size=num_episodes)
+        return await self._player.try_group(
+            task, attempt=attempt, group_size=num_episodes, on_episode=scoring.add
+        )
 
-    async def _score(self, group: Group) -> Group:
-        judged = await self._scorers.judge(group)
+    async def _score(self, group: Group, scoring: GroupScoring) -> Group:
+        judged = await self._scorers.judge(group, scoring)
         self._tasks.observe(group.number, judged.solve_rate(self._config.evaluate.solved_at))
         return await self._scorers.shape(judged)
 
