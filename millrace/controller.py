@@ -41,7 +41,7 @@ from millrace.staging.replay import build_replay, spread
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.skipped import SkippedSteps
 from millrace.watch.text import counts
-from millrace.watch.watcher import Moment, Watcher
+from millrace.watch.watcher import SCORES, Moment, Watcher
 from millrace.weights.courier import Courier
 from millrace.weights.notifier import Notifier
 
@@ -108,6 +108,7 @@ class Controller:
         self._checkpoints = checkpoints
         self._skipped = skipped
         self._version = cursor.version
+        self._awaits_batch = False  # the trainer has nothing to do
         self._saved: Path | None = None
         self._failures = Failures(max_share=config.rollout.max_failure_share)
         self._limit = config.buffer.limit
@@ -210,6 +211,7 @@ class Controller:
             last_failure=self._failures.last_sentence,
             engine_waits_for=self._engine_waits_for(),
             trainer_waits_for=self._trainer_waits_for(),
+            scorers=self._scorers.loads(),
         )
 
     async def _learn(self, activities: asyncio.TaskGroup) -> None:
@@ -220,7 +222,9 @@ class Controller:
         while self._version < steps:
             if self._rounds is not None:
                 self._rounds.open()
+            self._awaits_batch = True
             taken = await self._before_stall(upcoming)
+            self._awaits_batch = False
             if self._rounds is not None:
                 self._rounds.close()  # until this step's evaluation is over
             if self._version + 1 < steps:
@@ -425,16 +429,20 @@ class Controller:
     def _engine_waits_for(self) -> str:
         if self._buffer.depth >= self._buffer.capacity:
             return "the trainer (buffer full)"
+        is_scoring = self._dispatcher.scoring > 0
         return {
             None: "tasks",
-            STALENESS: "the trainer (staleness limit)",
-            RUNNING: "scores" if self._dispatcher.scoring else "rollout.max_running_groups",
+            # The trainer may be the one that waits: for groups that are still being judged.
+            STALENESS: SCORES
+            if is_scoring and self._awaits_batch
+            else "the trainer (staleness limit)",
+            RUNNING: SCORES if is_scoring else "rollout.max_running_groups",
         }[self._admission.held_by]
 
     def _trainer_waits_for(self) -> str:
-        if self._dispatcher.playing:
-            return "generation"
-        return "scores" if self._dispatcher.scoring else "the next batch"
+        if self._dispatcher.scoring > self._dispatcher.playing:
+            return SCORES
+        return "generation" if self._dispatcher.playing else "the next batch"
 
 
 def _due(step: int, every: int) -> bool:
