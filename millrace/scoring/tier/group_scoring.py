@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from millrace.core.records import Episode, Group, Verdict
-from millrace.scoring.desk import Desk, Ticket
-from millrace.scoring.gates import Gate
+from millrace.scoring.tier.desk import Desk, Ticket
+from millrace.scoring.tier.gates import Gate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

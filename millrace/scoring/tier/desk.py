@@ -18,9 +18,9 @@ from millrace.core.errors import RunFailed, ScoreError, TransientScoreError
 from millrace.core.protocols import Scorer
 from millrace.core.records import Episode, Group, Task, Verdict
 from millrace.core.scorer_load import ScorerLoad
-from millrace.scoring.breaker import Breaker
 from millrace.scoring.scorer_kind import CallRules
-from millrace.scoring.usage import Usage
+from millrace.scoring.tier.breaker import Breaker
+from millrace.scoring.tier.usage import Usage
 
 LONGEST_BACKOFF_S = 30.0
 CLOSED = "The scorers are closed; nothing can be scored any more."
@@ -103,10 +103,11 @@ class Desk:
         """Raises ScoreError when the scorer cannot do it. Cancelling it withdraws the episodes."""
         if self._is_closed:
             raise RunFailed(CLOSED)
-        ask = _Ask(episodes, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        ask = _Ask(episodes, loop.create_future())
         self._usage.wait(len(episodes))
         call = self._joined(ask, ticket)
-        self._serve()
+        loop.call_soon(self._serve)  # not at once: what finishes together goes together
         try:
             return await ask.answer
         except asyncio.CancelledError:
