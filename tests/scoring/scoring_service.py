@@ -53,13 +53,15 @@ async def running(service: Service, *, port: int = 0) -> AsyncIterator[Service]:
         await runner.cleanup()
 
 
+async def no_process(name: str, module: str):
+    raise AssertionError("no process is needed")
+
+
 @contextlib.asynccontextmanager
-async def open_pool(*tables: dict[str, Any], folder, warn=print, tasks=()) -> AsyncIterator:
-    """A pool of such [[scorer]] tables; none of them may need a process."""
-
-    async def launch(name: str, module: str):
-        raise AssertionError("no process is needed")
-
+async def open_pool(
+    *tables: dict[str, Any], folder, warn=print, tasks=(), launch=no_process
+) -> AsyncIterator:
+    """A pool of such [[scorer]] tables."""
     config = load_config({"model": "m", "scorer": list(tables)})
     specs = [spec_of(row, section=f"scorer.{i}") for i, row in enumerate(config.scorer)]
     check_specs(specs, tasks)

@@ -14,6 +14,7 @@ from millrace.core.errors import WorkerError
 from millrace.scoring.workers import ScorerWorkers
 
 MAX_CHARACTERS = 20_000  # the end of a reply, where the score is
+MAX_OBJECTS = 100  # in which a key is looked for; a reply may be nothing but braces
 MATCH_S = 5.0
 
 
@@ -22,7 +23,10 @@ def read_key(reply: str, key: str) -> Any:
     reply = reply[-MAX_CHARACTERS:]
     decoder = json.JSONDecoder()
     start = len(reply)
-    while (start := reply.rfind("{", 0, start)) >= 0:
+    for _ in range(MAX_OBJECTS):
+        start = reply.rfind("{", 0, start)
+        if start < 0:
+            break
         try:
             found, _ = decoder.raw_decode(reply, start)
         except (ValueError, RecursionError):
