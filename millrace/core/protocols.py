@@ -1,7 +1,7 @@
 """What the stages promise each other. Implementations meet here, wired by the controller."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -55,6 +55,32 @@ class Scorer(Protocol):
 
     async def score(self, group: Group) -> list[Verdict]:
         """One for each episode; raises ScoreError."""
+        ...
+
+
+@runtime_checkable
+class Service(Protocol):
+    """A scorer that holds a process, a connection or a file while the run lasts."""
+
+    async def start(self) -> None:
+        """Raises MillraceError if it cannot be used."""
+        ...
+
+    async def close(self) -> None:
+        """Also after a start that failed."""
+        ...
+
+
+class Scoring(Protocol):
+    """One group on its way through all scorers; left with its `with` block."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_exc: object) -> None: ...
+
+    def add(self, index: int, episode: Episode) -> None:
+        """An episode is finished, and may be judged while others are not; `index` is its place in
+        the group."""
         ...
 
 
