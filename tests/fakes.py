@@ -1,6 +1,7 @@
 """Stand-ins and ready-made records for tests."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -162,6 +163,11 @@ class CharacterTokenizer:
     """The part of a Hugging Face tokenizer that a Renderer uses; one token per character."""
 
     chat_template = None
+    all_special_ids = ()
+    added_tokens_decoder: ClassVar[dict] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]
+
+    def decode(self, ids: list[int], **_settings: bool) -> str:
+        return "".join(chr(i) for i in ids)
