@@ -22,7 +22,8 @@ from millrace.cluster.own_loop import run_on_own_loop
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig, load_config
 from millrace.controller import Controller, Outcome
-from millrace.core.errors import ConfigError, MillraceError, RunFailed
+from millrace.core.causes import first_cause
+from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.records import Sampling
 from millrace.engines.pool import EnginePool, RemoteEngine
 from millrace.envs.single_turn import SingleTurn
@@ -129,7 +130,7 @@ class _Run:
             scorers = self._make_scorers(hub, folder=private)
             # Before the hub: it would take the scorers' end for their death, and replace them.
             stack.push_async_callback(scorers.close)
-            with _first_cause(), self._invitation(hub):
+            with first_cause(), self._invitation(hub):
                 outcome = await self._conduct(hub, scorers=scorers)
         seconds = time.monotonic() - start_s
         return self._conclude(outcome, seconds=seconds)
@@ -322,24 +323,3 @@ def _from_any_folder(model: str) -> str:
 
 async def _raise_on_death(worker: Worker) -> None:
     raise await asyncio.shield(worker.dead)  # the future outlives this watch
-
-
-@contextlib.contextmanager
-def _first_cause() -> Iterator[None]:
-    """Of everything that failed together, raise the one error that says most to the user."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        causes = list(_leaves(group))
-        ours = [cause for cause in causes if isinstance(cause, MillraceError)]
-        # A dead worker fails everything that waits for it; a RunFailed is the reason itself.
-        reason = next((c for c in ours if isinstance(c, RunFailed)), ours[0] if ours else causes[0])
-        raise reason from None
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error

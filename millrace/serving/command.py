@@ -6,6 +6,7 @@ Promise: no process outlives the command. An engine that dies ends it, with that
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 from aiohttp import web
 
@@ -14,9 +15,9 @@ from millrace.cluster.messages import Message, Progress, StartEngine
 from millrace.cluster.own_loop import run_on_own_loop
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
+from millrace.core.causes import first_cause
 from millrace.core.errors import ConfigError
 from millrace.engines.pool import EnginePool, RemoteEngine
-from millrace.models.directory import configured_context, load_tokenizer
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.served import Served
 from millrace.serving.server import listening, make_app
@@ -37,17 +38,23 @@ async def _serve(settings: ServeSettings) -> None:
             metrics.heard(worker, message.counters)
 
     config = settings.config
-    model, engine = config.model, config.engine
-    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     settings.log_dir.mkdir(parents=True, exist_ok=True)
     async with Hub(log_dir=settings.log_dir, on_event=heard) as hub:
-        workers = await _start_engines(hub, config)
+        with first_cause():
+            async with asyncio.TaskGroup() as starting:
+                engines = [
+                    starting.create_task(_start_engine(hub, f"engine-{i}", config=config))
+                    for i in range(config.engine.count)
+                ]
+                reading = starting.create_task(asyncio.to_thread(_read_model, config))
+        workers = [task.result() for task in engines]
+        tokenizer, max_context = reading.result()
         served = Served(
             EnginePool([RemoteEngine(worker) for worker in workers]),
             tokenizer=tokenizer,
             name=settings.name,
-            adapters=tuple(engine.adapters),
-            max_context=_context(config),
+            adapters=tuple(config.engine.adapters),
+            max_context=max_context,
             tool_format=ToolFormat(),
             metrics=metrics,
         )
@@ -79,25 +86,25 @@ async def _listening(app: web.Application, settings: ServeSettings) -> AsyncIter
         ) from None
 
 
-async def _start_engines(hub: Hub, config: RunConfig) -> list[Worker]:
-    async def start(name: str) -> Worker:
-        worker = await hub.launch(name, "millrace.workers.engine")
-        load = StartEngine(
-            config=config.model_dump(mode="json"), model_path=config.model.path, version=0
-        )
-        await worker.call(load, timeout_s=config.cluster.start_timeout_s)
-        return worker
-
-    async with asyncio.TaskGroup() as starting:
-        tasks = [starting.create_task(start(f"engine-{i}")) for i in range(config.engine.count)]
-    return [task.result() for task in tasks]
+async def _start_engine(hub: Hub, name: str, *, config: RunConfig) -> Worker:
+    worker = await hub.launch(name, "millrace.workers.engine")
+    load = StartEngine(
+        config=config.model_dump(mode="json"), model_path=config.model.path, version=0
+    )
+    await worker.call(load, timeout_s=config.cluster.start_timeout_s)
+    return worker
 
 
-def _context(config: RunConfig) -> int:
-    limit = configured_context(config.model.path, trust_remote_code=config.model.trust_remote_code)
+def _read_model(config: RunConfig) -> tuple[Any, int]:
+    """Its tokenizer and longest context. Runs in a thread, while the engines load the weights."""
+    from millrace.models.directory import configured_context, load_tokenizer  # takes seconds
+
+    model = config.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    limit = configured_context(model.path, trust_remote_code=model.trust_remote_code)
     context = config.engine.max_context or limit
     if context is None:
         raise ConfigError(
-            f"Model {config.model.path!r} states no longest context; set --engine.max_context."
+            f"Model {model.path!r} states no longest context; set --engine.max_context."
         )
-    return context
+    return tokenizer, context

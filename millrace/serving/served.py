@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from millrace.core.errors import MillraceError, WorkerError
+from millrace.core.causes import first_cause
+from millrace.core.errors import MillraceError
 from millrace.core.protocols import Engine
 from millrace.core.records import Completion, Finish, Message, Piece, Request
 from millrace.rollout.renderer import Renderer
@@ -125,9 +126,11 @@ class Served:
 
     async def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """All completions of all requests."""
-        with self._timed():
+        start_s = time.monotonic()
+        with first_cause():
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._engine.generate(r)) for r in requests]
+        self.metrics.request_s.observe(time.monotonic() - start_s)
         completions = [completion for task in tasks for completion in task.result()]
         for completion in completions:
             check_finish(completion.finish)
@@ -161,7 +164,7 @@ class Served:
                 num_sampled += len(news[1].tokens)
                 check_finish(news[1].finish)
                 yield news
-            with _single_cause():
+            with first_cause():
                 await running
         finally:
             self._count(requests, num_sampled)
@@ -186,13 +189,6 @@ class Served:
         self.metrics.prompt_tokens += sum(len(request.prompt) for request in requests)
         self.metrics.completion_tokens += num_sampled
 
-    @contextlib.contextmanager
-    def _timed(self):
-        start_s = time.monotonic()
-        with _single_cause():
-            yield
-        self.metrics.request_s.observe(time.monotonic() - start_s)
-
 
 def usage_of(requests: Sequence[Request], num_sampled: int) -> Usage:
     prompt_tokens = sum(len(request.prompt) for request in requests)
@@ -205,15 +201,3 @@ def check_finish(finish: Finish | None) -> None:
         raise ApiError(
             f"The completion was ended early ({finish}).", status=503, kind="server_error"
         )
-
-
-@contextlib.contextmanager
-def _single_cause():
-    """Of what failed together, one of our errors; the death of an engine before others."""
-    try:
-        yield
-    except ExceptionGroup as group:
-        ours = [error for error in group.exceptions if isinstance(error, MillraceError)]
-        if not ours:
-            raise
-        raise next((e for e in ours if isinstance(e, WorkerError)), ours[0]) from None

@@ -8,9 +8,10 @@ from engine_rig import make_request as letters_request
 from fakes import Listener, ScriptedEngine, make_completion, make_piece
 from in_process_engine import InProcessEngine
 
+from millrace.cluster.messages import Abort, Done, Generate, Sampled
 from millrace.core.records import Request, Sampling
 from millrace.core.weight_update import WeightUpdate
-from millrace.engines.pool import EnginePool
+from millrace.engines.pool import EnginePool, RemoteEngine
 
 
 class HeldEngine(ScriptedEngine):
@@ -204,6 +205,33 @@ async def test_one_expired_completion_ends_its_siblings():
     ready = {"r": [interrupted("a"), interrupted("b")], "r:0": [expired]}
     completions = await EnginePool([HeldEngine(ready)]).generate(make_request("r", n=2))
     assert [(c.finish, c.text) for c in completions] == [("expire", "a"), ("abort", "b")]
+
+
+class TellingWorker:
+    """A Worker that tells two pieces of a request and never answers it."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    async def call(self, message, *, on_part=None):
+        self.calls.append(message)
+        if isinstance(message, Generate):
+            assert message.stream
+            on_part(Sampled(pieces=[make_piece(make_completion("a")) for _ in range(2)]))
+            await asyncio.Event().wait()
+        return Done()
+
+
+async def test_an_error_of_who_listens_is_raised_and_frees_the_place_in_the_engine():
+    worker = TellingWorker()
+
+    def refuse(piece):
+        raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        await RemoteEngine(worker).generate(make_request("r"), refuse)  # pyright: ignore
+    await until(lambda: len(worker.calls) == 2)
+    assert worker.calls[1] == Abort(ids=["r"])
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}])
