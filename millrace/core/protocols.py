@@ -13,6 +13,7 @@ from millrace.core.records import (
     Prompt,
     Request,
     Rollout,
+    Sampling,
     Task,
     Turn,
     Verdict,
@@ -124,15 +125,52 @@ class NeedsColumns(Protocol):
 
 
 class Environment(Protocol):
-    """Plays one task: n episodes of it, through the agent it is given."""
+    """Plays one task: n episodes of it, through the policy it is given."""
 
-    async def play(self, task: Task, agent: "Agent", n: int) -> list[Episode]: ...
+    async def play(self, task: Task, policy: "Policy", n: int) -> list[Episode]: ...
 
 
-class Agent(Protocol):
-    """The policy as an environment sees it: prompts in, completions out, every token recorded."""
+class Policy(Protocol):
+    """The model as the environment of one group sees it. Called from the controller's event
+    loop."""
 
-    async def complete(self, prompt: Prompt, n: int) -> list[tuple[Turn, Rollout]]: ...
+    @property
+    def name(self) -> str:
+        """Of the group, for messages."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def is_trained(self) -> bool:
+        """True if what is sampled is for training."""
+        ...
+
+    async def complete(self, prompt: Prompt, n: int) -> list[tuple[Turn, Rollout]]:
+        """n whole episodes of one turn; they share the prompt's prefill."""
+        ...
+
+    async def sample(
+        self,
+        prompt: np.ndarray,  # [P] int32
+        *,
+        episode: int,  # which of the group; draws depend on it and on the call's number
+        call: int,
+        sampling: Sampling,
+        session: str,  # unique within the group, see Request
+        adapter: str | None = None,
+        is_trained: bool = True,
+    ) -> Completion:
+        """One turn of one episode."""
+        ...
+
+    def finished(self, index: int, episode: Episode) -> None:
+        """This one of the group's episodes is over; the others may go on."""
+        ...
 
 
 class WeightSender(Protocol):

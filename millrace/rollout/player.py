@@ -10,13 +10,23 @@ import numpy as np
 
 from millrace.core.errors import TaskError
 from millrace.core.protocols import Engine, Environment
-from millrace.core.records import Group, Prompt, Request, Rollout, Sampling, Task, Turn
+from millrace.core.records import (
+    Completion,
+    Episode,
+    Group,
+    Prompt,
+    Request,
+    Rollout,
+    Sampling,
+    Task,
+    Turn,
+)
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.renderer import Renderer
 
 
-class PolicyAgent:
-    """The trainable policy within one group."""
+class GroupPolicy:
+    """The policy within one group."""
 
     def __init__(
         self,
@@ -32,28 +42,32 @@ class PolicyAgent:
         """`attempt`: what its tokens are sampled for, if that is training."""
         self._engine = engine
         self._renderer = renderer
-        self._sampling = sampling
-        self._max_context = max_context
-        self._name = name
+        self.sampling = sampling
+        self.max_context = max_context
+        self.name = name
         self._seed = seed
         self._attempt = attempt
         self._calls = itertools.count()
 
+    @property
+    def is_trained(self) -> bool:
+        return self._attempt is not None
+
     async def complete(self, prompt: Prompt, n: int) -> list[tuple[Turn, Rollout]]:
         tokens = self._renderer.render(prompt)
-        if len(tokens) >= self._max_context:
+        if len(tokens) >= self.max_context:
             raise TaskError(
-                f"{self._name}: its prompt has {len(tokens)} tokens, but the context holds"
-                f" {self._max_context}; shorten the prompt or raise engine.max_context."
+                f"{self.name}: its prompt has {len(tokens)} tokens, but the context holds"
+                f" {self.max_context}; shorten the prompt or raise engine.max_context."
             )
         call = next(self._calls)
         request = Request(
-            id=f"{self._name}/{call}",
+            id=f"{self.name}/{call}",
             prompt=tokens,
-            sampling=self._sampling,
+            sampling=self.sampling,
             n=n,
             seed=self._seed + call,
-            expires=self._attempt is not None,
+            expires=self.is_trained,
         )
         completions = await self._engine.generate(request)
         if self._attempt is not None:
@@ -61,10 +75,39 @@ class PolicyAgent:
         return [
             (
                 Turn(prompt=prompt, completion=completion.text, finish=completion.finish),
-                self._renderer.rollout(tokens, completion, sampling=self._sampling),
+                self._renderer.rollout(tokens, completion, sampling=self.sampling),
             )
             for completion in completions
         ]
+
+    async def sample(
+        self,
+        prompt: np.ndarray,
+        *,
+        episode: int,
+        call: int,
+        sampling: Sampling,
+        session: str,
+        adapter: str | None = None,
+        is_trained: bool = True,
+    ) -> Completion:
+        request = Request(
+            id=f"{self.name}/{episode}.{call}",
+            prompt=prompt,
+            sampling=sampling,
+            seed=self._seed + call,
+            index=episode,
+            session=f"{self.name}/{session}",
+            expires=self.is_trained and is_trained,
+            adapter=adapter,
+        )
+        (completion,) = await self._engine.generate(request)
+        if self._attempt is not None and is_trained:
+            self._attempt.record([completion])
+        return completion
+
+    def finished(self, index: int, episode: Episode) -> None:
+        """Nobody asks yet before the whole group is there."""
 
 
 class Player:
@@ -128,7 +171,7 @@ class Player:
         seed: int,
         attempt: Attempt | None = None,
     ) -> Group:
-        agent = PolicyAgent(
+        policy = GroupPolicy(
             engine=self._engine,
             renderer=self._renderer,
             sampling=self._sampling,
@@ -137,7 +180,7 @@ class Player:
             seed=seed,
             attempt=attempt,
         )
-        episodes = await self._environment.play(task, agent, group_size)
+        episodes = await self._environment.play(task, policy, group_size)
         return Group(number=number, task=task, episodes=tuple(episodes))
 
 

@@ -5,7 +5,7 @@ Promise: whatever the function does, the group gets rewards or one ScoreError se
 
 from millrace.cluster.messages import ScoreGroup
 from millrace.core.errors import ScoreError, WorkerError
-from millrace.core.records import Episode, Group, Prompt, Verdict
+from millrace.core.records import Episode, Group, Message, Prompt, Verdict
 from millrace.scoring.functions import RewardFunction
 from millrace.scoring.workers import ScorerWorkers
 
@@ -60,8 +60,14 @@ def _message(function: str, group: Group) -> ScoreGroup:
 
 
 def _completion(episode: Episode, prompt: Prompt) -> Prompt:
-    text = episode.turns[-1].completion
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    """Of a chat all messages after the task's own, which may be several turns."""
+    turn = episode.turns[-1]
+    if isinstance(prompt, str):
+        return turn.completion
+    messages = [*(turn.prompt if not isinstance(turn.prompt, str) else [])]
+    begins = messages[: len(prompt)] == prompt
+    said: list[Message] = [{"role": "assistant", "content": turn.completion}]
+    return [*messages[len(prompt) :], *said] if begins else said
 
 
 def _sampled_ids(episode: Episode) -> list[int]:

@@ -168,13 +168,15 @@ def build_scorer_pool(
     folder: Path,
     shaping: Shaping | None = None,
     start_timeout_s: float = 180.0,
+    may_be_none: bool = False,
 ) -> ScorerPool:
     """A pool, not yet started; raises ConfigError for what can be known to be wrong.
 
     `launch` starts a scorer process by name. `folder`, private to the run and kept by the caller
-    while the pool lives, takes the functions that no other process can import.
+    while the pool lives, takes the functions that no other process can import. There `may_be_none`
+    where an environment rewards.
     """
-    functions = inspect_scorers(specs)
+    functions = inspect_scorers(specs, may_be_none=may_be_none)
     locations = hand_over(
         {f.name: spec.function for f, spec in zip(functions, specs, strict=True)}, folder=folder
     )
@@ -191,11 +193,13 @@ def build_scorer_pool(
     return ScorerPool(scorers, advantages=advantages, workers=workers, shaping=shaping or Shaping())
 
 
-def inspect_scorers(specs: Sequence[ScorerSpec]) -> list[RewardFunction]:
+def inspect_scorers(
+    specs: Sequence[ScorerSpec], *, may_be_none: bool = False
+) -> list[RewardFunction]:
     """What the scorers are, before any process starts; raises ConfigError for what is wrong."""
     functions = [_inspected(spec) for spec in specs]
     names = [function.name for function in functions]
-    if not names:
+    if not names and not may_be_none:
         raise ConfigError(
             "There is no scorer; add a [[scorer]] table, or pass scorers=[...] to train()."
         )
