@@ -1,4 +1,4 @@
-"""The command line: demo, init, train, join, inspect, bench.
+"""The command line: demo, init, train, serve, join, inspect, bench.
 
 Promise: what goes wrong is told in one sentence on stderr and by the exit code; only a failing
 worker's own traceback follows it. Nothing heavy is imported before a command needs it.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import millrace
 from millrace.core.errors import ConfigError, MillraceError, WorkerError
+from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
 
 if TYPE_CHECKING:
     from millrace.run import RunResult
@@ -113,9 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings: dict[str, str] = {}
         if arguments[:1] == ["train"]:
             arguments, settings = split_settings(arguments)
+        elif arguments[:1] == ["serve"]:
+            arguments, settings = split_settings(arguments, only_dotted=True)
         args = _parser().parse_args(arguments)
-        if args.command == "train":
-            return _train(args, settings)
+        if args.command in ("train", "serve"):
+            return (_train if args.command == "train" else _serve)(args, settings)
         return args.run(args)
     except MillraceError as error:
         return report(error)
@@ -132,20 +135,25 @@ def report(error: MillraceError) -> int:
     return WRONG_INPUT if isinstance(error, ConfigError) else FAILED
 
 
-def split_settings(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Take `--section.key value` and `--section.key=value` out of the arguments of train."""
+def split_settings(
+    arguments: Sequence[str], *, only_dotted: bool = False
+) -> tuple[list[str], dict[str, str]]:
+    """Take `--section.key value` and `--section.key=value` out of the arguments of train or serve;
+    all that begins with -- but --resume, or only what has a dot."""
     rest: list[str] = []
     settings: dict[str, str] = {}
     remaining = iter(arguments)
     for argument in remaining:
-        if not argument.startswith("--") or argument in ("--resume", "--help"):
+        key, equals, value = argument[2:].partition("=")
+        is_plain = "." not in key if only_dotted else key in ("resume", "help")
+        if not argument.startswith("--") or is_plain:
             rest.append(argument)
             continue
-        key, equals, value = argument[2:].partition("=")
         if not equals:
             value = next(remaining, "--")
             if value.startswith("--"):
-                raise ConfigError(f"--{key} needs a value; without one there is only --resume.")
+                hint = "" if only_dotted else "; without one there is only --resume"
+                raise ConfigError(f"--{key} needs a value{hint}.")
         if key.startswith("scorer."):
             raise ConfigError(f"--{key} cannot be given here; edit the [[scorer]] table instead.")
         settings[key.replace("-", "_")] = value
@@ -177,6 +185,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("config", type=Path, metavar="RUN.toml")
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+
+    serve = _new_parser(
+        commands.add_parser, SERVE, SERVE_MORE, name="serve", help="serve a model over HTTP"
+    )
+    add_arguments(serve)
 
     join = _new_parser(
         commands.add_parser, JOIN, JOIN_MORE, name="join", help="bring engines from another host"
@@ -273,6 +286,17 @@ def _train(args: argparse.Namespace, settings: dict[str, str]) -> int:
         print(f"interrupted; {what_is_left(config.run_dir)}", file=sys.stderr)
         return INTERRUPTED
     print(_outcome(result))
+    return DONE
+
+
+def _serve(args: argparse.Namespace, settings: dict[str, str]) -> int:
+    from millrace.config import parse_override
+    from millrace.serving.settings import read_options
+
+    options = read_options(args, {key: parse_override(value) for key, value in settings.items()})
+    from millrace.serving.command import serve  # only now: it imports transformers
+
+    serve(options)
     return DONE
 
 

@@ -17,11 +17,13 @@ from millrace.core.protocols import Advantages
 from millrace.core.records import Task
 from millrace.envs.sources import load_section, load_sources, make_stream
 from millrace.envs.streams import TaskStream
+from millrace.episodes.environment import EnvironmentFunction, check_function
 from millrace.models.adapter_folders import check_resident, check_same_kind
 from millrace.models.adapters import require_peft
 from millrace.models.directory import configured_context, load_tokenizer, text_config
 from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import CRITIC, PAIRS, build_advantages
+from millrace.scoring.handover import resolve_function
 from millrace.scoring.registry import ScorerSpec, check_specs, spec_of, spec_of_function
 from millrace.scoring.selection import ROC
 from millrace.scoring.shaping import Shaping, build_shaping
@@ -43,6 +45,7 @@ class Prepared:
     advantages: Advantages
     shaping: Shaping
     renderer: Renderer
+    environment: EnvironmentFunction | None  # None = one prompt, one completion
     max_context: int
     checkpoint: Path | None  # to go on from
     cursor: Cursor
@@ -66,6 +69,7 @@ def prepare(
     tasks: Sequence[Any] | None = None,
     eval_tasks: Sequence[Any] | None = None,
     scorers: Sequence[Callable[..., Any]] | None = None,
+    environment: Callable[..., Any] | None = None,
     resume: bool = False,
 ) -> Prepared:
     if config.lora is not None:
@@ -82,7 +86,8 @@ def prepare(
             " evaluate.path, or pass eval_tasks=[...] to train()."
         )
     specs = _scorers(config.scorer, scorers)
-    check_specs(specs, [*train_tasks, *held_out])
+    played = _environment(config, environment)
+    check_specs(specs, [*train_tasks, *held_out], may_be_none=played is not None)
     config = _with_advantages(config)
     check_room(
         config.buffer.order,
@@ -97,7 +102,7 @@ def prepare(
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     max_context = _context(config)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check([*train_tasks, *held_out])
     _check_prompts(renderer, train_tasks, max_context=max_context)
     checkpoint, cursor = _resume_point(config) if resume else (None, Cursor())
@@ -111,10 +116,23 @@ def prepare(
         advantages=advantages,
         shaping=_shaping(config, scorers=[spec.name for spec in specs]),
         renderer=renderer,
+        environment=played,
         max_context=max_context,
         checkpoint=checkpoint,
         cursor=cursor,
     )
+
+
+def _environment(config: RunConfig, given: Callable[..., Any] | None) -> EnvironmentFunction | None:
+    reference = config.environment.function
+    if given is None and reference is None:
+        if config.rollout.redundancy:
+            raise ConfigError(
+                f"rollout.redundancy = {config.rollout.redundancy} is for episodes that are played"
+                " one by one, and there is no environment.function; use rollout.oversample."
+            )
+        return None
+    return check_function(given if given is not None else resolve_function(str(reference)))
 
 
 def _scorers(

@@ -22,10 +22,14 @@ from millrace.cluster.own_loop import run_on_own_loop
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig, load_config
 from millrace.controller import Controller, Outcome
-from millrace.core.errors import ConfigError, MillraceError, RunFailed
+from millrace.core.causes import first_cause
+from millrace.core.errors import ConfigError, MillraceError
+from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
 from millrace.engines.pool import EnginePool, RemoteEngine
 from millrace.envs.single_turn import SingleTurn
+from millrace.episodes.environment import FunctionEnvironment, rules_of
+from millrace.episodes.loop_thread import LoopThread
 from millrace.prepare import Prepared, prepare
 from millrace.rollout.evaluation import Evaluation
 from millrace.rollout.player import Player
@@ -57,20 +61,24 @@ def train(
     tasks: Sequence[Any] | None = None,
     eval_tasks: Sequence[Any] | None = None,
     scorers: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+    environment: Callable[..., Any] | Mapping[str, Any] | None = None,
     resume: bool = False,
     **settings: Any,
 ) -> RunResult:
     """Train a model; returns when the last step is done and its checkpoint written.
 
     Settings come from a TOML file, a dict, or keyword arguments (`model="...", trainer={"steps":
-    10}`), which go on top. Tasks and reward functions may be Python objects.
+    10}`), which go on top. Tasks, reward functions and the environment may be Python objects; the
+    settings of the latter beside it are written `environment={"function": play, "max_turns": 8}`.
     """
-    settled = load_config(config, overrides=settings)
+    play, table = _environment_of(environment)
+    settled = load_config(config, overrides={**settings, **table})
     prepared = prepare(
         settled,
         tasks=tasks,
         eval_tasks=eval_tasks,
         scorers=[scorers] if callable(scorers) else scorers,
+        environment=play,
         resume=resume,
     )
     run_dir = RunDir(prepared.config.run_dir)
@@ -82,6 +90,17 @@ def train(
         )
     finally:
         run_dir.close()
+
+
+def _environment_of(
+    given: Callable[..., Any] | Mapping[str, Any] | None,
+) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    """A coroutine, if it was given as an object, and the settings."""
+    if given is None or callable(given):
+        return given, {}
+    table = dict(given)
+    play = table.pop("function") if callable(table.get("function")) else None
+    return play, {"environment": table}
 
 
 class _Run:
@@ -129,12 +148,13 @@ class _Run:
             scorers = self._make_scorers(hub, private=private)
             # Before the hub: it would take the scorers' end for their death, and replace them.
             stack.push_async_callback(scorers.close)
-            with _first_cause(), self._invitation(hub):
-                outcome = await self._conduct(hub, scorers=scorers)
+            environment = stack.enter_context(self._environment())
+            with first_cause(), self._invitation(hub):
+                outcome = await self._conduct(hub, scorers=scorers, environment=environment)
         seconds = time.monotonic() - start_s
         return self._conclude(outcome, seconds=seconds)
 
-    async def _conduct(self, hub: Hub, *, scorers: ScorerPool) -> Outcome:
+    async def _conduct(self, hub: Hub, *, scorers: ScorerPool, environment: Environment) -> Outcome:
         """Start all workers side by side, then let the controller run until it ends or one dies."""
         async with asyncio.TaskGroup() as starting:
             starts = [
@@ -158,6 +178,7 @@ class _Run:
             evaluators=EnginePool([RemoteEngine(e) for e in evaluators]) if evaluators else None,
             trainer=trainer,
             scorers=scorers,
+            environment=environment,
         )
         async with asyncio.TaskGroup() as activities:
             workers = (*engines, *evaluators, trainer)
@@ -182,6 +203,22 @@ class _Run:
             log=self._run_dir.logs / "mps.log",
             warn=self._watcher.warn,
         )
+
+    @contextlib.contextmanager
+    def _environment(self) -> Iterator[Environment]:
+        """The user's own runs on a thread of its own while the run lasts."""
+        if self._prepared.environment is None:
+            yield SingleTurn()
+            return
+        with LoopThread("environments") as thread:
+            yield FunctionEnvironment(
+                self._prepared.environment,
+                renderer=self._prepared.renderer,
+                rules=rules_of(
+                    self._config.environment, redundancy=self._config.rollout.redundancy
+                ),
+                thread=thread,
+            )
 
     @contextlib.contextmanager
     def _invitation(self, hub: Hub) -> Iterator[None]:
@@ -244,6 +281,7 @@ class _Run:
             folder=self._run_dir.scorers,
             start_timeout_s=self._config.cluster.start_timeout_s,
             warn=self._watcher.warn,
+            may_be_none=self._prepared.environment is not None,
         )
 
     def _make_controller(
@@ -253,10 +291,11 @@ class _Run:
         evaluators: EnginePool | None,
         trainer: Worker,
         scorers: ScorerPool,
+        environment: Environment,
     ) -> Controller:
         config, prepared = self._config, self._prepared
         player = Player(
-            environment=SingleTurn(),
+            environment=environment,
             engine=engines,
             renderer=prepared.renderer,
             sampling=Sampling(**config.sampling.model_dump()),
@@ -321,24 +360,3 @@ def _from_any_folder(model: str) -> str:
 
 async def _raise_on_death(worker: Worker) -> None:
     raise await asyncio.shield(worker.dead)  # the future outlives this watch
-
-
-@contextlib.contextmanager
-def _first_cause() -> Iterator[None]:
-    """Of everything that failed together, raise the one error that says most to the user."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        causes = list(_leaves(group))
-        ours = [cause for cause in causes if isinstance(cause, MillraceError)]
-        # A dead worker fails everything that waits for it; a RunFailed is the reason itself.
-        reason = next((c for c in ours if isinstance(c, RunFailed)), ours[0] if ours else causes[0])
-        raise reason from None
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error

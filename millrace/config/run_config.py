@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from millrace.config.environment import EnvironmentConfig
 from millrace.config.scorer import ScorerConfig
 from millrace.config.sections import (
     BufferConfig,
@@ -35,6 +36,7 @@ class RunConfig(Section):
     """Fixes the order of tasks and every draw."""
     model: ModelConfig
     tasks: TasksConfig = TasksConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
     scorer: tuple[ScorerConfig, ...] = ()
     scoring: ScoringConfig = ScoringConfig()

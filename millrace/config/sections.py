@@ -97,6 +97,9 @@ class RolloutConfig(Section):
     """Episodes per task."""
     oversample: NonNegativeInt = 0
     """Further episodes played per task, of all of which group_size are trained."""
+    redundancy: NonNegativeInt = 0
+    """Further episodes begun per task with environment.function, of all of which those that come
+    last are given up."""
     selection: dict[str, Any] = {"type": "roc"}
     """Which of them: "roc" (failures at random, the cleanest successes), "first", or yours; see
     docs/shaping.md."""

@@ -1,6 +1,6 @@
 """What the stages promise each other. Implementations meet here, wired by the controller."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -9,9 +9,11 @@ from millrace.core.records import (
     Completion,
     Episode,
     Group,
+    Piece,
     Prompt,
     Request,
     Rollout,
+    Sampling,
     Task,
     Turn,
     Verdict,
@@ -19,11 +21,19 @@ from millrace.core.records import (
 from millrace.core.staleness import Waiting
 from millrace.core.weight_update import WeightUpdate
 
+OnTokens = Callable[[Piece], None]
+
 
 class Engine(Protocol):
     """Generates tokens. Called from the controller's event loop."""
 
-    async def generate(self, request: Request) -> list[Completion]: ...
+    async def generate(
+        self, request: Request, on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
+        """All n completions, when the last has ended. Meanwhile `on_tokens` is told, on this loop,
+        what each has sampled: every token once and in order, and all of them before generate()
+        returns. What it raises ends the request and is raised here."""
+        ...
 
     async def swap(self, update: WeightUpdate) -> int:
         """Make `update` visible between two forward passes; returns the version now visible."""
@@ -141,15 +151,52 @@ class NeedsColumns(Protocol):
 
 
 class Environment(Protocol):
-    """Plays one task: n episodes of it, through the agent it is given."""
+    """Plays one task: n episodes of it, through the policy it is given."""
 
-    async def play(self, task: Task, agent: "Agent", n: int) -> list[Episode]: ...
+    async def play(self, task: Task, policy: "Policy", n: int) -> list[Episode]: ...
 
 
-class Agent(Protocol):
-    """The policy as an environment sees it: prompts in, completions out, every token recorded."""
+class Policy(Protocol):
+    """The model as the environment of one group sees it. Called from the controller's event
+    loop."""
 
-    async def complete(self, prompt: Prompt, n: int) -> list[tuple[Turn, Rollout]]: ...
+    @property
+    def name(self) -> str:
+        """Of the group, for messages."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def is_trained(self) -> bool:
+        """True if what is sampled is for training."""
+        ...
+
+    async def complete(self, prompt: Prompt, n: int) -> list[tuple[Turn, Rollout]]:
+        """n whole episodes of one turn; they share the prompt's prefill."""
+        ...
+
+    async def sample(
+        self,
+        prompt: np.ndarray,  # [P] int32
+        *,
+        episode: int,  # which of the group; draws depend on it and on the call's number
+        call: int,
+        sampling: Sampling,
+        session: str,  # unique within the group, see Request
+        adapter: str | None = None,
+        is_trained: bool = True,
+    ) -> Completion:
+        """One turn of one episode."""
+        ...
+
+    def finished(self, index: int, episode: Episode) -> None:
+        """This one of the group's episodes is over; the others may go on."""
+        ...
 
 
 class WeightSender(Protocol):

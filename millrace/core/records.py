@@ -15,6 +15,9 @@ Finish = Literal["stop", "length", "abort", "interrupt", "expire"]
 """How a completion ended: by itself ("stop", "length"); because its caller wanted it ("abort");
 because new weights came, to be resumed elsewhere ("interrupt"); because it can no longer be trained
 within the staleness limit ("expire")."""
+Ending = Literal["done", "length", "turns", "timeout"]
+"""How an episode ended: its environment was through with it; or the context was full, its turns or
+its time were used up before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +72,22 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Piece:
+    """What one completion of a request has sampled since its last piece; M = tokens in it.
+
+    The pieces of a completion, joined, are its tokens; of one that goes on from a partial, those
+    behind it.
+    """
+
+    member: int  # which of the n completions
+    tokens: np.ndarray  # [M] int32
+    logprobs: np.ndarray  # [M] float32
+    versions: np.ndarray  # [M] int32
+    kept: Kept | None = None  # rows = M; present when sampling truncates
+    finish: Finish | None = None  # its last piece says how it ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Request:
     """n completions of one prompt; they share the prompt's prefill.
 
@@ -114,6 +133,7 @@ class Rollout:
     rewards: np.ndarray | None = None  # [L] float32; of single tokens, besides the episode's score
     reference_logprobs: np.ndarray | None = None  # [L] float32; of a model to stay close to
     teaching: Teaching | None = None
+    agent: str = ""  # that sampled it, where an episode has several
 
     @property
     def oldest_version(self) -> int:
@@ -136,6 +156,7 @@ class Turn:
     prompt: Prompt
     completion: str
     finish: Finish
+    agent: str = ""  # whose, where an episode has several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -144,11 +165,15 @@ class Episode:
 
     turns: tuple[Turn, ...]
     rollouts: tuple[Rollout, ...]
+    reward: float | None = None  # that its environment gave; a part of its score
+    ending: Ending = "done"
+    counts: dict[str, int] = field(default_factory=dict[str, int])  # what happened, by name
 
     @property
     def was_cut(self) -> bool:
-        """It would have gone on, had there been room for more tokens."""
-        return bool(self.turns) and self.turns[-1].finish == "length"
+        """It would have gone on, had there been room for more."""
+        is_last_cut = bool(self.turns) and self.turns[-1].finish == "length"
+        return self.ending != "done" or is_last_cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -11,13 +11,23 @@ import numpy as np
 
 from millrace.core.errors import TaskError
 from millrace.core.protocols import Engine, Environment
-from millrace.core.records import Episode, Group, Prompt, Request, Rollout, Sampling, Task, Turn
+from millrace.core.records import (
+    Completion,
+    Episode,
+    Group,
+    Prompt,
+    Request,
+    Rollout,
+    Sampling,
+    Task,
+    Turn,
+)
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.renderer import Renderer
 
 
-class PolicyAgent:
-    """The trainable policy within one group."""
+class GroupPolicy:
+    """The policy within one group."""
 
     def __init__(
         self,
@@ -29,32 +39,39 @@ class PolicyAgent:
         name: str,
         seed: int,
         attempt: Attempt | None,
+        on_episode: Callable[[int, Episode], None] | None,
     ) -> None:
-        """`attempt`: what its tokens are sampled for, if that is training."""
+        """`attempt`: what its tokens are sampled for, if that is training. `on_episode` is told of
+        each episode that is over."""
         self._engine = engine
         self._renderer = renderer
-        self._sampling = sampling
-        self._max_context = max_context
-        self._name = name
+        self.sampling = sampling
+        self.max_context = max_context
+        self.name = name
         self._seed = seed
         self._attempt = attempt
+        self._on_episode = on_episode
         self._calls = itertools.count()
+
+    @property
+    def is_trained(self) -> bool:
+        return self._attempt is not None
 
     async def complete(self, prompt: Prompt, n: int) -> list[tuple[Turn, Rollout]]:
         tokens = self._renderer.render(prompt)
-        if len(tokens) >= self._max_context:
+        if len(tokens) >= self.max_context:
             raise TaskError(
-                f"{self._name}: its prompt has {len(tokens)} tokens, but the context holds"
-                f" {self._max_context}; shorten the prompt or raise engine.max_context."
+                f"{self.name}: its prompt has {len(tokens)} tokens, but the context holds"
+                f" {self.max_context}; shorten the prompt or raise engine.max_context."
             )
         call = next(self._calls)
         request = Request(
-            id=f"{self._name}/{call}",
+            id=f"{self.name}/{call}",
             prompt=tokens,
-            sampling=self._sampling,
+            sampling=self.sampling,
             n=n,
             seed=self._seed + call,
-            expires=self._attempt is not None,
+            expires=self.is_trained,
         )
         completions = await self._engine.generate(request)
         if self._attempt is not None:
@@ -62,10 +79,40 @@ class PolicyAgent:
         return [
             (
                 Turn(prompt=prompt, completion=completion.text, finish=completion.finish),
-                self._renderer.rollout(tokens, completion, sampling=self._sampling),
+                self._renderer.rollout(tokens, completion, sampling=self.sampling),
             )
             for completion in completions
         ]
+
+    async def sample(
+        self,
+        prompt: np.ndarray,
+        *,
+        episode: int,
+        call: int,
+        sampling: Sampling,
+        session: str,
+        adapter: str | None = None,
+        is_trained: bool = True,
+    ) -> Completion:
+        request = Request(
+            id=f"{self.name}/{episode}.{call}",
+            prompt=prompt,
+            sampling=sampling,
+            seed=self._seed + call,
+            index=episode,
+            session=f"{self.name}/{session}",
+            expires=self.is_trained and is_trained,
+            adapter=adapter,
+        )
+        (completion,) = await self._engine.generate(request)
+        if self._attempt is not None and is_trained:
+            self._attempt.record([completion])
+        return completion
+
+    def finished(self, index: int, episode: Episode) -> None:
+        if self._on_episode is not None:
+            self._on_episode(index, episode)
 
 
 class Player:
@@ -139,7 +186,7 @@ class Player:
         attempt: Attempt | None = None,
         on_episode: Callable[[int, Episode], None] | None = None,
     ) -> Group:
-        agent = PolicyAgent(
+        policy = GroupPolicy(
             engine=self._engine,
             renderer=self._renderer,
             sampling=self._sampling,
@@ -147,11 +194,9 @@ class Player:
             name=name,
             seed=seed,
             attempt=attempt,
+            on_episode=on_episode,
         )
-        episodes = await self._environment.play(task, agent, group_size)
-        if on_episode is not None:
-            for index, episode in enumerate(episodes):
-                on_episode(index, episode)
+        episodes = await self._environment.play(task, policy, group_size)
         return Group(number=number, task=task, episodes=tuple(episodes))
 
 

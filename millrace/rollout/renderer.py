@@ -6,20 +6,37 @@ trainer sees exactly what the engine saw and sampled. Used on the controller's l
 P = prompt tokens, N = sampled tokens, L = P + N.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from millrace.core.errors import ConfigError, TaskError
-from millrace.core.records import Completion, Kept, Prompt, Rollout, Sampling, Task
+from millrace.core.records import Completion, Kept, Message, Prompt, Rollout, Sampling, Task
 
 
 class Renderer:
     """Knows the model's tokenizer and chat template (any Hugging Face tokenizer object)."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(
+        self, tokenizer: Any, *, template_settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """`template_settings`: what the chat template is told besides the messages."""
         self._tokenizer = tokenizer
+        self._template_settings = dict(template_settings or {})
+
+    @property
+    def chat_template(self) -> str:
+        """Its source, "" if there is none."""
+        template = self._tokenizer.chat_template
+        return template if isinstance(template, str) else str(template or "")
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that stand for themselves, never for text."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset([*self._tokenizer.all_special_ids, *(i for i, t in added if t.special)])
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Raise ConfigError if some task is a chat and the tokenizer has no chat template."""
@@ -34,24 +51,45 @@ class Renderer:
         if isinstance(prompt, str):
             ids = self._text_ids(prompt)
         else:
-            ids = self._chat_ids(prompt)
+            ids = self.ids(self.chat_text(prompt))
         if not ids:
             raise TaskError(f"Prompt {prompt!r} has no tokens; give the task a non-empty prompt.")
         return np.asarray(ids, dtype=np.int32)
 
-    def _text_ids(self, text: str) -> list[int]:
+    def _text_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
-            return self._tokenizer.encode(text)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
             # Tokenizers without an unknown token raise a bare Exception at what they do not know.
             raise TaskError(f"The tokenizer refused the prompt {text[:80]!r}: {error}.") from error
 
-    def _chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+    def ids(self, text: str) -> list[int]:
+        """Of text in which all special tokens are written out."""
+        return self._text_ids(text, add_special_tokens=False)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Special tokens are written out."""
+        return self._tokenizer.decode(
+            tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,  # schemas
+        answers: bool = True,  # it ends where the model is to go on
+    ) -> str:
+        """Messages through the chat template."""
         if not self._tokenizer.chat_template:
             raise TaskError(f"Messages {_shown(messages)}: {_NO_TEMPLATE}")
         try:
             return self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                list(messages),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=answers,
+                tokenize=False,
+                **self._template_settings,
             )
         except Exception as error:
             # A template is a program that comes with the model and may refuse in any way it likes.
@@ -86,8 +124,8 @@ def _after_prompt(kept: Kept, num_prompt: int) -> Kept:
     return Kept(ids=kept.ids, offsets=np.concatenate([empty, kept.offsets]))
 
 
-def _shown(messages: list[dict[str, Any]]) -> str:
-    text = repr(messages)
+def _shown(messages: Sequence[Message]) -> str:
+    text = repr(list(messages))
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 

@@ -15,12 +15,15 @@ from millrace.core.records import Episode, Group, Notes, Rollout, Score, Verdict
 
 T = TypeVar("T")
 
+ENVIRONMENT = "environment"  # the part of a score that an environment gave itself
+
 
 def combine(
     group: Group, columns: Sequence[Sequence[Verdict]], *, scorers: Sequence[Scorer]
 ) -> Group:
-    """The group with scores, given a column of verdicts per scorer; a score of None adds
-    nothing."""
+    """The group with scores, given a column of verdicts per scorer; a score of None adds nothing.
+
+    What an environment rewarded is a part of the score like any other."""
     scores: list[Score] = []
     episodes: list[Episode] = []
     for index, (episode, *verdicts) in enumerate(zip(group.episodes, *columns, strict=True)):
@@ -29,14 +32,16 @@ def combine(
             for scorer, verdict in zip(scorers, verdicts, strict=True)
             if verdict.score is not None
         ]
+        own = {} if episode.reward is None else {ENVIRONMENT: episode.reward}
         names = [scorer.name for scorer in scorers]
-        if not weighted and not any(verdict.notes for verdict in verdicts):
+        if not weighted and not own and not any(verdict.notes for verdict in verdicts):
             raise ScoreError(
                 f"No scorer applied to episode {index} of group {group.number}: all of"
-                f" {', '.join(names)} returned None; at least one must give a number."
+                f" {', '.join([*names, 'its environment'])} returned None; at least one must give a"
+                " number."
             )
         parts = {name: verdict.score for name, verdict in zip(names, verdicts, strict=True)}
-        scores.append(Score(total=math.fsum(weighted), parts=parts))
+        scores.append(Score(total=math.fsum([*own.values(), *weighted]), parts={**own, **parts}))
         episodes.append(_annotated(episode, verdicts, scorers=scorers))
     return replace(group, episodes=tuple(episodes), scores=tuple(scores))
 

@@ -48,7 +48,7 @@ class Overlong:
             raise ValueError(f"action = {self.action!r} must be 'mask' or 'drop'")
 
     def __call__(self, group: Group) -> Group | None:
-        is_cut = [episode.turns[-1].finish == "length" for episode in group.episodes]
+        is_cut = [episode.was_cut for episode in group.episodes]
         if not any(is_cut):
             return group
         if self.action == "drop":

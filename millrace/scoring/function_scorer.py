@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace.cluster.messages import ScoreGroup
 from millrace.core.errors import ScoreError, TransientScoreError, WorkerError
-from millrace.core.records import Episode, Group, Prompt, Task, Verdict
+from millrace.core.records import Episode, Group, Message, Prompt, Task, Verdict
 from millrace.scoring.functions import inspect_reward
 from millrace.scoring.handover import resolve_function
 from millrace.scoring.scorer_kind import CallRules, ScorerTools
@@ -106,8 +106,14 @@ def _message(function: str, group: Group) -> ScoreGroup:
 
 
 def completion_of(episode: Episode, prompt: Prompt) -> Prompt:
-    text = episode.turns[-1].completion
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    """Of a chat all messages after the task's own, which may be several turns."""
+    turn = episode.turns[-1]
+    if isinstance(prompt, str):
+        return turn.completion
+    messages = [*(turn.prompt if not isinstance(turn.prompt, str) else [])]
+    begins = messages[: len(prompt)] == prompt
+    said: list[Message] = [{"role": "assistant", "content": turn.completion}]
+    return [*messages[len(prompt) :], *said] if begins else said
 
 
 def _sampled_ids(episode: Episode) -> list[int]:

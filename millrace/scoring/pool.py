@@ -149,13 +149,15 @@ def build_scorer_pool(
     shaping: Shaping | None = None,
     start_timeout_s: float = 180.0,
     warn: Callable[[str], None] = print,
+    may_be_none: bool = False,
 ) -> ScorerPool:
     """A pool, not yet started; raises ConfigError for what can be known to be wrong.
 
     `launch` starts a process by its name and module. `private`, kept by the caller while the pool
-    lives, takes the functions that no other process can import; `folder` is the run's own.
+    lives, takes the functions that no other process can import; `folder` is the run's own. There
+    `may_be_none` where an environment rewards.
     """
-    check_specs(specs, tasks=())
+    check_specs(specs, tasks=(), may_be_none=may_be_none)
     workers = ScorerWorkers(
         launch=lambda name: launch(name, SCORER_MODULE),
         num_workers=num_workers,

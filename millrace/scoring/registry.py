@@ -62,10 +62,13 @@ def spec_of_function(function: str | Callable[..., Any], *, name: str | None = N
     return ScorerSpec(kind=kind, name=name or kind.default_name)
 
 
-def check_specs(specs: Sequence[ScorerSpec], tasks: Sequence[Task]) -> None:
-    """Raise ConfigError for what can be known to be wrong before any worker starts."""
+def check_specs(
+    specs: Sequence[ScorerSpec], tasks: Sequence[Task], *, may_be_none: bool = False
+) -> None:
+    """Raise ConfigError for what can be known to be wrong before any worker starts. There
+    `may_be_none` where an environment rewards."""
     names = [spec.name for spec in specs]
-    if not names:
+    if not names and not may_be_none:
         raise ConfigError(
             "There is no scorer; add a [[scorer]] table, or pass scorers=[...] to train()."
         )

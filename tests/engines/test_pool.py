@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 from engine_rig import assert_same, finish_all, make_engine, weights
 from engine_rig import make_request as letters_request
-from fakes import ScriptedEngine, make_completion
+from fakes import Listener, ScriptedEngine, make_completion, make_piece
 from in_process_engine import InProcessEngine
 
+from millrace.cluster.messages import Abort, Done, Generate, Sampled
 from millrace.core.records import Request, Sampling
 from millrace.core.weight_update import WeightUpdate
-from millrace.engines.pool import EnginePool
+from millrace.engines.pool import EnginePool, RemoteEngine
 
 
 class HeldEngine(ScriptedEngine):
@@ -22,12 +23,15 @@ class HeldEngine(ScriptedEngine):
         self.finish = "stop"
         self.ready = ready or {}  # request id -> completions
 
-    async def generate(self, request):
+    async def generate(self, request, on_tokens=None):
         if request.id in self.ready:
             return self.ready[request.id]
         completions = await super().generate(request)
         await self.gate.wait()
-        return [replace(completion, finish=self.finish) for completion in completions]
+        ended = [replace(completion, finish=self.finish) for completion in completions]
+        for member, completion in enumerate(ended if on_tokens else []):
+            on_tokens(make_piece(completion, member=member))
+        return ended
 
 
 def make_request(name, *, n=1, session=None):
@@ -128,8 +132,8 @@ class YieldingEngine(ScriptedEngine):
         super().__init__("whole")
         self.answers = list(answers)
 
-    async def generate(self, request):
-        completions = await super().generate(request)
+    async def generate(self, request, on_tokens=None):
+        completions = await super().generate(request, on_tokens)
         return self.answers.pop(0) if self.answers else completions
 
 
@@ -172,11 +176,14 @@ async def test_a_request_that_its_caller_aborted_is_not_resumed():
     engine = HeldEngine()
     engine.texts = ("a",)
     pool = EnginePool([engine])
-    (task,) = await start(pool, make_request("r"))
+    listener = Listener()
+    task = asyncio.create_task(pool.generate(make_request("r"), listener))
+    await asyncio.sleep(0)
     await pool.abort(["r"])  # the engine gives it up before it hears of this
     engine.finish = "interrupt"
     engine.gate.set()
     assert [(c.finish, c.text) for c in await task] == [("abort", "a")]
+    listener.assert_heard(await task)
     assert len(engine.requests) == 1
 
 
@@ -200,6 +207,33 @@ async def test_one_expired_completion_ends_its_siblings():
     assert [(c.finish, c.text) for c in completions] == [("expire", "a"), ("abort", "b")]
 
 
+class TellingWorker:
+    """A Worker that tells two pieces of a request and never answers it."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    async def call(self, message, *, on_part=None):
+        self.calls.append(message)
+        if isinstance(message, Generate):
+            assert message.stream
+            on_part(Sampled(pieces=[make_piece(make_completion("a")) for _ in range(2)]))
+            await asyncio.Event().wait()
+        return Done()
+
+
+async def test_an_error_of_who_listens_is_raised_and_frees_the_place_in_the_engine():
+    worker = TellingWorker()
+
+    def refuse(piece):
+        raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        await RemoteEngine(worker).generate(make_request("r"), refuse)  # pyright: ignore
+    await until(lambda: len(worker.calls) == 2)
+    assert worker.calls[1] == Abort(ids=["r"])
+
+
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}])
 async def test_a_completion_interrupted_on_one_engine_and_resumed_on_another_is_the_same(sampling):
     class SameWeights:
@@ -215,7 +249,8 @@ async def test_a_completion_interrupted_on_one_engine_and_resumed_on_another_is_
     engines = [InProcessEngine(e, receiver=SameWeights(), interrupt="abort") for e in embedded]
     running = [asyncio.create_task(engine.run()) for engine in engines]
     pool = EnginePool(engines)
-    generating = asyncio.create_task(pool.generate(request))
+    listener = Listener()
+    generating = asyncio.create_task(pool.generate(request, listener))
     for version in (1, 2, 3):
         update = WeightUpdate(
             version=version, tensors=(), num_bytes=0, checksum=0, transport="", location=""
@@ -226,6 +261,7 @@ async def test_a_completion_interrupted_on_one_engine_and_resumed_on_another_is_
     for completion, same in zip(await generating, expected, strict=True):
         assert_same(completion, same)
         assert set(completion.versions) == {0, 1, 2, 3}
+    listener.assert_heard(generating.result())
     assert all(engine.stats().generated_tokens > 0 for engine in embedded)
     for task in running:
         task.cancel()

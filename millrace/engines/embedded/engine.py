@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.core.errors import RunFailed, TaskError
-from millrace.core.records import Finish, Request, Sampling
+from millrace.core.records import Finish, Piece, Request, Sampling
 from millrace.engines.embedded.adapter_bank import AdapterBank
 from millrace.engines.embedded.blocks import BlockPool, BlockTables
 from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, sample_rows
@@ -40,6 +40,7 @@ from millrace.engines.embedded.runner import Runner
 from millrace.engines.embedded.scheduler import Scheduler
 from millrace.engines.embedded.sequence import sequences_of
 from millrace.engines.embedded.stopping import Stopping
+from millrace.engines.embedded.streams import Streams
 from millrace.models.adapters import Adapter
 from millrace.models.logprobs import final_logits
 
@@ -131,6 +132,7 @@ class EmbeddedEngine:
         stopping = Stopping(tokenizer, eos_ids=eos_ids)
         self._endings = Endings(self._lanes, stopping)
         self._outcomes = Outcomes(stopping)
+        self._streams = Streams(self._lanes)
         self._num_arrived = 0
         self._num_generated = 0
         self._num_prefilled = 0
@@ -171,8 +173,10 @@ class EmbeddedEngine:
         """What a swap must bring."""
         return self._weights.shapes
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; step() will return it. Raises TaskError if it can never be served."""
+    def submit(self, request: Request, *, stream: bool = False) -> None:
+        """Queue a request; step() will return it. Raises TaskError if it can never be served.
+
+        Of one that streams, news() tells the tokens as they come."""
         if request.id in self._outcomes:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
@@ -180,6 +184,8 @@ class EmbeddedEngine:
         sequences = sequences_of(request, first_arrival=self._num_arrived, adapter_slot=slot)
         self._num_arrived += request.n
         self._outcomes.expect(request)
+        if stream:
+            self._streams.open(sequences)
         if request.partial is not None:
             finish = self._endings.of_resumed(sequences[0])
             if finish is not None:
@@ -222,6 +228,11 @@ class EmbeddedEngine:
             self._record_ended()
         return self._outcomes.take()
 
+    def news(self) -> dict[str, list[Piece]]:
+        """By request, what those that stream have sampled since this was last asked. Asked after
+        each call that returns finished requests, it has told everything about them by then."""
+        return self._streams.take()
+
     def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[Finished]:
         """End these requests with what they have; those that are not here are left out."""
         aborted = []
@@ -248,7 +259,7 @@ class EmbeddedEngine:
         versions: dict[str, list[np.ndarray]] = {}
         for sequence in self._scheduler.sequences():
             if sequence.request.expires:
-                own = self._lanes.versions_of(sequence)
+                _, _, own = self._lanes.sampled_by(sequence)
                 versions.setdefault(sequence.request.id, []).append(own)
         for id, known in versions.items():
             known += self._outcomes.versions_of(id)

@@ -45,7 +45,7 @@ class GroupScoring:
         self.close()
 
     def add(self, index: int, episode: Episode) -> None:
-        """This episode is finished. `index`: its place in the group."""
+        """This episode is finished. `index`: its number among those that were begun."""
         assert index not in self._episodes, f"episode {index} is finished once"
         self._episodes[index] = episode
         for name, station in self._stations.items():
@@ -55,16 +55,21 @@ class GroupScoring:
     async def verdicts(self, group: Group) -> list[list[Verdict]]:
         """A column per scorer, a verdict per episode. Raises what the first scorer that fails
         raises: the others need not go on then."""
-        episodes = dict(enumerate(group.episodes))
-        for index, episode in episodes.items():
-            if index not in self._episodes:
-                self.add(index, episode)
-            assert self._episodes[index] is episode, "what was judged is what is trained"
+        episodes = {self._place_of(episode): episode for episode in group.episodes}
         for name, station in self._stations.items():
             if station.desk.takes_groups:
                 self._spawn(self._judge(name, episodes))
         await asyncio.gather(*self._tasks)
         return [[self._found[name, i].result() for i in episodes] for name in self._stations]
+
+    def _place_of(self, episode: Episode) -> int:
+        """Where it was added; of more episodes than the group needed, some may be left out."""
+        for index, added in self._episodes.items():
+            if added is episode:
+                return index
+        index = max(self._episodes, default=-1) + 1
+        self.add(index, episode)
+        return index
 
     def close(self) -> None:
         """Nobody waits for what is still missing."""

@@ -1,0 +1,33 @@
+"""[environment]: what is played, and when an episode ends. Torch-free."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from millrace.config.sections import Float, PositiveFloat, PositiveInt, Section
+
+
+class EnvironmentConfig(Section):
+    function: str | None = None
+    """ "module:name" or "file.py:name" of a coroutine `play(task, agent)`; by default one prompt
+    and one completion. See docs/episodes.md."""
+    max_turns: PositiveInt = 32
+    """Replies of the model in an episode, at most."""
+    episode_timeout_s: PositiveFloat | None = None
+    """An episode that takes longer is ended and marked."""
+    turn_timeout_s: PositiveFloat | None = None
+    """So is one in which a single reply does."""
+    ended_reward: Float = 0.0
+    """Reward of an episode that came to one of these limits, or to the end of the context."""
+    tool_timeout_s: PositiveFloat = 30.0
+    """A tool call that takes longer is given up, and the model is told."""
+    tool_result_chars: PositiveInt = 16384
+    """What is longer is cut, and the model is told."""
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "gemma"] = "auto"
+    """How the model writes tool calls; "auto" sees it by the chat template."""
+    history: Literal["template", "sampled"] = "template"
+    """Where the chat template would render earlier turns otherwise than before (some drop their
+    thinking): do so in a new branch, or go on after what was sampled all the same."""
+    template: dict[str, Any] = Field(default={})
+    """What the chat template is told besides messages and tools, such as {enable_thinking =
+    false}."""

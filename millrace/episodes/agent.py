@@ -1,0 +1,213 @@
+"""What an environment talks to: messages or text in, replies out, every token recorded.
+
+    reply = await agent.chat(messages, tools=[search])
+    messages += [reply.message, *await agent.call_tools(reply)]
+
+Belongs to one episode and to the event loop of the environments.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from millrace.core.errors import TaskError
+from millrace.core.records import Finish, Message, Prompt, Rollout, Sampling, Turn
+from millrace.episodes.conversation import Beginning, Conversation
+from millrace.episodes.play import Play
+from millrace.episodes.record import Exchange, TokenRecord
+from millrace.episodes.tool_calls import Parsed, ToolCall, ToolFormat
+from millrace.episodes.tools import Tool, run_tool, tools_of
+
+MALFORMED = "malformed_calls"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Reply:
+    text: str  # as it was sampled, without what ended it
+    message: Message  # to go on with
+    tool_calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()  # with calls that could not be read; for the model
+    finish: Finish
+    exchange: Exchange = field(repr=False)
+    tools: Mapping[str, Tool] = field(repr=False, default_factory=dict[str, Tool])
+
+    @property
+    def wants_tools(self) -> bool:
+        """True if call_tools() has something to say to it."""
+        return bool(self.tool_calls or self.problems)
+
+
+class Agent:
+    def __init__(
+        self,
+        *,
+        play: Play,
+        conversation: Conversation,
+        tool_format: ToolFormat,
+        sampling: Sampling,
+        name: str = "",
+        adapter: str | None = None,
+        is_trained: bool = True,
+    ) -> None:
+        self.name = name
+        self._play = play
+        self._conversation = conversation
+        self._format = tool_format
+        self._sampling = sampling
+        self._adapter = adapter
+        self._is_trained = is_trained
+        self._record = TokenRecord()
+
+    async def chat(
+        self,
+        messages: Sequence[Message | Reply],
+        tools: Sequence[Tool | Callable[..., Any]] | None = None,
+        **sampling: Any,
+    ) -> Reply:
+        """The model's next message; `sampling` changes settings of [sampling] for this one.
+
+        Raises EpisodeOver when the episode may not go on, which need not be caught.
+        """
+        rows = _checked(messages)
+        by_name = tools_of(tools or ())
+        schemas = [tool.schema for tool in by_name.values()]
+        shown, in_template = self._format.shown(rows, schemas)
+        beginning = self._conversation.of_messages(shown, tools=in_template)
+        exchange = await self._exchange(beginning, prompt=rows, sampling=sampling)
+        text = exchange.completion.text
+        parsed = self._format.parse(text, schemas) if by_name else Parsed(content=text)
+        message = self._format.reply(text, parsed)
+        self._conversation.replied_to_messages([*shown, message], exchange, tools=in_template)
+        return Reply(
+            text=text,
+            message=message,
+            tool_calls=parsed.calls,
+            problems=parsed.problems,
+            finish=exchange.completion.finish,
+            exchange=exchange,
+            tools=by_name,
+        )
+
+    async def complete(self, prompt: str, **sampling: Any) -> Reply:
+        """What the model writes after a text, as chat() otherwise. A prompt that begins with an
+        earlier one and its reply goes on from there."""
+        if not isinstance(prompt, str):
+            raise TaskError(
+                f"agent.complete was given {prompt!r:.80}; give it a text, or use chat."
+            )
+        beginning = self._conversation.of_text(prompt)
+        exchange = await self._exchange(beginning, prompt=prompt, sampling=sampling)
+        self._conversation.replied_to_text(prompt, exchange)
+        text = exchange.completion.text
+        message = {"role": "assistant", "content": text}
+        finish = exchange.completion.finish
+        return Reply(text=text, message=message, finish=finish, exchange=exchange)
+
+    async def call_tools(self, reply: Reply) -> list[Message]:
+        """Run what a reply calls, one after the other; returns what the model is told of it."""
+        messages: list[Message] = []
+        for call in reply.tool_calls:
+            messages.append(self._format.result(call, await self._run(call, reply.tools)))
+        self._play.counts[MALFORMED] += len(reply.problems)
+        if reply.problems:
+            messages.append({"role": "user", "content": "\n".join(reply.problems)})
+        return messages
+
+    async def run(
+        self,
+        messages: Sequence[Message | Reply],
+        tools: Sequence[Tool | Callable[..., Any]],
+        **sampling: Any,
+    ) -> list[Message]:
+        """Chat and call tools until a reply calls none; returns all messages, that reply last."""
+        rows = _checked(messages)
+        while True:
+            reply = await self.chat(rows, tools, **sampling)
+            rows = [*rows, reply.message]
+            if not reply.wants_tools:
+                return rows
+            rows += await self.call_tools(reply)
+
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """What it sampled so far, if that is trained."""
+        if not self._is_trained:
+            return ()
+        return tuple(replace(rollout, agent=self.name) for rollout in self._record.rollouts())
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self._conversation.counts
+
+    async def _exchange(
+        self, beginning: Beginning, *, prompt: Prompt, sampling: Mapping[str, Any]
+    ) -> Exchange:
+        settings = self._settings(sampling)
+        completion = await self._play.sample(
+            beginning.tokens,
+            sampling=settings,
+            session=self.name,
+            adapter=self._adapter,
+            is_trained=self._is_trained,
+        )
+        exchange = self._record.add(
+            beginning.given,
+            completion,
+            sampling=settings,
+            parent=beginning.parent,
+            at=beginning.at,
+        )
+        turn = Turn(
+            prompt=prompt, completion=completion.text, finish=completion.finish, agent=self.name
+        )
+        self._play.turns.append(turn)
+        return exchange
+
+    def _settings(self, changes: Mapping[str, Any]) -> Sampling:
+        if not changes:
+            return self._sampling
+        if isinstance(changes.get("stop"), str | list):
+            stop = changes["stop"]
+            changes = {**changes, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+        try:
+            changed = replace(self._sampling, **changes)
+        except TypeError:
+            unknown = ", ".join(sorted(set(changes) - set(Sampling.__dataclass_fields__)))
+            raise TaskError(
+                f"agent.chat was given {unknown}, which is no setting of [sampling]; there are"
+                f" {', '.join(Sampling.__dataclass_fields__)}."
+            ) from None
+        if self._is_trained and changed.temperature == 0 != self._sampling.temperature:
+            raise TaskError(
+                "agent.chat was given temperature = 0, which leaves nothing to learn; raise it."
+            )
+        return changed
+
+    async def _run(self, call: ToolCall, tools: Mapping[str, Tool]) -> str:
+        limits = self._play.limits
+        self._play.check()
+        self._play.counts["tool_calls"] += 1
+        if call.name not in tools:
+            self._play.counts["tool_errors"] += 1
+            return f"Error: there is no tool {call.name!r}; there are {', '.join(tools)}."
+        result = await run_tool(
+            tools[call.name],
+            call.arguments,
+            timeout_s=limits.tool_timeout_s,
+            max_chars=limits.tool_result_chars,
+        )
+        if result.fault is not None:
+            self._play.counts[result.fault] += 1
+        return result.text
+
+
+def _checked(messages: Sequence[Message | Reply]) -> list[Message]:
+    """As dicts; raises TaskError for what no template could render."""
+    if isinstance(messages, str) or not messages:
+        raise TaskError(f"agent.chat was given {messages!r:.80}; give it a list of messages.")
+    rows = [row.message if isinstance(row, Reply) else row for row in messages]
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict) or not isinstance(row.get("role"), str):
+            raise TaskError(
+                f"Message {index} is {row!r:.80}; a message is a dict with a role and content."
+            )
+    return rows

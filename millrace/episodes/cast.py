@@ -1,0 +1,52 @@
+"""The agents of one episode.
+
+Belongs to the event loop of the environments.
+"""
+
+from millrace.core.records import Rollout, Sampling
+from millrace.episodes.agent import Agent
+from millrace.episodes.conversation import Conversation, History
+from millrace.episodes.play import Play
+from millrace.episodes.tool_calls import ToolFormat
+from millrace.rollout.renderer import Renderer
+
+
+class Cast:
+    """The agents of one episode, by name; the environment is given the one without a name."""
+
+    def __init__(
+        self,
+        play: Play,
+        *,
+        renderer: Renderer,
+        history: History,
+        tool_format: ToolFormat,
+        sampling: Sampling,
+    ) -> None:
+        self._play = play
+        self._renderer = renderer
+        self._history: History = history
+        self._format = tool_format
+        self._sampling = sampling
+        self._agents: dict[str, Agent] = {}
+
+    def agent(self, name: str = "") -> Agent:
+        if name not in self._agents:
+            self._agents[name] = Agent(
+                play=self._play,
+                conversation=Conversation(self._renderer, history=self._history),
+                tool_format=self._format,
+                sampling=self._sampling,
+                name=name,
+            )
+        return self._agents[name]
+
+    def rollouts(self) -> tuple[Rollout, ...]:
+        return tuple(rollout for agent in self._agents.values() for rollout in agent.rollouts())
+
+    def counts(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for agent in self._agents.values():
+            for name, count in agent.counts.items():
+                counts[name] = counts.get(name, 0) + count
+        return counts

@@ -1,0 +1,51 @@
+"""A thread with an event loop of its own, on which users' coroutines run.
+
+Promise: a coroutine that blocks its loop delays others on it, and never the loop of its caller.
+Cancelling a call cancels the coroutine. A thread that does not come to its end is left behind, and
+dies with the process.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+class LoopThread:
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._loop.call_soon_threadsafe(self._end)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Its result, from another loop."""
+        return await on_loop(self._loop, coroutine)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _end(self) -> None:
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        ended.add_done_callback(lambda _: self._loop.stop())
+
+
+async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that runs on another thread's loop."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))

@@ -1,0 +1,14 @@
+"""Models behind HTTP: the OpenAI API, and tokens in and out.
+
+| module | owns |
+|---|---|
+| `options.py`, `settings.py`, `command.py` | `millrace serve`, from its options to its end |
+| `server.py` | routes, keys, limits, errors |
+| `served.py` | a model behind engines: prompts in, completions or pieces out |
+| `chat.py`, `completions.py`, `generate.py` | an endpoint each, whole and as a stream |
+| `bodies.py`, `messages.py`, `errors.py`, `sse.py` | the API's forms |
+| `text_stream.py` | text of tokens that come one by one |
+| `metrics.py` | counters for Prometheus |
+
+Promise: torch-free where requests pass; the models compute in processes of their own.
+"""

@@ -1,0 +1,197 @@
+"""What clients may ask for, field by field, as the OpenAI API names it; checked by pydantic.
+
+A field that is not known, or is known and would change what comes back but is not supported, is
+refused: nothing that a client asks for is left out in silence. Those of the API that only concern
+its makers' own service (whom to bill, what to log) are taken and ignored.
+"""
+
+import json
+import secrets
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from millrace.core.records import Sampling
+from millrace.serving.errors import ApiError
+
+MAX_CHOICES = 128
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+B = TypeVar("B", bound="Body")
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # of the length of chunks: there is none here
+
+
+class SamplingBody(Body):
+    """What all endpoints have in common."""
+
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=0)] | None = None  # not in the OpenAI API
+    min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None  # nor this
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
+    stream: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    def drawn_seed(self) -> int:
+        return secrets.randbits(63) if self.seed is None else self.seed
+
+    def sampling(self, *, max_new_tokens: int) -> Sampling:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            stop=tuple(stop),
+        )
+
+
+class OpenAIBody(SamplingBody):
+    model: str
+    stream_options: StreamOptions | None = None
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options need stream = true")
+        return self
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class ToolFunction(BaseModel):  # its schema is the model's business
+    name: Text
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChatBody(OpenAIBody):
+    """Of /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Literal[0] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # not in the OpenAI API
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @model_validator(mode="after")
+    def _tools_are_functions(self) -> Self:
+        for tool in self.tools or []:
+            Tool.model_validate(tool)
+        return self
+
+
+class CompletionBody(OpenAIBody):
+    """Of /v1/completions."""
+
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    max_tokens: Count | None = 16
+    logprobs: Literal[0] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        match self.prompt:
+            case str() | [int(), *_]:
+                return [self.prompt]  # pyright: ignore[reportReturnType]
+            case several:
+                return list(several)  # pyright: ignore[reportReturnType]
+
+
+class GenerateBody(SamplingBody):
+    """Of /generate: tokens in, tokens out."""
+
+    prompt: TokenIds
+    max_new_tokens: Count = 256
+    model: str | None = None
+    session: str | None = None
+
+
+def read_body(kind: type[B], data: bytes) -> B:
+    """What a client sent, or an ApiError that says what is wrong with it."""
+    try:
+        table = json.loads(data)
+    except (ValueError, RecursionError) as error:  # also bytes that are no text
+        raise ApiError(f"The body is not valid JSON: {error}.") from None
+    if not isinstance(table, dict):
+        raise ApiError(f"The body is a JSON {type(table).__name__}; send an object.")
+    try:
+        return kind.model_validate(table)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    # Of a union each branch has its own complaint; who came furthest understood most.
+    first = max(error.errors(), key=lambda detail: len(detail["loc"]))
+    where = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
+    if first["type"] == "extra_forbidden":
+        return ApiError(
+            f"Unknown field {where!r}; leave it out.", param=where, code="unknown_field"
+        )
+    if first["type"] == "missing":
+        return ApiError(f"Field {where!r} is missing.", param=where)
+    message = first["msg"].removeprefix("Value error, ").rstrip(".")
+    if not where:
+        return ApiError(f"{message[0].upper()}{message[1:]}.")
+    if first["type"] == "literal_error":
+        known = first["ctx"]["expected"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        message = f"only {known} is supported here"
+    value = json.dumps(first["input"])[:80]
+    return ApiError(f"Field {where!r} = {value}: {message}.", param=where)
+
+
+def _is_branch(part: int | str) -> bool:
+    """Pydantic names the branch of a union it tried; to a client that says nothing."""
+    return isinstance(part, str) and (part in ("str", "constrained-str") or "[" in part)

@@ -1,0 +1,110 @@
+"""`millrace serve`: engines in processes of their own, and an HTTP server before them.
+
+Promise: no process outlives the command. An engine that dies ends it, with that engine's account.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from millrace.cluster.hub import Hub
+from millrace.cluster.messages import Message, Progress, StartEngine
+from millrace.cluster.own_loop import run_on_own_loop
+from millrace.cluster.worker import Worker
+from millrace.config import RunConfig
+from millrace.core.causes import first_cause
+from millrace.core.errors import ConfigError
+from millrace.engines.pool import EnginePool, RemoteEngine
+from millrace.serving.metrics import ServerMetrics
+from millrace.serving.served import Served
+from millrace.serving.server import listening, make_app
+from millrace.serving.settings import ServeSettings
+from millrace.serving.tool_calls import ToolFormat
+
+
+def serve(settings: ServeSettings) -> None:
+    """Serve until it is interrupted."""
+    run_on_own_loop(lambda: _serve(settings))
+
+
+async def _serve(settings: ServeSettings) -> None:
+    metrics = ServerMetrics()
+
+    def heard(worker: str, message: Message) -> None:
+        if isinstance(message, Progress):
+            metrics.heard(worker, message.counters)
+
+    config = settings.config
+    settings.log_dir.mkdir(parents=True, exist_ok=True)
+    async with Hub(log_dir=settings.log_dir, on_event=heard) as hub:
+        with first_cause():
+            async with asyncio.TaskGroup() as starting:
+                engines = [
+                    starting.create_task(_start_engine(hub, f"engine-{i}", config=config))
+                    for i in range(config.engine.count)
+                ]
+                reading = starting.create_task(asyncio.to_thread(_read_model, config))
+        workers = [task.result() for task in engines]
+        tokenizer, max_context = reading.result()
+        served = Served(
+            EnginePool([RemoteEngine(worker) for worker in workers]),
+            tokenizer=tokenizer,
+            name=settings.name,
+            adapters=tuple(config.engine.adapters),
+            max_context=max_context,
+            tool_format=ToolFormat(),
+            metrics=metrics,
+        )
+        app = make_app(
+            served,
+            key=settings.key,
+            limits=settings.limits,
+            is_healthy=lambda: not any(worker.dead.done() for worker in workers),
+        )
+        with contextlib.closing(served):
+            async with _listening(app, settings) as port:
+                host = f"[{settings.host}]" if ":" in settings.host else settings.host
+                print(f"Serving {settings.name} at http://{host}:{port}/v1", flush=True)
+                died, _ = await asyncio.wait(
+                    [worker.dead for worker in workers], return_when=asyncio.FIRST_COMPLETED
+                )
+        raise died.pop().result()
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: web.Application, settings: ServeSettings) -> AsyncIterator[int]:
+    try:
+        async with listening(app, host=settings.host, port=settings.port) as port:
+            yield port
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot listen at --host {settings.host} --port {settings.port}: {error}; choose"
+            " others."
+        ) from None
+
+
+async def _start_engine(hub: Hub, name: str, *, config: RunConfig) -> Worker:
+    worker = await hub.launch(name, "millrace.workers.engine")
+    load = StartEngine(
+        config=config.model_dump(mode="json"), model_path=config.model.path, version=0
+    )
+    await worker.call(load, timeout_s=config.cluster.start_timeout_s)
+    return worker
+
+
+def _read_model(config: RunConfig) -> tuple[Any, int]:
+    """Its tokenizer and longest context. Runs in a thread, while the engines load the weights."""
+    from millrace.models.directory import configured_context, load_tokenizer  # takes seconds
+
+    model = config.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    limit = configured_context(model.path, trust_remote_code=model.trust_remote_code)
+    context = config.engine.max_context or limit
+    if context is None:
+        raise ConfigError(
+            f"Model {model.path!r} states no longest context; set --engine.max_context."
+        )
+    return tokenizer, context

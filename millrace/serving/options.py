@@ -1,0 +1,58 @@
+"""The options of `millrace serve`. Nothing heavy is imported here: `millrace --help` reads it."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+SERVE = """\
+Serve a model over HTTP: the OpenAI API (/v1/chat/completions, /v1/completions, /v1/models), tokens
+in and out (/generate), /health and /metrics. Any setting of the engines can be given as
+--engine.key value.
+
+It listens on this machine only. Beyond that it wants a key, which clients must show: in the
+environment as MILLRACE_API_KEY, or in a file.
+"""
+
+SERVE_MORE = """\
+examples:
+  millrace serve Qwen/Qwen3-0.6B
+  millrace serve runs/run/checkpoints/step_100 --engines 2 --engine.dtype bfloat16
+  millrace serve my-model --host 0.0.0.0 --api-key-file key.txt
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    body_bytes: int = 4 * 2**20
+    requests: int = 1024  # at once
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    limits = Limits()
+    parser.add_argument("model", metavar="MODEL", help="model directory or hub name")
+    parser.add_argument("--engines", type=int, default=1, metavar="N", help="(default: 1)")
+    parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="0 = any free one (default: 8000)")
+    parser.add_argument("--name", help="by which clients ask for it (default: MODEL's last part)")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--max-requests",
+        type=int,
+        default=limits.requests,
+        metavar="N",
+        help=f"answered at once; others are told to come later (default: {limits.requests})",
+    )
+    parser.add_argument(
+        "--max-body-bytes",
+        type=int,
+        default=limits.body_bytes,
+        metavar="N",
+        help=f"of one request (default: {limits.body_bytes})",
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        default=Path("logs"),
+        metavar="DIR",
+        help="what the engines print (default: logs)",
+    )

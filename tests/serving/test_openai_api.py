@@ -1,0 +1,445 @@
+"""The official client against the endpoints, before an engine that writes what the test says."""
+
+import asyncio
+import json
+
+import aiohttp
+import openai
+import pytest
+from chat_model import IM_END, chat_tokenizer
+from writing_engine import WritingEngine, served, until
+
+from millrace.core.errors import TaskError, WorkerError
+from millrace.serving.options import Limits
+
+ASK = [{"role": "user", "content": "What is 2 + 3?"}]
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        },
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+def root_of(client: openai.AsyncOpenAI) -> str:
+    return str(client.base_url).removesuffix("v1/")
+
+
+async def test_a_chat_is_rendered_answered_and_counted():
+    engine = WritingEngine("5, I think.")
+    async with served(engine) as client:
+        reply = await client.chat.completions.create(model="tiny", messages=ASK)
+    (choice,) = reply.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "5, I think.")
+    assert choice.finish_reason == "stop"
+    (request,) = engine.requests
+    prompt = chat_tokenizer().apply_chat_template(
+        ASK, add_generation_prompt=True, return_dict=False
+    )
+    assert request.prompt.tolist() == prompt
+    assert request.sampling.max_new_tokens == 512 - len(prompt)
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(prompt), 12)
+
+
+async def test_settings_of_a_request_reach_the_engine():
+    engine = WritingEngine("x")
+    async with served(engine) as client:
+        await client.chat.completions.create(
+            model="side",
+            messages=ASK,
+            n=3,
+            seed=7,
+            temperature=0.5,
+            top_p=0.9,
+            stop=["END", "\n"],
+            max_completion_tokens=20,
+            user="somebody",
+            prompt_cache_key="conversation",
+            extra_body={"top_k": 5, "min_p": 0.1, "chat_template_kwargs": {"prefix": "Well"}},
+        )
+    (request,) = engine.requests
+    sampling = request.sampling
+    assert (request.n, request.seed, request.adapter) == (3, 7, "side")
+    assert request.session == "conversation"
+    assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.5, 0.9, 20)
+    assert (sampling.top_k, sampling.min_p, sampling.stop) == (5, 0.1, ("END", "\n"))
+    assert chat_tokenizer().decode(request.prompt[-4:]) == "Well"
+
+
+async def test_without_a_seed_each_request_draws_its_own():
+    engine = WritingEngine("x")
+    async with served(engine) as client:
+        for _ in range(2):
+            await client.chat.completions.create(model="tiny", messages=ASK)
+    assert len({request.seed for request in engine.requests}) == 2
+
+
+async def test_a_stream_gives_the_text_as_it_is_written():
+    async with served(WritingEngine("one", "three")) as client:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=ASK, n=2, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    *most, last = chunks
+    deltas = [chunk.choices[0] for chunk in most]
+    texts = {i: [d.delta.content or "" for d in deltas if d.index == i] for i in (0, 1)}
+    assert {i: "".join(parts) for i, parts in texts.items()} == {0: "one", 1: "three"}
+    assert [part for part in texts[1] if part] == list("three")
+    ends = [(d.index, d.finish_reason) for d in deltas if d.finish_reason]
+    assert ends == [(0, "stop"), (1, "stop")]
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 4 + 6
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_logprobs_are_those_of_the_sampled_tokens_whole_and_streamed():
+    async with served(WritingEngine("abc")) as client:
+        ask = {"model": "tiny", "messages": ASK, "logprobs": True}
+        whole = await client.chat.completions.create(**ask)
+        stream = await client.chat.completions.create(**ask, stream=True)
+        parts = [c.choices[0].logprobs async for c in stream if c.choices[0].logprobs]
+    assert whole.choices[0].logprobs is not None
+    rows = whole.choices[0].logprobs.content or []
+    assert [row.token for row in rows] == ["a", "b", "c", "<|im_end|>"]
+    assert [row.logprob for row in rows] == [0.0, -0.125, -0.25, -0.375]
+    assert rows[1].bytes == [ord("b")]
+    assert [row for part in parts for row in part.content or []] == rows
+
+
+async def test_stop_strings_are_never_sent_not_even_in_parts():
+    engine = WritingEngine("say STO no STOP")
+    async with served(engine) as client:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=ASK, stop="STOP", stream=True
+        )
+        parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(parts) == "say STO no "
+    assert "S" not in parts
+
+
+async def test_tool_calls_come_as_such_and_their_results_go_back_to_the_model():
+    engine = WritingEngine(f"Let me see.{CALL}")
+    async with served(engine) as client:
+        reply = await client.chat.completions.create(model="tiny", messages=ASK, tools=[ADD])
+        (choice,) = reply.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me see."
+        (call,) = choice.message.tool_calls or []
+        assert (call.type, call.function.name) == ("function", "add")
+        assert json.loads(call.function.arguments) == {"a": 2, "b": 3}
+        engine.texts = ("It is 5.",)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+        second = await client.chat.completions.create(
+            model="tiny", messages=[*ASK, choice.message, result], tools=[ADD]
+        )
+    assert second.choices[0].message.content == "It is 5."
+    first, after = (chat_tokenizer().decode(request.prompt) for request in engine.requests)
+    assert '"name": "add", "description": "Add two numbers."' in first
+    assert '{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call><|im_end|>' in after
+    assert "<|im_start|>tool\n5<|im_end|>" in after
+
+
+async def test_a_stream_holds_a_tool_call_back_until_it_is_whole():
+    async with served(WritingEngine(f"I add < them.{CALL}{CALL}")) as client:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=ASK, tools=[ADD], stream=True
+        )
+        deltas = [chunk.choices[0] async for chunk in stream]
+    assert "".join(d.delta.content or "" for d in deltas) == "I add < them."
+    calls = [call for d in deltas for call in d.delta.tool_calls or []]
+    assert [(call.index, call.function.name) for call in calls] == [(0, "add"), (1, "add")]
+    assert json.loads(calls[0].function.arguments) == {"a": 2, "b": 3}
+    assert deltas[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("text", ["<tool_call>{oops</tool_call>", "<tool_call> is a tag"])
+async def test_a_tool_call_that_cannot_be_read_is_text(text):
+    async with served(WritingEngine(text)) as client:
+        ask = {"model": "tiny", "messages": ASK, "tools": [ADD]}
+        whole = await client.chat.completions.create(**ask)
+        stream = await client.chat.completions.create(**ask, stream=True)
+        parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert (whole.choices[0].message.content, whole.choices[0].message.tool_calls) == (text, None)
+    assert "".join(parts) == text
+
+
+async def test_who_offers_no_tools_gets_what_looks_like_a_call_as_text():
+    async with served(WritingEngine(CALL)) as client:
+        ask = {"model": "tiny", "messages": ASK}
+        reply = await client.chat.completions.create(**ask)
+        declined = await client.chat.completions.create(**ask, tools=[ADD], tool_choice="none")
+    for each in (reply, declined):
+        assert each.choices[0].message.content == CALL
+
+
+async def test_completions_go_on_from_texts_and_from_tokens():
+    engine = WritingEngine("one", "two")
+    async with served(engine) as client:
+        texts = await client.completions.create(model="tiny", prompt=["a", "bc"], n=2, logprobs=0)
+        tokens = await client.completions.create(model="tiny", prompt=[97, 98], max_tokens=5)
+        stream = await client.completions.create(model="tiny", prompt=["a", "b"], stream=True)
+        chunks = [chunk async for chunk in stream]
+    assert [(c.index, c.text) for c in texts.choices] == [*enumerate(["one", "two"] * 2)]
+    assert texts.choices[2].logprobs is not None
+    assert texts.choices[2].logprobs.tokens == ["o", "n", "e", "<|im_end|>"]
+    assert texts.choices[2].logprobs.text_offset == [0, 1, 2, 3]
+    assert [r.prompt.tolist() for r in engine.requests[:3]] == [[97], [98, 99], [97, 98]]
+    assert [(r.index, r.sampling.max_new_tokens) for r in engine.requests[:3]] == [
+        (0, 16),
+        (2, 16),
+        (0, 5),
+    ]
+    assert engine.requests[0].seed == engine.requests[1].seed
+    assert tokens.choices[0].text == "one"
+    for index in (0, 1):
+        own = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert "".join(choice.text for choice in own) == "one"
+        assert own[-1].finish_reason == "stop"
+
+
+async def test_generate_takes_and_gives_tokens_with_logprobs_and_versions():
+    body = {"prompt": [97, 98], "n": 2, "seed": 5, "max_new_tokens": 9, "temperature": 0}
+    engine = WritingEngine("hi", "you")
+    async with served(engine) as client, aiohttp.ClientSession() as http:
+        async with http.post(f"{root_of(client)}generate", json=body) as response:
+            whole = await response.json()
+        asked = http.post(f"{root_of(client)}generate", json={**body, "stream": True})
+        async with asked as response:
+            events = (await response.text()).split("\n\n")
+    assert whole["completions"][0] == {
+        "tokens": [ord("h"), ord("i"), IM_END],
+        "logprobs": [0.0, -0.125, -0.25],
+        "versions": [3, 3, 3],
+        "finish": "stop",
+        "text": "hi",
+    }
+    assert (engine.requests[0].prompt.tolist(), engine.requests[0].seed) == ([97, 98], 5)
+    assert events[-2:] == ["data: [DONE]", ""]
+    pieces = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    second = [piece for piece in pieces if piece["index"] == 1]
+    assert [token for p in second for token in p["tokens"]] == whole["completions"][1]["tokens"]
+    assert [p["finish"] for p in second] == [None, None, None, "stop"]
+
+
+async def test_models_are_the_model_and_its_adapters():
+    async with served(WritingEngine("x")) as client:
+        assert [model.id async for model in client.models.list()] == ["tiny", "side"]
+        assert (await client.models.retrieve("side")).id == "side"
+        with pytest.raises(openai.NotFoundError, match="no model 'large'"):
+            await client.models.retrieve("large")
+        with pytest.raises(openai.NotFoundError, match=r"no model 'large'; .* tiny, side"):
+            await client.chat.completions.create(model="large", messages=ASK)
+
+
+WRONG = {
+    "temperature": ({"temperature": -1}, "greater than or equal to 0"),
+    "n": ({"n": 1000}, "less than or equal to 128"),
+    "top_logprobs": ({"logprobs": True, "top_logprobs": 5}, "only 0 is supported"),
+    "frequency_penalty": ({"frequency_penalty": 0.5}, "only 0 is supported"),
+    "tool_choice": ({"tools": [ADD], "tool_choice": "required"}, "only 'auto' or 'none'"),
+    "response_format.type": (
+        {"response_format": {"type": "json_object"}},
+        "only 'text' is supported",
+    ),
+    "reasoning_effort": ({"reasoning_effort": "low"}, "Unknown field"),
+    "stop.1": ({"stop": ["a", ""]}, "at least 1 character"),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+async def test_what_cannot_be_done_is_refused_by_name(field):
+    settings, words = WRONG[field]
+    engine = WritingEngine("x")
+    async with served(engine) as client:
+        with pytest.raises(openai.BadRequestError, match=words) as info:
+            await client.chat.completions.create(model="tiny", messages=ASK, **settings)
+    assert info.value.param == field
+    assert info.value.type == "invalid_request_error"
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "at least 1 item"),
+        ([{"role": "robot", "content": "x"}], "'robot' is none of"),
+        ([{"role": "user"}], "content' is missing"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "not text"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
+            "cannot be read",
+        ),
+        ([{"role": "user", "content": "x" * 600}], "context holds 512"),
+    ],
+)
+async def test_messages_that_are_none_are_refused(messages, words):
+    async with served(WritingEngine("x")) as client:
+        with pytest.raises(openai.BadRequestError, match=words):
+            await client.chat.completions.create(model="tiny", messages=messages)
+
+
+async def test_parts_of_text_are_text_and_developers_are_the_system():
+    engine = WritingEngine("x")
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    async with served(engine) as client:
+        await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "developer", "content": "be"}, {"role": "user", "content": parts}],
+        )
+    prompt = chat_tokenizer().decode(engine.requests[0].prompt)
+    assert prompt.startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nab<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("body", "type", "status", "words"),
+    [
+        (b'{"model": ', "application/json", 400, "not valid JSON"),
+        (b"\xff\xfe", "application/json", 400, "not valid JSON"),
+        (b"[" * 100000, "application/json", 400, "not valid JSON"),
+        (b"[]", "application/json", 400, "send an object"),
+        (b"{}", "text/plain", 415, "Content-Type: application/json"),
+        (b"x" * 3000, "application/json", 413, "Too Large"),
+    ],
+    ids=["cut", "binary", "deep", "list", "type", "large"],
+)
+async def test_a_body_that_is_none_is_refused_in_the_apis_form(body, type, status, words):
+    limits = Limits(body_bytes=2048) if len(body) == 3000 else None
+    async with served(WritingEngine("x"), limits=limits) as client:
+        url, headers = f"{client.base_url}chat/completions", {"Content-Type": type}
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(url, data=body, headers=headers) as response,
+        ):
+            assert response.status == status
+            assert words in (await response.json())["error"]["message"]
+
+
+async def test_other_paths_and_methods_are_refused_in_the_apis_form():
+    async with served(WritingEngine("x")) as client, aiohttp.ClientSession() as http:
+        async with http.get(f"{root_of(client)}v2") as response:
+            assert (response.status, (await response.json())["error"]["type"]) == (
+                404,
+                "not_found_error",
+            )
+        async with http.get(f"{client.base_url}completions") as response:
+            assert response.status == 405
+            assert response.headers["Allow"] == "POST"
+
+
+async def test_only_who_shows_the_key_is_let_in():
+    async with served(WritingEngine("x"), key="secret") as client:
+        await client.models.list()
+        with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
+            await client.with_options(api_key="secre").models.list()
+        async with aiohttp.ClientSession() as http:
+            for path, status in (("health", 200), ("metrics", 401), ("v1/models", 401)):
+                async with http.get(f"{root_of(client)}{path}") as response:
+                    assert response.status == status, path
+
+
+class FailingEngine(WritingEngine):
+    def __init__(self, error: Exception, *, after: int) -> None:
+        super().__init__("abc")
+        self._error = error
+        self._after = after
+
+    async def generate(self, request, on_tokens=None):
+        def tell(piece):
+            if on_tokens:
+                on_tokens(piece)
+
+        if self._after:
+            await super().generate(request, tell)
+        raise self._error
+
+
+async def test_what_the_engine_refuses_is_the_clients_fault_and_its_death_is_not():
+    refusal = TaskError("Token ids outside 0..9.")
+    death = WorkerError("Worker died.", worker="engine-0", traceback="/home/secret.py")
+    for stream in (False, True):
+        async with served(FailingEngine(refusal, after=0)) as client:
+            with pytest.raises(openai.BadRequestError, match="outside 0"):
+                await client.chat.completions.create(model="tiny", messages=ASK, stream=stream)
+        async with served(FailingEngine(death, after=0)) as client:
+            with pytest.raises(openai.InternalServerError, match="engine failed") as info:
+                await client.chat.completions.create(model="tiny", messages=ASK, stream=stream)
+            assert "secret" not in str(info.value)
+
+
+async def test_a_stream_that_breaks_says_so():
+    async with served(FailingEngine(WorkerError("Died.", worker="e"), after=3)) as client:
+        stream = await client.chat.completions.create(model="tiny", messages=ASK, stream=True)
+        with pytest.raises(openai.APIError, match="engine failed"):
+            async for _ in stream:
+                pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_request(stream):
+    engine = WritingEngine("a long story")
+    async with served(engine) as client:
+        engine.gate.clear()
+        asking = asyncio.create_task(
+            client.chat.completions.create(model="tiny", messages=ASK, stream=stream)
+        )
+        await until(lambda: engine.requests)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: engine.cancelled)
+        assert engine.cancelled == [engine.requests[0].id]
+        async with aiohttp.ClientSession() as http:
+            metrics = await (await http.get(f"{root_of(client)}metrics")).text()
+    assert "millrace_requests_running 0" in metrics
+    assert "millrace_disconnects_total 1" in metrics
+
+
+async def test_more_requests_than_the_limit_are_told_to_come_later():
+    engine = WritingEngine("x")
+    async with served(engine, limits=Limits(requests=2)) as client:
+        engine.gate.clear()
+        ask = {"model": "tiny", "messages": ASK}
+        waiting = [asyncio.create_task(client.chat.completions.create(**ask)) for _ in range(2)]
+        await until(lambda: len(engine.requests) == 2)
+        with pytest.raises(openai.RateLimitError, match="busy with 2 requests"):
+            await client.chat.completions.create(**ask)
+        engine.gate.set()
+        await asyncio.gather(*waiting)
+        await client.chat.completions.create(**ask)
+
+
+async def test_metrics_count_requests_and_tokens():
+    async with served(WritingEngine("abc")) as client, aiohttp.ClientSession() as http:
+        await client.chat.completions.create(model="tiny", messages=ASK)
+        stream = await client.chat.completions.create(model="tiny", messages=ASK, stream=True)
+        async for _ in stream:
+            pass
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("large")
+        async with http.get(f"{root_of(client)}metrics") as response:
+            assert response.content_type == "text/plain"
+            lines = (await response.text()).splitlines()
+    assert 'millrace_requests_total{path="/v1/chat/completions",status="200"} 2' in lines
+    assert 'millrace_requests_total{path="/v1/models/{name}",status="404"} 1' in lines
+    assert "millrace_completion_tokens_total 8" in lines
+    assert 'millrace_time_to_first_token_seconds_bucket{le="+Inf"} 1' in lines
+    assert "millrace_request_seconds_count 2" in lines
+
+
+async def test_health_follows_the_engines():
+    health = {"is_well": True}
+    async with (
+        served(WritingEngine("x"), is_healthy=lambda: health["is_well"]) as client,
+        aiohttp.ClientSession() as http,
+    ):
+        for is_well, status in ((True, 200), (False, 503)):
+            health["is_well"] = is_well
+            async with http.get(f"{root_of(client)}health") as response:
+                assert response.status == status

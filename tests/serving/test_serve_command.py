@@ -1,0 +1,141 @@
+"""`millrace serve` for real: a server process, its engine processes, and the official client."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import openai
+import psutil
+import pytest
+from chat_model import chat_tokenizer, make_chat_model
+
+ASK = [{"role": "user", "content": "Count."}]
+KEY = "a-key"
+COMMAND = [sys.executable, "-m", "millrace.cli", "serve"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its address, with an engine that has room for 16 sequences."""
+    logs = tmp_path_factory.mktemp("logs")
+    options = ["--port", "0", "--name", "tiny", "--log-dir", str(logs)]
+    engine = ["--engine.max_sequences", "16", "--engine.device", "cpu", "--engine.threads=1"]
+    process = subprocess.Popen(
+        [*COMMAND, str(model), *options, *engine],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "MILLRACE_API_KEY": KEY},
+    )
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:\d+)/v1\n", said)
+    assert found, said
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    yield found[1]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 130
+    process.stdout.close()
+    assert not [child for child in children if child.is_running()]
+
+
+@pytest.fixture
+async def client(server: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+async def gauge(server: str, name: str) -> float:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        text = await (await http.get(f"{server}/metrics")).text()
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else -1.0
+
+
+async def test_whole_streamed_and_as_tokens_a_seed_gives_the_same_reply(client, server: str):
+    ask = {"model": "tiny", "messages": ASK, "n": 3, "seed": 11, "max_tokens": 40, "top_p": 0.9}
+    whole = await client.chat.completions.create(**ask, logprobs=True)
+    texts, rows = [""] * 3, [[] for _ in range(3)]
+    async for chunk in await client.chat.completions.create(**ask, logprobs=True, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        rows[choice.index] += (choice.logprobs and choice.logprobs.content) or []
+    assert texts == [choice.message.content for choice in whole.choices]
+    for own, choice in zip(rows, whole.choices, strict=True):
+        assert [row.token for row in own] == [row.token for row in choice.logprobs.content]
+    prompt = chat_tokenizer().apply_chat_template(
+        ASK, add_generation_prompt=True, return_dict=False
+    )
+    body = {"prompt": prompt, "n": 3, "seed": 11, "max_new_tokens": 40, "top_p": 0.9}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        answer = await (await http.post(f"{server}/generate", json=body)).json()
+    assert [done["text"] for done in answer["completions"]] == texts
+    for done, own in zip(answer["completions"], rows, strict=True):
+        assert done["logprobs"] == pytest.approx([row.logprob for row in own], abs=1e-5)
+        assert set(done["versions"]) == {0}
+
+
+async def test_256_streams_at_once_all_come_to_their_end(client):
+    async def stream(seed: int) -> tuple[str, int]:
+        text, num_chunks = "", 0
+        asked = await client.completions.create(
+            model="tiny", prompt="abc", seed=seed, max_tokens=24, stream=True
+        )
+        async for chunk in asked:
+            text += chunk.choices[0].text
+            num_chunks += 1
+        assert chunk.choices[0].finish_reason in ("stop", "length")
+        return text, num_chunks
+
+    streamed = await asyncio.gather(*(stream(seed) for seed in range(256)))
+    assert len({text for text, _ in streamed}) > 200
+    assert max(num_chunks for _, num_chunks in streamed) > 10
+    alone = await client.completions.create(model="tiny", prompt="abc", seed=200, max_tokens=24)
+    assert alone.choices[0].text == streamed[200][0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_disconnects_frees_its_places_in_the_engine(client, server, stream):
+    running = 'millrace_engine_running{engine="engine-0"}'
+    ask = {"model": "tiny", "prompt": "abc", "n": 16, "max_tokens": 500}
+    asking = asyncio.create_task(client.completions.create(**ask, temperature=0, stream=stream))
+    while await gauge(server, running) < 16:
+        assert not asking.done() or stream, "it was answered before the test could leave"
+        await asyncio.sleep(0.02)
+    if stream:
+        await (await asking).close()
+    else:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    made = await gauge(server, "millrace_completion_tokens_total")
+    while await gauge(server, running) > 0:  # noqa: ASYNC110 - it is another process
+        await asyncio.sleep(0.02)
+    assert made < 16 * 490, "it had come to its end by itself"
+
+
+async def test_a_wrong_key_and_malformed_json_are_refused_and_others_served(client, server: str):
+    with pytest.raises(openai.AuthenticationError):
+        await client.with_options(api_key="wrong").models.list()
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        response = await http.post(f"{server}/v1/completions", data=b'{"model": "tiny"')
+        assert response.status == 400
+        assert "not valid JSON" in json.loads(await response.read())["error"]["message"]
+        response = await http.post(f"{server}/generate", json={"prompt": [9999]})
+        assert response.status == 400
+        assert "outside 0..127" in (await response.json())["error"]["message"]
+    assert [model.id async for model in client.models.list()] == ["tiny"]

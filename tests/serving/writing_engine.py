@@ -1,0 +1,101 @@
+"""An engine that writes the texts it is given, a token at a time, and who asks over HTTP."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+from chat_model import IM_END, chat_tokenizer
+from fakes import ScriptedEngine, make_piece
+from openai import AsyncOpenAI
+
+from millrace.core.protocols import OnTokens
+from millrace.core.records import Completion, Request
+from millrace.serving.metrics import ServerMetrics
+from millrace.serving.options import Limits
+from millrace.serving.served import Served
+from millrace.serving.server import listening, make_app
+from millrace.serving.tool_calls import ToolFormat
+
+
+class WritingEngine(ScriptedEngine):
+    """Members take turns, token by token, while the gate is open."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(*texts)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.cancelled: list[str] = []
+
+    async def generate(
+        self, request: Request, on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
+        self.requests.append(request)
+        done = [written(self.texts[i % len(self.texts)]) for i in range(request.n)]
+        try:
+            for place in range(max(len(completion.tokens) for completion in done)):
+                await self.gate.wait()
+                await asyncio.sleep(0)
+                for member, completion in enumerate(done if on_tokens else []):
+                    if place < len(completion.tokens):
+                        on_tokens(cut_out(completion, place, member))  # pyright: ignore
+        except asyncio.CancelledError:
+            self.cancelled.append(request.id)
+            raise
+        return done
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for is on the other side of a socket
+        await asyncio.sleep(0.01)
+
+
+def written(text: str) -> Completion:
+    """As the model would have written it, and then ended its turn."""
+    tokens = np.array([*map(ord, text), IM_END], np.int32)
+    return Completion(
+        tokens=tokens,
+        logprobs=-np.arange(len(tokens), dtype=np.float32) / 8,
+        versions=np.full(len(tokens), 3, np.int32),
+        finish="stop",
+        text=text,
+    )
+
+
+def cut_out(completion: Completion, place: int, member: int):
+    whole = make_piece(completion, member=member)
+    own = slice(place, place + 1)
+    return replace(
+        whole,
+        tokens=whole.tokens[own],
+        logprobs=whole.logprobs[own],
+        versions=whole.versions[own],
+        finish=whole.finish if place == len(whole.tokens) - 1 else None,
+    )
+
+
+@asynccontextmanager
+async def served(
+    engine: ScriptedEngine,
+    *,
+    key: str | None = None,
+    limits: Limits | None = None,
+    is_healthy: Callable[[], bool] = lambda: True,
+) -> AsyncIterator[AsyncOpenAI]:
+    """A client of a server before this engine; what it is told first it believes."""
+    model = Served(
+        engine,
+        tokenizer=chat_tokenizer(),
+        name="tiny",
+        adapters=("side",),
+        max_context=512,
+        tool_format=ToolFormat(),
+        metrics=ServerMetrics(),
+    )
+    app = make_app(model, key=key, limits=limits or Limits(), is_healthy=is_healthy)
+    async with listening(app, host="127.0.0.1", port=0) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        async with AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0) as client:
+            yield client
+    model.close()
