@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from millrace.core.protocols import OnTokens
 from millrace.core.records import (
     Completion,
     Episode,
     Group,
     Kept,
+    Piece,
     Request,
     Rollout,
     Sampling,
@@ -78,9 +80,15 @@ class ScriptedEngine:
         self.expired_before: list[int] = []
         self.is_paused = False
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(
+        self, request: Request, on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
         self.requests.append(request)
-        return [make_completion(self.texts[i % len(self.texts)]) for i in range(request.n)]
+        done = [make_completion(self.texts[i % len(self.texts)]) for i in range(request.n)]
+        if on_tokens is not None:
+            for member, completion in enumerate(done):
+                on_tokens(make_piece(completion, member=member))
+        return done
 
     async def swap(self, update: WeightUpdate) -> int:
         return update.version
@@ -107,6 +115,47 @@ def make_completion(text: str, *, version: int = 0) -> Completion:
         finish="stop",
         text=text,
     )
+
+
+def make_piece(completion: Completion, *, member: int = 0) -> Piece:
+    """All of it at once."""
+    return Piece(
+        member=member,
+        tokens=completion.tokens,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        kept=completion.kept,
+        finish=completion.finish,
+    )
+
+
+class Listener:
+    """Hears what an engine tells of a request's completions, piece by piece."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    def __call__(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+
+    def assert_heard(self, completions: Sequence[Completion], *, after: int = 0) -> None:
+        """Exactly these, from token number `after` on, and each one's end with its last piece."""
+        for member, completion in enumerate(completions):
+            own = [piece for piece in self.pieces if piece.member == member]
+            assert [piece.finish for piece in own] == [None] * (len(own) - 1) + [completion.finish]
+            for name in ("tokens", "logprobs", "versions"):
+                told = np.concatenate([getattr(piece, name) for piece in own])
+                np.testing.assert_array_equal(told, getattr(completion, name)[after:])
+            assert _rows(own) == _rows([make_piece(completion)])[after:]
+
+
+def _rows(pieces: Sequence[Piece]) -> list[list[int]]:
+    kept = [piece.kept for piece in pieces if piece.kept is not None]
+    return [row.tolist() for k in kept for row in np.split(k.ids, k.offsets[1:-1])[: _num(k)]]
+
+
+def _num(kept: Kept) -> int:
+    return len(kept.offsets) - 1
 
 
 class CharacterTokenizer:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from millrace.config import Interrupt
-from millrace.core.protocols import WeightReceiver
+from millrace.core.protocols import OnTokens, WeightReceiver
 from millrace.core.records import Completion, Request
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.embedded.engine import EmbeddedEngine
@@ -26,12 +26,17 @@ class InProcessEngine:
         self._interrupt = MODELS[interrupt](engine)
         self._receiver = receiver
         self._waiting: dict[str, asyncio.Future[list[Completion]]] = {}
+        self._listeners: dict[str, OnTokens] = {}
         self._arrived = asyncio.Event()
         self._may_run = asyncio.Event()
         self._may_run.set()
 
-    async def generate(self, request: Request) -> list[Completion]:
-        self._engine.submit(request)
+    async def generate(
+        self, request: Request, on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
+        self._engine.submit(request, stream=on_tokens is not None)
+        if on_tokens is not None:
+            self._listeners[request.id] = on_tokens
         self._waiting[request.id] = asyncio.get_running_loop().create_future()
         self._arrived.set()
         return await self._waiting[request.id]
@@ -69,5 +74,9 @@ class InProcessEngine:
             await self._arrived.wait()
 
     def _hand_out(self, finished: list[Finished]) -> None:
+        for id, pieces in self._engine.news().items():
+            for piece in pieces:
+                self._listeners[id](piece)
         for request in finished:
+            self._listeners.pop(request.id, None)
             self._waiting.pop(request.id).set_result(request.completions)

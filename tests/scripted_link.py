@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from millrace.cluster.messages import Message, Progress, Stop, Swap
+from fakes import Listener
+
+from millrace.cluster.messages import Message, Part, Progress, Sampled, Stop, Swap
 from millrace.engines.embedded.engine import EmbeddedEngine
 
 POLL_S = 0.001  # of an engine that waits
@@ -14,9 +16,16 @@ Batch = Sequence[Message | Callable[[], object]]
 class RecordedCall:
     def __init__(self, message: Message, engine: EmbeddedEngine) -> None:
         self.message = message
+        self.heard = Listener()
         self.replies: list[Message | BaseException | None] = []
         self.tokens_at_reply: int | None = None
         self._engine = engine
+
+    def tell(self, part: Part) -> None:
+        assert isinstance(part, Sampled)
+        assert not self.replies, "a part comes before the reply"
+        for piece in part.pieces:
+            self.heard(piece)
 
     def reply(self, message: Message | None = None) -> None:
         self._answer(message)

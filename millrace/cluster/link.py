@@ -27,7 +27,7 @@ import zmq
 from millrace.cluster.credentials import Credentials
 from millrace.cluster.dial import dial
 from millrace.cluster.lifeline import die_with
-from millrace.cluster.messages import Beat, Done, Error, Failed, Hello, Message
+from millrace.cluster.messages import Beat, Done, Error, Failed, Hello, Message, Part
 from millrace.cluster.wire import Decoder, Frame, WireError, encode
 
 OUTBOX_MESSAGES = 64
@@ -63,6 +63,11 @@ class Call:
         if not self._is_open.acquire(blocking=False):
             raise AssertionError(f"{type(self.message).__name__} was replied to twice")
         self._link._send(self._id, message if message is not None else Done())
+
+    def tell(self, part: Part) -> None:
+        """Say something before the reply; by the thread that will reply."""
+        assert not self._is_open.locked(), "a part comes before the reply"
+        self._link._send(self._id, part)
 
     def fail(self, error: BaseException) -> None:
         """Answer that this call failed; the worker goes on."""

@@ -1,7 +1,8 @@
 """Every message between processes. One tagged union; anything else on a socket is refused.
 
 Arrays inside (numpy) travel as raw frames beside the message, uncopied; see wire.py.
-A call has exactly one reply: the message named behind its arrow, or an Error.
+A call has exactly one reply: the message named behind its arrow, or an Error. Parts may come before
+it, where the call says so.
 """
 
 from typing import Any
@@ -10,13 +11,17 @@ import msgspec
 import numpy as np
 
 from millrace.core.microbatch import Batch
-from millrace.core.records import Completion, Prompt, Request
+from millrace.core.records import Completion, Piece, Prompt, Request
 from millrace.core.spans import Span
 from millrace.core.weight_update import WeightUpdate
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages; the tag is the class name."""
+
+
+class Part(Message, frozen=True):
+    """Base of what a worker says about a call before it replies."""
 
 
 # To any worker
@@ -117,9 +122,17 @@ class StartEngine(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """-> Generated, once all n completions are finished or aborted"""
+    """-> Generated, once all n completions are finished or aborted; if it streams, Sampled before
+    that"""
 
     request: Request
+    stream: bool = False
+
+
+class Sampled(Part, frozen=True):
+    """What the completions have sampled since the last one."""
+
+    pieces: list[Piece]
 
 
 class Generated(Message, frozen=True):
@@ -277,6 +290,7 @@ AnyMessage = (
     | Beat
     | StartEngine
     | Generate
+    | Sampled
     | Generated
     | Swap
     | Swapped

@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 
 from millrace.cluster.guests.guest import Guest
-from millrace.cluster.messages import Error, Failed, Hello, Message, Stop
+from millrace.cluster.messages import Error, Failed, Hello, Message, Part, Stop
 from millrace.cluster.process import Process
 from millrace.core import errors
 from millrace.core.errors import MillraceError, WorkerError
@@ -22,6 +22,7 @@ from millrace.core.errors import MillraceError, WorkerError
 LAST_WORDS_S = 0.2  # for what a worker sent before it exited to come out of the socket
 
 Send = Callable[[bytes, Message], Awaitable[None]]  # call id, message
+OnPart = Callable[[Part], None]
 
 
 class Worker:
@@ -40,6 +41,7 @@ class Worker:
         self._greeted: asyncio.Future[None] = loop.create_future()
         self._ids = itertools.count(1)  # 0 is the id of events
         self._waiting: dict[bytes, asyncio.Future[Message | WorkerError]] = {}
+        self._listeners: dict[bytes, OnPart] = {}  # of waiting calls, those that want parts
         self._is_stopping = False
 
     @property
@@ -62,9 +64,16 @@ class Worker:
         """True once its process has ended."""
         return self._gone is not None and self._gone.done()
 
-    async def call(self, message: Message, *, timeout_s: float | None = None) -> Message:
+    async def call(
+        self,
+        message: Message,
+        *,
+        timeout_s: float | None = None,
+        on_part: OnPart | None = None,
+    ) -> Message:
         """Send a message and wait for its reply; calls may overlap.
 
+        `on_part` is told what the worker says before that; what it raises ends the call.
         Raises what the worker raised, if that is one of Millrace's own errors; WorkerError
         otherwise, and when the worker dies or does not answer in time.
         """
@@ -74,6 +83,8 @@ class Worker:
         call_id = next(self._ids).to_bytes(8, "big")
         reply = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = reply
+        if on_part is not None:
+            self._listeners[call_id] = on_part
         try:
             await self._send(call_id, message)
             async with asyncio.timeout(timeout_s):
@@ -84,6 +95,7 @@ class Worker:
             raise self._error(f"cannot be reached for {what}: {error}") from None
         finally:
             del self._waiting[call_id]
+            self._listeners.pop(call_id, None)
         if isinstance(answer, WorkerError):
             raise answer
         if isinstance(answer, Error):
@@ -133,12 +145,20 @@ class Worker:
             raise self._error(f"did not come up within {timeout_s} s", traceback=tail)
 
     def answer(self, call_id: bytes, message: Message) -> bool:
-        """Hand a reply to its call; False if nobody waits for it."""
+        """Hand a reply, or a part before it, to its call; False if nobody waits for it."""
         self._note_life()
         reply = self._waiting.get(call_id)
         if reply is None or reply.done():
             return False
-        reply.set_result(message)
+        if not isinstance(message, Part):
+            reply.set_result(message)
+        elif (listener := self._listeners.get(call_id)) is None:
+            return False
+        else:
+            try:
+                listener(message)
+            except Exception as error:  # noqa: BLE001 - raised by call()
+                reply.set_exception(error)
         return True
 
     def hear(self, message: Message) -> None:

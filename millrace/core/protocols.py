@@ -1,6 +1,6 @@
 """What the stages promise each other. Implementations meet here, wired by the controller."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -9,6 +9,7 @@ from millrace.core.records import (
     Completion,
     Episode,
     Group,
+    Piece,
     Prompt,
     Request,
     Rollout,
@@ -19,11 +20,19 @@ from millrace.core.records import (
 from millrace.core.staleness import Waiting
 from millrace.core.weight_update import WeightUpdate
 
+OnTokens = Callable[[Piece], None]
+
 
 class Engine(Protocol):
     """Generates tokens. Called from the controller's event loop."""
 
-    async def generate(self, request: Request) -> list[Completion]: ...
+    async def generate(
+        self, request: Request, on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
+        """All n completions, when the last has ended. Meanwhile `on_tokens` is told, on this loop,
+        what each has sampled: every token once and in order, and all of them before generate()
+        returns. What it raises ends the request and is raised here."""
+        ...
 
     async def swap(self, update: WeightUpdate) -> int:
         """Make `update` visible between two forward passes; returns the version now visible."""

@@ -69,6 +69,22 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Piece:
+    """What one completion of a request has sampled since its last piece; M = tokens in it.
+
+    The pieces of a completion, joined, are its tokens; of one that goes on from a partial, those
+    behind it.
+    """
+
+    member: int  # which of the n completions
+    tokens: np.ndarray  # [M] int32
+    logprobs: np.ndarray  # [M] float32
+    versions: np.ndarray  # [M] int32
+    kept: Kept | None = None  # rows = M; present when sampling truncates
+    finish: Finish | None = None  # its last piece says how it ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Request:
     """n completions of one prompt; they share the prompt's prefill.
 

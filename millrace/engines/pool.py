@@ -11,9 +11,12 @@ Runs on the controller's event loop; torch-free.
 
 import asyncio
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from millrace.cluster.hub import Worker
 from millrace.cluster.messages import (
@@ -21,14 +24,16 @@ from millrace.cluster.messages import (
     Expire,
     Generate,
     Generated,
+    Part,
     Pause,
     Resume,
+    Sampled,
     Swap,
     Swapped,
 )
-from millrace.core.errors import WorkerError
-from millrace.core.protocols import Engine
-from millrace.core.records import Completion, Request
+from millrace.core.errors import MillraceError, WorkerError
+from millrace.core.protocols import Engine, OnTokens
+from millrace.core.records import Completion, Piece, Request
 from millrace.core.weight_update import WeightUpdate
 
 _SPARE_SEQUENCES = 8  # more than this make an engine clearly more loaded than an idle one
@@ -41,10 +46,16 @@ class RemoteEngine:
         self._worker = worker
         self._aborting: set[asyncio.Task[None]] = set()
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(
+        self, request: Request, on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
+        generate = Generate(request=request, stream=on_tokens is not None)
+        on_part = None if on_tokens is None else functools.partial(_tell, on_tokens)
         try:
-            reply = await self._worker.call(Generate(request=request))
-        except asyncio.CancelledError:
+            reply = await self._worker.call(generate, on_part=on_part)
+        except MillraceError:  # the engine refused it, or is dead
+            raise
+        except BaseException:  # cancelled, or on_tokens raised
             self._abort_later(request.id)
             raise
         assert isinstance(reply, Generated)
@@ -78,12 +89,43 @@ class RemoteEngine:
         task.add_done_callback(self._aborting.discard)
 
 
+def _tell(on_tokens: OnTokens, part: Part) -> None:
+    assert isinstance(part, Sampled)
+    for piece in part.pieces:
+        on_tokens(piece)
+
+
 @dataclass(kw_only=True, slots=True)
 class _Open:
     """A request that has not been answered yet: itself, or what is resumed of it."""
 
     placed: dict[str, int] = field(default_factory=dict[str, int])  # id at its engine -> which
     is_aborted: bool = False
+    on_tokens: OnTokens | None = None  # the caller's
+
+    def listener(self, *, first: int = 0) -> OnTokens | None:
+        """Passes on what an engine tells of the completions from number `first` on."""
+        if (tell := self.on_tokens) is None:
+            return None
+
+        def pass_on(piece: Piece) -> None:
+            finish = None if piece.finish == "interrupt" else piece.finish  # it will be resumed
+            if len(piece.tokens) or finish is not None:
+                tell(replace(piece, member=first + piece.member, finish=finish))
+
+        return pass_on
+
+    def tell_abort(self, *, member: int) -> None:
+        if self.on_tokens is not None:
+            self.on_tokens(
+                Piece(
+                    member=member,
+                    tokens=np.empty(0, dtype=np.int32),
+                    logprobs=np.empty(0, dtype=np.float32),
+                    versions=np.empty(0, dtype=np.int32),
+                    finish="abort",
+                )
+            )
 
 
 class EnginePool:
@@ -98,9 +140,11 @@ class EnginePool:
         self._homes: OrderedDict[str, int] = OrderedDict()  # session -> engine index; last = latest
         self._open: dict[str, _Open] = {}  # by the caller's request id
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(
+        self, request: Request, on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
         assert request.id not in self._open, f"{request.id!r} is already under way"
-        opened = self._open[request.id] = _Open()
+        opened = self._open[request.id] = _Open(on_tokens=on_tokens)
         try:
             completions = await self._place(request, opened)
             if all(completion.finish != "interrupt" for completion in completions):
@@ -119,6 +163,7 @@ class EnginePool:
         """Resume one completion of a request as often as engines interrupt it."""
         while completion.finish == "interrupt":
             if opened.is_aborted:  # its engine gave it up before it heard of the abort
+                opened.tell_abort(member=member)
                 return replace(completion, finish="abort")
             rest = replace(
                 request,
@@ -127,17 +172,17 @@ class EnginePool:
                 index=request.index + member,
                 partial=completion if len(completion.tokens) else None,
             )
-            (completion,) = await self._place(rest, opened)
+            (completion,) = await self._place(rest, opened, first=member)
         if completion.finish == "expire":  # then the others are of no use any more, either
             await self.abort([request.id])
         return completion
 
-    async def _place(self, request: Request, opened: _Open) -> list[Completion]:
+    async def _place(self, request: Request, opened: _Open, *, first: int = 0) -> list[Completion]:
         index = self._choose(request.session)
         self._sequences[index] += request.n
         opened.placed[request.id] = index
         try:
-            return await self._engines[index].generate(request)
+            return await self._engines[index].generate(request, opened.listener(first=first))
         finally:
             self._sequences[index] -= request.n
             del opened.placed[request.id]

@@ -26,6 +26,7 @@ from millrace.cluster.messages import (
     Pause,
     Progress,
     Resume,
+    Sampled,
     StartEngine,
     Stop,
     Swap,
@@ -205,9 +206,9 @@ class EngineWorker:
 
     def _handle(self, call: Call) -> None:
         match call.message:
-            case Generate(request=request):
+            case Generate(request=request, stream=stream):
                 try:
-                    self._engine.submit(request)
+                    self._engine.submit(request, stream=stream)
                 except TaskError as error:
                     call.fail(error)
                 else:
@@ -230,6 +231,8 @@ class EngineWorker:
                 call.fail(_unknown(call, but="it is already running"))
 
     def _answer(self, finished: list[Finished]) -> None:
+        for id, pieces in self._engine.news().items():
+            self._calls[id].tell(Sampled(pieces=pieces))
         for request in finished:
             self._calls.pop(request.id).reply(Generated(completions=request.completions))
 

@@ -8,9 +8,9 @@ import time
 import numpy as np
 
 from millrace.cluster.link import Call, Link, run_worker
-from millrace.cluster.messages import Generate, Generated, Progress, Stop
+from millrace.cluster.messages import Generate, Generated, Progress, Sampled, Stop
 from millrace.core.errors import ScoreError
-from millrace.core.records import Completion, Request, Sampling
+from millrace.core.records import Completion, Piece, Request, Sampling
 
 
 def ask(what: str, tokens: np.ndarray | None = None) -> Generate:
@@ -23,6 +23,11 @@ def answer(tokens: np.ndarray) -> Generated:
     none = np.zeros(0, dtype=np.int32)
     completion = Completion(tokens=tokens, logprobs=none, versions=none, finish="stop", text="")
     return Generated(completions=[completion])
+
+
+def piece(number: int) -> Piece:
+    none = np.zeros(0, dtype=np.float32)
+    return Piece(member=number, tokens=none, logprobs=none, versions=none)
 
 
 def handle(call: Call, request: Request, link: Link) -> None:
@@ -38,6 +43,10 @@ def handle(call: Call, request: Request, link: Link) -> None:
         case ["zeros", count, "and", "leave"]:
             call.reply(answer(np.zeros(int(count), dtype=np.int32)))
             raise SystemExit(3)
+        case ["tell", count]:
+            for number in range(int(count)):
+                call.tell(Sampled(pieces=[piece(number)]))
+            call.reply(answer(request.prompt))
         case ["emit", count]:
             for number in range(int(count)):
                 link.emit(Progress(spans=[], counters={"number": float(number)}))

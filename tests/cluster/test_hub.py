@@ -10,7 +10,7 @@ import zmq
 from echo_worker import ask
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Done, Generated, Hello, Message, Progress, Release
+from millrace.cluster.messages import Done, Generated, Hello, Message, Part, Progress, Release
 from millrace.cluster.wire import WireError, encode
 from millrace.core.errors import ConfigError, ScoreError, WorkerError
 
@@ -64,6 +64,32 @@ async def test_events_arrive_in_the_order_they_were_emitted(hub: Hub, events: Ev
     await worker.call(ask("emit 3000"))  # more than all queues on the way hold
     counts = [m.counters["number"] for _, m in events if isinstance(m, Progress)]
     assert counts == list(range(3000))
+
+
+async def test_parts_of_an_answer_arrive_in_order_before_it_and_at_their_own_call(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+    heard: dict[int, list[int]] = {3: [], 3000: []}  # more than all queues on the way hold
+
+    def listen(count: int):
+        return lambda part: heard[count].extend(piece.member for piece in part.pieces)
+
+    calls = [worker.call(ask(f"tell {count}"), on_part=listen(count)) for count in heard]
+    await asyncio.gather(*calls)
+    assert heard == {count: list(range(count)) for count in heard}
+
+
+async def test_an_error_in_who_listens_to_parts_ends_that_call_alone(hub: Hub):
+    worker = await hub.launch("echo-0", "echo_worker")
+
+    def refuse(_part: Part) -> None:
+        raise ValueError("enough")
+
+    other = asyncio.create_task(worker.call(ask("echo after 0.1")))
+    with pytest.raises(ValueError, match="enough"):
+        await worker.call(ask("tell 3"), on_part=refuse)
+    assert tokens_of(await other).size == 4
+    await worker.call(ask("tell 2"))  # nobody listens: counted
+    assert hub.unclaimed == 2 + 3  # and of the first, two parts and the reply
 
 
 async def test_a_workers_own_error_is_raised_as_its_class(hub: Hub):

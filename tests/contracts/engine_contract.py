@@ -25,6 +25,7 @@ from engine_rig import (
     save_model,
     weights,
 )
+from fakes import Listener
 
 from millrace.core.errors import TaskError, WeightError
 from millrace.core.protocols import Engine
@@ -107,6 +108,39 @@ class EngineContract:
         assert completion.finish == ("stop" if stopped else "length")
         spoken = completion.tokens[:-1] if stopped else completion.tokens
         assert completion.text == letter_tokenizer().decode(spoken.tolist())
+
+    async def test_tokens_are_told_while_they_come_and_add_up_to_the_completion(
+        self, engine: Engine
+    ):
+        requests = [
+            make_request(str(i), prompt=2 + 7 * i, n=3, seed=i, **settings)
+            for i, settings in enumerate(SETTINGS)
+        ]
+        listeners = [Listener() for _ in requests]
+        silent = make_request("silent", n=2)
+        *groups, _ = await asyncio.gather(
+            *(engine.generate(*each) for each in zip(requests, listeners, strict=True)),
+            engine.generate(silent),
+        )
+        for listener, completions in zip(listeners, groups, strict=True):
+            listener.assert_heard(completions)
+            assert len(listener.pieces) > len(completions)
+
+    async def test_an_aborted_request_tells_its_end_and_a_resumed_one_only_what_is_new(
+        self, engine: Engine
+    ):
+        request, listener = endless("r"), Listener()
+        task = asyncio.create_task(engine.generate(request, listener))
+        await until_started(engine)
+        await engine.abort(["r"])
+        (partial,) = await task
+        listener.assert_heard([partial])
+        rest = Listener()
+        (whole,) = await engine.generate(dataclasses.replace(request, partial=partial), rest)
+        rest.assert_heard([whole], after=len(partial.tokens))
+        again = Listener()
+        await engine.generate(dataclasses.replace(request, partial=whole), again)
+        again.assert_heard([whole], after=len(whole.tokens))
 
     async def test_a_completion_does_not_depend_on_what_runs_beside_it(self, engine: Engine):
         request = make_request(n=2, seed=4)

@@ -115,6 +115,24 @@ def test_a_newer_update_takes_the_place_of_one_that_has_not_landed(model, round_
 
 @PATHS
 @pytest.mark.parametrize("model", MODELS)
+def test_who_streams_has_heard_all_of_a_request_when_it_is_answered(model, round_steps):
+    mailbox = Mailbox()
+    link = serve(
+        model,
+        mailbox,
+        [Generate(request=RUNNING, stream=True), Generate(request=WAITING, stream=True)],
+        [],
+        [swap_to(1), lambda: mailbox.open(1)],
+        [Abort(ids=["waiting"])],
+        round_steps=round_steps,
+        **TWO,
+    )
+    for call in link.calls_of(Generate):
+        call.heard.assert_heard(call.replies[0].completions)
+
+
+@PATHS
+@pytest.mark.parametrize("model", MODELS)
 def test_a_refused_update_costs_nobody_anything(model, round_steps):
     mailbox = Mailbox(refused=1)
     link = serve(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from engine_rig import assert_same, finish_all, make_engine, weights
 from engine_rig import make_request as letters_request
-from fakes import ScriptedEngine, make_completion
+from fakes import Listener, ScriptedEngine, make_completion, make_piece
 from in_process_engine import InProcessEngine
 
 from millrace.core.records import Request, Sampling
@@ -22,12 +22,15 @@ class HeldEngine(ScriptedEngine):
         self.finish = "stop"
         self.ready = ready or {}  # request id -> completions
 
-    async def generate(self, request):
+    async def generate(self, request, on_tokens=None):
         if request.id in self.ready:
             return self.ready[request.id]
         completions = await super().generate(request)
         await self.gate.wait()
-        return [replace(completion, finish=self.finish) for completion in completions]
+        ended = [replace(completion, finish=self.finish) for completion in completions]
+        for member, completion in enumerate(ended if on_tokens else []):
+            on_tokens(make_piece(completion, member=member))
+        return ended
 
 
 def make_request(name, *, n=1, session=None):
@@ -128,8 +131,8 @@ class YieldingEngine(ScriptedEngine):
         super().__init__("whole")
         self.answers = list(answers)
 
-    async def generate(self, request):
-        completions = await super().generate(request)
+    async def generate(self, request, on_tokens=None):
+        completions = await super().generate(request, on_tokens)
         return self.answers.pop(0) if self.answers else completions
 
 
@@ -172,11 +175,14 @@ async def test_a_request_that_its_caller_aborted_is_not_resumed():
     engine = HeldEngine()
     engine.texts = ("a",)
     pool = EnginePool([engine])
-    (task,) = await start(pool, make_request("r"))
+    listener = Listener()
+    task = asyncio.create_task(pool.generate(make_request("r"), listener))
+    await asyncio.sleep(0)
     await pool.abort(["r"])  # the engine gives it up before it hears of this
     engine.finish = "interrupt"
     engine.gate.set()
     assert [(c.finish, c.text) for c in await task] == [("abort", "a")]
+    listener.assert_heard(await task)
     assert len(engine.requests) == 1
 
 
@@ -215,7 +221,8 @@ async def test_a_completion_interrupted_on_one_engine_and_resumed_on_another_is_
     engines = [InProcessEngine(e, receiver=SameWeights(), interrupt="abort") for e in embedded]
     running = [asyncio.create_task(engine.run()) for engine in engines]
     pool = EnginePool(engines)
-    generating = asyncio.create_task(pool.generate(request))
+    listener = Listener()
+    generating = asyncio.create_task(pool.generate(request, listener))
     for version in (1, 2, 3):
         update = WeightUpdate(
             version=version, tensors=(), num_bytes=0, checksum=0, transport="", location=""
@@ -226,6 +233,7 @@ async def test_a_completion_interrupted_on_one_engine_and_resumed_on_another_is_
     for completion, same in zip(await generating, expected, strict=True):
         assert_same(completion, same)
         assert set(completion.versions) == {0, 1, 2, 3}
+    listener.assert_heard(generating.result())
     assert all(engine.stats().generated_tokens > 0 for engine in embedded)
     for task in running:
         task.cancel()

@@ -96,8 +96,8 @@ async def test_what_is_for_training_may_expire_and_an_evaluation_may_not():
 
 async def test_a_group_whose_request_expired_ends_and_knows_its_tokens():
     class Expiring(ScriptedEngine):
-        async def generate(self, request):
-            done, cut = await super().generate(request)
+        async def generate(self, request, on_tokens=None):
+            done, cut = await super().generate(request, on_tokens)
             return [done, replace(cut, finish="expire")]
 
     attempt = Attempt(0)

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.core.errors import RunFailed, TaskError
-from millrace.core.records import Finish, Request, Sampling
+from millrace.core.records import Finish, Piece, Request, Sampling
 from millrace.engines.embedded.adapter_bank import AdapterBank
 from millrace.engines.embedded.blocks import BlockPool, BlockTables
 from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, sample_rows
@@ -42,6 +42,7 @@ from millrace.engines.embedded.scheduler import Scheduler
 from millrace.engines.embedded.sequence import Sequence as Running
 from millrace.engines.embedded.sequence import sequences_of
 from millrace.engines.embedded.stopping import Stopping
+from millrace.engines.embedded.streams import Streams
 from millrace.models.adapters import Adapter
 from millrace.models.logprobs import final_logits
 
@@ -132,6 +133,7 @@ class EmbeddedEngine:
         self._must_step_singly = False  # a round had no room for what truncation kept
         self._has_new = False  # requests came since the last round
         self._outcomes = Outcomes(self._stopping)
+        self._streams = Streams(self._lanes)
         self._expired_before = 0  # older tokens can no longer be trained
         self._num_arrived = 0
         self._num_generated = 0
@@ -173,8 +175,10 @@ class EmbeddedEngine:
         """What a swap must bring."""
         return self._weights.shapes
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; step() will return it. Raises TaskError if it can never be served."""
+    def submit(self, request: Request, *, stream: bool = False) -> None:
+        """Queue a request; step() will return it. Raises TaskError if it can never be served.
+
+        Of one that streams, news() tells the tokens as they come."""
         if request.id in self._outcomes:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
@@ -182,6 +186,8 @@ class EmbeddedEngine:
         sequences = sequences_of(request, first_arrival=self._num_arrived, adapter_slot=slot)
         self._num_arrived += request.n
         self._outcomes.expect(request)
+        if stream:
+            self._streams.open(sequences)
         if request.partial is not None and (finish := self._end_of(sequences[0])) is not None:
             self._outcomes.end(sequences[0], finish=finish)
             return
@@ -232,6 +238,11 @@ class EmbeddedEngine:
             self._record_ended()
         return self._outcomes.take()
 
+    def news(self) -> dict[str, list[Piece]]:
+        """By request, what those that stream have sampled since this was last asked. Asked after
+        each call that returns finished requests, it has told everything about them by then."""
+        return self._streams.take()
+
     def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[Finished]:
         """End these requests with what they have; those that are not here are left out."""
         aborted = []
@@ -258,7 +269,7 @@ class EmbeddedEngine:
         versions: dict[str, list[np.ndarray]] = {}
         for sequence in self._scheduler.sequences():
             if sequence.request.expires:
-                own = self._lanes.versions_of(sequence)
+                _, _, own = self._lanes.sampled_by(sequence)
                 versions.setdefault(sequence.request.id, []).append(own)
         for id, known in versions.items():
             known += self._outcomes.versions_of(id)

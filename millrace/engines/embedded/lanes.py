@@ -46,12 +46,13 @@ class Lanes:
     def running(self) -> list[Sequence]:
         return [sequence for sequence in self._sequences if sequence is not None]
 
-    def versions_of(self, sequence: Sequence) -> np.ndarray:
-        """[N] of the tokens it has sampled, in a lane or not."""
-        if sequence.lane is None:
-            return sequence.versions
-        stop = self.num_tokens[sequence.lane]
-        return self.versions[sequence.lane, sequence.num_prompt : stop]
+    def sampled_by(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[N] tokens, logprobs and versions that it has sampled, in a lane or not; views."""
+        start, lane = sequence.num_prompt, sequence.lane
+        if lane is None:
+            return sequence.tokens[start:], sequence.logprobs, sequence.versions
+        own = slice(start, int(self.num_tokens[lane]))
+        return self.tokens[lane, own], self.logprobs[lane, own], self.versions[lane, own]
 
     def seat(self, sequence: Sequence, *, num_cached: int) -> int:
         """Give a sequence a free lane."""

@@ -41,6 +41,7 @@ class Outcomes:
 
     def note(self, sequence: Sequence, *, finish: Finish) -> None:
         """This sequence has ended; record() will make its record."""
+        sequence.finish = finish
         self._ended.append((sequence, finish))
 
     def record(self) -> None:
@@ -50,6 +51,7 @@ class Outcomes:
 
     def end(self, sequence: Sequence, *, finish: Finish) -> None:
         """Record a completion; with the last of its request, the request is finished."""
+        sequence.finish = finish
         id, sampled = sequence.request.id, sequence.tokens[sequence.num_prompt :]
         text = self._stopping.text(sampled, sequence.request.sampling.stop)
         completions = self._unfinished[id]

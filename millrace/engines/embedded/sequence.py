@@ -32,6 +32,7 @@ class Sequence:
     held_blocks: np.ndarray | None = None
     # Of the KV it has, or had when it gave up its lane; in one, up to the last Scheduler.settle().
     lineage: Lineage = ()
+    finish: Finish | None = None  # once it has ended
 
     @property
     def num_prompt(self) -> int:
@@ -44,18 +45,11 @@ class Sequence:
 
     def completion(self, *, finish: Finish, text: str) -> Completion:
         """What it has so far, as a record."""
-        kept = None
-        if self.request.sampling.truncates:
-            sizes = [len(row) for row in self.kept]
-            kept = Kept(
-                ids=np.concatenate(self.kept) if self.kept else np.empty(0, dtype=np.int32),
-                offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64),
-            )
         return Completion(
             tokens=self.tokens[self.num_prompt :],
             logprobs=self.logprobs,
             versions=self.versions,
-            kept=kept,
+            kept=kept_rows(self.kept) if self.request.sampling.truncates else None,
             finish=finish,
             text=text,
         )
@@ -86,6 +80,14 @@ def sequences_of(request: Request, *, first_arrival: int, adapter_slot: int = 0)
         )
         for member in range(request.n)
     ]
+
+
+def kept_rows(rows: list[np.ndarray]) -> Kept:
+    sizes = [len(row) for row in rows]
+    return Kept(
+        ids=np.concatenate(rows) if rows else np.empty(0, dtype=np.int32),
+        offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64),
+    )
 
 
 def _rows(kept: Kept | None) -> list[np.ndarray]:
