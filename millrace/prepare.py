@@ -42,6 +42,7 @@ class Prepared:
     scorers: tuple[ScorerSpec, ...]
     advantages: Advantages
     shaping: Shaping
+    tokenizer: Any
     renderer: Renderer
     max_context: int
     checkpoint: Path | None  # to go on from
@@ -110,6 +111,7 @@ def prepare(
         scorers=specs,
         advantages=advantages,
         shaping=_shaping(config, scorers=[spec.name for spec in specs]),
+        tokenizer=tokenizer,
         renderer=renderer,
         max_context=max_context,
         checkpoint=checkpoint,

@@ -242,6 +242,7 @@ class _Run:
             launch=hub.launch,
             private=private,
             folder=self._run_dir.scorers,
+            tokenizer=self._prepared.tokenizer,
             start_timeout_s=self._config.cluster.start_timeout_s,
         )
 

@@ -55,6 +55,7 @@ class Classifier:
     def __init__(self, model: PreTrainedModel, *, head: Head, label: int | None) -> None:
         """`label`: whose probability is the value, of a model that has several."""
         self.model = model
+        self._of_rows: Any = getattr(model, "score", None)  # of a causal decoder: [D] -> [C]
         self._head: Head = head
         self._label = label
         self.reads_on = _reads_on(model, head)
@@ -81,7 +82,7 @@ class Classifier:
         for hidden_ND, passage in zip(hidden_BND, passages, strict=True):
             known = len(passage.tokens) - passage.num_new
             rows = torch.as_tensor([end - known for end in passage.ends], device=hidden_ND.device)
-            values.append(self._values(self.model.score(hidden_ND[rows])))
+            values.append(self._values(self._of_rows(hidden_ND[rows])))
         return list(zip(values, kept, strict=True))
 
     def _token_logits(self, passages: Sequence[Passage]) -> list[Tensor]:  # [ends, C] each
@@ -141,7 +142,8 @@ def load_classifier(
 def _reads_on(model: PreTrainedModel, head: Head) -> bool:
     """Whether the model computes the same when it is given a sequence in two parts, and its head
     at the last row is what it says itself."""
-    if not isinstance(getattr(model, "score", None), nn.Linear):
+    of_rows = getattr(model, "score", None)
+    if not isinstance(of_rows, nn.Linear):
         return False
     config = model.config.get_text_config()
     ids = [token for token in range(_PROBE_TOKENS + 1) if token != config.pad_token_id]
@@ -151,7 +153,7 @@ def _reads_on(model: PreTrainedModel, head: Head) -> bool:
         whole = model(input_ids=torch.from_numpy(tokens[None]).to(model.device)).logits[0]
         _, (states,) = run_on(model.base_model, [half], [None], keeps=[True])
         rest, _ = run_on(model.base_model, [tokens], [states], keeps=[True])
-        in_parts = model.score(rest[0, -1])
+        in_parts = of_rows(rest[0, -1])
     except _RUNNING_ERRORS:
         return False
     said = (whole[-1] if head == "token" else whole).float()

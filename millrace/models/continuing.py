@@ -10,6 +10,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,12 +107,13 @@ def _joined(before: Sequence[States | None], most_known: int) -> DynamicCache:
 
 
 def _cut(cache: DynamicCache, row: int, columns: slice) -> States:
+    layers: list[Any] = cache.layers
     # Cloned, or a view would hold the padded batch in memory.
-    layers = tuple(
+    cut = tuple(
         (layer.keys[row, :, columns].clone(), layer.values[row, :, columns].clone())
-        for layer in cache.layers
+        for layer in layers
     )
-    return States(layers=layers, length=columns.stop - columns.start)
+    return States(layers=cut, length=columns.stop - columns.start)
 
 
 def _key(tokens: np.ndarray) -> bytes:

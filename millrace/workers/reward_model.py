@@ -16,7 +16,14 @@ import numpy as np
 import torch
 
 from millrace.cluster.link import Call, Link, run_worker
-from millrace.cluster.messages import Progress, Reading, ReadSteps, StartRewardModel, StepValues, Stop
+from millrace.cluster.messages import (
+    Progress,
+    Reading,
+    ReadSteps,
+    StartRewardModel,
+    StepValues,
+    Stop,
+)
 from millrace.core.errors import MillraceError, ScoreError
 from millrace.core.spans import Timeline
 from millrace.models.classifier import Classifier, Passage, load_classifier
@@ -70,9 +77,7 @@ def main(link: Link, name: str) -> None:
         return
 
 
-def _start(
-    message: StartRewardModel, *, link: Link, timeline: Timeline
-) -> "RewardModelWorker":
+def _start(message: StartRewardModel, *, link: Link, timeline: Timeline) -> "RewardModelWorker":
     settings = ModelSettings(**message.settings)
     torch.set_num_threads(settings.threads)
     classifier = load_classifier(

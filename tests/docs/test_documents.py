@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import load_config
+from millrace.scoring.registry import spec_of
 from millrace.scoring.shaping import build_shaping
 from millrace.training.objectives.recipes import ADVANTAGES, RECIPES
 from millrace.verifiers import VERIFIERS, build_verifier
@@ -116,3 +117,13 @@ def test_the_verifiers_in_the_page_on_them_can_be_built():
     config = load_config({"model": "m", **tomllib.loads(example)})
     for row in config.scorer:
         build_verifier(row.own, section="scorer")
+
+
+def test_the_settings_in_the_page_on_reward_models_are_valid():
+    page = (ROOT / "docs" / "reward-models.md").read_text()
+    blocks = re.findall(r"```toml\n(.*?)```", page, re.S)
+    assert blocks
+    for block in blocks:
+        config = load_config({"model": "m", **tomllib.loads(block)})
+        for row in config.scorer:
+            assert row.function or spec_of(row, section="scorer").name == row.type

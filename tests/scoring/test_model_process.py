@@ -44,7 +44,7 @@ def reading(length: int, *ends: int, **settings) -> Reading:
     return Reading(tokens=tokens, ends=list(ends), **settings)
 
 
-async def test_calls_overlap_and_one_that_cannot_be_read_costs_itself(hub, model):
+async def test_calls_overlap_and_what_a_kill_takes_with_it_is_read_again(hub, model):
     process = make_process(hub, model, batch_tokens=40)
     await process.start()
     try:
@@ -64,31 +64,26 @@ async def test_calls_overlap_and_one_that_cannot_be_read_costs_itself(hub, model
         assert isinstance(too_long, ScoreError)
         assert "has 200 tokens, but the reward model reads 128" in str(too_long)
         assert process.num_lost == 0
+        await _kill_under_way(process, expected=alone)
     finally:
         await process.close()
     assert processes() == []
 
 
-async def test_a_killed_process_is_replaced_and_its_calls_are_made_again(hub, model):
-    process = make_process(hub, model)
-    await process.start()
-    try:
-        before = await process.read([reading(30, 29)], timeout_s=60)
-        (victim,) = processes()
-        victim.suspend()  # the calls are on their way when it dies
-        calls = [
-            asyncio.create_task(process.read([reading(30, 29)], timeout_s=60)) for _ in range(3)
-        ]
-        await asyncio.sleep(0.05)
-        os.kill(victim.pid, signal.SIGKILL)
-        for call in calls:
-            np.testing.assert_allclose(await call, before, atol=1e-6)
-        assert process.num_lost == 1
-    finally:
-        await process.close()
-    assert processes() == []
+async def _kill_under_way(process: ModelProcess, *, expected: list[list[float]]) -> None:
+    (victim,) = processes()
+    victim.suspend()  # the calls are on their way when it dies
+    calls = [
+        asyncio.create_task(process.read([reading(30, 4, 29)], timeout_s=60)) for _ in range(3)
+    ]
+    await asyncio.sleep(0.05)
+    os.kill(victim.pid, signal.SIGKILL)
+    for call in calls:
+        np.testing.assert_allclose(await call, expected, atol=1e-6)
+    assert process.num_lost == 1
 
 
+@pytest.mark.slow  # starts two processes
 async def test_one_that_does_not_answer_is_killed_and_replaced(hub, model):
     process = make_process(hub, model)
     await process.start()
@@ -103,11 +98,12 @@ async def test_one_that_does_not_answer_is_killed_and_replaced(hub, model):
         await process.close()
 
 
+@pytest.mark.slow  # starts a process
 async def test_what_cannot_be_loaded_is_said_at_the_start(hub, model):
-    process = make_process(hub, model)
-    process._start = start_message(
+    start = start_message(
         ModelSettings(model=str(model), device="cuda:7"), head="token", is_whole=False
     )
+    process = ModelProcess("steps", start=start, launch=hub.launch, start_timeout_s=60.0)
     with pytest.raises(ConfigError, match="Device 'cuda:7' does not exist"):
         await process.start()
     await process.close()

@@ -1,5 +1,7 @@
 """Where steps end, on the policy's own tokens."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -39,7 +41,7 @@ def cut(steps, pieces: list[str], *, logprobs=None) -> list[list[str]]:
     cutter = steps.cutter(TOKENIZER)
     ends = cutter.feed(flat, logprobs or [0.0] * len(flat)) + cutter.finish()
     bounds = [0, *(end + 1 for end in ends)]
-    return [pieces[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [pieces[a:b] for a, b in pairwise(bounds)]
 
 
 def test_a_step_ends_with_the_token_that_completes_the_delimiter():

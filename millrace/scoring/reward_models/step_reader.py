@@ -4,6 +4,7 @@ Runs on the controller's event loop.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,5 +65,5 @@ class StepReader:
                 skip_special_tokens=True,  # they mean nothing to another tokenizer
                 clean_up_tokenization_spaces=False,
             )
-            for begin, end in zip(bounds, bounds[1:], strict=False)
+            for begin, end in pairwise(bounds)
         ]

@@ -1,7 +1,7 @@
 """Where the steps of a rollout end: at a delimiter, with each turn, or before a surprising token.
 
-Promise: steps are cut between the policy's own tokens, which are never encoded again; tokens fed one
-by one give the same steps as all at once. Pure: knows a tokenizer to decode with, and nothing else.
+Promise: steps are cut between the policy's own tokens, which are never encoded again; tokens fed
+one by one give the same steps as all at once. Pure: knows a tokenizer to decode with, no more.
 
 A step's end is its last token, counted within the turn, or within the rollout for step_ends.
 """

@@ -29,7 +29,9 @@ class Texts:
         """Tokens [L] int64, and the last one of each step."""
         if reading.tokens is not None:
             bounds = np.array(reading.ends[:-1], np.int64) + 1
-            pieces = [part.tolist() for part in np.split(reading.tokens[: reading.ends[-1] + 1], bounds)]
+            pieces = [
+                part.tolist() for part in np.split(reading.tokens[: reading.ends[-1] + 1], bounds)
+            ]
             return self._joined([], pieces)
         if self._is_whole:
             ids = self._conversation(reading.prompt, "".join(reading.pieces))
