@@ -244,6 +244,7 @@ class _Run:
             folder=self._run_dir.scorers,
             tokenizer=self._prepared.tokenizer,
             start_timeout_s=self._config.cluster.start_timeout_s,
+            warn=self._watcher.warn,
         )
 
     def _make_controller(

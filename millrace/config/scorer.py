@@ -39,8 +39,8 @@ class ScorerConfig(Section):
     """Episodes of a group per call at most; 0 = all of them, in one call. By default 0 for
     functions and 1 for services."""
     retries: NonNegativeInt | None = None
-    """Further tries of a call that failed for the moment; by default 0 for functions and 5 for
-    services."""
+    """Further tries of a call that failed for the moment; by default 5, and 1 for functions, where
+    it means a lost process."""
     backoff_s: PositiveFloat = 0.5
     """Before the first further try; doubles with each one, up to 30 s, less a random part."""
     breaker_failures: NonNegativeInt | None = None

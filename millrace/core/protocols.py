@@ -1,7 +1,7 @@
 """What the stages promise each other. Implementations meet here, wired by the controller."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -77,6 +77,19 @@ class Service(Protocol):
 
     async def close(self) -> None:
         """Also after a start that failed."""
+        ...
+
+
+class Scoring(Protocol):
+    """One group on its way through all scorers; left with its `with` block."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_exc: object) -> None: ...
+
+    def add(self, index: int, episode: Episode) -> None:
+        """An episode is finished, and may be judged while others are not; `index` is its place in
+        the group."""
         ...
 
 
