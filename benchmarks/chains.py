@@ -1,10 +1,10 @@
 """A task of several steps, a policy that does it carelessly, and a model that judges its steps.
 
 "34142=" is to be answered with the running sum of the digits, modulo 5, one step for each digit
-after the first: "3+4=2;2+1=3;3+4=2;2+2=4;". The policy starts from examples of a teacher who, more often
-than not, writes down the digit to be added instead of the sum. The judge is a transformers
-token-classification model that has seen right and wrong steps with their labels; it is read at the
-";" of each step.
+after the first: "3+4=2;2+1=3;3+4=2;2+2=4;". The policy starts from examples of a teacher who, more
+often than not, writes down the digit to be added instead of the sum. The judge is a transformers
+token-classification model that has seen right, wrong and mangled steps with their labels; it is
+read at the ";" of each step.
 """
 
 import random
@@ -60,16 +60,28 @@ def careless(total: int, digit: int, rng: random.Random) -> int:
 
 
 def mixed(total: int, digit: int, rng: random.Random) -> int:
-    """For the judge: right ones, careless ones, and anything."""
+    """For the judge: right sums, careless ones, and anything."""
     return rng.choice([(total + digit) % BASE, (total + digit) % BASE, digit, rng.randrange(BASE)])
+
+
+def mangled(text: str, rng: random.Random) -> str:
+    """Some tokens lost, doubled or replaced, as a policy on a wrong way would write."""
+    pieces = list(text)
+    for _ in range(rng.choice([0, 0, 1, 2, 4])):
+        at = rng.randrange(len(pieces))
+        pieces[at : at + 1] = rng.choice([[], pieces[at : at + 1] * 2, [rng.choice(PIECES)]])
+    return "".join(pieces)
 
 
 def labels_of(number: str, text: str) -> list[int]:
     """Of each step: 1 if it goes on from the last with the next digit and adds correctly."""
-    total, labels = int(number[0]), []
-    for digit, step in zip(map(int, number[1:]), text.split(STEP), strict=False):
-        labels.append(int(step == f"{total}+{digit}={(total + digit) % BASE}"))
-        total = int(step[-1]) if step[-1:].isdigit() else -1
+    total, labels = number[:1], []
+    digits = iter(number[1:])
+    for step in text.split(STEP)[:-1]:
+        digit = next(digits, "")
+        is_next = bool(digit) and total.isdigit() and step[:-1] == f"{total}+{digit}="
+        labels.append(int(is_next and step[-1] == str((int(total) + int(digit)) % BASE)))
+        total = step[-1:]
     return labels
 
 
@@ -169,13 +181,17 @@ def _accuracy(model: Any, tokenizer: Any, numbers: Sequence[str], rng: random.Ra
 def _labelled(
     tokenizer: Any, numbers: Sequence[str], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, L] of both; all numbers are equally long, so nothing is padded."""
+    """[B, L] of both, padded at the end, where causal attention never looks."""
     tokens, labels = [], []
     step = tokenizer.convert_tokens_to_ids(STEP)
     for number in numbers:
-        text = written(number, mixed, rng)
+        text = mangled(written(number, mixed, rng), rng)
         ids = tokenizer.encode(f"{number}={text}")
         of_steps = iter(labels_of(number, text))
         tokens.append(ids)
         labels.append([next(of_steps) if token == step else IGNORED for token in ids])
+    longest = max(map(len, tokens))
+    for row, of_row in zip(tokens, labels, strict=True):
+        row += [PAD_ID] * (longest - len(row))
+        of_row += [IGNORED] * (longest - len(of_row))
     return torch.tensor(tokens), torch.tensor(labels)

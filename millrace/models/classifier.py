@@ -60,16 +60,16 @@ class Classifier:
         self._label = label
         self.reads_on = _reads_on(model, head)
         """A causal decoder with a head for each row: steps cost what their own tokens cost."""
-        self.reads_all_ends = self.reads_on or head == "token"
-        """Else a passage has one end: a head for whole sequences is asked about each prefix."""
+        # Otherwise a passage has one end: what follows a step must not change what it is worth, so
+        # its prefix is read as a sequence of its own.
 
     @torch.inference_mode()
     def read(self, passages: Sequence[Passage]) -> list[tuple[list[float], States | None]]:
         """For each passage a value per end, and what is kept of it."""
         if self.reads_on:
             return self._read_on(passages)
-        logits = self._token_logits if self._head == "token" else self._prefix_logits
-        return [(self._values(found), None) for found in logits(passages)]
+        logits_BC = self._prefix_logits([p.tokens[: p.ends[0] + 1] for p in passages])
+        return [(self._values(logits_C[None]), None) for logits_C in logits_BC]
 
     def _read_on(self, passages: Sequence[Passage]) -> list[tuple[list[float], States | None]]:
         hidden_BND, kept = run_on(
@@ -85,15 +85,7 @@ class Classifier:
             values.append(self._values(self._of_rows(hidden_ND[rows])))
         return list(zip(values, kept, strict=True))
 
-    def _token_logits(self, passages: Sequence[Passage]) -> list[Tensor]:  # [ends, C] each
-        logits = self._run([passage.tokens for passage in passages])  # [B, N, C]
-        return [row[list(p.ends)] for row, p in zip(logits, passages, strict=True)]
-
-    def _prefix_logits(self, passages: Sequence[Passage]) -> list[Tensor]:  # [ends, C] each
-        logits = self._run([p.tokens[: p.ends[0] + 1] for p in passages])  # [B, C]
-        return list(logits[:, None])
-
-    def _run(self, sequences: Sequence[np.ndarray]) -> Tensor:
+    def _prefix_logits(self, sequences: Sequence[np.ndarray]) -> Tensor:  # [B, C]
         longest = max(len(tokens) for tokens in sequences)
         padding = self.model.config.get_text_config().pad_token_id or 0
         ids = np.full((len(sequences), longest), padding, np.int64)
@@ -102,7 +94,11 @@ class Classifier:
             ids[row, : len(tokens)], seen[row, : len(tokens)] = tokens, 1
         device = self.model.device
         inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(seen)}
-        return self.model(**{name: tensor.to(device) for name, tensor in inputs.items()}).logits
+        logits = self.model(**{name: tensor.to(device) for name, tensor in inputs.items()}).logits
+        if self._head == "sequence":
+            return logits
+        lasts = torch.as_tensor([len(tokens) - 1 for tokens in sequences], device=device)
+        return logits[torch.arange(len(sequences), device=device), lasts]
 
     def _values(self, logits: Tensor) -> list[float]:  # [ends, C]
         logits = logits.float()

@@ -185,7 +185,7 @@ class RewardModelWorker:
         if not wanted:
             return
         tokens = tokens[: wanted[-1] + 1]
-        if not self._classifier.reads_all_ends:
+        if not self._classifier.reads_on:
             for end in wanted:
                 yield Passage(tokens=tokens, ends=[end])
             return

@@ -1,5 +1,6 @@
 """Values are those of a plain transformers forward pass over each sequence alone."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def plain_values(path: Path, head, tokens: np.ndarray, ends: list[int], label) -
 
 
 @pytest.mark.parametrize(
-    ("architecture", "head"), [("qwen3", "sequence"), ("qwen3", "token"), ("bert", "sequence")]
+    ("architecture", "head"), itertools.product(["qwen3", "bert"], ["sequence", "token"])
 )
 @pytest.mark.parametrize(("num_labels", "label"), [(1, None), (3, 2)])
 def test_a_batch_gives_what_each_sequence_gives_alone(
@@ -54,7 +55,7 @@ def test_a_batch_gives_what_each_sequence_gives_alone(
     passages = [
         Passage(tokens=tokens, ends=ends) for tokens, ends in zip(SEQUENCES, ENDS, strict=True)
     ]
-    if not classifier.reads_all_ends:
+    if not classifier.reads_on:
         passages = [Passage(tokens=p.tokens, ends=[end]) for p in passages for end in p.ends]
     found = [value for values, _ in classifier.read(passages) for value in values]
     expected = [
@@ -63,16 +64,6 @@ def test_a_batch_gives_what_each_sequence_gives_alone(
         for value in plain_values(path, head, tokens, ends, label)
     ]
     np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-def test_an_encoder_reads_all_steps_of_a_sequence_at_once(tmp_path):
-    path = make_tiny_classifier(tmp_path, head="token", architecture="bert", num_labels=1)
-    classifier = load(path, "token")
-    found = classifier.read([Passage(tokens=SEQUENCES[0], ends=ENDS[0])])
-    model = AutoModelForTokenClassification.from_pretrained(path).eval()
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor(SEQUENCES[0][None])).logits[0, :, 0]
-    np.testing.assert_allclose(found[0][0], logits[ENDS[0]], atol=1e-5)
 
 
 @pytest.mark.parametrize("head", ["sequence", "token"])

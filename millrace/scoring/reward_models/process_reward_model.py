@@ -9,7 +9,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from millrace.core.records import Episode, Group, Notes, Rollout, Task, Verdict
+from millrace.core.protocols import OnTokens
+from millrace.core.records import Episode, Group, Notes, Request, Rollout, Task, Verdict
+from millrace.scoring.reward_models.ahead import ReadingAhead
 from millrace.scoring.reward_models.process import ModelProcess, start_message
 from millrace.scoring.reward_models.reward_model import call_rules, check_finite
 from millrace.scoring.reward_models.settings import ModelSettings, check_choice
@@ -42,6 +44,8 @@ class ProcessRewardModel(ModelSettings):
     """Also a score of the episode: the least, the mean or the last of its steps' values."""
     separator: str | None = None
     """Put behind each step for the model, which is read there, as some were trained."""
+    pipelined: bool = True
+    """Read steps as soon as they are finished, while the rest is still being generated."""
     kept_tokens: int = 65_536
     """Whose keys and values a causal model keeps in memory until the next step is there."""
 
@@ -86,6 +90,7 @@ class ProcessRewardModel(ModelSettings):
             takes_ids=settings.template == "ids",
             timeout_s=rules.timeout_s,
         )
+        ahead = ReadingAhead(reader, steps=self._steps(), tokenizer=tools.tokenizer)
         return ProcessRewardScorer(
             name,
             weight=weight,
@@ -94,6 +99,8 @@ class ProcessRewardModel(ModelSettings):
             aggregate=self.score,
             tokenizer=tools.tokenizer,
             reader=reader,
+            ahead=ahead if self.pipelined else None,
+            of_later_turns=settings.template == "ids" and self.separator is None,
         )
 
     def _steps(self) -> Steps:
@@ -113,7 +120,11 @@ class ProcessRewardScorer:
         aggregate: Aggregate | None,
         tokenizer: Any,
         reader: StepReader,
+        ahead: ReadingAhead | None = None,
+        of_later_turns: bool = True,
     ) -> None:
+        """`of_later_turns`: whether steps of these can be read ahead, too, although a request does
+        not say where the steps before it ended."""
         self.name = name
         self.weight = weight
         self._steps = steps
@@ -121,12 +132,22 @@ class ProcessRewardScorer:
         self._aggregate: Aggregate | None = aggregate
         self._tokenizer = tokenizer
         self._reader = reader
+        self._ahead = ahead
+        self._of_later_turns = of_later_turns
 
     async def start(self) -> None:
         await self._reader.start()
 
     async def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
         await self._reader.close()
+
+    def listen(self, request: Request, *, task: Task) -> OnTokens | None:
+        may_be_later = request.session is not None
+        if self._ahead is None or (may_be_later and not self._of_later_turns):
+            return None
+        return self._ahead.listen(request, prompt=task.prompt)
 
     async def score(self, group: Group) -> list[Verdict]:
         return list(await asyncio.gather(*(self._judge(one, group) for one in group.episodes)))
@@ -146,11 +167,13 @@ class ProcessRewardScorer:
     ) -> tuple[list[int], list[float]]:
         """The ends of its steps, and what each is worth."""
         ends = step_ends(rollout, steps=self._steps, tokenizer=self._tokenizer)
-        values = await self._reader.read(
+        values = await self._ahead.values(rollout.tokens, ends) if self._ahead else []
+        values += await self._reader.read(
             rollout.tokens,
             ends,
             prompt=episode.turns[0].prompt,
             num_prompt=int(rollout.mask.argmax()),
+            num_known=len(values),
         )
         check_finite(values, scorer=self.name, group=group)
         return ends, values
