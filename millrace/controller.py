@@ -32,8 +32,8 @@ from millrace.rollout.filtering import Filtering
 from millrace.rollout.player import Player
 from millrace.rollout.rounds import Rounds
 from millrace.scoring.advantages import PAIRS
-from millrace.scoring.group_scoring import GroupScoring
 from millrace.scoring.pool import ScorerPool
+from millrace.scoring.tier.group_scoring import GroupScoring
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
 from millrace.staging.packing import minibatches_of, pack_minibatches

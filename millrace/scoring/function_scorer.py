@@ -99,13 +99,13 @@ def _message(function: str, group: Group) -> ScoreGroup:
     return ScoreGroup(
         function=function,
         prompts=[prompt] * num_episodes,
-        completions=[_completion(episode, prompt) for episode in group.episodes],
+        completions=[completion_of(episode, prompt) for episode in group.episodes],
         completion_ids=[_sampled_ids(episode) for episode in group.episodes],
         columns={name: [value] * num_episodes for name, value in group.task.columns.items()},
     )
 
 
-def _completion(episode: Episode, prompt: Prompt) -> Prompt:
+def completion_of(episode: Episode, prompt: Prompt) -> Prompt:
     text = episode.turns[-1].completion
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 

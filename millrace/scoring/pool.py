@@ -22,12 +22,12 @@ from millrace.core.records import Group, Task
 from millrace.core.scorer_load import ScorerLoad
 from millrace.scoring.advantages import with_advantages
 from millrace.scoring.combining import combine
-from millrace.scoring.desk import Desk, Ticket
-from millrace.scoring.group_scoring import GroupScoring, Station
 from millrace.scoring.handover import hand_over
 from millrace.scoring.registry import ScorerSpec, check_specs
 from millrace.scoring.scorer_kind import ScorerTools
 from millrace.scoring.shaping import Shaping
+from millrace.scoring.tier.desk import Desk, Ticket
+from millrace.scoring.tier.group_scoring import GroupScoring, Station
 from millrace.scoring.workers import ScorerWorkers
 
 SCORER_MODULE = "millrace.workers.scorer"

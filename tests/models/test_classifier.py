@@ -41,7 +41,7 @@ def plain_values(path: Path, head, tokens: np.ndarray, ends: list[int], label) -
 
 
 @pytest.mark.parametrize(
-    ("architecture", "head"), itertools.product(["qwen3", "bert"], ["sequence", "token"])
+    ("architecture", "head"), list(itertools.product(["qwen3", "bert"], ["sequence", "token"]))
 )
 @pytest.mark.parametrize(("num_labels", "label"), [(1, None), (3, 2)])
 def test_a_batch_gives_what_each_sequence_gives_alone(

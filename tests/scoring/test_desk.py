@@ -8,8 +8,8 @@ from scripted_scorer import ScriptedScorer, episode, settle
 
 from millrace.core.errors import RunFailed, ScoreError, TransientScoreError
 from millrace.core.records import Task
-from millrace.scoring.desk import Desk, Ticket
 from millrace.scoring.scorer_kind import CallRules
+from millrace.scoring.tier.desk import Desk, Ticket
 
 
 class Bench:
@@ -49,7 +49,9 @@ def down(message="down", **about):
 async def test_no_more_calls_are_in_flight_than_allowed_and_older_groups_go_first():
     bench = Bench(concurrency=2)
     bench.scorer.let.clear()
-    asks = [bench.ask(f"g{n}", group=n) for n in (5, 6, 9, 1)]
+    asks = [bench.ask(f"g{n}", group=n) for n in (5, 6)]
+    await settle()
+    asks += [bench.ask(f"g{n}", group=n) for n in (9, 1)]
     await settle()
     assert bench.scorer.calls == [["g5"], ["g6"]]
     load = bench.desk.load()
@@ -195,6 +197,19 @@ async def test_withdrawn_episodes_leave_the_line_and_their_call_is_cancelled():
     assert bench.scorer.calls == [["a"], ["c"]]
     load = bench.desk.load()
     assert (load.in_flight, load.waiting) == (0, 0)
+
+
+async def test_a_call_that_is_withdrawn_in_the_moment_it_begins_leaves_its_place_to_others():
+    bench = Bench(concurrency=1)
+    bench.scorer.let.clear()
+    first, second = bench.ask("a"), bench.ask("b", group=1)
+    await settle()
+    bench.scorer.let.set()  # the first call ends, so the second begins,
+    second.cancel()  # while nobody wants it any more
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert bench.desk.load().in_flight == 0
+    assert await bench.scores("c", group=2) == [1.0]
+    assert bench.scorer.calls == [["a"], ["c"]]
 
 
 async def test_one_that_is_withdrawn_before_its_next_try_is_not_tried_again():

@@ -2,7 +2,7 @@ import pytest
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Verdict
-from millrace.scoring.gates import Gate, check_gates, parse_gate
+from millrace.scoring.tier.gates import Gate, check_gates, parse_gate
 
 
 def gate(text):

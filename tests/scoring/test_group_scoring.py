@@ -7,10 +7,10 @@ import pytest
 from scripted_scorer import ScriptedScorer, group, settle
 
 from millrace.core.errors import ScoreError
-from millrace.scoring.desk import Desk, Ticket
-from millrace.scoring.gates import parse_gate
-from millrace.scoring.group_scoring import GroupScoring, Station
 from millrace.scoring.scorer_kind import CallRules
+from millrace.scoring.tier.desk import Desk, Ticket
+from millrace.scoring.tier.gates import parse_gate
+from millrace.scoring.tier.group_scoring import GroupScoring, Station
 
 
 def station(scorer, *, when=None, **rules):

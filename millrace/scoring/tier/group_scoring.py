@@ -17,8 +17,8 @@ from typing import Any, Self
 
 from millrace.core.protocols import OnTokens, SegmentScorer
 from millrace.core.records import Episode, Group, Piece, Request, Verdict
-from millrace.scoring.desk import Desk, Ticket
-from millrace.scoring.gates import Gate
+from millrace.scoring.tier.desk import Desk, Ticket
+from millrace.scoring.tier.gates import Gate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
