@@ -330,7 +330,11 @@ class Controller:
         rollout = self._config.rollout
         num_episodes = rollout.group_size + rollout.oversample
         return await self._player.try_group(
-            task, attempt=attempt, group_size=num_episodes, on_episode=scoring.add
+            task,
+            attempt=attempt,
+            group_size=num_episodes,
+            on_episode=scoring.add,
+            listen=scoring.listen,
         )
 
     async def _score(self, group: Group, scoring: GroupScoring) -> Group:

@@ -44,6 +44,7 @@ class Prepared:
     scorers: tuple[ScorerSpec, ...]
     advantages: Advantages
     shaping: Shaping
+    tokenizer: Any
     renderer: Renderer
     environment: EnvironmentFunction | None  # None = one prompt, one completion
     max_context: int
@@ -115,6 +116,7 @@ def prepare(
         scorers=specs,
         advantages=advantages,
         shaping=_shaping(config, scorers=[spec.name for spec in specs]),
+        tokenizer=tokenizer,
         renderer=renderer,
         environment=played,
         max_context=max_context,

@@ -118,23 +118,6 @@ def make_completion(text: str, *, version: int = 0) -> Completion:
     )
 
 
-class NoScoring:
-    """Scoring that remembers which episodes came, and whether it was left."""
-
-    def __init__(self) -> None:
-        self.added: dict[int, Episode] = {}
-        self.is_closed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.is_closed = True
-
-    def add(self, index: int, episode: Episode) -> None:
-        self.added[index] = episode
-
-
 def make_piece(completion: Completion, *, member: int = 0) -> Piece:
     """All of it at once."""
     return Piece(
@@ -174,6 +157,23 @@ def _rows(pieces: Sequence[Piece]) -> list[list[int]]:
 
 def _num(kept: Kept) -> int:
     return len(kept.offsets) - 1
+
+
+class NoScoring:
+    """Scoring that remembers which episodes came, and whether it was left."""
+
+    def __init__(self) -> None:
+        self.added: dict[int, Episode] = {}
+        self.is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.is_closed = True
+
+    def add(self, index: int, episode: Episode) -> None:
+        self.added[index] = episode
 
 
 class CharacterTokenizer:

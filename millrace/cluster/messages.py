@@ -8,6 +8,7 @@ it, where the call says so.
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from millrace.core.microbatch import Batch
 from millrace.core.records import Completion, Piece, Prompt, Request
@@ -238,6 +239,43 @@ class Scored(Message, frozen=True):
     rewards: list[float | None]
 
 
+# Reward model worker
+
+
+class StartRewardModel(Message, frozen=True):
+    """Load the model. -> Done"""
+
+    settings: dict[str, Any]  # ModelSettings as plain data
+    head: str  # "sequence" or "token"
+    is_whole: bool  # it judges whole conversations, rather than steps
+    separator: str | None = None  # put behind each step
+    kept_tokens: int = 0  # whose states wait for what follows them
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A sequence for a reward model, cut into steps: as tokens, or as text for another tokenizer.
+
+    It is always sent whole. That the model may have read its beginning before only saves time.
+    """
+
+    tokens: np.ndarray | None = None  # [L] int32
+    ends: list[int] = []  # last token of each step
+    prompt: Prompt = ""  # else this text,
+    pieces: list[str] = []  # and that of each step
+    num_known: int = 0  # steps at the beginning whose values are not wanted again
+    goes_on: bool = False  # further steps will come
+
+
+class ReadSteps(Message, frozen=True):
+    """-> StepValues"""
+
+    readings: list[Reading]
+
+
+class StepValues(Message, frozen=True):
+    values: list[list[float]]  # of each reading, of each step that was not known
+
+
 AnyMessage = (
     Stop
     | Done
@@ -269,4 +307,7 @@ AnyMessage = (
     | StartScorer
     | ScoreGroup
     | Scored
+    | StartRewardModel
+    | ReadSteps
+    | StepValues
 )

@@ -24,7 +24,7 @@ from millrace.core.weight_update import WeightUpdate
 OnTokens = Callable[[Piece], None]
 
 
-class Engine(Protocol):
+class Generator(Protocol):
     """Generates tokens. Called from the controller's event loop."""
 
     async def generate(
@@ -34,6 +34,10 @@ class Engine(Protocol):
         what each has sampled: every token once and in order, and all of them before generate()
         returns. What it raises ends the request and is raised here."""
         ...
+
+
+class Engine(Generator, Protocol):
+    """Can be given new weights, and told to end, pause or go on."""
 
     async def swap(self, update: WeightUpdate) -> int:
         """Make `update` visible between two forward passes; returns the version now visible."""
@@ -69,6 +73,16 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
+class SegmentScorer(Protocol):
+    """A scorer that begins to judge episodes while they are being generated. It is asked for the
+    verdict like any other, and has less left to do then."""
+
+    def listen(self, request: Request, *, task: Task) -> OnTokens | None:
+        """Hears what a request of a running episode samples; None = does not want to."""
+        ...
+
+
+@runtime_checkable
 class Service(Protocol):
     """A scorer that holds a process, a connection or a file while the run lasts."""
 
@@ -91,6 +105,10 @@ class Scoring(Protocol):
     def add(self, index: int, episode: Episode) -> None:
         """An episode is finished, and may be judged while others are not; `index` is its place in
         the group."""
+        ...
+
+    def listen(self, request: Request) -> OnTokens | None:
+        """Hears what a request for one of its episodes samples, if some scorer begins with that."""
         ...
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from millrace.core.errors import TaskError
-from millrace.core.protocols import Engine, Environment
+from millrace.core.protocols import Engine, Environment, Generator
 from millrace.core.records import (
     Completion,
     Episode,
@@ -23,6 +23,7 @@ from millrace.core.records import (
     Turn,
 )
 from millrace.rollout.cancellation import Attempt
+from millrace.rollout.overheard import Listen, Overheard
 from millrace.rollout.renderer import Renderer
 
 
@@ -32,7 +33,7 @@ class GroupPolicy:
     def __init__(
         self,
         *,
-        engine: Engine,
+        engine: Generator,
         renderer: Renderer,
         sampling: Sampling,
         max_context: int,
@@ -153,10 +154,11 @@ class Player:
         attempt: Attempt,
         group_size: int,
         on_episode: Callable[[int, Episode], None] | None = None,
+        listen: Listen | None = None,
     ) -> Group:
         """A group for training; each attempt at it draws anew. Raises Expired when its tokens have
         become too old. `on_episode` hears of each episode, by its place, as soon as it is
-        finished."""
+        finished, and `listen` says who hears of its tokens as they are sampled."""
         number, tries = attempt.number, attempt.tries
         return await self._play(
             task,
@@ -166,6 +168,7 @@ class Player:
             seed=group_seed(self._seed, number, tries=tries),
             attempt=attempt,
             on_episode=on_episode,
+            listen=listen,
         )
 
     async def play(self, task: Task, *, number: int, group_size: int, name: str) -> Group:
@@ -185,9 +188,10 @@ class Player:
         seed: int,
         attempt: Attempt | None = None,
         on_episode: Callable[[int, Episode], None] | None = None,
+        listen: Listen | None = None,
     ) -> Group:
         policy = GroupPolicy(
-            engine=self._engine,
+            engine=self._engine if listen is None else Overheard(self._engine, listen=listen),
             renderer=self._renderer,
             sampling=self._sampling,
             max_context=self._max_context,

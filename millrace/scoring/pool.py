@@ -146,6 +146,7 @@ def build_scorer_pool(
     launch: Callable[[str, str], Awaitable[Worker]],
     private: Path,
     folder: Path,
+    tokenizer: Any = None,
     shaping: Shaping | None = None,
     start_timeout_s: float = 180.0,
     warn: Callable[[str], None] = print,
@@ -164,7 +165,11 @@ def build_scorer_pool(
         start_timeout_s=start_timeout_s,
     )
     tools = ScorerTools(
-        workers=workers, launch=launch, folder=folder, start_timeout_s=start_timeout_s
+        workers=workers,
+        launch=launch,
+        folder=folder,
+        tokenizer=tokenizer,
+        start_timeout_s=start_timeout_s,
     )
     stations: list[Station] = []
     for spec in specs:

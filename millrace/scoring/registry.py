@@ -15,13 +15,20 @@ from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Scorer
 from millrace.core.records import Task
 from millrace.scoring.function_scorer import Function
+from millrace.scoring.reward_models.process_reward_model import ProcessRewardModel
+from millrace.scoring.reward_models.reward_model import RewardModel
 from millrace.scoring.scorer_kind import CallRules, ScorerKind, ScorerTools
 from millrace.scoring.services.http_scorer import Http
 from millrace.scoring.services.judge import Judge
 from millrace.scoring.tier.gates import Gate, check_gates, parse_gate
 from millrace.verifiers import VERIFIERS
 
-KINDS: dict[str, type] = {"http": Http, "judge": Judge}
+KINDS: dict[str, type] = {
+    "http": Http,
+    "judge": Judge,
+    "reward_model": RewardModel,
+    "process_reward_model": ProcessRewardModel,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

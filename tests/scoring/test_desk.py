@@ -199,6 +199,19 @@ async def test_withdrawn_episodes_leave_the_line_and_their_call_is_cancelled():
     assert (load.in_flight, load.waiting) == (0, 0)
 
 
+async def test_a_call_that_is_withdrawn_in_the_moment_it_begins_leaves_its_place_to_others():
+    bench = Bench(concurrency=1)
+    bench.scorer.let.clear()
+    first, second = bench.ask("a"), bench.ask("b", group=1)
+    await settle()
+    bench.scorer.let.set()  # the first call ends, so the second begins,
+    second.cancel()  # while nobody wants it any more
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert bench.desk.load().in_flight == 0
+    assert await bench.scores("c", group=2) == [1.0]
+    assert bench.scorer.calls == [["a"], ["c"]]
+
+
 async def test_one_that_is_withdrawn_before_its_next_try_is_not_tried_again():
     bench = Bench(retries=5)
     pausing = asyncio.Event()

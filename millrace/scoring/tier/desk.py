@@ -8,6 +8,7 @@ Runs on the controller's event loop. The line is bounded by its callers, admissi
 
 import asyncio
 import bisect
+import functools
 import itertools
 import random
 import time
@@ -50,6 +51,7 @@ class _Call:
     asks: list[_Ask] = field(default_factory=list[_Ask])
     num_failed: int = 0  # tries that count
     num_tries: int = 0
+    has_begun: bool = False  # the try
     task: asyncio.Task[None] | None = None  # of the try, or of the pause before the next
 
     @property
@@ -166,8 +168,11 @@ class Desk:
                 del self._joinable[call.ticket]
             self._usage.begin(len(call.episodes), again=call.num_tries > 0)
             call.num_tries += 1
+            call.has_begun = False
             self._calls.add(call)
-            call.task = asyncio.create_task(self._try(call, is_probe=self._breaker.begin()))
+            is_probe = self._breaker.begin()
+            call.task = asyncio.create_task(self._try(call, is_probe=is_probe))
+            call.task.add_done_callback(functools.partial(self._left, call, is_probe=is_probe))
 
     def _serve_in(self, wait_s: float) -> None:
         if self._alarm is not None:
@@ -175,6 +180,7 @@ class Desk:
         self._alarm = asyncio.get_running_loop().call_later(wait_s, self._serve)
 
     async def _try(self, call: _Call, *, is_probe: bool) -> None:
+        call.has_begun = True
         pause_s: float | None = None
         ticket, episodes = call.ticket, tuple(call.episodes)
         group = Group(number=ticket.number, task=ticket.task, episodes=episodes)
@@ -201,6 +207,14 @@ class Desk:
             self._serve()
         if pause_s is not None:
             await self._try_later(call, pause_s)
+
+    def _left(self, call: _Call, task: asyncio.Task[None], *, is_probe: bool) -> None:
+        """A task that is cancelled before it ever ran gives nothing back itself."""
+        if not call.has_begun:
+            self._breaker.abandoned(is_probe=is_probe)
+            self._usage.end()
+            self._calls.discard(call)
+            self._serve()
 
     def _failed(self, call: _Call, error: TransientScoreError, *, is_probe: bool) -> float | None:
         """The pause before the next try; None = that was the last."""

@@ -1,5 +1,6 @@
 """The scoring of one group, from its first finished episode to its last verdict.
 
+    scoring.listen(request)            while tokens are sampled, for scorers that begin with these
     scoring.add(index, episode)        as each finishes, while its siblings are still generating
     await scoring.verdicts(group)      once all have; a column per scorer
 
@@ -14,7 +15,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from millrace.core.records import Episode, Group, Verdict
+from millrace.core.protocols import OnTokens, SegmentScorer
+from millrace.core.records import Episode, Group, Piece, Request, Verdict
 from millrace.scoring.tier.desk import Desk, Ticket
 from millrace.scoring.tier.gates import Gate
 
@@ -51,6 +53,25 @@ class GroupScoring:
         for name, station in self._stations.items():
             if not station.desk.takes_groups:
                 self._spawn(self._judge(name, {index: episode}))
+
+    def listen(self, request: Request) -> OnTokens | None:
+        """Hears what is sampled for one of its episodes. A scorer behind a gate does not: it may
+        never be asked."""
+        scorers = [s.desk.scorer for s in self._stations.values() if s.gate is None]
+        listeners = [
+            listener
+            for scorer in scorers
+            if isinstance(scorer, SegmentScorer)
+            and (listener := scorer.listen(request, task=self._ticket.task)) is not None
+        ]
+        if not listeners:
+            return None
+
+        def tell(piece: Piece) -> None:
+            for listener in listeners:
+                listener(piece)
+
+        return tell
 
     async def verdicts(self, group: Group) -> list[list[Verdict]]:
         """A column per scorer, a verdict per episode. Raises what the first scorer that fails

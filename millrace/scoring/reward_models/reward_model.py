@@ -1,0 +1,94 @@
+"""A reward model as a Scorer: one number for each episode's conversation."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace.cluster.messages import Reading
+from millrace.core.errors import ScoreError
+from millrace.core.records import Episode, Group, Task, Verdict
+from millrace.scoring.reward_models.process import ModelProcess, start_message
+from millrace.scoring.reward_models.settings import ModelSettings
+from millrace.scoring.scorer_kind import CallRules, ScorerTools
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModel(ModelSettings):
+    """A transformers sequence-classification model in a process of its own."""
+
+    @property
+    def default_name(self) -> str:
+        return "reward_model"
+
+    def rules(self, *, num_workers: int) -> CallRules:
+        return call_rules()
+
+    def check(self, tasks: Sequence[Task], *, name: str) -> None:
+        self.checked(scorer=name)
+
+    def make(
+        self, *, name: str, weight: float, rules: CallRules, tools: ScorerTools
+    ) -> "RewardModelScorer":
+        settings = self.checked(scorer=name)
+        if self.template == "ids":
+            self.require_same_tokens(tools.tokenizer, scorer=name)
+        process = ModelProcess(
+            name,
+            start=start_message(settings, head="sequence", is_whole=True),
+            launch=tools.launch,
+            start_timeout_s=tools.start_timeout_s,
+        )
+        return RewardModelScorer(
+            name,
+            weight=weight,
+            timeout_s=rules.timeout_s,
+            takes_ids=self.template == "ids",
+            process=process,
+        )
+
+
+class RewardModelScorer:
+    """Runs on the controller's event loop."""
+
+    def __init__(
+        self, name: str, *, weight: float, timeout_s: float, takes_ids: bool, process: ModelProcess
+    ) -> None:
+        self.name = name
+        self.weight = weight
+        self._timeout_s = timeout_s
+        self._takes_ids = takes_ids
+        self._process = process
+
+    async def start(self) -> None:
+        await self._process.start()
+
+    async def close(self) -> None:
+        await self._process.close()
+
+    async def score(self, group: Group) -> list[Verdict]:
+        readings = [self._reading(episode) for episode in group.episodes]
+        values = await self._process.read(readings, timeout_s=self._timeout_s)
+        check_finite([value for (value,) in values], scorer=self.name, group=group)
+        return [Verdict(score=value) for (value,) in values]
+
+    def _reading(self, episode: Episode) -> Reading:
+        if self._takes_ids:
+            tokens = episode.rollouts[-1].tokens
+            return Reading(tokens=tokens, ends=[len(tokens) - 1])
+        turn = episode.turns[-1]
+        return Reading(prompt=turn.prompt, pieces=[turn.completion])
+
+
+def call_rules() -> CallRules:
+    """Episodes come as they finish and are batched over there. What it cannot read, it could not
+    read again either, and a lost process is replaced without further ado."""
+    return CallRules(timeout_s=300.0, concurrency=1024, batch=1, retries=0, breaker_failures=0)
+
+
+def check_finite(values: Sequence[float], *, scorer: str, group: Group) -> None:
+    for value in values:
+        if not math.isfinite(value):
+            raise ScoreError(
+                f"Reward model {scorer!r} says {value} about group {group.number}; try dtype ="
+                " 'float32', or another model."
+            )

@@ -1,0 +1,69 @@
+"""What the steps of a sequence are worth, asked of a model that may have another tokenizer.
+
+Runs on the controller's event loop.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from millrace.cluster.messages import Reading
+from millrace.core.records import Prompt
+from millrace.scoring.reward_models.process import ModelProcess
+
+
+class StepReader:
+    def __init__(
+        self, process: ModelProcess, *, tokenizer: Any, takes_ids: bool, timeout_s: float
+    ) -> None:
+        """`tokenizer` is the policy's; the model is given its ids, or else text."""
+        self._process = process
+        self._tokenizer = tokenizer
+        self._takes_ids = takes_ids
+        self._timeout_s = timeout_s
+
+    async def start(self) -> None:
+        await self._process.start()
+
+    async def close(self) -> None:
+        await self._process.close()
+
+    async def read(
+        self,
+        tokens: np.ndarray,
+        ends: Sequence[int],
+        *,
+        prompt: Prompt,
+        num_prompt: int,
+        num_known: int = 0,
+        goes_on: bool = False,
+    ) -> list[float]:
+        """The values of all steps but the first `num_known`.
+
+        `tokens` [L] begin with the `num_prompt` of the prompt; `goes_on`: more of them will come.
+        """
+        if num_known == len(ends):
+            return []
+        reading = Reading(
+            tokens=tokens[: ends[-1] + 1] if self._takes_ids else None,
+            ends=list(ends) if self._takes_ids else [],
+            prompt="" if self._takes_ids else prompt,
+            pieces=[] if self._takes_ids else self._pieces(tokens, ends, num_prompt=num_prompt),
+            num_known=num_known,
+            goes_on=goes_on,
+        )
+        (values,) = await self._process.read([reading], timeout_s=self._timeout_s)
+        return values
+
+    def _pieces(self, tokens: np.ndarray, ends: Sequence[int], *, num_prompt: int) -> list[str]:
+        bounds = [num_prompt, *(end + 1 for end in ends)]
+        return [
+            self._tokenizer.decode(
+                tokens[begin:end].tolist(),
+                skip_special_tokens=True,  # they mean nothing to another tokenizer
+                clean_up_tokenization_spaces=False,
+            )
+            for begin, end in pairwise(bounds)
+        ]

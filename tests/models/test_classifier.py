@@ -1,0 +1,116 @@
+"""Values are those of a plain transformers forward pass over each sequence alone."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_classifier import make_tiny_classifier
+from tiny_model import make_tiny_model
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from millrace.core.errors import ConfigError
+from millrace.models.classifier import Classifier, Passage, load_classifier
+from millrace.models.continuing import Shelf, States
+
+CLASSES = {
+    "sequence": AutoModelForSequenceClassification,
+    "token": AutoModelForTokenClassification,
+}
+RNG = np.random.default_rng(0)
+SEQUENCES = [RNG.integers(2, 20, size) for size in (9, 4, 14)]
+ENDS = [[2, 5, 8], [3], [1, 13]]
+
+
+def load(path: Path, head, *, label=None) -> Classifier:
+    return load_classifier(
+        str(path), head=head, label=label, dtype=torch.float32, device=torch.device("cpu")
+    )
+
+
+def plain_values(path: Path, head, tokens: np.ndarray, ends: list[int], label) -> list[float]:
+    model = CLASSES[head].from_pretrained(path).eval()
+    values = []
+    with torch.no_grad():
+        for end in ends:
+            logits = model(input_ids=torch.tensor(tokens[None, : end + 1])).logits[0]
+            logits = logits[-1] if head == "token" else logits
+            values.append(float(logits[0] if label is None else logits.softmax(-1)[label]))
+    return values
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head"), list(itertools.product(["qwen3", "bert"], ["sequence", "token"]))
+)
+@pytest.mark.parametrize(("num_labels", "label"), [(1, None), (3, 2)])
+def test_a_batch_gives_what_each_sequence_gives_alone(
+    tmp_path, head, architecture, num_labels, label
+):
+    path = make_tiny_classifier(
+        tmp_path, head=head, architecture=architecture, num_labels=num_labels
+    )
+    classifier = load(path, head, label=label)
+    assert classifier.reads_on == (architecture == "qwen3")
+    passages = [
+        Passage(tokens=tokens, ends=ends) for tokens, ends in zip(SEQUENCES, ENDS, strict=True)
+    ]
+    if not classifier.reads_on:
+        passages = [Passage(tokens=p.tokens, ends=[end]) for p in passages for end in p.ends]
+    found = [value for values, _ in classifier.read(passages) for value in values]
+    expected = [
+        value
+        for tokens, ends in zip(SEQUENCES, ENDS, strict=True)
+        for value in plain_values(path, head, tokens, ends, label)
+    ]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["sequence", "token"])
+def test_a_growing_sequence_is_read_on_beside_others_of_other_lengths(tmp_path, head):
+    path = make_tiny_classifier(tmp_path, head=head, num_labels=2)
+    classifier = load(path, head, label=1)
+    known: list[States | None] = [None] * 3
+    found: list[list[float]] = [[], [], []]
+    for cuts in ([3, 2, 10], [4, 4, 11], [9, 4, 14]):  # tokens that have come so far
+        rows = [row for row in range(3) if known[row] is None or cuts[row] > known[row].length]
+        passages = [
+            Passage(
+                tokens=SEQUENCES[row][: cuts[row]],
+                ends=[cuts[row] - 1],
+                states=known[row],
+                keeps=True,
+            )
+            for row in rows
+        ]
+        for row, (values, states) in zip(rows, classifier.read(passages), strict=True):
+            known[row] = states
+            found[row] += values
+    ends = [[2, 3, 8], [1, 3], [9, 10, 13]]
+    for row in range(3):
+        expected = plain_values(path, head, SEQUENCES[row], ends[row], 1)
+        np.testing.assert_allclose(found[row], expected, atol=1e-5)
+
+
+def test_a_language_model_is_no_reward_model(tmp_path):
+    path = make_tiny_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"lacks 'score.weight', which a sequence classifier"):
+        load(path, "sequence")
+
+
+def test_a_shelf_keeps_what_was_put_there_last_and_hands_it_out_once():
+    def states(length: int) -> States:
+        return States(layers=(), length=length)
+
+    shelf = Shelf(max_tokens=10)
+    one, two, three = (np.arange(n) for n in (4, 5, 6))
+    shelf.put(one, states(4))
+    shelf.put(two, states(5))
+    shelf.put(three, states(6))  # 15 tokens are too many: the first two go
+    assert shelf.take(one) is None
+    assert shelf.take(two) is None
+    taken = shelf.take(three)
+    assert taken is not None
+    assert taken.length == 6
+    assert shelf.take(three) is None
+    assert shelf.num_tokens == 0

@@ -1,0 +1,109 @@
+"""The process of a reward model; nothing is faked."""
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+import psutil
+import pytest
+from tiny_classifier import make_tiny_classifier
+
+from millrace.cluster.hub import Hub
+from millrace.cluster.messages import Reading
+from millrace.core.errors import ConfigError, ScoreError
+from millrace.scoring.reward_models.process import MODULE, ModelProcess, start_message
+from millrace.scoring.reward_models.settings import ModelSettings
+
+
+def processes() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if MODULE in child.cmdline()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_classifier(tmp_path_factory.mktemp("prm"), head="token", num_labels=1)
+
+
+@pytest.fixture
+async def hub(tmp_path):
+    async with Hub(log_dir=tmp_path, on_event=lambda *_: None) as hub:
+        yield hub
+
+
+def make_process(hub: Hub, model, **settings) -> ModelProcess:
+    checked = ModelSettings(model=str(model), template="ids", device="cpu", **settings).checked(
+        scorer="steps"
+    )
+    start = start_message(checked, head="token", is_whole=False, kept_tokens=1000)
+    return ModelProcess("steps", start=start, launch=hub.launch, start_timeout_s=60.0)
+
+
+def reading(length: int, *ends: int, **settings) -> Reading:
+    tokens = (np.arange(length, dtype=np.int32) % 20) + 2
+    return Reading(tokens=tokens, ends=list(ends), **settings)
+
+
+async def test_calls_overlap_and_what_a_kill_takes_with_it_is_read_again(hub, model):
+    process = make_process(hub, model, batch_tokens=40)
+    await process.start()
+    try:
+        alone = await process.read([reading(30, 4, 29)], timeout_s=60)
+        growing = await process.read([reading(30, 4, goes_on=True)], timeout_s=60)
+        rest = await process.read([reading(30, 4, 29, num_known=1)], timeout_s=60)
+        np.testing.assert_allclose(growing[0] + rest[0], alone[0], atol=1e-5)
+        outcomes = await asyncio.gather(
+            *(process.read([reading(30, 4, 29), reading(5, 4)], timeout_s=60) for _ in range(20)),
+            process.read([reading(200, 199)], timeout_s=60),
+            return_exceptions=True,
+        )
+        *together, too_long = outcomes
+        for values in together:
+            np.testing.assert_allclose(values[0], alone[0], atol=1e-5)
+            np.testing.assert_allclose(values[1], alone[0][:1], atol=1e-5)
+        assert isinstance(too_long, ScoreError)
+        assert "has 200 tokens, but the reward model reads 128" in str(too_long)
+        assert process.num_lost == 0
+        await _kill_under_way(process, expected=alone)
+    finally:
+        await process.close()
+    assert processes() == []
+
+
+async def _kill_under_way(process: ModelProcess, *, expected: list[list[float]]) -> None:
+    (victim,) = processes()
+    victim.suspend()  # the calls are on their way when it dies
+    calls = [
+        asyncio.create_task(process.read([reading(30, 4, 29)], timeout_s=60)) for _ in range(3)
+    ]
+    await asyncio.sleep(0.05)
+    os.kill(victim.pid, signal.SIGKILL)
+    for call in calls:
+        np.testing.assert_allclose(await call, expected, atol=1e-6)
+    assert process.num_lost == 1
+
+
+@pytest.mark.slow  # starts two processes
+async def test_one_that_does_not_answer_is_killed_and_replaced(hub, model):
+    process = make_process(hub, model)
+    await process.start()
+    try:
+        (victim,) = processes()
+        victim.suspend()
+        with pytest.raises(ScoreError, match=r"Reward model 'steps' took longer than 0.2 s"):
+            await process.read([reading(30, 29)], timeout_s=0.2)
+        assert await process.read([reading(30, 29)], timeout_s=60)
+        assert process.num_lost == 1
+    finally:
+        await process.close()
+
+
+@pytest.mark.slow  # starts a process
+async def test_what_cannot_be_loaded_is_said_at_the_start(hub, model):
+    start = start_message(
+        ModelSettings(model=str(model), device="cuda:7"), head="token", is_whole=False
+    )
+    process = ModelProcess("steps", start=start, launch=hub.launch, start_timeout_s=60.0)
+    with pytest.raises(ConfigError, match="Device 'cuda:7' does not exist"):
+        await process.start()
+    await process.close()

@@ -1,0 +1,193 @@
+"""Reward models as scorers: what they are given, and what is made of their values."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from tiny_classifier import make_tiny_classifier
+from tiny_model import make_tiny_model
+from transformers import AutoTokenizer
+
+from millrace.cluster.messages import Reading
+from millrace.config import ScorerConfig
+from millrace.core.errors import ConfigError, ScoreError
+from millrace.core.records import Episode, Group, Rollout, Sampling, Task, Turn
+from millrace.scoring.advantages import ReturnAdvantages
+from millrace.scoring.combining import combine
+from millrace.scoring.registry import spec_of
+from millrace.scoring.reward_models.process_reward_model import ProcessRewardScorer
+from millrace.scoring.reward_models.reward_model import RewardModel, RewardModelScorer
+from millrace.scoring.reward_models.settings import ModelSettings
+from millrace.scoring.reward_models.step_reader import StepReader
+from millrace.scoring.reward_models.steps import build_steps
+from millrace.scoring.reward_models.texts import Texts
+
+BY_EQUALS = build_steps({"by": "delimiter", "delimiter": "="}, section="scorer.steps")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy):
+    return AutoTokenizer.from_pretrained(policy)
+
+
+class Process:
+    """Stands for a model's process: values are read from a list, readings are kept."""
+
+    def __init__(self, *values: list[float]) -> None:
+        self.readings: list[Reading] = []
+        self._values = list(values)
+
+    async def read(self, readings, *, timeout_s):
+        self.readings += readings
+        return [self._values.pop(0) for _ in readings]
+
+
+def group_of(tokenizer, *runs: tuple[str, bool], prompt="1+2=") -> Group:
+    """One episode: its prompt, then these texts, sampled or not."""
+    ids = [tokenizer.encode(text) for text in (prompt, *(text for text, _ in runs))]
+    mask = np.repeat([False, *(sampled for _, sampled in runs)], [len(part) for part in ids])
+    tokens = np.array([token for part in ids for token in part], np.int32)
+    rollout = Rollout(
+        tokens=tokens,
+        mask=mask,
+        engine_logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        sampling=Sampling(),
+    )
+    completion = "".join(text for text, _ in runs)
+    turn = Turn(prompt=prompt, completion=completion, finish="stop")
+    episode = Episode(turns=(turn,), rollouts=(rollout,))
+    return Group(number=3, task=Task(prompt=prompt), episodes=(episode,))
+
+
+def make_scorer(tokenizer, process, *, takes_ids=True, **settings) -> ProcessRewardScorer:
+    reader = StepReader(process, tokenizer=tokenizer, takes_ids=takes_ids, timeout_s=1.0)
+    chosen = {"steps": BY_EQUALS, "reduce": "value", "aggregate": None, **settings}
+    return ProcessRewardScorer("steps", weight=0.5, tokenizer=tokenizer, reader=reader, **chosen)
+
+
+async def test_step_values_become_rewards_at_the_last_token_of_each_step(tokenizer):
+    process = Process([0.25, 1.0, 0.5])
+    scorer = make_scorer(tokenizer, process)
+    group = group_of(tokenizer, ("3=4=<eos>", True), ("ab", False), ("5<eos>", True))
+    (verdict,) = await scorer.score(group)
+    assert verdict.score is None
+    (notes,) = verdict.notes
+    #       1  +  2  =  3  =     4  =  eos  a  b  5  eos
+    given = [0, 0, 0, 0, 0, 0.25, 0, 0, 1.0, 0, 0, 0, 0.5]
+    np.testing.assert_array_equal(notes.rewards, np.array(given, np.float32))
+    (reading,) = process.readings
+    assert reading.ends == [5, 7, 12]
+    assert tokenizer.decode(reading.tokens.tolist()) == "1+2=3=4=<eos>ab5<eos>"
+
+
+@pytest.mark.parametrize(("aggregate", "score"), [("min", -1.0), ("mean", 0.5), ("last", 2.0)])
+async def test_differences_add_up_to_the_last_value_and_an_aggregate_is_the_score(
+    tokenizer, aggregate, score
+):
+    process = Process([0.5, -1.0, 2.0])
+    scorer = make_scorer(tokenizer, process, reduce="difference", aggregate=aggregate)
+    (verdict,) = await scorer.score(group_of(tokenizer, ("3=4=5", True)))
+    assert verdict.score == score
+    rewards = verdict.notes[0].rewards
+    assert rewards[rewards != 0].tolist() == [0.5, -1.5, 3.0]
+
+
+async def test_step_rewards_feed_the_advantages_with_their_weight(tokenizer):
+    group = group_of(tokenizer, ("3=4=", True))
+    scorer = make_scorer(tokenizer, Process([1.0, 3.0]))
+    noted = combine(group, [await scorer.score(group)], scorers=[scorer])
+    assert noted.scores[0].total == 0.0
+    (advantages,) = ReturnAdvantages(normalize_std=False)(noted)
+    # Returns are (1 + 3) * 0.5 over the first step, 3 * 0.5 over the second; their mean is 1.75.
+    np.testing.assert_allclose(advantages, [0, 0, 0, 0, 0.25, 0.25, -0.25, -0.25])
+
+
+async def test_another_tokenizer_is_given_text_step_by_step(tokenizer):
+    process = Process([1.0, 2.0])
+    scorer = make_scorer(tokenizer, process, takes_ids=False)
+    await scorer.score(group_of(tokenizer, ("3=4<eos>", True)))
+    (reading,) = process.readings
+    assert reading.tokens is None
+    assert (reading.prompt, reading.pieces) == ("1+2=", ["3=", "4"])
+
+
+async def test_what_is_not_finite_costs_its_group(tokenizer):
+    scorer = RewardModelScorer(
+        "quality", weight=1.0, timeout_s=1.0, takes_ids=False, process=Process([float("nan")])
+    )
+    with pytest.raises(ScoreError, match=r"'quality' says nan about group 3; try dtype"):
+        await scorer.score(group_of(tokenizer, ("3", True)))
+
+
+def test_text_is_laid_in_the_models_own_tokens(tokenizer):
+    steps = Texts(tokenizer, template="text", is_whole=False, separator="*")
+    tokens, ends = steps.lay(Reading(prompt="1+", pieces=["2", "ab"]))
+    assert tokenizer.decode(tokens) == "1+2*ab*"
+    assert ends == [3, 6]
+    of_ids = Texts(tokenizer, template="ids", is_whole=False, separator="*")
+    given = Reading(tokens=np.array(tokenizer.encode("1+2ab"), np.int32), ends=[2, 4])
+    assert tokenizer.decode(of_ids.lay(given)[0]) == "1+2*ab*"
+    whole = Texts(tokenizer, template="auto", is_whole=True, separator=None)
+    tokens, ends = whole.lay(Reading(prompt=[{"role": "user", "content": "1+"}], pieces=["2"]))
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == "1+2"
+    assert ends == [len(tokens) - 1]
+
+
+def test_a_chat_goes_through_the_template_of_the_models_own_tokenizer(tokenizer):
+    chat = [{"role": "user", "content": "1"}]
+    with _template(
+        tokenizer,
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}="
+        "{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}",
+    ):
+        whole = Texts(tokenizer, template="auto", is_whole=True, separator=None)
+        tokens, _ = whole.lay(Reading(prompt=chat, pieces=["2"]))
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == "1=a2="
+        steps = Texts(tokenizer, template="chat", is_whole=False, separator=None)
+        tokens, ends = steps.lay(Reading(prompt="1", pieces=["2", "3"]))
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == "1=a23"
+        assert ends == [len(tokens) - 2, len(tokens) - 1]
+
+
+@contextlib.contextmanager
+def _template(tokenizer, template: str):
+    tokenizer.chat_template = template
+    try:
+        yield
+    finally:
+        tokenizer.chat_template = None
+
+
+def test_tables_of_both_kinds_are_checked_before_anything_starts(tmp_path, policy, tokenizer):
+    def check(**table):
+        spec = spec_of(ScorerConfig(**table), section="scorer.0")
+        spec.kind.check([], name=spec.name)
+
+    model = str(make_tiny_classifier(tmp_path / "rm", head="sequence", num_labels=2))
+    with pytest.raises(ConfigError, match=r"has 2 labels \(0 = 'LABEL_0', 1 = .*; set label to"):
+        check(type="reward_model", model=model)
+    check(type="reward_model", model=model, label=1)
+    with pytest.raises(ConfigError, match=r"label = 2 does not name one of several labels"):
+        check(type="reward_model", model=model, label=2)
+    with pytest.raises(ConfigError, match=r"max_length = 999 is more than the 128 tokens"):
+        check(type="reward_model", model=model, label=1, max_length=999)
+    with pytest.raises(ConfigError, match=r"has no chat template; set it to 'text'"):
+        check(type="reward_model", model=model, label=1, template="chat")
+    with pytest.raises(ConfigError, match=r"reduce = 'sum' must be one of 'value', 'difference'"):
+        check(type="process_reward_model", model=model, reduce="sum")
+    with pytest.raises(ConfigError, match=r"'scorer.0.lable'.*did you mean 'label'"):
+        check(type="reward_model", model=model, lable=1)
+    with pytest.raises(ConfigError, match="does not exist; check model of scorer 'reward_model'"):
+        check(type="reward_model", model=str(tmp_path / "none"))
+    assert RewardModel(model=model).has_same_tokens(tokenizer)
+    other = AutoTokenizer.from_pretrained(policy)
+    other.add_tokens(["<step>"])
+    with pytest.raises(ConfigError, match=r"the tokenizer of .* is another; set template"):
+        ModelSettings(model=model).require_same_tokens(other, scorer="quality")
