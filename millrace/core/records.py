@@ -15,9 +15,9 @@ Finish = Literal["stop", "length", "abort", "interrupt", "expire"]
 """How a completion ended: by itself ("stop", "length"); because its caller wanted it ("abort");
 because new weights came, to be resumed elsewhere ("interrupt"); because it can no longer be trained
 within the staleness limit ("expire")."""
-Ending = Literal["done", "length", "turns", "timeout"]
+Ending = Literal["done", "length", "turns", "timeout", "crash"]
 """How an episode ended: its environment was through with it; or the context was full, its turns or
-its time were used up before."""
+its time were used up before; or the program that played it crashed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +173,7 @@ class Episode:
     def was_cut(self) -> bool:
         """It would have gone on, had there been room for more."""
         is_last_cut = bool(self.turns) and self.turns[-1].finish == "length"
-        return self.ending != "done" or is_last_cut
+        return self.ending not in ("done", "crash") or is_last_cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from millrace.core.errors import TaskError
-from millrace.core.records import Finish, Message, Prompt, Rollout, Sampling, Turn
+from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling, Turn
 from millrace.episodes.conversation import Beginning, Conversation
-from millrace.episodes.play import Play
+from millrace.episodes.play import EpisodeOver, Play
 from millrace.episodes.record import Exchange, TokenRecord
 from millrace.episodes.tool_calls import Parsed, ToolCall, ToolFormat
 from millrace.episodes.tools import Tool, run_tool, tools_of
@@ -57,6 +59,24 @@ class Agent:
         self._adapter = adapter
         self._is_trained = is_trained
         self._record = TokenRecord()
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        return self._format
+
+    @property
+    def sampling(self) -> Sampling:
+        """How it samples where chat() is told nothing else."""
+        return self._sampling
+
+    @property
+    def decode(self) -> Callable[[np.ndarray], str]:
+        return self._conversation.decode
+
+    def end(self, ending: Ending) -> EpisodeOver:
+        """Mark the episode, for which nothing more is sampled; raise what this returns to leave its
+        environment."""
+        return self._play.end(ending)
 
     async def chat(
         self,

@@ -63,6 +63,9 @@ class Conversation:
         self._texts: dict[str, tuple[Exchange, int]] = {}  # and where their last text ends
         self.counts: Counter[str] = Counter()
 
+    def decode(self, tokens: np.ndarray) -> str:
+        return self._renderer.decode(tokens)
+
     def of_messages(self, messages: Sequence[Message], *, tools: Schemas = ()) -> Beginning:
         digests = list(_digests(messages, tools))
         for count in range(len(messages), 0, -1):

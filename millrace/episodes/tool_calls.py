@@ -43,6 +43,11 @@ class Parsed:
 
 
 class ToolFormat(Protocol):
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """What a call begins with: from there on, a text is not for reading."""
+        ...
+
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> Parsed: ...
 
     def shown(
@@ -75,6 +80,7 @@ class _InTemplate:
 
 
 class Hermes(_InTemplate):
+    openers = ("<tool_call>",)
     _form = '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> Parsed:
@@ -86,6 +92,7 @@ class Hermes(_InTemplate):
 
 
 class Llama3(_InTemplate):
+    openers = ("<|python_tag|>", "{")
     _form = '{"name": "...", "parameters": {...}}'
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> Parsed:
@@ -106,6 +113,7 @@ class Llama3(_InTemplate):
 
 
 class Mistral(_InTemplate):
+    openers = ("[TOOL_CALLS]",)
     _form = '[TOOL_CALLS][{"name": "...", "arguments": {...}}]'
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> Parsed:
@@ -123,8 +131,9 @@ class Mistral(_InTemplate):
 
 class Gemma:
     """Its template knows nothing of tools: they are introduced in the first message of the user,
-    and results are messages of the user."""
+    and results are messages of the user. Calls stay in the text."""
 
+    openers = ()
     _form = "```tool_code\nname(key=value)\n```"
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> Parsed:

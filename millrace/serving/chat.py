@@ -2,14 +2,15 @@
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 
-from millrace.core.records import Finish, Request
+from millrace.core.records import Finish, Message, Request
+from millrace.episodes.tool_calls import Parsed, ToolCall
 from millrace.serving.bodies import ChatBody
 from millrace.serving.messages import read_messages, write_call
 from millrace.serving.served import Served, Usage, usage_of
@@ -32,7 +33,7 @@ class ChatReply:
         index: int,
         *,
         content: str,
-        calls: Sequence[Mapping[str, Any]] = (),
+        calls: Sequence[ToolCall] = (),
         finish: Finish,
         logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
@@ -72,9 +73,11 @@ class ChatReply:
 
 async def chat_request(served: Served, body: ChatBody, *, id: str) -> Request:
     """What the engine is asked."""
+    form = served.tool_format
+    messages, tools = form.shown(read_messages(body.messages, form=form), body.offered_tools)
     prompt = await served.chat_prompt(
-        read_messages(body.messages),
-        tools=body.offered_tools,
+        messages,
+        tools=tools,
         template_settings=body.chat_template_kwargs,
     )
     return served.request(
@@ -93,12 +96,12 @@ async def answer_chat(served: Served, body: ChatBody) -> dict[str, Any]:
     completions = await served.complete([request])
     choices: list[dict[str, Any]] = []
     for index, completion in enumerate(completions):
-        content, calls = _parsed(served, body, completion.text)
-        logprobs = _logprobs(completion.tokens, completion.logprobs, decode=served.decode)
+        message, calls = _parsed(served, body, completion.text)
+        logprobs = logprob_rows(completion.tokens, completion.logprobs, decode=served.decode)
         choices.append(
             reply.choice(
                 index,
-                content=content,
+                content=message["content"],
                 calls=calls,
                 finish=completion.finish,
                 logprobs=logprobs if body.logprobs else None,
@@ -123,7 +126,7 @@ async def stream_chat(served: Served, body: ChatBody) -> AsyncGenerator[dict[str
                 yield reply.chunk(index, delta={"role": "assistant", "content": ""})
             text = texts[index].add(piece.tokens.tolist(), finish=piece.finish)
             if text or body.logprobs:
-                logprobs = _logprobs(piece.tokens, piece.logprobs, decode=served.decode)
+                logprobs = logprob_rows(piece.tokens, piece.logprobs, decode=served.decode)
                 yield reply.chunk(
                     index, delta={"content": text}, logprobs=logprobs if body.logprobs else None
                 )
@@ -143,10 +146,10 @@ def _last_chunks(
     finish: Finish,
 ) -> list[dict[str, Any]]:
     """What was held back, as the tool calls or the text that it turned out to be."""
-    _, calls = _parsed(served, body, text.text)
+    message, calls = _parsed(served, body, text.text)
     chunks: list[dict[str, Any]] = []
-    if not calls and text.held:
-        chunks.append(reply.chunk(index, delta={"content": text.held}))
+    if rest := message["content"].removeprefix(text.given) if text.held else "":
+        chunks.append(reply.chunk(index, delta={"content": rest}))
     for number, call in enumerate(calls):
         delta = {"tool_calls": [{"index": number, **write_call(call)}]}
         chunks.append(reply.chunk(index, delta=delta))
@@ -154,14 +157,17 @@ def _last_chunks(
     return [*chunks, reply.chunk(index, delta={}, finish_reason=reason)]
 
 
-def _parsed(served: Served, body: ChatBody, text: str) -> tuple[str, list[dict[str, Any]]]:
-    if not body.offered_tools:
-        return text, []
-    content, calls = served.tool_format.parse(text)
-    return content, calls[:1] if body.parallel_tool_calls is False else calls
+def _parsed(served: Served, body: ChatBody, text: str) -> tuple[Message, Sequence[ToolCall]]:
+    """What the model said as a message, and the calls in it."""
+    parsed = Parsed(content=text)
+    if body.offered_tools:
+        parsed = served.tool_format.parse(text, body.offered_tools)
+    if body.parallel_tool_calls is False:
+        parsed = replace(parsed, calls=parsed.calls[:1])
+    return served.tool_format.reply(text, parsed), parsed.calls
 
 
-def _logprobs(tokens: np.ndarray, logprobs: np.ndarray, *, decode: Decode) -> dict[str, Any]:
+def logprob_rows(tokens: np.ndarray, logprobs: np.ndarray, *, decode: Decode) -> dict[str, Any]:
     """Of every sampled token, also the one that ended it."""
     content: list[dict[str, Any]] = []
     for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):

@@ -18,11 +18,11 @@ from millrace.config import RunConfig
 from millrace.core.causes import first_cause
 from millrace.core.errors import ConfigError
 from millrace.engines.pool import EnginePool, RemoteEngine
+from millrace.episodes.tool_calls import format_of
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.served import Served
 from millrace.serving.server import listening, make_app
 from millrace.serving.settings import ServeSettings
-from millrace.serving.tool_calls import ToolFormat
 
 
 def serve(settings: ServeSettings) -> None:
@@ -55,7 +55,7 @@ async def _serve(settings: ServeSettings) -> None:
             name=settings.name,
             adapters=tuple(config.engine.adapters),
             max_context=max_context,
-            tool_format=ToolFormat(),
+            tool_format=format_of("auto", template=str(tokenizer.chat_template or "")),
             metrics=metrics,
         )
         app = make_app(

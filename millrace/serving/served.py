@@ -19,12 +19,12 @@ from millrace.core.causes import first_cause
 from millrace.core.errors import MillraceError
 from millrace.core.protocols import Engine
 from millrace.core.records import Completion, Finish, Message, Piece, Request
+from millrace.episodes.tool_calls import ToolFormat
 from millrace.rollout.renderer import Renderer
 from millrace.serving.bodies import SamplingBody
 from millrace.serving.errors import ApiError
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.text_stream import TextStream
-from millrace.serving.tool_calls import ToolFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

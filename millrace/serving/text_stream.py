@@ -29,6 +29,11 @@ class TextStream:
         self._num_given = 0
 
     @property
+    def given(self) -> str:
+        """What add() has returned."""
+        return self.text[: self._num_given]
+
+    @property
     def held(self) -> str:
         """Text that add() has not returned."""
         return self.text[self._num_given :]

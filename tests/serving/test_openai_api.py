@@ -171,6 +171,25 @@ async def test_a_tool_call_that_cannot_be_read_is_text(text):
     assert "".join(parts) == text
 
 
+async def test_formats_that_no_template_knows_keep_calls_in_the_text_and_results_too():
+    text = "So:\n```tool_code\nadd(a=2, b=3)\n```"
+    engine = WritingEngine(text)
+    async with served(engine, form="gemma") as client:
+        ask = {"model": "tiny", "messages": ASK, "tools": [ADD]}
+        message = (await client.chat.completions.create(**ask)).choices[0].message
+        stream = await client.chat.completions.create(**ask, stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+        (call,) = message.tool_calls or []
+        result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+        await client.chat.completions.create(**{**ask, "messages": [*ASK, message, result]})
+    assert message.content == "".join(delta.content or "" for delta in deltas) == text
+    assert json.loads(call.function.arguments) == {"a": 2, "b": 3}
+    prompt = chat_tokenizer().decode(engine.requests[-1].prompt)
+    assert "You can call these functions" in prompt
+    assert prompt.count(f"<|im_start|>assistant\n{text}<|im_end|>") == 1
+    assert "<|im_start|>user\n```tool_output\n5\n```<|im_end|>" in prompt
+
+
 async def test_who_offers_no_tools_gets_what_looks_like_a_call_as_text():
     async with served(WritingEngine(CALL)) as client:
         ask = {"model": "tiny", "messages": ASK}
@@ -272,9 +291,9 @@ async def test_what_cannot_be_done_is_refused_by_name(field):
         ([], "at least 1 item"),
         ([{"role": "robot", "content": "x"}], "'robot' is none of"),
         ([{"role": "user"}], "content' is missing"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "not text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "other than text"),
         (
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
+            [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"arguments": "["}}]}],
             "cannot be read",
         ),
         ([{"role": "user", "content": "x" * 600}], "context holds 512"),

@@ -12,11 +12,11 @@ from openai import AsyncOpenAI
 
 from millrace.core.protocols import OnTokens
 from millrace.core.records import Completion, Request
+from millrace.episodes.tool_calls import FORMATS
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import Limits
 from millrace.serving.served import Served
 from millrace.serving.server import listening, make_app
-from millrace.serving.tool_calls import ToolFormat
 
 
 class WritingEngine(ScriptedEngine):
@@ -81,6 +81,7 @@ async def served(
     *,
     key: str | None = None,
     limits: Limits | None = None,
+    form: str = "hermes",
     is_healthy: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[AsyncOpenAI]:
     """A client of a server before this engine; what it is told first it believes."""
@@ -90,7 +91,7 @@ async def served(
         name="tiny",
         adapters=("side",),
         max_context=512,
-        tool_format=ToolFormat(),
+        tool_format=FORMATS[form],
         metrics=ServerMetrics(),
     )
     app = make_app(model, key=key, limits=limits or Limits(), is_healthy=is_healthy)
