@@ -1,6 +1,8 @@
 """A whole run whose judge is a service that fails in turns, behind a gate."""
 
+import asyncio
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -96,3 +98,32 @@ def test_a_run_whose_judge_fails_every_other_time_loses_nothing(judge_url, tmp_p
     assert (result.run_dir / "scorers" / "judge.jsonl").read_text()
     for file in Path(result.run_dir).rglob("*"):
         assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
+
+
+async def takes_its_time(completions, **columns):
+    await asyncio.sleep(0.3)
+    return [float(len(set(text))) for text in completions]
+
+
+@pytest.mark.slow
+def test_a_run_that_waits_for_scores_says_so_and_for_whose(tmp_path, capsys):
+    slow = {"function": f"{__file__}:takes_its_time", "concurrency": 1}
+    result = mr.train(
+        {"scorer": [slow]},
+        model=str(make_tiny_model(tmp_path / "model")),
+        run_dir=str(tmp_path / "run"),
+        tasks=[{"prompt": f"{n}+1="} for n in range(10)],
+        sampling={"max_new_tokens": 8},
+        scoring={"workers": 1},
+        rollout={"group_size": 4},
+        trainer={"steps": 6, "groups_per_step": 4, "threads": 1},
+        engine={"threads": 1},
+        watch={"progress": "lines"},
+    )
+    last = read_metrics(result.run_dir / "metrics.jsonl")[-1]
+    assert last["scores_waited"] > 0.3
+    assert last["scorers"]["takes_its_time"]["busy"] > 0.5
+    assert last["scorers"]["takes_its_time"]["wait_s"] > 0
+    said = capsys.readouterr().out
+    assert "scoring limits the run: the trainer waits for it" in said
+    assert re.search(r"takes_its_time 1/1 busy, \d+ episodes wait", said)
