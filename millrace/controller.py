@@ -40,6 +40,7 @@ from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
 from millrace.staging.packing import minibatches_of
 from millrace.training.remote import RemoteTrainer
+from millrace.watch.scoring import where_text
 from millrace.watch.skipped import SkippedSteps
 from millrace.watch.text import counts
 from millrace.watch.watcher import SCORES, Moment, Watcher
@@ -355,6 +356,7 @@ class Controller:
                 f" for {moment.trainer_waits_for}, the engines for {moment.engine_waits_for};"
                 f" {moment.groups_running} groups are running, {moment.buffer_depth} are buffered,"
                 f" and dropped so far: {counts(moment.groups_dropped)}."
+                f"{_at_scorers(moment)}"
             ) from None
 
     def _engine_waits_for(self) -> str:
@@ -374,6 +376,13 @@ class Controller:
         if self._dispatcher.scoring > self._dispatcher.playing:
             return SCORES
         return "generation" if self._dispatcher.playing else "the next batch"
+
+
+def _at_scorers(moment: Moment) -> str:
+    """Where the groups are that the trainer waits for, if they are there."""
+    if moment.trainer_waits_for != SCORES:
+        return ""
+    return f" In scoring: {where_text(moment.scorers)}."
 
 
 def _due(step: int, every: int) -> bool:
