@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from dataclasses import replace
 
 import pytest
 from scripted_scorer import ScriptedScorer, group, settle
@@ -48,6 +49,17 @@ async def test_episodes_that_nobody_announced_are_judged_with_the_group():
     single = ScriptedScorer()
     with scoring(station(single)) as going:
         assert numbers(await going.verdicts(group("a", "bb"))) == [[1.0, 2.0]]
+
+
+async def test_an_episode_that_the_group_did_without_holds_up_nobody():
+    ranker, judge = ScriptedScorer("ranker"), ScriptedScorer("judge")
+    played = group("a", "bb", "ccc")
+    kept = replace(played, episodes=(played.episodes[0], played.episodes[2]))
+    with scoring(station(ranker, batch=0), station(judge, when="ranker > 0")) as going:
+        for index, episode in enumerate(played.episodes):
+            going.add(index, episode)
+        columns = await asyncio.wait_for(going.verdicts(kept), 5)
+    assert numbers(columns) == [[1.0, 3.0]] * 2
 
 
 async def test_a_slow_scorer_delays_only_its_own_groups():

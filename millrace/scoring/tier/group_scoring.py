@@ -10,10 +10,11 @@ Runs on the controller's event loop: a task for each scorer and episode, ended b
 """
 
 import asyncio
+import itertools
 from collections import defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from millrace.core.protocols import OnTokens, SegmentScorer
 from millrace.core.records import Episode, Group, Piece, Request, Verdict
@@ -35,7 +36,7 @@ class GroupScoring:
         self._stations = stations
         self._ticket = ticket
         self._episodes: dict[int, Episode] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._judging: defaultdict[int, list[asyncio.Task[None]]] = defaultdict(list)  # by episode
         self._found: defaultdict[tuple[str, int], asyncio.Future[Verdict]] = defaultdict(
             asyncio.get_running_loop().create_future
         )
@@ -52,7 +53,7 @@ class GroupScoring:
         self._episodes[index] = episode
         for name, station in self._stations.items():
             if not station.desk.takes_groups:
-                self._spawn(self._judge(name, {index: episode}))
+                self._judging[index].append(self._judged(name, {index: episode}))
 
     def listen(self, request: Request) -> OnTokens | None:
         """Hears what is sampled for one of its episodes. A scorer behind a gate does not: it may
@@ -79,8 +80,9 @@ class GroupScoring:
         episodes = {self._place_of(episode): episode for episode in group.episodes}
         for name, station in self._stations.items():
             if station.desk.takes_groups:
-                self._spawn(self._judge(name, episodes))
-        await asyncio.gather(*self._tasks)
+                self._judging[min(episodes)].append(self._judged(name, episodes))
+        # Only these: one that the group did without is not worth waiting for.
+        await asyncio.gather(*(task for index in episodes for task in self._judging[index]))
         return [[self._found[name, i].result() for i in episodes] for name in self._stations]
 
     def _place_of(self, episode: Episode) -> int:
@@ -94,9 +96,12 @@ class GroupScoring:
 
     def close(self) -> None:
         """Nobody waits for what is still missing."""
-        for task in self._tasks:
+        for task in itertools.chain.from_iterable(self._judging.values()):
             if not task.cancel() and not task.cancelled():
                 task.exception()  # looked at, or asyncio warns that nobody did
+
+    def _judged(self, name: str, episodes: Mapping[int, Episode]) -> asyncio.Task[None]:
+        return asyncio.create_task(self._judge(name, episodes))
 
     async def _judge(self, name: str, episodes: Mapping[int, Episode]) -> None:
         station = self._stations[name]
@@ -117,6 +122,3 @@ class GroupScoring:
     def _tell(self, name: str, indices: Sequence[int], verdicts: Sequence[Verdict]) -> None:
         for index, verdict in zip(indices, verdicts, strict=True):
             self._found[name, index].set_result(verdict)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.create_task(work))
