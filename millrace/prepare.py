@@ -22,7 +22,7 @@ from millrace.models.adapters import require_peft
 from millrace.models.directory import configured_context, load_tokenizer, text_config
 from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import CRITIC, PAIRS, build_advantages
-from millrace.scoring.pool import ScorerSpec, inspect_scorers
+from millrace.scoring.registry import ScorerSpec, check_specs, spec_of, spec_of_function
 from millrace.scoring.selection import ROC
 from millrace.scoring.shaping import Shaping, build_shaping
 from millrace.staging.orders import check_room
@@ -30,7 +30,6 @@ from millrace.training.checkpoints import check_same_critic, latest_checkpoint, 
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.objectives.preference import PreferenceLoss
 from millrace.training.objectives.recipes import ADVANTAGES, DEFAULT, PREFERENCE, build_loss
-from millrace.verifiers import build_verifier
 
 PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
 
@@ -83,9 +82,7 @@ def prepare(
             " evaluate.path, or pass eval_tasks=[...] to train()."
         )
     specs = _scorers(config.scorer, scorers)
-    functions = inspect_scorers(specs)
-    for function in functions:
-        function.check_columns([*train_tasks, *held_out])
+    check_specs(specs, [*train_tasks, *held_out])
     config = _with_advantages(config)
     check_room(
         config.buffer.order,
@@ -112,7 +109,7 @@ def prepare(
         held_out=tuple(held_out[: config.evaluate.max_tasks]),
         scorers=specs,
         advantages=advantages,
-        shaping=_shaping(config, scorers=[function.name for function in functions]),
+        shaping=_shaping(config, scorers=[spec.name for spec in specs]),
         renderer=renderer,
         max_context=max_context,
         checkpoint=checkpoint,
@@ -123,16 +120,8 @@ def prepare(
 def _scorers(
     settings: Sequence[ScorerConfig], given: Sequence[Callable[..., Any]] | None
 ) -> tuple[ScorerSpec, ...]:
-    configured = [
-        ScorerSpec(
-            function=row.function or build_verifier(row.verifier, section=f"scorer.{index}"),
-            name=row.name,
-            weight=row.weight,
-            timeout_s=row.timeout_s,
-        )
-        for index, row in enumerate(settings)
-    ]
-    return (*configured, *(ScorerSpec(function=function) for function in given or ()))
+    configured = [spec_of(row, section=f"scorer.{index}") for index, row in enumerate(settings)]
+    return (*configured, *(spec_of_function(function) for function in given or ()))
 
 
 def _shaping(config: RunConfig, *, scorers: Sequence[str]) -> Shaping:

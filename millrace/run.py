@@ -126,7 +126,7 @@ class _Run:
                     heartbeat_timeout_s=cluster.heartbeat_timeout_s,
                 )
             )
-            scorers = self._make_scorers(hub, folder=private)
+            scorers = self._make_scorers(hub, private=private)
             # Before the hub: it would take the scorers' end for their death, and replace them.
             stack.push_async_callback(scorers.close)
             with _first_cause(), self._invitation(hub):
@@ -233,17 +233,15 @@ class _Run:
         await worker.call(start, timeout_s=self._config.cluster.start_timeout_s)
         return worker
 
-    def _make_scorers(self, hub: Hub, *, folder: Path) -> ScorerPool:
-        async def launch(name: str) -> Worker:
-            return await hub.launch(name, "millrace.workers.scorer")
-
+    def _make_scorers(self, hub: Hub, *, private: Path) -> ScorerPool:
         return build_scorer_pool(
             self._prepared.scorers,
             advantages=self._prepared.advantages,
             shaping=self._prepared.shaping,
             num_workers=self._config.scoring.workers,
-            launch=launch,
-            folder=folder,
+            launch=hub.launch,
+            private=private,
+            folder=self._run_dir.scorers,
             start_timeout_s=self._config.cluster.start_timeout_s,
         )
 

@@ -6,6 +6,7 @@ before any worker starts. Nothing is accepted and ignored. Torch-free.
 
 from millrace.config.loading import load_config, parse_override
 from millrace.config.run_config import RunConfig
+from millrace.config.scorer import ScorerConfig
 from millrace.config.sections import (
     ALL_LINEAR,
     CriticConfig,
@@ -14,7 +15,6 @@ from millrace.config.sections import (
     Interrupt,
     LoraConfig,
     ReplayConfig,
-    ScorerConfig,
     TasksConfig,
 )
 

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from millrace.config.scorer import ScorerConfig
 from millrace.config.sections import (
     BufferConfig,
     CheckpointConfig,
@@ -18,7 +19,6 @@ from millrace.config.sections import (
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
-    ScorerConfig,
     ScoringConfig,
     Section,
     TasksConfig,

@@ -1,16 +1,13 @@
 """Every setting by section: name, type, default, and what it does. Torch-free."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
-    model_validator,
 )
-from pydantic_core import InitErrorDetails
 
 from millrace.core.staleness import Measure, StalenessLimit
 
@@ -81,37 +78,6 @@ class SamplingConfig(Section):
     min_p: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     stop: tuple[str, ...] = ()
     """Strings that end a completion; the eos token always does."""
-
-
-class ScorerConfig(Section):
-    model_config = ConfigDict(extra="allow")
-
-    function: str | None = None
-    """ "module:name" or "file.py:name" with the TRL reward signature, sync or async."""
-    type: str | None = None
-    """Or a ready verifier: "exact", "numeric", "regex", "json_schema", "math", "python_tests", or
-    "module:Name" of yours. Its own keys stand beside these; see docs/verifiers.md."""
-    name: str | None = None
-    """Name in metrics; the function's own name, or the verifier's type, if not given."""
-    weight: Float = 1.0
-    timeout_s: PositiveFloat = 30.0
-
-    @property
-    def verifier(self) -> dict[str, Any]:
-        """The table of the verifier: its type and its own keys."""
-        return {"type": self.type, **(self.model_extra or {})}
-
-    @model_validator(mode="after")
-    def _is_a_function_or_a_verifier(self) -> Self:
-        if (self.function is None) == (self.type is None):
-            raise ValueError("a scorer has either a function or a type; set one of the two")
-        if self.function is not None and self.model_extra:
-            unknown: list[InitErrorDetails] = [
-                {"type": "extra_forbidden", "loc": (key,), "input": value}
-                for key, value in self.model_extra.items()
-            ]
-            raise ValidationError.from_exception_data(type(self).__name__, unknown)
-        return self
 
 
 class ScoringConfig(Section):

@@ -17,6 +17,19 @@ class ScoreError(MillraceError):
     """A scorer raised, hung, or returned something that is not a score; costs that group only."""
 
 
+class TransientScoreError(ScoreError):
+    """A scorer could not answer, and may do so when asked again."""
+
+    def __init__(
+        self, message: str, *, is_down: bool = False, retry_after_s: float | None = None
+    ) -> None:
+        """`is_down`: nobody there can be asked now, whatever about. `retry_after_s`: what it said
+        itself."""
+        super().__init__(message)
+        self.is_down = is_down
+        self.retry_after_s = retry_after_s
+
+
 class Filtered(Exception):
     """A filter dropped a scored group. No error: it is counted, and another takes its place."""
 

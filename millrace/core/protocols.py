@@ -58,6 +58,19 @@ class Scorer(Protocol):
         ...
 
 
+@runtime_checkable
+class Service(Protocol):
+    """A scorer that holds a process, a connection or a file while the run lasts."""
+
+    async def start(self) -> None:
+        """Raises MillraceError if it cannot be used."""
+        ...
+
+    async def close(self) -> None:
+        """Also after a start that failed."""
+        ...
+
+
 class Advantages(Protocol):
     """Says how much better than expected the episodes of a scored group were."""
 

@@ -3,33 +3,78 @@
 Promise: whatever the function does, the group gets rewards or one ScoreError sentence.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from millrace.cluster.messages import ScoreGroup
 from millrace.core.errors import ScoreError, WorkerError
-from millrace.core.records import Episode, Group, Prompt, Verdict
-from millrace.scoring.functions import RewardFunction
-from millrace.scoring.workers import ScorerWorkers
+from millrace.core.records import Episode, Group, Prompt, Task, Verdict
+from millrace.scoring.functions import inspect_reward
+from millrace.scoring.handover import resolve_function
+from millrace.scoring.scorer_kind import CallRules, ScorerTools
+from millrace.scoring.workers import CALLS_PER_WORKER, ScorerWorkers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """The kind of scorer that is a reward function, the user's or a ready verifier."""
+
+    function: str | Callable[..., Any]  # "module:name", or the thing itself
+
+    @property
+    def default_name(self) -> str:
+        function = resolve_function(self.function)
+        return getattr(function, "__name__", type(function).__name__).strip("<>")
+
+    def rules(self, *, num_workers: int) -> CallRules:
+        """It may compare a group, so it sees all of it. What it raises, it would raise again."""
+        is_async = inspect_reward(resolve_function(self.function), name="").is_async
+        per_worker = CALLS_PER_WORKER if is_async else 1
+        concurrency = num_workers * per_worker
+        return CallRules(concurrency=concurrency, batch=0, retries=0, breaker_failures=0)
+
+    def check(self, tasks: Sequence[Task], *, name: str) -> None:
+        inspect_reward(resolve_function(self.function), name=name).check_columns(tasks)
+
+    def make(
+        self, *, name: str, weight: float, rules: CallRules, tools: ScorerTools
+    ) -> "FunctionScorer":
+        tools.functions[name] = self.function
+        return FunctionScorer(
+            name,
+            weight=weight,
+            is_async=inspect_reward(resolve_function(self.function), name=name).is_async,
+            rules=rules,
+            workers=tools.workers,
+        )
 
 
 class FunctionScorer:
     """A reward function that runs in the scorer processes."""
 
     def __init__(
-        self, function: RewardFunction, *, weight: float, timeout_s: float, workers: ScorerWorkers
+        self, name: str, *, weight: float, is_async: bool, rules: CallRules, workers: ScorerWorkers
     ) -> None:
-        self.name = function.name
+        self.name = name
         self.weight = weight
-        self.timeout_s = timeout_s
-        self._is_async = function.is_async
+        self._is_async = is_async
+        self._rules = rules
         self._workers = workers
 
     async def score(self, group: Group) -> list[Verdict]:
         message = _message(self.name, group)
         alone = not self._is_async
         try:
-            scored = await self._workers.call(message, alone=alone, timeout_s=self.timeout_s)
+            scored = await self._workers.call(
+                message,
+                alone=alone,
+                timeout_s=self._rules.timeout_s,
+                priority=self._rules.priority,
+            )
         except TimeoutError:
             raise ScoreError(
-                f"Reward {self.name!r} took longer than {self.timeout_s:g} s on group"
+                f"Reward {self.name!r} took longer than {self._rules.timeout_s:g} s on group"
                 f" {group.number}; make it faster, or raise its timeout_s."
             ) from None
         except WorkerError as error:

@@ -9,34 +9,26 @@ or returns what is no score costs the group at hand: a ScoreError, counted by sc
 
 import asyncio
 import dataclasses
-import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from millrace.core.errors import ConfigError, ScoreError
-from millrace.core.protocols import Advantages, AdvantagesOverBatch, Scorer
+from millrace.cluster.worker import Worker
+from millrace.core.errors import ScoreError
+from millrace.core.protocols import Advantages, AdvantagesOverBatch, Scorer, Service
 from millrace.core.records import Group, Verdict
 from millrace.scoring.advantages import with_advantages
 from millrace.scoring.combining import combine
-from millrace.scoring.function_scorer import FunctionScorer
-from millrace.scoring.functions import RewardFunction, inspect_reward
-from millrace.scoring.handover import hand_over, resolve_function
+from millrace.scoring.handover import hand_over
+from millrace.scoring.registry import ScorerSpec, check_specs
+from millrace.scoring.scorer_kind import ScorerTools
 from millrace.scoring.shaping import Shaping
-from millrace.scoring.workers import Launch, ScorerWorkers
+from millrace.scoring.workers import ScorerWorkers
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScorerSpec:
-    """One scorer as the user gave it; the fields are those of [[scorer]]."""
-
-    function: str | Callable[..., Any]
-    name: str | None = None
-    weight: float = 1.0
-    timeout_s: float = 30.0
+SCORER_MODULE = "millrace.workers.scorer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,11 +52,14 @@ class ScorerPool:
         *,
         advantages: Advantages,
         workers: ScorerWorkers,
+        functions: Mapping[str, str],
         shaping: Shaping,
     ) -> None:
+        """`functions`: for the workers, see handover.py."""
         self.scorers = tuple(scorers)
         self._advantages = advantages
         self._workers = workers
+        self._functions = functions
         self._shaping = shaping
         self.tokens_wasted: Counter[str] = Counter()  # sampled and not trained, by reason
         self._calls: Counter[str] = Counter()
@@ -72,10 +67,16 @@ class ScorerPool:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     async def start(self) -> None:
-        await self._workers.start()
+        services = [scorer for scorer in self.scorers if isinstance(scorer, Service)]
+        async with asyncio.TaskGroup() as starting:
+            starting.create_task(self._workers.start(self._functions))
+            for service in services:
+                starting.create_task(service.start())
 
     async def close(self) -> None:
-        await self._workers.close()
+        """Also after a start that failed."""
+        services = [scorer for scorer in self.scorers if isinstance(scorer, Service)]
+        await asyncio.gather(self._workers.close(), *(service.close() for service in services))
 
     async def __aenter__(self) -> Self:
         try:
@@ -164,55 +165,34 @@ def build_scorer_pool(
     *,
     advantages: Advantages,
     num_workers: int,
-    launch: Launch,
+    launch: Callable[[str, str], Awaitable[Worker]],
+    private: Path,
     folder: Path,
     shaping: Shaping | None = None,
     start_timeout_s: float = 180.0,
 ) -> ScorerPool:
     """A pool, not yet started; raises ConfigError for what can be known to be wrong.
 
-    `launch` starts a scorer process by name. `folder`, private to the run and kept by the caller
-    while the pool lives, takes the functions that no other process can import.
+    `launch` starts a process by its name and module. `private`, kept by the caller while the pool
+    lives, takes the functions that no other process can import; `folder` is the run's own.
     """
-    functions = inspect_scorers(specs)
-    locations = hand_over(
-        {f.name: spec.function for f, spec in zip(functions, specs, strict=True)}, folder=folder
-    )
+    check_specs(specs, tasks=())
     workers = ScorerWorkers(
-        launch=launch,
+        launch=lambda name: launch(name, SCORER_MODULE),
         num_workers=num_workers,
-        functions=locations,
         start_timeout_s=start_timeout_s,
     )
-    scorers = [
-        FunctionScorer(function, weight=spec.weight, timeout_s=spec.timeout_s, workers=workers)
-        for function, spec in zip(functions, specs, strict=True)
-    ]
-    return ScorerPool(scorers, advantages=advantages, workers=workers, shaping=shaping or Shaping())
-
-
-def inspect_scorers(specs: Sequence[ScorerSpec]) -> list[RewardFunction]:
-    """What the scorers are, before any process starts; raises ConfigError for what is wrong."""
-    functions = [_inspected(spec) for spec in specs]
-    names = [function.name for function in functions]
-    if not names:
-        raise ConfigError(
-            "There is no scorer; add a [[scorer]] table, or pass scorers=[...] to train()."
-        )
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"Two scorers are named {name!r}; give each a name of its own.")
-    return functions
-
-
-def _inspected(spec: ScorerSpec) -> RewardFunction:
-    function = resolve_function(spec.function)
-    name = spec.name or getattr(function, "__name__", type(function).__name__).strip("<>")
-    if not math.isfinite(spec.weight):
-        raise ConfigError(f"Scorer {name!r} has the weight {spec.weight}; give it a finite number.")
-    if not spec.timeout_s > 0:
-        raise ConfigError(f"Scorer {name!r} has timeout_s = {spec.timeout_s}; it must be above 0.")
-    return inspect_reward(function, name=name)
+    tools = ScorerTools(
+        workers=workers, launch=launch, folder=folder, start_timeout_s=start_timeout_s
+    )
+    scorers = [spec.make(tools, rules=spec.rules(num_workers=num_workers)) for spec in specs]
+    return ScorerPool(
+        scorers,
+        advantages=advantages,
+        workers=workers,
+        functions=hand_over(tools.functions, folder=private),
+        shaping=shaping or Shaping(),
+    )
 
 
 def _estimate(estimator: Callable[[Any], Any], scored: Any) -> Any:

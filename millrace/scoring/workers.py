@@ -4,13 +4,13 @@ Promise: every call ends. One that hangs or brings its worker down costs itself 
 killed and replaced in the background, and calls that shared it are run once more, each on a worker
 of its own, so that a second loss has one culprit.
 
-Runs on the controller's event loop. Calls wait for a worker in one line, first come, first served;
-the line is bounded by its callers: one call per scorer and running group.
+Runs on the controller's event loop. Calls wait for a worker in one line, by priority and then first
+come, first served; the line is bounded by its callers: each scorer's own concurrency.
 """
 
 import asyncio
+import bisect
 import itertools
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,15 @@ START_ATTEMPTS = 3  # to replace a lost worker
 CLOSED = "The scorers are closed; nothing can be scored any more."
 
 Launch = Callable[[str], Awaitable[Worker]]  # name -> a running scorer process
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A call in the line."""
+
+    granted: "asyncio.Future[_Slot]"
+    alone: bool
+    priority: int
 
 
 @dataclass(slots=True, eq=False)
@@ -42,18 +51,16 @@ class ScorerWorkers:
         *,
         launch: Launch,
         num_workers: int,
-        functions: Mapping[str, str],
         start_timeout_s: float = 180.0,
     ) -> None:
-        """`functions`: name -> where a scorer process finds it, see handover.py."""
         self.num_lost = 0  # workers that died or were killed, and had to be replaced
         self._launch = launch
         self._num_workers = num_workers
-        self._functions = dict(functions)
+        self._functions: dict[str, str] = {}
         self._start_timeout_s = start_timeout_s  # to import the functions
         self._numbers = itertools.count()  # a name is never used twice
         self._slots: list[_Slot] = []
-        self._line: deque[tuple[bool, asyncio.Future[_Slot]]] = deque()
+        self._line: list[_Waiting] = []
         self._background: set[asyncio.Task[Any]] = set()
         self._num_starting = 0
         self._last_failure: Exception | None = None
@@ -66,10 +73,14 @@ class ScorerWorkers:
     @property
     def num_waiting(self) -> int:
         """Calls that wait for a free worker."""
-        return sum(not granted.done() for _, granted in self._line)
+        return sum(not waiting.granted.done() for waiting in self._line)
 
-    async def start(self) -> None:
-        """Bring up all workers; raises what the first one that fails says."""
+    async def start(self, functions: Mapping[str, str]) -> None:
+        """Bring up all workers, or none where there is no function; raises what the first one that
+        fails says. `functions`: name -> where a scorer process finds it, see handover.py."""
+        self._functions = dict(functions)
+        if not functions:
+            return
         starts = [self._start_worker() for _ in range(self._num_workers)]
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         for outcome in outcomes:
@@ -79,19 +90,21 @@ class ScorerWorkers:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def call(self, message: ScoreGroup, *, alone: bool, timeout_s: float) -> Scored:
+    async def call(
+        self, message: ScoreGroup, *, alone: bool, timeout_s: float, priority: int = 0
+    ) -> Scored:
         """Run one function. `alone`: on a worker that runs nothing else meanwhile.
 
         `timeout_s` counts from the moment a worker is free. Raises the function's own ScoreError,
         TimeoutError, or WorkerError if it brought its worker down.
         """
-        slot = await self._take(alone=alone)
+        slot = await self._take(alone=alone, priority=priority)
         try:
             return await self._run(slot, message, timeout_s=timeout_s)
         except WorkerError:
             if not slot.was_shared:
                 raise
-        slot = await self._take(alone=True)
+        slot = await self._take(alone=True, priority=priority)
         return await self._run(slot, message, timeout_s=timeout_s)
 
     async def close(self) -> None:
@@ -107,13 +120,14 @@ class ScorerWorkers:
         await asyncio.gather(*(slot.worker.stop() for slot in self._slots))
         self._slots.clear()
 
-    async def _take(self, *, alone: bool) -> _Slot:
+    async def _take(self, *, alone: bool, priority: int) -> _Slot:
         if self._is_closing:
             raise RunFailed(CLOSED)
         if self._has_none_left:
             raise self._none_left()
         granted: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
-        self._line.append((alone, granted))
+        waiting = _Waiting(granted, alone, priority)
+        bisect.insort_right(self._line, waiting, key=lambda other: -other.priority)
         self._grant()
         try:
             return await granted
@@ -125,15 +139,15 @@ class ScorerWorkers:
     def _grant(self) -> None:
         """Serve the line from its head, as far as workers go."""
         while self._line:
-            alone, granted = self._line[0]
-            if not granted.done():
-                slot = self._free_slot(alone=alone)
+            first = self._line[0]
+            if not first.granted.done():
+                slot = self._free_slot(alone=first.alone)
                 if slot is None:
                     return
                 slot.num_calls += 1
-                slot.is_closed = alone
-                granted.set_result(slot)
-            self._line.popleft()
+                slot.is_closed = first.alone
+                first.granted.set_result(slot)
+            self._line.pop(0)
 
     def _free_slot(self, *, alone: bool) -> _Slot | None:
         # Async calls crowd together, so that whole workers stay free for sync functions.
@@ -221,9 +235,9 @@ class ScorerWorkers:
         return RunFailed(f"No scorer process is left: {self._last_failure}")
 
     def _refuse_line(self, error: MillraceError) -> None:
-        for _, granted in self._line:
-            if not granted.done():
-                granted.set_exception(error)
+        for waiting in self._line:
+            if not waiting.granted.done():
+                waiting.granted.set_exception(error)
         self._line.clear()
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

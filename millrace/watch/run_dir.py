@@ -31,6 +31,7 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"  # step_N/
         self.rollouts = self.path / "rollouts"  # step_N.jsonl, for reading
         self.skipped = self.path / "skipped"  # step_N.jsonl, of steps that were not finite
+        self.scorers = self.path / "scorers"  # what a scorer keeps for after a resume
         self.logs = self.path / "logs"  # one file per worker
         self.plots = self.path / "plots"  # made by `millrace inspect`
         self.tensorboard = self.path / "tensorboard"  # with watch.tensorboard
@@ -75,7 +76,7 @@ class RunDir:
         if self.is_running:
             raise ConfigError(f"{self.path} belongs to a run that still goes on; stop it first.")
         folders = (self.checkpoints, self.rollouts, self.skipped, self.logs, self.plots)
-        for folder in (*folders, self.tensorboard):
+        for folder in (*folders, self.scorers, self.tensorboard):
             if folder.exists():
                 shutil.rmtree(folder)
         for file in (self.config, self.metrics, self.trace, self.summary, self._lock_path):

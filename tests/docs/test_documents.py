@@ -115,4 +115,4 @@ def test_the_verifiers_in_the_page_on_them_can_be_built():
     (example,) = re.findall(r"```toml\n(.*?)```", page, re.S)
     config = load_config({"model": "m", **tomllib.loads(example)})
     for row in config.scorer:
-        build_verifier(row.verifier, section="scorer")
+        build_verifier(row.own, section="scorer")

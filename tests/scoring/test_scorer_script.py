@@ -13,7 +13,8 @@ from beside import SCALE, imported
 from millrace.cluster.hub import Hub
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task, Turn
 from millrace.scoring.advantages import GroupAdvantages
-from millrace.scoring.pool import ScorerSpec, build_scorer_pool
+from millrace.scoring.pool import build_scorer_pool
+from millrace.scoring.registry import spec_of_function
 
 def in_main(completions):
     return [SCALE * value for value in helper(completions)]
@@ -39,9 +40,9 @@ def group():
 async def main(folder):
     async with Hub(log_dir=folder, on_event=lambda *_: None) as hub:
         pool = build_scorer_pool(
-            [ScorerSpec(function=f) for f in (in_main, in_main_async, make(0.25), imported)],
-            advantages=GroupAdvantages(), num_workers=1, folder=folder / "rewards",
-            launch=lambda name: hub.launch(name, "millrace.workers.scorer"))
+            [spec_of_function(f) for f in (in_main, in_main_async, make(0.25), imported)],
+            advantages=GroupAdvantages(), num_workers=1, private=folder / "rewards",
+            folder=folder / "scorers", launch=hub.launch)
         async with pool:
             print((await pool.score(group())).scores[0].parts)
 

@@ -14,7 +14,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Task
 from millrace.prepare import _scorers
 from millrace.scoring.functions import inspect_reward
-from millrace.scoring.pool import inspect_scorers
+from millrace.scoring.registry import check_specs
 from millrace.verifiers import VERIFIERS, build_verifier
 from millrace.verifiers.numeric import last_number
 
@@ -266,7 +266,7 @@ def test_a_reference_that_cannot_be_one_is_an_error(verifier, answer, sentence):
     ],
 )
 def test_a_wrong_setting_is_one_sentence_before_anything_starts(table, sentence):
-    config = load_config({"model": "m", "scorer": [{"function": "a:b"}, table]})
+    config = load_config({"model": "m", "scorer": [{"function": "a:b", "name": "f"}, table]})
     with pytest.raises(ConfigError) as caught:
         _scorers(config.scorer, None)
     assert sentence in str(caught.value)
@@ -276,11 +276,11 @@ def test_a_verifier_names_itself_and_the_column_it_needs():
     config = load_config(
         {"model": "m", "scorer": [{"type": "numeric", "column": "n"}, {"type": "exact"}]}
     )
-    numeric, exact = inspect_scorers(_scorers(config.scorer, None))
-    assert (numeric.name, exact.name) == ("numeric", "exact")
-    numeric.check_columns([Task(prompt="p", columns={"n": 3})])
+    specs = _scorers(config.scorer, None)
+    assert [spec.name for spec in specs] == ["numeric", "exact"]
+    check_specs(specs, [Task(prompt="p", columns={"n": 3, "answer": "3"})])
     with pytest.raises(ConfigError, match="Reward 'numeric' needs the column 'n', which task 0"):
-        numeric.check_columns([Task(prompt="p", columns={"answer": 3})])
+        check_specs(specs, [Task(prompt="p", columns={"answer": "3"})])
 
 
 @pytest.mark.parametrize("kind", VERIFIERS)
