@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from millrace.core.microbatch import Batch
+from millrace.core.passages import Likelihoods, Passage
 from millrace.core.records import Completion, Prompt, Request
 from millrace.core.spans import Span
 from millrace.core.weight_update import WeightUpdate
@@ -225,6 +226,32 @@ class Scored(Message, frozen=True):
     rewards: list[float | None]
 
 
+# Teacher
+
+
+class StartTeacher(Message, frozen=True):
+    """Load the model. -> Done"""
+
+    config: dict[str, Any]  # RunConfig as plain data
+    settings: dict[str, Any]  # ReaderSettings as plain data
+    model_path: str
+    following: dict[str, Any] | None = None  # Following as plain data; None = it never changes
+    version: int | None = None  # of one that follows the policy: the Version it begins with
+    adapter_path: str | None = None  # likewise, in a LoRA run: the adapter that goes on top
+
+
+class ScoreTokens(Message, frozen=True):
+    """Say how likely the tokens of these passages are. -> TokensScored
+
+    Passages of one message that begin alike are read together."""
+
+    passages: list[Passage]
+
+
+class TokensScored(Message, frozen=True):
+    likelihoods: list[Likelihoods]
+
+
 AnyMessage = (
     Stop
     | Done
@@ -255,4 +282,7 @@ AnyMessage = (
     | StartScorer
     | ScoreGroup
     | Scored
+    | StartTeacher
+    | ScoreTokens
+    | TokensScored
 )

@@ -28,7 +28,7 @@ class Passage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Reading:
+class Likelihoods:
     """What one version of a model says about a passage."""
 
     logprobs: np.ndarray  # [n] float32; of the tokens asked about

@@ -5,7 +5,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, VOCAB, tiny_model
 
-from millrace.core.passages import Passage, Reading
+from millrace.core.passages import Likelihoods, Passage
 from millrace.core.records import Kept
 from millrace.engines.embedded.scoring import ScoringEngine, lay_out, num_rows
 from millrace.models.packed_attention import PACKED_ATTENTION
@@ -32,7 +32,7 @@ def plain_distribution(architecture: str, passage: Passage) -> torch.Tensor:
     return (logits[passage.positions - 1] / passage.temperature).log_softmax(-1)
 
 
-def assert_read(reading: Reading, passage: Passage, expected: torch.Tensor) -> None:
+def assert_read(reading: Likelihoods, passage: Passage, expected: torch.Tensor) -> None:
     targets = torch.from_numpy(passage.tokens[passage.positions]).long()
     chosen = expected.gather(1, targets[:, None]).squeeze(1)
     np.testing.assert_allclose(reading.logprobs, chosen, rtol=0, atol=TOLERANCE)

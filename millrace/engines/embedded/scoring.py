@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.core.passages import Passage, Reading
+from millrace.core.passages import Likelihoods, Passage
 from millrace.core.records import Kept
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import KeptRows, final_logits
@@ -36,7 +36,7 @@ class ScoringEngine:
     @torch.no_grad()
     def read(
         self, groups: Sequence[Sequence[Passage]], *, version: int | None
-    ) -> list[list[Reading]]:
+    ) -> list[list[Likelihoods]]:
         """One forward pass over all of them; `version` is what the model holds."""
         laid = lay_out(groups)
         passages = [passage for group in groups for passage in group]
@@ -49,18 +49,18 @@ class ScoringEngine:
         )
         logprobs, top_ids, top_logprobs = self._judge(hidden, laid.predictors, passages)
         ends = np.cumsum([len(passage.positions) for passage in passages])
-        readings: list[Reading] = []
+        told: list[Likelihoods] = []
         for passage, end in zip(passages, ends, strict=True):
             mine, top = slice(end - len(passage.positions), end), slice(passage.top_k)
-            readings.append(
-                Reading(
+            told.append(
+                Likelihoods(
                     logprobs=logprobs[mine],
                     top_ids=top_ids[mine, top],
                     top_logprobs=top_logprobs[mine, top],
                     version=version,
                 )
             )
-        in_order = iter(readings)
+        in_order = iter(told)
         return [[next(in_order) for _ in group] for group in groups]
 
     def _judge(
