@@ -71,6 +71,15 @@ class Service(Protocol):
         ...
 
 
+@runtime_checkable
+class Follower(Protocol):
+    """A scorer that is made of the policy's own versions."""
+
+    async def swap(self, update: WeightUpdate) -> int:
+        """Returns when the bytes of this version are not needed any more."""
+        ...
+
+
 class Advantages(Protocol):
     """Says how much better than expected the episodes of a scored group were."""
 

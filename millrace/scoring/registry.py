@@ -16,9 +16,14 @@ from millrace.core.protocols import Scorer
 from millrace.core.records import Task
 from millrace.scoring.function_scorer import Function
 from millrace.scoring.scorer_kind import CallRules, ScorerKind, ScorerTools
+from millrace.scoring.teachers.kinds import Reference, SelfTeacher, Teacher
 from millrace.verifiers import VERIFIERS
 
-KINDS: dict[str, type] = {}
+KINDS: dict[str, type] = {
+    "teacher": Teacher,
+    "self_teacher": SelfTeacher,
+    "reference": Reference,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
