@@ -33,6 +33,7 @@ from millrace.rollout.player import Player
 from millrace.rollout.rounds import Rounds
 from millrace.scoring.advantages import PAIRS
 from millrace.scoring.pool import ScorerPool
+from millrace.scoring.tier.group_scoring import GroupScoring
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
 from millrace.staging.packing import minibatches_of, pack_minibatches
@@ -40,8 +41,9 @@ from millrace.staging.replay import build_replay, spread
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.skipped import SkippedSteps
 from millrace.watch.text import counts
-from millrace.watch.watcher import Moment, Watcher
+from millrace.watch.watcher import SCORES, Moment, Watcher
 from millrace.weights.courier import Courier
+from millrace.weights.followers import Followers
 from millrace.weights.notifier import Notifier
 
 T = TypeVar("T")
@@ -107,6 +109,7 @@ class Controller:
         self._checkpoints = checkpoints
         self._skipped = skipped
         self._version = cursor.version
+        self._awaits_batch = False  # the trainer has nothing to do
         self._saved: Path | None = None
         self._failures = Failures(max_share=config.rollout.max_failure_share)
         self._limit = config.buffer.limit
@@ -134,6 +137,7 @@ class Controller:
         self._dispatcher = Dispatcher(
             task_of=tasks.task,
             on_closed=tasks.finish,
+            open_scoring=lambda task, attempt: scorers.open(number=attempt.number, task=task),
             play=self._play,
             score=self._score,
             admit=self._buffer.admit,
@@ -154,6 +158,9 @@ class Controller:
         self._notifier = Notifier(
             config.weights.notify, timeout_s=config.weights.timeout_s, warn=watcher.warn
         )
+        self._followers = Followers(
+            [follower.swap for follower in scorers.followers], version=cursor.version
+        )
         self._examiner = self._make_examiner()
         self._releasing: set[asyncio.Task[None]] = set()
 
@@ -162,6 +169,7 @@ class Controller:
             await self._examiner.begin(activities)
             dispatching = activities.create_task(self._dispatcher.run())
             delivering = activities.create_task(self._courier.run())
+            following = activities.create_task(self._followers.run())
             notifying = activities.create_task(self._notifier.run())
             watching = activities.create_task(self._watcher.run(self.moment))
             starting = activities.create_task(self._rounds.run()) if self._rounds else None
@@ -175,6 +183,7 @@ class Controller:
             if self._notifier.num_failed:
                 self._watcher.warn(f"{self._notifier.num_failed} posts to weights.notify failed.")
             delivering.cancel()
+            following.cancel()
             notifying.cancel()
             watching.cancel()
         checkpoint = self._saved
@@ -189,6 +198,7 @@ class Controller:
     def on_published(self, update: WeightUpdate) -> None:
         """The trainer has a new version ready; called from the hub."""
         self._courier.submit(update)
+        self._followers.submit(update)
         self._notifier.submit(update)
         self._examiner.submit(update)
 
@@ -208,6 +218,7 @@ class Controller:
             last_failure=self._failures.last_sentence,
             engine_waits_for=self._engine_waits_for(),
             trainer_waits_for=self._trainer_waits_for(),
+            scorers=self._scorers.loads(),
         )
 
     async def _learn(self, activities: asyncio.TaskGroup) -> None:
@@ -218,7 +229,9 @@ class Controller:
         while self._version < steps:
             if self._rounds is not None:
                 self._rounds.open()
+            self._awaits_batch = True
             taken = await self._before_stall(upcoming)
+            self._awaits_batch = False
             if self._rounds is not None:
                 self._rounds.close()  # until this step's evaluation is over
             if self._version + 1 < steps:
@@ -350,7 +363,7 @@ class Controller:
             play=lambda task, number: player.play(
                 task, number=number, group_size=settings.samples, name=f"evaluation {step}, task"
             ),
-            score=self._scorers.judge,
+            score=self._scorers.examine,
             solved_at=settings.solved_at,
             max_running=max_running,
         )
@@ -373,15 +386,17 @@ class Controller:
         in_turns = None if self._rounds is None else self._courier.wait_visible
         return SharedExaminer(in_turns=in_turns, **due)
 
-    async def _play(self, task: Task, attempt: Attempt) -> Group:
+    async def _play(self, task: Task, attempt: Attempt, scoring: GroupScoring) -> Group:
         if self._rounds is not None:
             await self._rounds.turn()
         rollout = self._config.rollout
         num_episodes = rollout.group_size + rollout.oversample
-        return await self._player.try_group(task, attempt=attempt, group_size=num_episodes)
+        return await self._player.try_group(
+            task, attempt=attempt, group_size=num_episodes, on_episode=scoring.add
+        )
 
-    async def _score(self, group: Group) -> Group:
-        judged = await self._scorers.judge(group)
+    async def _score(self, group: Group, scoring: GroupScoring) -> Group:
+        judged = await self._scorers.judge(group, scoring)
         self._tasks.observe(group.number, judged.solve_rate(self._config.evaluate.solved_at))
         return await self._scorers.shape(judged)
 
@@ -404,6 +419,7 @@ class Controller:
         """Tell the trainer, without making the next delivery wait for its answer."""
 
         async def release() -> None:
+            await self._followers.done_with(version)
             await self._notifier.done_with(version)
             await self._examiner.done_with(version)
             await self._trainer.release(version)
@@ -421,16 +437,20 @@ class Controller:
     def _engine_waits_for(self) -> str:
         if self._buffer.depth >= self._buffer.capacity:
             return "the trainer (buffer full)"
+        is_scoring = self._dispatcher.scoring > 0
         return {
             None: "tasks",
-            STALENESS: "the trainer (staleness limit)",
-            RUNNING: "scores" if self._dispatcher.scoring else "rollout.max_running_groups",
+            # The trainer may be the one that waits: for groups that are still being judged.
+            STALENESS: SCORES
+            if is_scoring and self._awaits_batch
+            else "the trainer (staleness limit)",
+            RUNNING: SCORES if is_scoring else "rollout.max_running_groups",
         }[self._admission.held_by]
 
     def _trainer_waits_for(self) -> str:
-        if self._dispatcher.playing:
-            return "generation"
-        return "scores" if self._dispatcher.scoring else "the next batch"
+        if self._dispatcher.scoring > self._dispatcher.playing:
+            return SCORES
+        return "generation" if self._dispatcher.playing else "the next batch"
 
 
 def _due(step: int, every: int) -> bool:

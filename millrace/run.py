@@ -243,6 +243,7 @@ class _Run:
             private=private,
             folder=self._run_dir.scorers,
             start_timeout_s=self._config.cluster.start_timeout_s,
+            warn=self._watcher.warn,
         )
 
     def _make_controller(

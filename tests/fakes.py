@@ -1,6 +1,7 @@
 """Stand-ins and ready-made records for tests."""
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
@@ -107,6 +108,23 @@ def make_completion(text: str, *, version: int = 0) -> Completion:
         finish="stop",
         text=text,
     )
+
+
+class NoScoring:
+    """Scoring that remembers which episodes came, and whether it was left."""
+
+    def __init__(self) -> None:
+        self.added: dict[int, Episode] = {}
+        self.is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.is_closed = True
+
+    def add(self, index: int, episode: Episode) -> None:
+        self.added[index] = episode
 
 
 class CharacterTokenizer:

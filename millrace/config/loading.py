@@ -83,7 +83,9 @@ def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
     if not isinstance(value, str):
         return value
     # A model may also be a hub name, which is no path at all; a reference to a file holds ".py:".
-    is_model = key in ("model", "model.path", "critic.path") and (folder / value).exists()
+    is_model = (
+        key in ("model", "model.path", "critic.path", "scorer.model") and (folder / value).exists()
+    )
     is_path = key in _PATHS or key.startswith("engine.adapters.")
     return str(folder / value) if is_model or is_path or ".py:" in value else value
 

@@ -22,23 +22,25 @@ class ScorerConfig(Section):
     """ "module:name" or "file.py:name" with the TRL reward signature, sync or async."""
     type: str | None = None
     """Or a ready verifier: "exact", "numeric", "regex", "json_schema", "math", "python_tests"; a
-    service: "http", "judge"; or "module:Name" of yours. Its own keys stand beside these; see
-    docs/verifiers.md and docs/scoring.md."""
+    service: "http", "judge"; a model: "teacher", "self_teacher", "reference"; or "module:Name" of
+    yours. Its own keys stand beside these; see docs/verifiers.md, docs/scoring.md and
+    docs/teachers.md."""
     name: str | None = None
     """Name in metrics; the function's own name, or the type, if not given."""
     weight: Float = 1.0
     when: str | None = None
     """Judge only episodes to which another scorer gave such a score, as in "format >= 1"."""
-    timeout_s: PositiveFloat = 30.0
-    """For one call; a function's counts from the moment a scorer process is free."""
+    timeout_s: PositiveFloat | None = None
+    """For one call; a function's counts from the moment a scorer process is free. By default 30,
+    for models 300."""
     concurrency: PositiveInt | None = None
     """Calls in flight at most; by default 64, of a function as many as the scorer processes run."""
     batch: NonNegativeInt | None = None
     """Episodes of a group per call at most; 0 = all of them, in one call. By default 0 for
     functions and 1 for services."""
     retries: NonNegativeInt | None = None
-    """Further tries of a call that failed for the moment; by default 0 for functions and 5 for
-    services."""
+    """Further tries of a call that failed for the moment; by default 5, and 1 for functions, where
+    it means a lost process."""
     backoff_s: PositiveFloat = 0.5
     """Before the first further try; doubles with each one, up to 30 s, less a random part."""
     breaker_failures: NonNegativeInt | None = None
@@ -57,10 +59,9 @@ class ScorerConfig(Section):
     @property
     def rules(self) -> dict[str, Any]:
         """How it is called, as far as that is set."""
-        names = ("concurrency", "batch", "retries", "breaker_failures")
+        names = ("timeout_s", "concurrency", "batch", "retries", "breaker_failures")
         chosen = {name: getattr(self, name) for name in names}
         return {
-            "timeout_s": self.timeout_s,
             "backoff_s": self.backoff_s,
             "breaker_s": self.breaker_s,
             "priority": self.priority,

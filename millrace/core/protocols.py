@@ -1,7 +1,7 @@
 """What the stages promise each other. Implementations meet here, wired by the controller."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -72,11 +72,31 @@ class Service(Protocol):
 
 
 @runtime_checkable
+class NotesOnly(Protocol):
+    """A scorer that gives no scores, but notes to learn from: evaluations do without it."""
+
+    only_notes: bool
+
+
+@runtime_checkable
 class Follower(Protocol):
     """A scorer that is made of the policy's own versions."""
 
     async def swap(self, update: WeightUpdate) -> int:
         """Returns when the bytes of this version are not needed any more."""
+        ...
+
+
+class Scoring(Protocol):
+    """One group on its way through all scorers; left with its `with` block."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_exc: object) -> None: ...
+
+    def add(self, index: int, episode: Episode) -> None:
+        """An episode is finished, and may be judged while others are not; `index` is its place in
+        the group."""
         ...
 
 

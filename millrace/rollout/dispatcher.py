@@ -13,15 +13,18 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from millrace.core.errors import Filtered, RunFailed, ScoreError, TaskError
+from millrace.core.protocols import Scoring
 from millrace.core.records import Group, Task
 from millrace.core.staleness import StalenessLimit, Stamps, Waiting
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import Attempt, Cancellations, Expired
 from millrace.rollout.filtering import Filtering
 from millrace.rollout.waste import CANCELLED, DROPPED, FAILED, Waste
+
+S = TypeVar("S", bound=Scoring)
 
 WINDOW = 100  # groups whose failures are weighed
 FEWEST = 20  # outcomes before the share means anything
@@ -62,14 +65,15 @@ class _Running:
     is_expired: bool = False  # then it was cancelled for its age, not because the run ends
 
 
-class Dispatcher:
+class Dispatcher(Generic[S]):
     def __init__(
         self,
         *,
         task_of: Callable[[int], Task],
         on_closed: Callable[[int], None],
-        play: Callable[[Task, Attempt], Awaitable[Group]],
-        score: Callable[[Group], Awaitable[Group]],
+        open_scoring: Callable[[Task, Attempt], S],
+        play: Callable[[Task, Attempt, S], Awaitable[Group]],
+        score: Callable[[Group, S], Awaitable[Group]],
         admit: Callable[[Group], Awaitable[None]],
         admission: Admission,
         failures: Failures,
@@ -81,6 +85,7 @@ class Dispatcher:
     ) -> None:
         self._task_of = task_of
         self._on_closed = on_closed  # told of each number that will not be asked for again
+        self._open_scoring = open_scoring
         self._play = play
         self._score = score
         self._admit = admit
@@ -175,13 +180,15 @@ class Dispatcher:
 
     async def _play_and_score(self, running: _Running) -> Group:
         attempt = running.attempt
-        group = await self._play(self._task_of(attempt.number), attempt)
-        running.stamps = Stamps.of_group(group)
-        if self._is_ruled_out(running):
-            raise Expired(f"group {attempt.number}")
-        self.cancellations.learn(attempt.finished)
-        running.stage = "scoring"
-        group = await self._score(group)
+        task = self._task_of(attempt.number)
+        with self._open_scoring(task, attempt) as scoring:
+            group = await self._play(task, attempt, scoring)
+            running.stamps = Stamps.of_group(group)
+            if self._is_ruled_out(running):
+                raise Expired(f"group {attempt.number}")
+            self.cancellations.learn(attempt.finished)
+            running.stage = "scoring"
+            group = await self._score(group, scoring)
         running.stamps = Stamps.of_group(group)  # scoring may have masked some tokens
         self._failures.succeeded()
         self._filtering.passed()

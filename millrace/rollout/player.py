@@ -4,13 +4,14 @@ Runs on the controller's event loop.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from millrace.core.errors import TaskError
 from millrace.core.protocols import Engine, Environment
-from millrace.core.records import Group, Prompt, Request, Rollout, Sampling, Task, Turn
+from millrace.core.records import Episode, Group, Prompt, Request, Rollout, Sampling, Task, Turn
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.renderer import Renderer
 
@@ -98,9 +99,17 @@ class Player:
             seed=self._seed,
         )
 
-    async def try_group(self, task: Task, *, attempt: Attempt, group_size: int) -> Group:
+    async def try_group(
+        self,
+        task: Task,
+        *,
+        attempt: Attempt,
+        group_size: int,
+        on_episode: Callable[[int, Episode], None] | None = None,
+    ) -> Group:
         """A group for training; each attempt at it draws anew. Raises Expired when its tokens have
-        become too old."""
+        become too old. `on_episode` hears of each episode, by its place, as soon as it is
+        finished."""
         number, tries = attempt.number, attempt.tries
         return await self._play(
             task,
@@ -109,6 +118,7 @@ class Player:
             name=f"group {number}" if tries == 0 else f"group {number}, try {tries + 1}",
             seed=group_seed(self._seed, number, tries=tries),
             attempt=attempt,
+            on_episode=on_episode,
         )
 
     async def play(self, task: Task, *, number: int, group_size: int, name: str) -> Group:
@@ -127,6 +137,7 @@ class Player:
         name: str,
         seed: int,
         attempt: Attempt | None = None,
+        on_episode: Callable[[int, Episode], None] | None = None,
     ) -> Group:
         agent = PolicyAgent(
             engine=self._engine,
@@ -138,6 +149,9 @@ class Player:
             attempt=attempt,
         )
         episodes = await self._environment.play(task, agent, group_size)
+        if on_episode is not None:
+            for index, episode in enumerate(episodes):
+                on_episode(index, episode)
         return Group(number=number, task=task, episodes=tuple(episodes))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.cluster.messages import ScoreGroup
-from millrace.core.errors import ScoreError, WorkerError
+from millrace.core.errors import ScoreError, TransientScoreError, WorkerError
 from millrace.core.records import Episode, Group, Prompt, Task, Verdict
 from millrace.scoring.functions import inspect_reward
 from millrace.scoring.handover import resolve_function
@@ -28,11 +28,12 @@ class Function:
         return getattr(function, "__name__", type(function).__name__).strip("<>")
 
     def rules(self, *, num_workers: int) -> CallRules:
-        """It may compare a group, so it sees all of it. What it raises, it would raise again."""
+        """It may compare a group, so it sees all of it. What it raises, it would raise again; but a
+        process may be lost for a reason that is not the function's."""
         is_async = inspect_reward(resolve_function(self.function), name="").is_async
         per_worker = CALLS_PER_WORKER if is_async else 1
         concurrency = num_workers * per_worker
-        return CallRules(concurrency=concurrency, batch=0, retries=0, breaker_failures=0)
+        return CallRules(concurrency=concurrency, batch=0, retries=1, breaker_failures=0)
 
     def check(self, tasks: Sequence[Task], *, name: str) -> None:
         inspect_reward(resolve_function(self.function), name=name).check_columns(tasks)
@@ -78,7 +79,7 @@ class FunctionScorer:
                 f" {group.number}; make it faster, or raise its timeout_s."
             ) from None
         except WorkerError as error:
-            failure = ScoreError(
+            failure = TransientScoreError(
                 f"Reward {self.name!r} lost its process on group {group.number}: {error}"
             )
             failure.add_note(error.traceback)  # or the end of its log
@@ -98,13 +99,13 @@ def _message(function: str, group: Group) -> ScoreGroup:
     return ScoreGroup(
         function=function,
         prompts=[prompt] * num_episodes,
-        completions=[_completion(episode, prompt) for episode in group.episodes],
+        completions=[completion_of(episode, prompt) for episode in group.episodes],
         completion_ids=[_sampled_ids(episode) for episode in group.episodes],
         columns={name: [value] * num_episodes for name, value in group.task.columns.items()},
     )
 
 
-def _completion(episode: Episode, prompt: Prompt) -> Prompt:
+def completion_of(episode: Episode, prompt: Prompt) -> Prompt:
     text = episode.turns[-1].completion
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 

@@ -9,38 +9,35 @@ or returns what is no score costs the group at hand: a ScoreError, counted by sc
 
 import asyncio
 import dataclasses
-import time
-from collections import Counter, defaultdict
+import itertools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from millrace.cluster.worker import Worker
 from millrace.core.errors import ScoreError
-from millrace.core.protocols import Advantages, AdvantagesOverBatch, Scorer, Service
-from millrace.core.records import Group, Verdict
+from millrace.core.protocols import (
+    Advantages,
+    AdvantagesOverBatch,
+    Follower,
+    NotesOnly,
+    Scorer,
+    Service,
+)
+from millrace.core.records import Group, Task
+from millrace.core.scorer_load import ScorerLoad
 from millrace.scoring.advantages import with_advantages
 from millrace.scoring.combining import combine
 from millrace.scoring.handover import hand_over
 from millrace.scoring.registry import ScorerSpec, check_specs
-from millrace.scoring.scorer_kind import ScorerTools
+from millrace.scoring.scorer_kind import RunFacts, ScorerTools
 from millrace.scoring.shaping import Shaping
+from millrace.scoring.tier.desk import Desk, Ticket
+from millrace.scoring.tier.group_scoring import GroupScoring, Station
 from millrace.scoring.workers import ScorerWorkers
 
 SCORER_MODULE = "millrace.workers.scorer"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoringStats:
-    """What the tier has done so far, and does now."""
-
-    calls: dict[str, int]  # by scorer, as all of these
-    failures: dict[str, int]
-    seconds: dict[str, float]  # from call to result, with the wait for a free worker
-    workers_busy: int
-    workers_lost: int  # hung or crashed, and replaced
-    calls_waiting: int  # for a free worker
 
 
 class ScorerPool:
@@ -48,7 +45,7 @@ class ScorerPool:
 
     def __init__(
         self,
-        scorers: Sequence[Scorer],
+        stations: Sequence[Station],
         *,
         advantages: Advantages,
         workers: ScorerWorkers,
@@ -56,15 +53,14 @@ class ScorerPool:
         shaping: Shaping,
     ) -> None:
         """`functions`: for the workers, see handover.py."""
-        self.scorers = tuple(scorers)
+        self.scorers: tuple[Scorer, ...] = tuple(station.desk.scorer for station in stations)
+        self._stations = {station.desk.scorer.name: station for station in stations}
+        self._orders = itertools.count()
         self._advantages = advantages
         self._workers = workers
         self._functions = functions
         self._shaping = shaping
         self.tokens_wasted: Counter[str] = Counter()  # sampled and not trained, by reason
-        self._calls: Counter[str] = Counter()
-        self._failures: Counter[str] = Counter()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     async def start(self) -> None:
         services = [scorer for scorer in self.scorers if isinstance(scorer, Service)]
@@ -76,6 +72,7 @@ class ScorerPool:
     async def close(self) -> None:
         """Also after a start that failed."""
         services = [scorer for scorer in self.scorers if isinstance(scorer, Service)]
+        await asyncio.gather(*(station.desk.close() for station in self._stations.values()))
         await asyncio.gather(self._workers.close(), *(service.close() for service in services))
 
     async def __aenter__(self) -> Self:
@@ -98,22 +95,38 @@ class ScorerPool:
         scorer fails on it."""
         return await self.shape(await self.judge(group))
 
-    async def judge(self, group: Group) -> Group:
-        """The group with scores; raises ScoreError if a scorer fails on it."""
-        # One failure does not stop the others: they are bounded in time, and each is counted.
-        outcomes = await asyncio.gather(
-            *(self._judge(scorer, group) for scorer in self.scorers), return_exceptions=True
-        )
-        columns: list[list[Verdict]] = []
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            columns.append(outcome)
-        group = combine(group, columns, scorers=self.scorers)
+    def open(self, *, number: int, task: Task) -> GroupScoring:
+        """The scoring of a group whose episodes come one by one; to be closed."""
+        ticket = Ticket(order=next(self._orders), number=number, task=task)
+        return GroupScoring(self._stations, ticket=ticket)
+
+    async def judge(self, group: Group, scoring: GroupScoring | None = None) -> Group:
+        """The group with scores; raises ScoreError if a scorer fails on it. `scoring`: what open()
+        gave for it, if it was there before the group was complete."""
+        if scoring is None:
+            with self.open(number=group.number, task=group.task) as scoring:
+                return await self.judge(group, scoring)
+        group = combine(group, await scoring.verdicts(group), scorers=scoring.scorers)
         if not self._shaping.penalties:
             return group
         scores = await asyncio.to_thread(self._shaping.penalize, group, group.scores)
         return dataclasses.replace(group, scores=scores)
+
+    async def examine(self, group: Group) -> Group:
+        """As judge(), by those scorers alone that give scores."""
+        stations = {
+            name: station
+            for name, station in self._stations.items()
+            if not isinstance(station.desk.scorer, NotesOnly)
+        }
+        ticket = Ticket(order=next(self._orders), number=group.number, task=group.task)
+        with GroupScoring(stations, ticket=ticket) as scoring:
+            return await self.judge(group, scoring)
+
+    @property
+    def followers(self) -> tuple[Follower, ...]:
+        """Scorers to which the policy's versions are brought."""
+        return tuple(scorer for scorer in self.scorers if isinstance(scorer, Follower))
 
     async def shape(self, group: Group) -> Group:
         """What is to be trained of a judged group, with advantages; raises Filtered if that is
@@ -138,26 +151,14 @@ class ScorerPool:
         found = _estimate(self._advantages.over_batch, groups)
         return [with_advantages(group, mine) for group, mine in zip(groups, found, strict=True)]
 
-    def stats(self) -> ScoringStats:
-        return ScoringStats(
-            calls=dict(self._calls),
-            failures=dict(self._failures),
-            seconds=dict(self._seconds),
-            workers_busy=self._workers.num_busy,
-            workers_lost=self._workers.num_lost,
-            calls_waiting=self._workers.num_waiting,
-        )
+    @property
+    def workers_lost(self) -> int:
+        """Processes that hung or crashed, and were replaced."""
+        return self._workers.num_lost
 
-    async def _judge(self, scorer: Scorer, group: Group) -> list[Verdict]:
-        start_s = time.monotonic()
-        self._calls[scorer.name] += 1
-        try:
-            return await scorer.score(group)
-        except ScoreError:
-            self._failures[scorer.name] += 1
-            raise
-        finally:
-            self._seconds[scorer.name] += time.monotonic() - start_s
+    def loads(self) -> dict[str, ScorerLoad]:
+        """By scorer."""
+        return {name: station.desk.load() for name, station in self._stations.items()}
 
 
 def build_scorer_pool(
@@ -170,6 +171,8 @@ def build_scorer_pool(
     folder: Path,
     shaping: Shaping | None = None,
     start_timeout_s: float = 180.0,
+    warn: Callable[[str], None] = print,
+    run: RunFacts | None = None,
 ) -> ScorerPool:
     """A pool, not yet started; raises ConfigError for what can be known to be wrong.
 
@@ -183,11 +186,19 @@ def build_scorer_pool(
         start_timeout_s=start_timeout_s,
     )
     tools = ScorerTools(
-        workers=workers, launch=launch, folder=folder, start_timeout_s=start_timeout_s
+        workers=workers,
+        launch=launch,
+        folder=folder,
+        start_timeout_s=start_timeout_s,
+        run=run,
     )
-    scorers = [spec.make(tools, rules=spec.rules(num_workers=num_workers)) for spec in specs]
+    stations: list[Station] = []
+    for spec in specs:
+        rules = spec.rules(num_workers=num_workers)
+        desk = Desk(spec.make(tools, rules=rules), rules=rules, warn=warn)
+        stations.append(Station(desk=desk, gate=spec.gate))
     return ScorerPool(
-        scorers,
+        stations,
         advantages=advantages,
         workers=workers,
         functions=hand_over(tools.functions, folder=private),

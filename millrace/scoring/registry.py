@@ -16,10 +16,15 @@ from millrace.core.protocols import Scorer
 from millrace.core.records import Task
 from millrace.scoring.function_scorer import Function
 from millrace.scoring.scorer_kind import CallRules, ScorerKind, ScorerTools
+from millrace.scoring.services.http_scorer import Http
+from millrace.scoring.services.judge import Judge
 from millrace.scoring.teachers.kinds import Reference, SelfTeacher, Teacher
+from millrace.scoring.tier.gates import Gate, check_gates, parse_gate
 from millrace.verifiers import VERIFIERS
 
 KINDS: dict[str, type] = {
+    "http": Http,
+    "judge": Judge,
     "teacher": Teacher,
     "self_teacher": SelfTeacher,
     "reference": Reference,
@@ -33,6 +38,7 @@ class ScorerSpec:
     kind: ScorerKind
     name: str
     weight: float = 1.0
+    gate: Gate | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of CallRules
 
     def rules(self, *, num_workers: int) -> CallRules:
@@ -53,6 +59,7 @@ def spec_of(row: ScorerConfig, *, section: str) -> ScorerSpec:
         kind=kind,
         name=row.name or kind.default_name,
         weight=row.weight,
+        gate=None if row.when is None else parse_gate(row.when, section=section),
         settings=row.rules,
     )
 
@@ -72,6 +79,7 @@ def check_specs(specs: Sequence[ScorerSpec], tasks: Sequence[Task]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"Two scorers are named {name!r}; give each a name of its own.")
+    check_gates({spec.name: spec.gate for spec in specs})
     for spec in specs:
         spec.kind.check(tasks, name=spec.name)
 

@@ -31,3 +31,4 @@ class RunSnapshot:
     cancelled: dict[str, int] = field(default_factory=dict)  # tries, by what they were at
     failed: dict[str, int] = field(default_factory=dict)  # groups, by reason
     steps_skipped: int = 0  # their loss or gradient was not finite
+    scoring: str = ""  # that it limits the run, while it does

@@ -16,6 +16,7 @@ from millrace.core.errors import ConfigError
 from millrace.watch.activity import Activity, Shares
 from millrace.watch.metrics import read_metrics
 from millrace.watch.run_dir import RunDir
+from millrace.watch.scoring import WORTH_SAYING, total_text
 from millrace.watch.text import counts, curve, duration, rate
 from millrace.watch.trace import read_trace
 
@@ -47,6 +48,7 @@ class RunSummary:
     replayed: int  # groups trained a second time
     failed: dict[str, int]
     steps_skipped: int  # an update or more of these was not finite
+    scorers: dict[str, dict[str, float]]  # as the last row has them
     files: tuple[Path, ...]  # what lies in the run directory
 
 
@@ -91,6 +93,7 @@ def summarise(path: str | Path) -> RunSummary:
         replayed=sum(row.get("replayed_groups", 0) for row in rows),
         failed=last.get("groups_failed", {}),
         steps_skipped=sum(row.get("updates_skipped", 0) > 0 for row in rows),
+        scorers=last.get("scorers", {}),
         files=tuple(_files(run_dir)),
     )
 
@@ -126,6 +129,12 @@ def _rows(run: RunSummary) -> Iterator[tuple[str, str]]:
         yield "", f"spread {run.rollout_spread:.2f} in a rollout, {run.group_spread:.2f} in a group"
     for worker, shares in run.workers.items():
         yield worker, "never came up" if shares is None else _worker(shares)
+    trainer = run.workers.get("trainer")
+    waited = 0.0 if trainer is None else trainer.waiting.get("scores", 0.0)
+    if waited >= WORTH_SAYING:
+        yield "scoring", f"limited the run: the trainer waited for scores {waited:.0%} of its time"
+    for name, load in run.scorers.items():
+        yield f"scorer {name}", total_text(load)
     yield "groups dropped", counts(run.dropped)
     yield "groups cancelled", counts(run.cancelled)
     yield "groups failed", counts(run.failed)

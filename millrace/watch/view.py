@@ -120,6 +120,8 @@ def _numbers(shot: RunSnapshot) -> Iterator[Text]:
         ("failed", shot.failed, BAD),
     ):
         yield Text.assemble(_label(name), (counts(reasons), colour if reasons else "dim"))
+    if shot.scoring:
+        yield Text.assemble(_label("scoring"), (shot.scoring, WAITING))
     if shot.steps_skipped:
         yield Text.assemble(_label("skipped"), (f"steps {shot.steps_skipped} (not finite)", BAD))
 

@@ -14,18 +14,21 @@ import numpy as np
 
 from millrace.config import RunConfig
 from millrace.core.records import Group
+from millrace.core.scorer_load import ScorerLoad
 from millrace.core.spans import Span
 from millrace.watch.activity import Activity, Shares, mean_by_role, role_of
 from millrace.watch.metrics import MetricsLog, read_metrics
 from millrace.watch.progress import make_progress
 from millrace.watch.run_dir import RunDir
 from millrace.watch.samples import SampleLog
+from millrace.watch.scoring import ScorerRates, limit_text
 from millrace.watch.snapshot import RunSnapshot
 from millrace.watch.staleness import staleness_metrics
 from millrace.watch.tensorboard import TensorBoardLog
 from millrace.watch.trace import TraceWriter
 
 REFRESH_S = 0.25
+SCORES = "scores"  # what the trainer and engines wait for when scoring is behind
 RATE_WINDOW_S = 10.0  # progress shows rates over about this long
 
 
@@ -46,6 +49,7 @@ class Moment:
     last_failure: str  # the newest failure's sentence, or ""
     engine_waits_for: str  # why an engine without work has none
     trainer_waits_for: str
+    scorers: dict[str, ScorerLoad]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +76,7 @@ class Watcher:
         )
         self._progress = make_progress(config.watch.progress)
         self._activity = Activity()
+        self._scorer_rates = ScorerRates()
         earlier = read_metrics(run_dir.metrics)  # of the part that this run continues
         self._started_s = time.monotonic() - (earlier[-1]["time_s"] if earlier else 0.0)
         self._generated: dict[str, float] = {}  # tokens so far, by engine
@@ -137,6 +142,8 @@ class Watcher:
             "groups_failed": moment.groups_failed,
             "steps_skipped": moment.steps_skipped,
             "replayed_groups": len(groups) - len(fresh),
+            "scorers": self._scorer_rates.row(moment.scorers),
+            "scores_waited": self._waited_for_scores(),
         }
         row |= self._new_evaluation
         self._new_evaluation = {}
@@ -202,6 +209,7 @@ class Watcher:
                 cancelled=moment.groups_cancelled,
                 failed=moment.groups_failed,
                 steps_skipped=moment.steps_skipped,
+                scoring=limit_text(moment.scorers, waited=self._waited_for_scores()),
             )
         )
 
@@ -230,6 +238,11 @@ class Watcher:
         per_step_s = (self._marks[-1].time_s - self._marks[0].time_s) / (len(self._marks) - 1)
         return per_step_s * (self._steps - step)
 
+    def _waited_for_scores(self) -> float:
+        """The share of its recent time that the trainer has spent so."""
+        trainer = self._activity.recent().get("trainer")
+        return 0.0 if trainer is None else trainer.waiting.get(SCORES, 0.0)
+
     def _shares(self) -> dict[str, Any]:
         recent = self._activity.recent()
         roles = mean_by_role(recent)
@@ -256,12 +269,15 @@ def _scores(groups: Sequence[Group]) -> dict[str, Any]:
     parts: dict[str, list[float]] = {}
     for score in scores:
         for name, part in score.parts.items():
-            if part is not None:
-                parts.setdefault(name, []).append(part)
+            own = parts.setdefault(name, [])
+            own += [] if part is None else [part]
+    shares = {name: len(values) / len(scores) for name, values in parts.items()}
     return {
         "reward_mean": float(totals.mean()),
         "reward_std": float(totals.std()),
-        "score_parts": {name: float(np.mean(values)) for name, values in parts.items()},
+        "score_parts": {name: float(np.mean(own)) for name, own in parts.items() if own},
+        # Of the episodes it applied to, where a gate or the scorer itself left some out.
+        "score_shares": {name: share for name, share in shares.items() if share < 1},
         **_by_source(groups),
     }
 

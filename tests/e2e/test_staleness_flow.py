@@ -6,7 +6,7 @@ import random
 from contextlib import nullcontext, suppress
 
 import pytest
-from fakes import make_completion, make_group
+from fakes import NoScoring, make_completion, make_group
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
@@ -45,6 +45,7 @@ class Flow:
         self.dispatcher = Dispatcher(
             task_of=lambda number: Task(prompt=str(number)),
             on_closed=lambda number: None,
+            open_scoring=lambda task, attempt: NoScoring(),
             play=self.play,
             score=self.score,
             admit=self.buffer.admit,
@@ -60,7 +61,7 @@ class Flow:
         self.num_dropped += 1
         self.dispatcher.expire_waiting(waiting)
 
-    async def play(self, task, attempt):
+    async def play(self, task, attempt, scoring):
         versions = []
         for _ in range(self.draws.choice([2, 2, 3, 12])):
             versions.append(self.visible)
@@ -72,7 +73,7 @@ class Flow:
         attempt.record([make_completion("x" * len(versions))])
         return group
 
-    async def score(self, group):
+    async def score(self, group, scoring):
         await asyncio.sleep(0)
         return group
 

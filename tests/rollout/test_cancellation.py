@@ -4,7 +4,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from fakes import make_completion, make_group
+from fakes import NoScoring, make_completion, make_group
 
 from millrace.core.records import Task
 from millrace.core.staleness import StalenessLimit, Stamps, Waiting
@@ -32,6 +32,7 @@ class Bench:
         self.dispatcher = Dispatcher(
             task_of=lambda number: Task(prompt=str(number)),
             on_closed=self.closed.append,
+            open_scoring=lambda task, attempt: NoScoring(),
             play=self._play,
             score=self._score,
             admit=self._admit,
@@ -42,7 +43,7 @@ class Bench:
         )
         self.running = asyncio.create_task(self.dispatcher.run())
 
-    async def _play(self, task, attempt):
+    async def _play(self, task, attempt, scoring):
         self.attempts.append((attempt.number, attempt.tries))
         await self.stage["generating"].wait()
         attempt.record([make_completion("abcd", version=attempt.tries)])
@@ -51,7 +52,7 @@ class Bench:
             raise Expired
         return make_group(attempt.number, versions=attempt.tries)
 
-    async def _score(self, group):
+    async def _score(self, group, scoring):
         await self.stage["scoring"].wait()
         return group
 

@@ -2,7 +2,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from fakes import make_completion, make_group
+from fakes import NoScoring, make_completion, make_group
 
 from millrace.core.errors import Filtered, RunFailed, ScoreError, TaskError
 from millrace.core.records import Task
@@ -23,10 +23,12 @@ class Bench:
         )
         self.failures = Failures(max_share=0.5)
         self.most_running = 0
+        self.scorings = {}
         self._bad = bad
         self.dispatcher = Dispatcher(
             task_of=lambda number: Task(prompt=str(number)),
             on_closed=self.closed.append,
+            open_scoring=self._open_scoring,
             play=self._play,
             score=self._score,
             admit=self._admit,
@@ -37,7 +39,11 @@ class Bench:
             **dispatcher,
         )
 
-    async def _play(self, task, attempt):
+    def _open_scoring(self, task, attempt):
+        return self.scorings.setdefault(attempt.number, NoScoring())
+
+    async def _play(self, task, attempt, scoring):
+        assert scoring is self.scorings[attempt.number]
         number = attempt.number
         self.most_running = max(self.most_running, self.admission.running)
         await asyncio.sleep(0)
@@ -46,7 +52,9 @@ class Bench:
             raise error
         return make_group(number)
 
-    async def _score(self, group):
+    async def _score(self, group, scoring):
+        assert scoring is self.scorings[group.number]
+        assert not scoring.is_closed
         if isinstance(error := self._bad(group.number), ScoreError | Filtered):
             raise error
         return group
@@ -77,6 +85,7 @@ async def test_a_failing_group_costs_only_itself_and_is_counted_by_reason():
     assert 3 not in bench.admitted
     assert 5 not in bench.admitted
     assert bench.failures.by_reason == {"task": 1, "score": 1}
+    assert all(bench.scorings[number].is_closed for number in range(10))
     assert bench.dispatcher.waste.tokens == {"failed": 2 * 3}
 
 

@@ -98,11 +98,11 @@ async def test_weighted_scores_and_advantages_come_back_with_the_group(open_pool
     np.testing.assert_allclose(scored.advantages, [0.5**0.5, -(0.5**0.5)], rtol=1e-3)
     assert scored.number == 12
     assert scored.task.columns == {"answer": "2"}
-    stats = pool.stats()
-    assert stats.calls == {"exact": 1, "size": 1}
-    assert stats.failures == {}
-    assert stats.seconds["exact"] > 0
-    assert (stats.workers_busy, stats.workers_lost, stats.calls_waiting) == (0, 0, 0)
+    load = pool.loads()["size"]
+    assert (load.calls, load.episodes, load.failures, load.retries) == (1, 2, 0, 0)
+    assert (load.concurrency, load.in_flight, load.waiting) == (1, 0, 0)
+    assert load.busy_s > 0
+    assert pool.workers_lost == 0
     assert "exact sees 2 completions" in (tmp_path / "scorer-0.log").read_text()
 
 
@@ -203,10 +203,9 @@ async def test_a_failing_function_costs_its_group_and_not_its_worker(open_pool, 
         assert "rewards_for_tests.py" in "".join(caught.value.__notes__)
     with pytest.raises(ScoreError, match=sentence):
         await pool.score(group("2", "33"))
-    stats = pool.stats()
-    assert stats.failures == {name: 2}
-    assert stats.calls == {name: 2, "length": 2}
-    assert stats.workers_lost == 0
+    load = pool.loads()[name]
+    assert (load.failures, load.calls, load.episodes) == (2, 2, 0)
+    assert pool.workers_lost == 0
 
 
 @pytest.mark.parametrize(
@@ -222,7 +221,8 @@ async def test_a_failing_function_costs_its_group_and_not_its_worker(open_pool, 
     ],
 )
 async def test_a_function_that_takes_its_worker_down_costs_one_group(open_pool, name, sentence):
-    pool = await open_pool(spec(name, timeout_s=0.5 if name == "hangs_on_x" else 30.0))
+    timeout_s = 0.5 if name == "hangs_on_x" else 30.0
+    pool = await open_pool(spec(name, timeout_s=timeout_s, retries=0))
     bad = asyncio.create_task(pool.score(group("x", "x")))
     await asyncio.sleep(0.05)
     # These wait for the only worker, and then for the one that replaces it.
@@ -231,9 +231,8 @@ async def test_a_function_that_takes_its_worker_down_costs_one_group(open_pool, 
         await bad
     for scored in await asyncio.gather(*good):
         assert [score.total for score in scored.scores] == [1.0, 1.0]
-    stats = pool.stats()
-    assert stats.workers_lost == 1
-    assert stats.failures == {name: 1}
+    assert pool.workers_lost == 1
+    assert pool.loads()[name].failures == 1
 
 
 async def test_a_worker_that_dies_while_idle_is_replaced_and_costs_nothing(open_pool):
@@ -242,7 +241,20 @@ async def test_a_worker_that_dies_while_idle_is_replaced_and_costs_nothing(open_
     process.kill()
     await asyncio.sleep(0.2)
     assert [score.total for score in (await pool.score(group("a", "bb"))).scores] == [1.0, 2.0]
-    assert pool.stats().workers_lost == 1
+    assert pool.workers_lost == 1
+    assert pool.loads()["length"].retries == 0
+
+
+async def test_a_worker_that_is_killed_at_work_costs_a_second_try(open_pool):
+    pool = await open_pool(spec("sleeps"))
+    scoring = asyncio.create_task(pool.score(group("0.5", "0.5")))
+    await asyncio.sleep(0.1)
+    (process,) = scorer_processes()
+    process.kill()
+    assert [score.total for score in (await scoring).scores] == [0.5, 0.5]
+    assert pool.workers_lost == 1
+    load = pool.loads()["sleeps"]
+    assert (load.calls, load.retries, load.failures) == (2, 1, 0)
 
 
 async def test_a_blocking_function_does_not_block_the_loop(open_pool):
@@ -269,10 +281,27 @@ async def test_sync_functions_run_one_at_a_time_on_each_worker(open_pool):
     start = time.monotonic()
     scoring = [asyncio.create_task(pool.score(group("0.3", "0.3", number=n))) for n in range(4)]
     await asyncio.sleep(0.1)
-    stats = pool.stats()
-    assert (stats.workers_busy, stats.calls_waiting) == (2, 2)
+    load = pool.loads()["sleeps"]
+    assert (load.concurrency, load.in_flight, load.waiting) == (2, 2, 2 * 2)
     await asyncio.gather(*scoring)
     assert time.monotonic() - start >= 0.6
+
+
+async def test_calls_of_higher_priority_get_the_next_free_worker(open_pool, tmp_path):
+    pool = await open_pool(
+        spec("sleeps", name="first"),
+        spec("sleeps", name="low"),
+        spec("sleeps", name="high", priority=1),
+    )
+    first, low, high = pool.scorers
+    done: list[str] = []
+
+    async def call(scorer):
+        await scorer.score(group("0.1"))
+        done.append(scorer.name)
+
+    await asyncio.gather(*(call(scorer) for scorer in (first, low, low, high)))
+    assert done == ["first", "high", "low", "low"]
 
 
 async def test_async_functions_share_a_worker(open_pool):
@@ -285,10 +314,11 @@ async def test_async_functions_share_a_worker(open_pool):
 
 async def test_more_async_calls_than_fit_wait_for_a_place(open_pool, monkeypatch):
     monkeypatch.setattr(scorer_workers, "CALLS_PER_WORKER", 2)
-    pool = await open_pool(spec("sleeps_async"), num_workers=2)
+    pool = await open_pool(spec("sleeps_async", concurrency=9), num_workers=2)
     scoring = [asyncio.create_task(pool.score(group("0.3", number=n))) for n in range(6)]
     await asyncio.sleep(0.1)
-    assert (pool.stats().workers_busy, pool.stats().calls_waiting) == (2, 2)
+    workers = pool.scorers[0]._workers
+    assert (workers.num_busy, workers.num_waiting) == (2, 2)
     await asyncio.gather(*scoring)
 
 
@@ -297,7 +327,7 @@ async def test_a_sync_function_has_its_worker_to_itself(open_pool, order):
     pool = await open_pool(spec("sleeps_async"), spec("sleeps"))
     calls = [asyncio.create_task(pool.scorers[index].score(group("0.3"))) for index in order]
     await asyncio.sleep(0.1)
-    assert pool.stats().calls_waiting == 1
+    assert pool.scorers[0]._workers.num_waiting == 1
     await asyncio.gather(*calls)
 
 
@@ -334,7 +364,7 @@ async def test_calls_that_share_a_worker_survive_the_one_that_takes_it_down(
     with pytest.raises(ScoreError, match=sentence):
         await culprit
     assert [one.scores[0].total for one in await asyncio.gather(*others)] == [1.0, 1.0]
-    assert pool.stats().failures == {"misbehaves_async": 1}
+    assert pool.loads()["misbehaves_async"].failures == 1
 
 
 async def test_a_cancelled_caller_leaves_the_worker_in_order(open_pool):
@@ -348,8 +378,8 @@ async def test_a_cancelled_caller_leaves_the_worker_in_order(open_pool):
     scored = await pool.score(group("0.01"))
     assert time.monotonic() - start > 0.2  # after the abandoned call, on the same worker
     assert scored.scores[0].total == 0.01
-    stats = pool.stats()
-    assert (stats.workers_lost, stats.calls_waiting, stats.failures) == (0, 0, {})
+    load = pool.loads()["sleeps"]
+    assert (pool.workers_lost, load.waiting, load.failures) == (0, 0, 0)
 
 
 async def test_sync_functions_may_use_signals_and_a_loop_of_their_own(open_pool):
@@ -411,7 +441,7 @@ async def test_closing_while_a_function_hangs_leaves_no_process(open_pool):
 async def test_a_pool_whose_workers_cannot_be_replaced_ends_the_run(open_pool, tmp_path):
     file = tmp_path / "fleeting_rewards.py"
     file.write_text("import os\ndef crash(completions):\n    os._exit(1)\n")
-    pool = await open_pool(function_spec(f"{file}:crash"))
+    pool = await open_pool(function_spec(f"{file}:crash", retries=0))
     file.unlink()
     first = asyncio.create_task(pool.score(group("a")))
     second = asyncio.create_task(pool.score(group("b")))

@@ -36,6 +36,7 @@ def make_moment(version=3, **changes):
         "last_failure": "",
         "engine_waits_for": "the trainer (staleness limit)",
         "trainer_waits_for": "generation",
+        "scorers": {},
     }
     return Moment(**{**settings, **changes})
 

@@ -148,6 +148,8 @@ class Reference(ReaderSettings):
 class AskedByTrainer:
     """Stands for a reference that needs no process: it has nothing to say here."""
 
+    only_notes = True
+
     def __init__(self, name: str, *, weight: float) -> None:
         self.name = name
         self.weight = weight

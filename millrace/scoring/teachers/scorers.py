@@ -23,6 +23,8 @@ Render = Callable[[Prompt], np.ndarray]  # -> [P] int32
 class TeacherScorer:
     """Notes what a teacher says of each sampled token. Runs on the controller's event loop."""
 
+    only_notes = True
+
     def __init__(
         self,
         process: TeacherProcess,
@@ -82,6 +84,8 @@ class FollowingScorer(TeacherScorer):
 class ReferenceScorer:
     """Notes what a reference model says of each sampled token, in the distribution that its own
     sampling would have drawn from: at the same temperature, restricted to the same ids."""
+
+    only_notes = True
 
     def __init__(
         self, process: TeacherProcess, *, weight: float, timeout_s: float, max_context: int

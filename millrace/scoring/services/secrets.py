@@ -1,0 +1,51 @@
+"""Secrets by the name of an environment variable: `Authorization = "Bearer env:JUDGE_KEY"`.
+
+Promise: settings hold names only, so that config dumps, logs and run directories do, too; and what
+is said about a service, also by itself, is shown without the values.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+
+from millrace.core.errors import ConfigError
+
+VARIABLE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
+# Their values are secrets, and a setting is no place for one.
+SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
+
+
+class Secrets:
+    """The values behind the names in a scorer's settings."""
+
+    def __init__(self, settings: Mapping[str, str], *, scorer: str) -> None:
+        """Raises ConfigError for a variable that is not set."""
+        self._values: dict[str, str] = {}
+        for name in (name for text in settings.values() for name in VARIABLE.findall(text)):
+            value = os.environ.get(name, "")
+            if not value:
+                raise ConfigError(
+                    f"Scorer {scorer!r} needs the environment variable {name!r}, which is not set;"
+                    " set it before the run starts."
+                )
+            self._values[name] = value
+
+    def filled(self, text: str) -> str:
+        return VARIABLE.sub(lambda found: self._values[found[1]], text)
+
+    def hidden(self, text: str) -> str:
+        """Without any of the values, whoever wrote them there."""
+        for name, value in self._values.items():
+            text = text.replace(value, f"<{name}>")
+        return text
+
+
+def check_headers(headers: Mapping[str, str], *, scorer: str) -> None:
+    for name, value in headers.items():
+        if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"Scorer {scorer!r} has a header {name!r} that is no text.")
+        if name.lower() in SECRET_HEADERS and not VARIABLE.search(value):
+            raise ConfigError(
+                f"Scorer {scorer!r} has its {name!r} header in the settings, which are kept with"
+                " the run; put the value into an environment variable and write 'env:NAME'."
+            )

@@ -1,0 +1,82 @@
+"""A service on a real socket that answers as a test says, and a pool that asks it."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from aiohttp import web
+from scripted_scorer import group
+
+from millrace.config import load_config
+from millrace.scoring.advantages import GroupAdvantages
+from millrace.scoring.pool import ScorerPool, build_scorer_pool
+from millrace.scoring.registry import check_specs, spec_of
+
+__all__ = ["Service", "group", "open_pool", "running", "scores_of"]
+
+
+class Service:
+    """`reply` makes the answer to each request from its body; a list is used up first."""
+
+    def __init__(self, reply: Callable[[dict[str, Any]], Any]) -> None:
+        self.reply = reply
+        self.first: list[Any] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        self.headers.append(dict(request.headers))
+        answer = self.first.pop(0) if self.first else self.reply(self.bodies[-1])
+        if callable(answer):
+            answer = await answer(request)
+        if isinstance(answer, web.StreamResponse):
+            return answer
+        text = answer if isinstance(answer, str) else json.dumps(answer)
+        return web.Response(text=text, content_type="application/json")
+
+
+@contextlib.asynccontextmanager
+async def running(service: Service, *, port: int = 0) -> AsyncIterator[Service]:
+    app = web.Application()
+    app.router.add_post("/{tail:.*}", service.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", port)
+        await site.start()
+        service.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield service
+    finally:
+        await runner.cleanup()
+
+
+async def no_process(name: str, module: str):
+    raise AssertionError("no process is needed")
+
+
+@contextlib.asynccontextmanager
+async def open_pool(
+    *tables: dict[str, Any], folder, warn=print, tasks=(), launch=no_process
+) -> AsyncIterator:
+    """A pool of such [[scorer]] tables."""
+    config = load_config({"model": "m", "scorer": list(tables)})
+    specs = [spec_of(row, section=f"scorer.{i}") for i, row in enumerate(config.scorer)]
+    check_specs(specs, tasks)
+    pool = build_scorer_pool(
+        specs,
+        advantages=GroupAdvantages(),
+        num_workers=1,
+        launch=launch,
+        private=folder / "private",
+        folder=folder / "scorers",
+        warn=warn,
+    )
+    async with pool:
+        yield pool
+
+
+async def scores_of(pool: ScorerPool, *texts: str, number: int = 0) -> list[float]:
+    return [score.total for score in (await pool.judge(group(*texts, number=number))).scores]

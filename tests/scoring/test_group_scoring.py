@@ -1,0 +1,131 @@
+"""Episodes that come one by one, through several scorers."""
+
+import asyncio
+import gc
+
+import pytest
+from scripted_scorer import ScriptedScorer, group, settle
+
+from millrace.core.errors import ScoreError
+from millrace.scoring.scorer_kind import CallRules
+from millrace.scoring.tier.desk import Desk, Ticket
+from millrace.scoring.tier.gates import parse_gate
+from millrace.scoring.tier.group_scoring import GroupScoring, Station
+
+
+def station(scorer, *, when=None, **rules):
+    gate = None if when is None else parse_gate(when, section="scorer")
+    return Station(desk=Desk(scorer, rules=CallRules(**rules), warn=pytest.fail), gate=gate)
+
+
+def scoring(*stations, number=0):
+    by_name = {station.desk.scorer.name: station for station in stations}
+    ticket = Ticket(order=number, number=number, task=group().task)
+    return GroupScoring(by_name, ticket=ticket)
+
+
+def numbers(columns):
+    return [[verdict.score for verdict in column] for column in columns]
+
+
+async def test_an_episode_is_judged_while_its_siblings_are_still_generating():
+    single, whole = ScriptedScorer("single"), ScriptedScorer("whole")
+    played = group("a", "bb", "ccc")
+    with scoring(station(single), station(whole, batch=0)) as going:
+        going.add(1, played.episodes[1])
+        await settle()
+        assert single.calls == [["bb"]]
+        assert whole.calls == []
+        going.add(0, played.episodes[0])
+        going.add(2, played.episodes[2])
+        columns = await going.verdicts(played)
+    assert numbers(columns) == [[1.0, 2.0, 3.0]] * 2
+    assert single.calls == [["bb"], ["a"], ["ccc"]]
+    assert whole.calls == [["a", "bb", "ccc"]]
+
+
+async def test_episodes_that_nobody_announced_are_judged_with_the_group():
+    single = ScriptedScorer()
+    with scoring(station(single)) as going:
+        assert numbers(await going.verdicts(group("a", "bb"))) == [[1.0, 2.0]]
+
+
+async def test_a_slow_scorer_delays_only_its_own_groups():
+    slow, fast = ScriptedScorer("slow"), ScriptedScorer("fast")
+    slow.let.clear()
+    both, lone = (station(slow), station(fast)), station(fast)
+    with scoring(*both) as waiting, scoring(lone, number=1) as going:
+        held = asyncio.create_task(waiting.verdicts(group("a")))
+        assert numbers(await going.verdicts(group("bb"))) == [[2.0]]
+        assert not held.done()
+        slow.let.set()
+        assert numbers(await held) == [[1.0], [1.0]]
+
+
+async def test_behind_a_gate_only_what_passed_is_judged_each_as_soon_as_it_has():
+    format_, judge = ScriptedScorer("format"), ScriptedScorer("judge")
+    judging = station(judge, when="format >= 2")
+    played = group("a", "bb", "ccc")
+    with scoring(judging, station(format_)) as going:
+        going.add(2, played.episodes[2])
+        await settle()
+        assert judge.calls == [["ccc"]]
+        columns = await going.verdicts(played)
+    assert numbers(columns) == [[None, 2.0, 3.0], [1.0, 2.0, 3.0]]
+    assert judge.calls == [["ccc"], ["bb"]]
+    assert judging.desk.load().skipped == 1
+
+
+async def test_a_scorer_that_compares_a_group_gets_those_that_passed_together():
+    format_, ranker = ScriptedScorer("format"), ScriptedScorer("ranker")
+    with scoring(station(format_), station(ranker, when="format < 3", batch=0)) as going:
+        columns = await going.verdicts(group("a", "bbb", "cc"))
+    assert numbers(columns) == [[1.0, 3.0, 2.0], [1.0, None, 2.0]]
+    assert ranker.calls == [["a", "cc"]]
+
+
+async def test_gates_behind_gates_and_behind_whole_groups():
+    first, second, third = (ScriptedScorer(name) for name in ("first", "second", "third"))
+    with scoring(
+        station(third, when="second > 0"),
+        station(second, when="first > 1"),
+        station(first, batch=0),
+    ) as going:
+        columns = await going.verdicts(group("a", "bb"))
+    assert numbers(columns) == [[None, 2.0], [None, 2.0], [1.0, 2.0]]
+
+
+async def test_nobody_is_asked_where_no_episode_passed():
+    format_, judge = ScriptedScorer("format"), ScriptedScorer("judge")
+    with scoring(station(format_), station(judge, when="format > 9", batch=0)) as going:
+        columns = await going.verdicts(group("a", "b"))
+    assert numbers(columns) == [[1.0, 1.0], [None, None]]
+    assert judge.calls == []
+
+
+async def test_one_that_fails_fails_the_group_at_once_and_ends_the_others():
+    bad, slow, behind = ScriptedScorer("bad"), ScriptedScorer("slow"), ScriptedScorer("behind")
+    bad.fails = lambda group: ScoreError("no")
+    slow.let.clear()
+    stations = station(bad), station(slow), station(behind, when="slow > 0")
+    with scoring(*stations) as going, pytest.raises(ScoreError, match="no"):
+        await going.verdicts(group("a", "b"))
+    await settle()
+    assert slow.num_cancelled == 2
+    assert behind.calls == []
+
+
+async def test_a_group_that_is_given_up_withdraws_its_episodes_and_leaves_no_error(caplog):
+    bad, slow = ScriptedScorer("bad"), ScriptedScorer("slow")
+    bad.fails = lambda group: ScoreError("nobody hears of it")
+    slow.let.clear()
+    stations = station(bad), station(slow)
+    with scoring(*stations) as going:
+        going.add(0, group("a").episodes[0])
+        await settle()
+    await settle()
+    del going
+    gc.collect()
+    assert slow.num_cancelled == 1
+    assert stations[1].desk.load().in_flight == 0
+    assert caplog.records == []

@@ -1,0 +1,286 @@
+"""The HTTP scorer against a real server that fails in every way."""
+
+import asyncio
+import time
+from email.utils import formatdate
+
+import pytest
+from aiohttp import web
+from scoring_service import Service, group, open_pool, running, scores_of
+
+from millrace.config import load_config
+from millrace.core.errors import ConfigError, ScoreError
+from millrace.core.records import Task
+from millrace.scoring.registry import check_specs, spec_of
+from millrace.scoring.services.endpoint import retry_after_s
+
+QUICK = {"backoff_s": 0.001, "breaker_s": 0.01}
+
+
+def lengths(body):
+    return {"scores": [float(len(text)) for text in body["completions"]]}
+
+
+@pytest.fixture
+async def service():
+    async with running(Service(lengths)) as service:
+        yield service
+
+
+def table(service, **settings):
+    return {"type": "http", "url": f"{service.url}/score", **QUICK, **settings}
+
+
+async def test_each_episode_is_a_request_that_says_what_it_is_about(service, tmp_path):
+    async with open_pool(table(service, name="style", weight=2.0), folder=tmp_path) as pool:
+        assert await scores_of(pool, "a", "bb") == [2.0, 4.0]
+    assert sorted(service.bodies, key=lambda body: body["completions"]) == [
+        {"scorer": "style", "prompt": "p", "completions": [text], "columns": {}}
+        for text in ("a", "bb")
+    ]
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+async def test_a_batch_goes_in_one_request(service, tmp_path, batch):
+    async with open_pool(table(service, batch=batch), folder=tmp_path) as pool:
+        assert await scores_of(pool, "a", "bb") == [1.0, 2.0]
+    assert [body["completions"] for body in service.bodies] == [["a", "bb"]]
+
+
+async def test_a_score_of_null_is_left_out(service, tmp_path):
+    service.reply = lambda body: {"scores": [1.0, None if body["scorer"] == "a" else 2.0]}
+    tables = [table(service, batch=0, name=name) for name in "ab"]
+    async with open_pool(*tables, folder=tmp_path) as pool:
+        assert await scores_of(pool, "x", "y") == [2.0, 2.0]
+
+
+async def test_behind_a_gate_a_service_is_asked_about_what_passed_only(service, tmp_path):
+    tables = table(service, name="judge", when="format > 1"), table(service, name="format")
+    async with open_pool(*tables, folder=tmp_path) as pool:
+        scores = (await pool.judge(group("x", "yy"))).scores
+        assert pool.loads()["judge"].skipped == 1
+    assert [score.parts for score in scores] == [
+        {"judge": None, "format": 1.0},
+        {"judge": 2.0, "format": 2.0},
+    ]
+    asked = [body["completions"] for body in service.bodies if body["scorer"] == "judge"]
+    assert asked == [["yy"]]
+
+
+async def status_500(request):
+    return web.Response(status=500, text="oh no")
+
+
+async def status_429(request):
+    return web.Response(status=429, headers={"Retry-After": "0.05"})
+
+
+async def dropped(request):
+    request.transport.close()
+    return web.Response()
+
+
+PASSING = {
+    "500": status_500,
+    "429": status_429,
+    "connection dropped": dropped,
+    "malformed JSON": '{"scores": [1.0',
+    "NaN": '{"scores": [NaN]}',
+    "too few scores": {"scores": []},
+    "a text": {"scores": ["good"]},
+    "no scores": {"score": [1.0]},
+    "no object": [1.0],
+    "deeply nested": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
+async def test_what_may_pass_is_tried_again_and_nothing_is_lost(service, tmp_path, fault):
+    service.first = [fault, fault]
+    async with open_pool(table(service), folder=tmp_path) as pool:
+        assert await scores_of(pool, "abc") == [3.0]
+        load = pool.loads()["http"]
+    assert (load.calls, load.retries, load.failures, load.episodes) == (3, 2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ('{"scores": [1.0', 'answered no JSON: {"scores": [1.0 (tried 3 times).'),
+        ('{"scores": [NaN]}', "nan (float) for completion 0"),
+        ({"scores": []}, "returned 0 values for 1 completions"),
+    ],
+)
+async def test_an_answer_that_stays_unusable_costs_its_group_and_is_counted(
+    service, tmp_path, fault, words
+):
+    service.reply = lambda body: fault if body["completions"] == ["bad"] else lengths(body)
+    async with open_pool(table(service, retries=2), folder=tmp_path) as pool:
+        with pytest.raises(ScoreError) as caught:
+            await scores_of(pool, "bad")
+        assert words in str(caught.value)
+        assert await scores_of(pool, "good", number=1) == [4.0]
+        load = pool.loads()["http"]
+    assert (load.failures, load.retries, load.calls) == (1, 2, 4)
+
+
+async def test_a_service_that_says_nothing_is_given_up_in_time_and_asked_again(service, tmp_path):
+    silent = asyncio.Event()
+
+    async def nothing(request):
+        await silent.wait()
+
+    service.first = [nothing]
+    async with open_pool(table(service, timeout_s=0.2), folder=tmp_path) as pool:
+        assert await scores_of(pool, "a") == [1.0]
+        assert pool.loads()["http"].retries == 1
+        service.reply = lambda body: nothing
+        with pytest.raises(ScoreError, match=r"gave no answer within 0.2 s \(tried 2 times\)"):
+            async with open_pool(
+                table(service, timeout_s=0.2, retries=1, breaker_failures=0), folder=tmp_path
+            ) as strict:
+                await scores_of(strict, "a")
+        silent.set()
+
+
+async def test_a_refusal_is_not_tried_again_and_says_why(service, tmp_path):
+    async def refused(request):
+        return web.Response(status=404, text="no such\nroute")
+
+    service.first = [refused]
+    async with open_pool(table(service), folder=tmp_path) as pool:
+        with pytest.raises(ScoreError, match=r"/score answered with status 404: no such route\.$"):
+            await scores_of(pool, "a")
+        assert pool.loads()["http"].calls == 1
+
+
+async def test_a_redirect_is_not_followed(service, tmp_path):
+    async def elsewhere(request):
+        return web.Response(status=307, headers={"Location": f"{service.url}/other"})
+
+    service.first = [elsewhere]
+    async with open_pool(table(service), folder=tmp_path) as pool:
+        with pytest.raises(ScoreError, match="status 307"):
+            await scores_of(pool, "a")
+    assert len(service.bodies) == 1
+
+
+def test_retry_after_is_seconds_or_a_date():
+    assert retry_after_s("3.5") == 3.5
+    assert 50 < retry_after_s(formatdate(time.time() + 60, usegmt=True)) <= 60
+    assert retry_after_s(formatdate(0, usegmt=True)) == 0.0
+    assert retry_after_s("1e9") == 600.0
+    assert [retry_after_s(text) for text in (None, "soon", "nan")] == [None, None, None]
+
+
+async def test_while_the_endpoint_is_down_groups_wait_and_with_it_back_they_all_drain(
+    service, tmp_path
+):
+    warnings = []
+    service.reply = lambda body: status_500
+    settings = table(service, concurrency=4, retries=2, breaker_failures=3)
+    async with open_pool(settings, folder=tmp_path, warn=warnings.append) as pool:
+        waiting = [asyncio.create_task(scores_of(pool, "a", "bb", number=n)) for n in range(12)]
+        while not pool.loads()["http"].is_held:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+        load = pool.loads()["http"]
+        assert load.waiting + load.in_flight == 24
+        assert not any(task.done() for task in waiting)
+        service.reply = lengths
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 20) == [[1.0, 2.0]] * 12
+        load = pool.loads()["http"]
+    assert (load.episodes, load.failures, load.waiting, load.breaker_opened) == (24, 0, 0, 1)
+    (warning,) = warnings
+    assert "status 500: oh no" in warning
+
+
+async def test_an_endpoint_that_goes_and_comes_back_costs_nothing(tmp_path):
+    async with running(Service(lengths)) as service:
+        port = int(service.url.rpartition(":")[2])
+    async with open_pool(table(service), folder=tmp_path, warn=lambda sentence: None) as pool:
+        waiting = asyncio.create_task(scores_of(pool, "a"))
+        while not pool.loads()["http"].is_held:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        async with running(service, port=port):
+            assert await asyncio.wait_for(waiting, 20) == [1.0]
+
+
+async def test_a_group_that_is_given_up_ends_its_requests(service, tmp_path):
+    gone = asyncio.Event()
+
+    async def slow(request):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            gone.set()
+
+    service.reply = lambda body: slow
+    async with open_pool(table(service), folder=tmp_path) as pool:
+        waiting = asyncio.create_task(scores_of(pool, "a"))
+        while not service.bodies:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        waiting.cancel()
+        await asyncio.sleep(0.01)
+        assert pool.loads()["http"].in_flight == 0
+
+
+async def test_secrets_come_from_the_environment_and_show_nowhere(service, tmp_path, monkeypatch):
+    monkeypatch.setenv("SERVICE_KEY", "sk-very-secret")
+
+    async def echo(request):
+        return web.Response(status=403, text=f"{request.headers['Authorization']} is not allowed")
+
+    headers = {"Authorization": "Bearer env:SERVICE_KEY", "X-Team": "a"}
+    settings = table(service, headers=headers)
+    dumped = load_config({"model": "m", "scorer": [settings]}).model_dump_json()
+    assert "sk-very-secret" not in dumped
+    service.first = [echo]
+    async with open_pool(settings, folder=tmp_path) as pool:
+        with pytest.raises(ScoreError) as caught:
+            await scores_of(pool, "a")
+        assert str(caught.value).endswith("status 403: Bearer <SERVICE_KEY> is not allowed.")
+        assert await scores_of(pool, "a", number=1) == [1.0]
+    assert service.headers[-1]["Authorization"] == "Bearer sk-very-secret"
+    assert service.headers[-1]["X-Team"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"url": "service:80"}, r"'http' has url = 'service:80'; write 'http://HOST"),
+        ({"url": "http://me:pass@host/"}, "has a user or password in its url; send them"),
+        ({"url": 3}, "Section 'scorer.0' does not fit: url = 3 must be a text"),
+        ({}, "Section 'scorer.0' does not fit: .*'url'"),
+        ({"url": "http://h", "header": {}}, "'scorer.0.header' of 'http'; did you mean 'headers'"),
+        ({"url": "http://h", "headers": {"X": "env:NO_SUCH"}}, "environment variable 'NO_SUCH'"),
+        ({"url": "http://h", "headers": {"authorization": "s3"}}, "'authorization' header in the"),
+        ({"url": "http://h", "headers": {"X": 3}}, "a header 'X' that is no text"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_sent(settings, sentence):
+    config = load_config({"model": "m", "scorer": [{"type": "http", **settings}]})
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        check_specs([spec_of(config.scorer[0], section="scorer.0")], ())
+    assert "s3" not in str(caught.value)
+    assert "pass@" not in str(caught.value)
+
+
+def test_a_task_that_json_cannot_say_is_refused():
+    config = load_config({"model": "m", "scorer": [{"type": "http", "url": "http://h"}]})
+    spec = spec_of(config.scorer[0], section="scorer.0")
+    task = Task(prompt="p", columns={"when": object()})
+    with pytest.raises(ConfigError, match=r"'http' sends tasks as JSON, and task 1 holds what"):
+        check_specs([spec], [Task(prompt="p"), task])
+
+
+async def test_episodes_reach_a_service_as_they_finish(service, tmp_path):
+    played = group("a", "bb")
+    async with open_pool(table(service), folder=tmp_path) as pool:
+        with pool.open(number=0, task=played.task) as scoring:
+            scoring.add(1, played.episodes[1])
+            while not service.bodies:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            scoring.add(0, played.episodes[0])
+            judged = await pool.judge(played, scoring)
+    assert [score.total for score in judged.scores] == [1.0, 2.0]

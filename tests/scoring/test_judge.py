@@ -1,0 +1,221 @@
+"""The LLM judge against a real server that speaks OpenAI's chat completions."""
+
+import asyncio
+import json
+
+import pytest
+from scoring_service import Service, open_pool, running, scores_of
+from scripted_scorer import episode
+
+from millrace.cluster.hub import Hub
+from millrace.config import load_config
+from millrace.core.errors import ConfigError, ScoreError
+from millrace.core.records import Group, Task
+from millrace.scoring.registry import check_specs, spec_of
+from millrace.scoring.services import judge_reply
+from millrace.scoring.services.judge_prompt import check_template, fill_template
+from millrace.scoring.services.judge_reply import PatternReader, read_key
+from millrace.scoring.services.score_cache import ScoreCache, key_of
+
+QUICK = {"backoff_s": 0.001, "breaker_s": 0.01}
+
+
+def says(reply):
+    return {"choices": [{"message": {"role": "assistant", "content": reply}}]}
+
+
+def by_length(body):
+    """Scores what stands behind the last colon."""
+    text = body["messages"][-1]["content"].rpartition(": ")[2]
+    return says(f'Fine, I think. {{"score": {len(text)}}}')
+
+
+@pytest.fixture
+async def service():
+    async with running(Service(by_length)) as service:
+        yield service
+
+
+def table(service, **settings):
+    rule = {} if "pattern" in settings else {"key": "score"}
+    return {
+        "type": "judge",
+        "url": f"{service.url}/v1",
+        "model": "some-model",
+        "prompt": "Judge: {completion}",
+        **rule,
+        **QUICK,
+        **settings,
+    }
+
+
+async def test_each_episode_is_asked_about_and_its_score_read(service, tmp_path):
+    settings = table(service, system="Be strict.", body={"max_tokens": 9}, weight=0.5)
+    async with open_pool(settings, folder=tmp_path) as pool:
+        assert await scores_of(pool, "a", "bb") == [0.5, 1.0]
+    body = next(body for body in service.bodies if "bb" in str(body))
+    assert body == {
+        "model": "some-model",
+        "messages": [
+            {"role": "system", "content": "Be strict."},
+            {"role": "user", "content": "Judge: bb"},
+        ],
+        "temperature": 0.0,
+        "max_tokens": 9,
+    }
+
+
+async def test_the_same_content_is_asked_about_once(service, tmp_path):
+    async with open_pool(table(service, batch=0), folder=tmp_path) as pool:
+        assert await scores_of(pool, "a", "bb", "a") == [1.0, 2.0, 1.0]
+        assert await scores_of(pool, "bb", number=1) == [2.0]
+    assert len(service.bodies) == 2
+
+
+async def test_a_cache_that_is_kept_serves_after_a_resume(service, tmp_path):
+    settings = table(service, keep=True, name="my judge")
+    async with open_pool(settings, folder=tmp_path) as pool:
+        assert await scores_of(pool, "a", "bb") == [1.0, 2.0]
+    (file,) = (tmp_path / "scorers").iterdir()
+    assert "bb" not in file.read_text()
+    file.write_text(file.read_text() + '{"key": "cut sh')
+    async with open_pool(settings, folder=tmp_path) as pool:
+        assert await scores_of(pool, "bb", "ccc") == [2.0, 3.0]
+    assert len(service.bodies) == 3
+    assert len([json.loads(line) for line in file.read_text().splitlines()]) == 3
+
+
+def test_of_too_many_scores_those_longest_out_of_use_are_forgotten():
+    cache = ScoreCache(2)
+    cache.put("a", 1.0)
+    cache.put("b", 2.0)
+    assert cache.get("a") == 1.0
+    cache.put("c", 3.0)
+    assert [cache.get(key) for key in "abc"] == [1.0, None, 3.0]
+    off = ScoreCache(0)
+    off.put("a", 1.0)
+    assert off.get("a") is None
+
+
+def test_a_key_depends_on_the_content_and_not_on_its_order():
+    assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
+    assert key_of({"a": 1}) != key_of({"a": 2})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        says("I cannot say."),
+        says('{"score": "high"}'),
+        says('{"score": NaN}'),
+        {"choices": []},
+        {"error": "overloaded"},
+        {"choices": [{"message": {"content": None}}]},
+        "not JSON",
+    ],
+)
+async def test_a_reply_without_a_score_is_asked_for_again_and_costs_the_group_at_last(
+    service, tmp_path, answer
+):
+    service.first = [answer]
+    async with open_pool(table(service, retries=1), folder=tmp_path) as pool:
+        assert await scores_of(pool, "a") == [1.0]
+        service.first = [answer, answer]
+        with pytest.raises(ScoreError, match=r"'judge': http://127.0.0.1:\d+/v1/chat/completions"):
+            await scores_of(pool, "b", number=1)
+        load = pool.loads()["judge"]
+    assert (load.calls, load.retries, load.failures) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        ('{"score": 3}', 3),
+        ('First {"score": 1}, no: ```json\n{"why": "{", "score": 0.5}\n```', 0.5),
+        ('{"score": 1} and {"other": 2}', 1),
+        ('{"verdict": {"score": 4}}', 4),
+        ("{{{ score", None),
+        ('{"a":' * 10_000, None),
+        ("", None),
+    ],
+)
+def test_a_key_is_read_from_the_last_object_that_has_it(reply, found):
+    assert read_key(reply, "score") == found
+
+
+def test_a_pattern_reads_the_number_of_its_last_match():
+    read = PatternReader(r"Score: (-?[\d.]+|high)(x)?")
+    replies = ["Score: 1, or rather Score: -2.5", "none", "Score: high"]
+    assert read(replies) == [-2.5, None, None]
+
+
+async def test_a_pattern_that_never_ends_costs_its_group_and_not_the_controller(
+    service, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(judge_reply, "MATCH_S", 1.0)
+    service.reply = lambda body: says(body["messages"][-1]["content"])
+    endless = "a" * 40
+    async with Hub(log_dir=tmp_path, on_event=lambda *_: None) as hub:
+        settings = table(service, pattern=r"Score: ([0-9]+)|(?:a+)+b(c)", retries=0)
+        async with open_pool(settings, folder=tmp_path, launch=hub.launch) as pool:
+            assert await scores_of(pool, "Score: 1 Score: 7") == [7.0]
+            judging = asyncio.create_task(scores_of(pool, endless, number=1))
+            await asyncio.sleep(0.2)
+            assert not judging.done()
+            with pytest.raises(ScoreError, match="replied without a score"):
+                await judging
+            assert pool.workers_lost == 1
+
+
+TASK = Task(prompt="1+1?", columns={"answer": 2, "hint": "a {answer}", "names": ["x"]})
+
+
+def test_a_template_is_filled_once():
+    template = "{prompt} {completion} {answer} {hint} {names} {{answer}} {} { a }"
+    filled = fill_template(template, task=TASK, episode=episode("is {answer}"))
+    assert filled == '1+1? is {answer} 2 a {answer} ["x"] {answer} {} { a }'
+
+
+def test_a_chat_is_told_with_its_roles():
+    chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+1?"}]
+    filled = fill_template("{prompt}", task=Task(prompt=chat), episode=episode("2"))
+    assert filled == "system: Be kind.\n\nuser: 1+1?"
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{prompt}", r"'judge' has a prompt without \{completion\}, so it judges nothing"),
+        ("{completion} {anser}", r"\{anser\} in its prompt, which task 0 has no column"),
+    ],
+)
+def test_a_template_that_cannot_be_filled_is_refused(template, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_template(template, [TASK], scorer="judge")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"key": None}, "set either key, as in 'score', or pattern"),
+        ({"pattern": "(a)", "key": "score"}, "set either key, as in 'score', or pattern"),
+        ({"pattern": "(", "key": None}, "'judge' has a wrong pattern: "),
+        ({"pattern": "a", "key": None}, "a pattern without a group"),
+        ({"cache": -1}, "cache = -1 must be an integer, 0 or more"),
+        ({"model": 4}, "model = 4 must be a text"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_sent(settings, sentence):
+    row = {"type": "judge", "url": "http://h", "model": "m", "prompt": "{completion}"}
+    row = {**row, "key": "score", **settings}
+    row = {name: value for name, value in row.items() if value is not None}
+    config = load_config({"model": "m", "scorer": [row]})
+    with pytest.raises(ConfigError, match=sentence):
+        check_specs([spec_of(config.scorer[0], section="scorer.0")], ())
+
+
+async def test_columns_of_the_task_are_in_the_question(service, tmp_path):
+    settings = table(service, prompt="{answer}? {hint}: {completion}")
+    async with open_pool(settings, folder=tmp_path, tasks=[TASK]) as pool:
+        await pool.judge(Group(number=0, task=TASK, episodes=(episode("two"),)))
+    assert service.bodies[0]["messages"][0]["content"] == "2? a {answer}: two"
