@@ -244,6 +244,7 @@ class _Run:
             folder=self._run_dir.scorers,
             start_timeout_s=self._config.cluster.start_timeout_s,
             warn=self._watcher.warn,
+            run=self._prepared.facts,
         )
 
     def _make_controller(

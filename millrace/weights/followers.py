@@ -25,13 +25,13 @@ class Followers:
             for swap in swaps
         ]
         self._readers: Counter[int] = Counter()  # by version: followers that may still read it
-        self._all_done = asyncio.Condition()
-        self._telling: set[asyncio.Task[None]] = set()
+        self._unread: dict[int, asyncio.Event] = {}  # by version; set once none of them does
 
     def submit(self, update: WeightUpdate) -> None:
         """The trainer has published this version."""
         if self._couriers:
             self._readers[update.version] = len(self._couriers)
+            self._unread[update.version] = asyncio.Event()
         for courier in self._couriers:
             courier.submit(update)
 
@@ -43,17 +43,11 @@ class Followers:
 
     async def done_with(self, version: int) -> None:
         """Returns when the bytes of this version are not needed here."""
-        async with self._all_done:
-            await self._all_done.wait_for(lambda: version not in self._readers)
+        if (unread := self._unread.get(version)) is not None:
+            await unread.wait()
 
     def _done(self, version: int) -> None:
         self._readers[version] -= 1
         if self._readers[version] == 0:
             del self._readers[version]
-            task = asyncio.create_task(self._tell())
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
-
-    async def _tell(self) -> None:
-        async with self._all_done:
-            self._all_done.notify_all()
+            self._unread.pop(version).set()

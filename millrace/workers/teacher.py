@@ -32,6 +32,7 @@ from millrace.core.errors import ConfigError, MillraceError, RunFailed, WeightEr
 from millrace.core.passages import Likelihoods, Passage
 from millrace.core.spans import Timeline
 from millrace.engines.embedded.scoring import ScoringEngine, num_rows
+from millrace.models.directory import text_config
 from millrace.models.loading import load_model, resolve_device
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.scoring.teachers.settings import ReaderSettings
@@ -83,7 +84,8 @@ def start(message: StartTeacher, *, link: Link, timeline: Timeline) -> "TeacherW
             f"The weights of {message.model_path!r} do not fit on {device}; set the scorer's dtype"
             " to bfloat16, or use another device."
         ) from None
-    engine = ScoringEngine(model, logprob_chunk=settings.logprob_chunk)
+    policy = text_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    engine = ScoringEngine(model, logprob_chunk=settings.logprob_chunk, num_known=policy.vocab_size)
     followed = None
     if message.following is not None:
         assert message.version is not None

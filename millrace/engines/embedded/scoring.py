@@ -28,10 +28,14 @@ MIN_SHARED_TOKENS = 4  # as in the trainer: sharing less costs more than it save
 
 
 class ScoringEngine:
-    def __init__(self, model: PreTrainedModel, *, logprob_chunk: int = 1024) -> None:
-        """`model` was loaded with PACKED_ATTENTION."""
+    def __init__(
+        self, model: PreTrainedModel, *, logprob_chunk: int = 1024, num_known: int | None = None
+    ) -> None:
+        """`model` was loaded with PACKED_ATTENTION. Top tokens are of the first `num_known`: a
+        policy with the same tokenizer may have fewer rows of padding behind it."""
         self._model = model
         self._chunk = logprob_chunk
+        self._num_known = num_known
 
     @torch.no_grad()
     def read(
@@ -84,6 +88,7 @@ class ScoringEngine:
                 *chunk,
                 kept=None if allowed is None else allowed[i],
                 num_top=num_top,
+                num_known=self._num_known,
             )
             for i, (rows, *chunk) in enumerate(chunks)
         ]
@@ -98,13 +103,14 @@ def _describe(
     *,
     kept: KeptRows | None,
     num_top: int,
+    num_known: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs of the targets [n], ids and logprobs of the likeliest tokens [n, K]."""
     scaled = logits / temperatures[:, None]
     if kept is not None:
         scaled = scaled.masked_fill(~kept.allowed(logits.shape[-1]), -torch.inf)
     normalizers = scaled.logsumexp(-1, keepdim=True)
-    top = scaled.topk(num_top, dim=-1)
+    top = scaled[:, :num_known].topk(num_top, dim=-1)
     logprobs = scaled.gather(-1, targets[:, None]) - normalizers
     return logprobs.squeeze(-1), top.indices, top.values - normalizers
 
