@@ -34,6 +34,7 @@ class TeacherProcess:
         self._start_timeout_s = start_timeout_s
         self._numbers = itertools.count()  # a worker's name is never used twice
         self._coming: asyncio.Task[Worker] | None = None  # done = that worker is asked
+        self._current: Worker | None = None
         self._is_closing = False
 
     async def start(self) -> None:
@@ -90,14 +91,19 @@ class TeacherProcess:
                 f"Teacher {self.name!r} took longer than {timeout_s:g} s; ask it for less at a time"
                 " (rollout.max_running_groups), or raise its timeout_s."
             ) from None
+        except WorkerError:
+            self._lose(worker)  # the news of its death may come later than this
+            raise
         assert isinstance(reply, TokensScored)
         return reply.likelihoods
 
-    def _lose(self) -> None:
-        """Start another, if it is as good."""
-        if not self._is_closing and not self._follows:
-            self.num_lost += 1
-            self._coming = asyncio.create_task(self._replace())
+    def _lose(self, worker: Worker) -> None:
+        """Start another, if it would be as good; unless someone else has noticed before."""
+        if self._is_closing or self._follows or worker is not self._current:
+            return
+        self._current = None
+        self.num_lost += 1
+        self._coming = asyncio.create_task(self._replace())
 
     async def _replace(self) -> Worker:
         failure: Exception | None = None
@@ -115,6 +121,6 @@ class TeacherProcess:
         except BaseException:
             worker.kill()
             raise
-        # Not before it is started: a start that fails is told to whoever started it.
-        worker.dead.add_done_callback(lambda _: self._lose())
+        self._current = worker
+        worker.dead.add_done_callback(lambda _: self._lose(worker))
         return worker
