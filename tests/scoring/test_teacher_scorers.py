@@ -149,6 +149,9 @@ class MortalWorker:
         self._dies = dies
         self.is_started = False
 
+    def kill(self) -> None:
+        assert self.dead.done()
+
     async def call(self, message, *, timeout_s: float | None = None):
         if not self.is_started:
             self.is_started = True

@@ -101,6 +101,7 @@ class TeacherProcess:
         """Start another, if it would be as good; unless someone else has noticed before."""
         if self._is_closing or self._follows or worker is not self._current:
             return
+        worker.kill()  # it may live, and have failed at what it was asked
         self._current = None
         self.num_lost += 1
         self._coming = asyncio.create_task(self._replace())
