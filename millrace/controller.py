@@ -45,6 +45,7 @@ from millrace.watch.skipped import SkippedSteps
 from millrace.watch.text import counts
 from millrace.watch.watcher import SCORES, Moment, Watcher
 from millrace.weights.courier import Courier
+from millrace.weights.followers import Followers
 from millrace.weights.notifier import Notifier
 from millrace.weights.releases import Releases
 
@@ -153,12 +154,20 @@ class Controller:
             config=config,
             player=player,
             engine=evaluators or engines,
-            score=scorers.judge,
+            score=scorers.examine,
             at_once=engines.at_once if is_synchronous else None,
+        )
+        self._followers = Followers(
+            [follower.swap for follower in scorers.followers], version=cursor.version
         )
         self._examiner = self._make_examiner()
         self._releases = Releases(
-            trainer.release, after=(self._notifier.done_with, self._examiner.done_with)
+            trainer.release,
+            after=(
+                self._followers.done_with,
+                self._notifier.done_with,
+                self._examiner.done_with,
+            ),
         )
 
     async def run(self) -> Outcome:
@@ -166,6 +175,7 @@ class Controller:
             await self._examiner.begin(activities)
             dispatching = activities.create_task(self._dispatcher.run())
             delivering = activities.create_task(self._courier.run())
+            following = activities.create_task(self._followers.run())
             notifying = activities.create_task(self._notifier.run())
             watching = activities.create_task(self._watcher.run(self.moment))
             starting = activities.create_task(self._rounds.run()) if self._rounds else None
@@ -179,6 +189,7 @@ class Controller:
             if self._notifier.num_failed:
                 self._watcher.warn(f"{self._notifier.num_failed} posts to weights.notify failed.")
             delivering.cancel()
+            following.cancel()
             notifying.cancel()
             watching.cancel()
         checkpoint = self._saved
@@ -193,6 +204,7 @@ class Controller:
     def on_published(self, update: WeightUpdate) -> None:
         """The trainer has a new version ready; called from the hub."""
         self._courier.submit(update)
+        self._followers.submit(update)
         self._notifier.submit(update)
         self._examiner.submit(update)
 

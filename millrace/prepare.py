@@ -25,10 +25,13 @@ from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import CRITIC, PAIRS, build_advantages
 from millrace.scoring.handover import resolve_function
 from millrace.scoring.registry import ScorerSpec, check_specs, spec_of, spec_of_function
+from millrace.scoring.scorer_kind import RunFacts
 from millrace.scoring.selection import ROC
 from millrace.scoring.shaping import Shaping, build_shaping
 from millrace.staging.orders import check_room
+from millrace.teachers import check_evaluation, check_models, check_teaching, with_distillation
 from millrace.training.checkpoints import check_same_critic, latest_checkpoint, read_run_state
+from millrace.training.losses import Loss
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.objectives.preference import PreferenceLoss
 from millrace.training.objectives.recipes import ADVANTAGES, DEFAULT, PREFERENCE, build_loss
@@ -63,6 +66,22 @@ class Prepared:
         is_adapter = self.checkpoint is not None and self.config.lora is not None
         return str(self.checkpoint) if is_adapter else None
 
+    @property
+    def facts(self) -> RunFacts:
+        """What scorers may want to know."""
+        model = self.config.model
+        found = text_config(model.path, trust_remote_code=model.trust_remote_code)
+        return RunFacts(
+            config=self.config,
+            tokenizer=self.tokenizer,
+            vocab_size=found.vocab_size,
+            max_context=self.max_context,
+            render=self.renderer.render,
+            model_path=self.model_path,
+            adapter_path=self.adapter_path,
+            version=self.cursor.version,
+        )
+
 
 def prepare(
     config: RunConfig,
@@ -89,14 +108,16 @@ def prepare(
     specs = _scorers(config.scorer, scorers)
     played = _environment(config, environment)
     check_specs(specs, [*train_tasks, *held_out], may_be_none=played is not None)
-    config = _with_advantages(config)
+    check_evaluation(specs, num_held_out=len(held_out))
+    config = with_distillation(_with_advantages(config), specs)
     check_room(
         config.buffer.order,
         groups_per_step=config.trainer.groups_per_step,
         capacity=config.buffer.capacity,
         max_staleness=config.buffer.max_staleness,
     )
-    _check_loss(config)
+    loss = _check_loss(config)
+    check_teaching(config, specs, loss=loss)
     _check_pairs(config)
     advantages = build_advantages(config.scoring.advantages)
     model = config.model
@@ -109,7 +130,7 @@ def prepare(
     checkpoint, cursor = _resume_point(config) if resume else (None, Cursor())
     stream = make_stream(sources, config.tasks, seed=config.seed)
     stream.restore(cursor.tasks)
-    return Prepared(
+    prepared = Prepared(
         config=_with_threads(config),
         tasks=stream,
         held_out=tuple(held_out[: config.evaluate.max_tasks]),
@@ -123,6 +144,8 @@ def prepare(
         checkpoint=checkpoint,
         cursor=cursor,
     )
+    check_models(specs, prepared.facts)
+    return prepared
 
 
 def _environment(config: RunConfig, given: Callable[..., Any] | None) -> EnvironmentFunction | None:
@@ -158,23 +181,13 @@ def _shaping(config: RunConfig, *, scorers: Sequence[str]) -> Shaping:
     )
 
 
-def _check_loss(config: RunConfig) -> None:
-    """A typo costs no start-up, and neither does a loss that lacks its input."""
+def _check_loss(config: RunConfig) -> Loss:
+    """A typo costs no start-up; returns the loss."""
     loss = build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)
-    if isinstance(loss, PolicyLoss) and loss.needs_reference:
-        raise ConfigError(
-            f"loss.kl = {loss.kl.kl} compares with a reference model, and a run has none yet; set"
-            " loss.kl to 0."
-        )
     if config.buffer.replay is not None and isinstance(loss, PolicyLoss):
         _check_replay(config.buffer.replay, loss)
     if not isinstance(loss, PreferenceLoss):
-        return
-    if loss.needs_reference:
-        raise ConfigError(
-            "loss.reference = 'reference' compares with a reference model, and a run has none yet;"
-            " set loss.reference to 'engine'."
-        )
+        return loss
     if config.critic is not None:
         raise ConfigError(
             f"loss.type = '{PREFERENCE}' learns from pairs, and a critic judges single episodes;"
@@ -186,6 +199,7 @@ def _check_loss(config: RunConfig) -> None:
             f"loss.type = '{PREFERENCE}' learns from pairs, but scoring.advantages of type"
             f" {estimator!r} makes none; set that to '{PAIRS}' or 'auto'."
         )
+    return loss
 
 
 def _check_pairs(config: RunConfig) -> None:

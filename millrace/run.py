@@ -283,6 +283,7 @@ class _Run:
             start_timeout_s=self._config.cluster.start_timeout_s,
             warn=self._watcher.warn,
             may_be_none=self._prepared.environment is not None,
+            run=self._prepared.facts,
         )
 
     def _make_controller(

@@ -58,7 +58,7 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
         ({"loss": {"type": "cispo", "dual": 3.0}}, "'loss.dual' = 3.0 belongs to shape = 'clip'"),
         (
             {"loss": {"type": "online_dpo", "reference": "reference"}},
-            "a run has none yet; set loss.reference to 'engine'",
+            "the run has none; add a [[scorer]] with type = 'reference'",
         ),
         (
             {"loss": {"type": "online_dpo"}, "scoring": {"advantages": {"type": "group"}}},

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from millrace.core.microbatch import Batch
+from millrace.core.passages import Likelihoods, Passage
 from millrace.core.records import Completion, Piece, Prompt, Request
 from millrace.core.spans import Span
 from millrace.core.weight_update import WeightUpdate
@@ -276,6 +277,32 @@ class StepValues(Message, frozen=True):
     values: list[list[float]]  # of each reading, of each step that was not known
 
 
+# Teacher
+
+
+class StartTeacher(Message, frozen=True):
+    """Load the model. -> Done"""
+
+    config: dict[str, Any]  # RunConfig as plain data
+    settings: dict[str, Any]  # ReaderSettings as plain data
+    model_path: str
+    following: dict[str, Any] | None = None  # Following as plain data; None = it never changes
+    version: int | None = None  # of one that follows the policy: the Version it begins with
+    adapter_path: str | None = None  # likewise, in a LoRA run: the adapter that goes on top
+
+
+class ScoreTokens(Message, frozen=True):
+    """Say how likely the tokens of these passages are. -> TokensScored
+
+    Passages of one message that begin alike are read together."""
+
+    passages: list[Passage]
+
+
+class TokensScored(Message, frozen=True):
+    likelihoods: list[Likelihoods]
+
+
 AnyMessage = (
     Stop
     | Done
@@ -310,4 +337,7 @@ AnyMessage = (
     | StartRewardModel
     | ReadSteps
     | StepValues
+    | StartTeacher
+    | ScoreTokens
+    | TokensScored
 )

@@ -22,9 +22,9 @@ class ScorerConfig(Section):
     """ "module:name" or "file.py:name" with the TRL reward signature, sync or async."""
     type: str | None = None
     """Or a ready verifier: "exact", "numeric", "regex", "json_schema", "math", "python_tests"; a
-    service: "http", "judge"; a model: "reward_model", "process_reward_model"; or "module:Name" of
-    yours. Its own keys stand beside these; see docs/verifiers.md, docs/scoring.md and
-    docs/reward-models.md."""
+    service: "http", "judge"; a model: "reward_model", "process_reward_model", "teacher",
+    "self_teacher", "reference"; or "module:Name" of yours. Its own keys stand beside these; see
+    docs/verifiers.md, docs/scoring.md, docs/reward-models.md and docs/teachers.md."""
     name: str | None = None
     """Name in metrics; the function's own name, or the type, if not given."""
     weight: Float = 1.0
@@ -32,7 +32,7 @@ class ScorerConfig(Section):
     """Judge only episodes to which another scorer gave such a score, as in "format >= 1"."""
     timeout_s: PositiveFloat | None = None
     """For one call; a function's counts from the moment a scorer process is free. By default 30,
-    for reward models 300."""
+    for models 300."""
     concurrency: PositiveInt | None = None
     """Calls in flight at most; by default 64, of a function as many as the scorer processes run."""
     batch: NonNegativeInt | None = None

@@ -1,7 +1,7 @@
 """The trainer's input: the tokens of some rollouts laid end to end, shared beginnings once.
 
 T = rows: one per token that is computed. S = segments: runs of rows that continue one another.
-N = trained tokens, R = rollouts they belong to.
+N = trained tokens, R = rollouts they belong to, K = tokens a teacher told of at each.
 
 Rollouts of a group begin alike. What several of them share lies there once, as a segment, and what
 follows it in each is a segment of its own with the shared one as its parent; a rollout that shares
@@ -38,6 +38,10 @@ class Microbatch:
     kept: Kept | None = None  # rows = N
     reference_logprobs: np.ndarray | None = None  # [N] float32; where the run has a reference model
     proximal_logprobs: np.ndarray | None = None  # [N] float32; the trainer's, set there, if at all
+    # Where the run has teachers; NaN for tokens that none of them teaches:
+    teacher_logprobs: np.ndarray | None = None  # [N] float32
+    told_ids: np.ndarray | None = None  # [N, K] int32; different ones at each token
+    told_logprobs: np.ndarray | None = None  # [N, K] float32; the teacher's, of these
     groups: np.ndarray | None = None  # [N] int32 ascending; where groups must not be split
     # Where the run has a critic:
     rewards: np.ndarray | None = None  # [N] float32; what each trained token earned

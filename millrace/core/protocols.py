@@ -95,6 +95,22 @@ class Service(Protocol):
         ...
 
 
+@runtime_checkable
+class NotesOnly(Protocol):
+    """A scorer that gives no scores, but notes to learn from: evaluations do without it."""
+
+    only_notes: bool
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A scorer that is made of the policy's own versions."""
+
+    async def swap(self, update: WeightUpdate) -> int:
+        """Returns when the bytes of this version are not needed any more."""
+        ...
+
+
 class Scoring(Protocol):
     """One group on its way through all scorers; left with its `with` block."""
 

@@ -5,7 +5,10 @@ pass, whatever the number of positions; what is kept between the two is a few nu
 The backward pass computes a chunk's logits once more and turns them into their own gradient.
 Gradients of the head add up in float32.
 
-N = positions, V = vocabulary, D = hidden size.
+Some tokens of each position can be told of besides the one that was drawn, such as a teacher's
+likeliest, with what is left for all others together.
+
+N = positions, V = vocabulary, D = hidden size, K = tokens told of.
 """
 
 import functools
@@ -30,7 +33,8 @@ from millrace.models.logprobs import KeptRows, distribution, final_logits, token
 
 
 class FusedLogprobs(torch.autograd.Function):
-    """(hidden [N, D], weight [V, D], bias [V] | None, ...) -> logprobs [N], entropies [N]."""
+    """(hidden [N, D], weight [V, D], bias [V] | None, ...) -> logprobs [N], entropies [N], and of
+    the told tokens and all others [N, K + 1] | None."""
 
     @staticmethod
     def forward(
@@ -41,14 +45,16 @@ class FusedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperatures: Tensor,
         kept: KeptRows | None,
+        told: Tensor | None,
         rules: LogitRules,
         dtype: torch.dtype,
         chunk: int,
         compiled: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         describe = _compiled(distribution) if compiled else distribution
         factors = (weight.to(dtype), None if bias is None else bias.to(dtype))
-        results = []
+        results: list[tuple[Tensor, ...]] = []
+        told_results: list[Tensor] = []
         logits = None
         kept_parts = _split_kept(kept, len(targets), chunk)
         for i, allowed in enumerate(kept_parts):
@@ -56,22 +62,26 @@ class FusedLogprobs(torch.autograd.Function):
             logits = rules.apply(project(hidden[rows].to(dtype), *factors))
             mask = None if allowed is None else allowed.allowed(logits.shape[-1])
             results.append(describe(logits, targets[rows], temperatures[rows], mask))
+            if told is not None:
+                told_results.append(told_logprobs(logits, told[rows], temperatures[rows]))
         logprobs, entropies, normalizers = map(torch.cat, zip(*results, strict=True))
+        told_all = torch.cat(told_results) if told_results else None
         ctx.kept, ctx.chunk = kept_parts, chunk
         ctx.rules, ctx.dtype, ctx.compiled = rules, dtype, compiled
         # The logits of a single chunk need not be computed again.
         saved = logits if len(kept_parts) == 1 else None
         known = (targets, temperatures, entropies, normalizers)
-        ctx.save_for_backward(hidden, weight, bias, saved, *known)
+        ctx.save_for_backward(hidden, weight, bias, saved, told, told_all, *known)
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        return logprobs, entropies, told_all
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, saved, *known = ctx.saved_tensors
+        hidden, weight, bias, saved, told, told_all, *known = ctx.saved_tensors
+        *drawn_grads, told_grad = grads
         differentiate: Callable[..., Tensor] = _logit_gradient
         if ctx.compiled:
             differentiate = _compiled(_logit_gradient)
@@ -85,8 +95,13 @@ class FusedLogprobs(torch.autograd.Function):
             part = hidden[rows].to(ctx.dtype)
             logits = ctx.rules.apply(project(part, *factors)) if saved is None else saved
             mask = None if allowed is None else allowed.allowed(logits.shape[-1])
-            given = (None if values is None else values[rows] for values in (*known, *grads))
-            grad = ctx.rules.gradient(differentiate(logits, mask, *given), logits)
+            given = (None if values is None else values[rows] for values in (*known, *drawn_grads))
+            grad = differentiate(logits, mask, *given)
+            if told_grad is not None:
+                _, temperatures, _, normalizers = (values[rows] for values in known)
+                parts = (told[rows], told_all[rows], told_grad[rows])
+                _add_told_gradient(grad, logits, temperatures, normalizers, *parts)
+            grad = ctx.rules.gradient(grad, logits)
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
             grad = grad.to(ctx.dtype)
@@ -97,7 +112,7 @@ class FusedLogprobs(torch.autograd.Function):
         grads_of_head = (
             None if g is None else g.to(weight.dtype) for g in (weight_grad, bias_grad)
         )
-        return hidden_grad, *grads_of_head, *[None] * 7
+        return hidden_grad, *grads_of_head, *[None] * 8
 
 
 def _logit_gradient(
@@ -125,6 +140,36 @@ def _logit_gradient(
         tilt = entropy_grad[:, None] * (logprobs + entropies[:, None]) + slope[:, None]
         grad = probabilities * tilt / -temperatures[:, None]
     return grad.scatter_add_(1, targets[:, None], (slope / temperatures)[:, None])
+
+
+def told_logprobs(
+    logits: Tensor,  # [n, V]
+    told: Tensor,  # [n, K]; different ids in each row, and fewer than there are
+    temperatures: Tensor,  # [n]
+) -> Tensor:
+    """[n, K + 1]: of these tokens, and of all others together."""
+    scaled = logits / temperatures[:, None]
+    others = scaled.scatter(1, told, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([scaled.gather(1, told), others], 1) - scaled.logsumexp(-1, keepdim=True)
+
+
+def _add_told_gradient(
+    grad: Tensor,  # [n, V]; changed
+    logits: Tensor,  # [n, V]
+    temperatures: Tensor,  # [n]
+    normalizers: Tensor,  # [n]
+    told: Tensor,  # [n, K]
+    logprobs: Tensor,  # [n, K + 1]
+    slopes: Tensor,  # [n, K + 1]
+) -> None:
+    """Of the logprob of t: [j = t] - p_j; of that of all others: p_j / their sum where j is one of
+    them, - p_j; all over the temperature."""
+    slopes = slopes / temperatures[:, None]
+    scaled = logits / temperatures[:, None] - normalizers[:, None]
+    grad -= scaled.exp() * slopes.sum(-1, keepdim=True)
+    others = (scaled - logprobs[:, -1:]).exp_().scatter_(1, told, 0.0)
+    grad += others.mul_(slopes[:, -1:])
+    grad.scatter_add_(1, told, slopes[:, :-1])
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -159,9 +204,35 @@ def chunked_token_logprobs(
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """token_logprobs of final_logits of hidden [N, D], for at most `chunk` positions at a time."""
+    logprobs, entropies, _ = chunked_distributions(
+        model,
+        hidden,
+        targets,
+        told=None,
+        temperatures=temperatures,
+        kept=kept,
+        chunk=chunk,
+        compiled=compiled,
+    )
+    return logprobs, entropies
+
+
+def chunked_distributions(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    told: Tensor | None,
+    temperatures: Tensor,
+    kept: KeptRows | None,
+    chunk: int,
+    compiled: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As chunked_token_logprobs, and told_logprobs [N, K + 1] of the tokens `told` [N, K]."""
+    assert told is None or kept is None, "of ids that were ruled out there is nothing to tell"
     head = output_head(model)
     if not is_plain(head):
-        return _recomputed(model, hidden, targets, temperatures, kept, chunk)
+        return _recomputed(model, hidden, targets, temperatures, kept, told, chunk)
     assert isinstance(head, nn.Linear)
     return FusedLogprobs.apply(
         hidden,
@@ -170,6 +241,7 @@ def chunked_token_logprobs(
         targets,
         temperatures,
         kept,
+        told,
         LogitRules.of(model),
         compute_dtype(hidden),
         chunk,
@@ -183,26 +255,34 @@ def _recomputed(
     targets: Tensor,
     temperatures: Tensor,
     kept: KeptRows | None,
+    told: Tensor | None,
     chunk: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same for heads with parts of their own: autograd runs each chunk twice."""
 
     def of_chunk(
-        hidden: Tensor, targets: Tensor, temperatures: Tensor, kept: KeptRows | None
-    ) -> tuple[Tensor, Tensor]:
+        hidden: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        kept: KeptRows | None,
+        told: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         logits = final_logits(model, hidden)
-        return token_logprobs(logits, targets, temperatures=temperatures, kept=kept)
+        drawn = token_logprobs(logits, targets, temperatures=temperatures, kept=kept)
+        return drawn if told is None else (*drawn, told_logprobs(logits, told, temperatures))
 
+    allowed = _split_kept(kept, len(targets), chunk)
     parts = zip(
         hidden.split(chunk),
         targets.split(chunk),
         temperatures.split(chunk),
-        _split_kept(kept, len(targets), chunk),
+        allowed,
+        [None] * len(allowed) if told is None else told.split(chunk),
         strict=True,
     )
     # The head draws no random numbers, so there is no generator state worth saving.
     outcomes = [
         checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
     ]
-    logprobs, entropies = zip(*outcomes, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    logprobs, entropies, *of_told = (torch.cat(part) for part in zip(*outcomes, strict=True))
+    return logprobs, entropies, of_told[0] if of_told else None

@@ -3,6 +3,8 @@
 Promise: PeftModel.from_pretrained loads what save() writes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,17 @@ class TrainedAdapter:
             for tensor, part in zip(tensor_names(name, dora=is_dora), parts, strict=True):
                 weights[tensor] = part[_ADAPTER].weight.detach()
         return weights
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Within it the model computes what it did without the adapter."""
+        for layer in self._layers.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.enable_adapters(True)
 
     def save(self, folder: Path) -> None:
         self._settings.save_pretrained(str(folder))

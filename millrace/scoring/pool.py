@@ -17,14 +17,21 @@ from typing import Any, Self
 
 from millrace.cluster.worker import Worker
 from millrace.core.errors import ScoreError
-from millrace.core.protocols import Advantages, AdvantagesOverBatch, Scorer, Service
+from millrace.core.protocols import (
+    Advantages,
+    AdvantagesOverBatch,
+    Follower,
+    NotesOnly,
+    Scorer,
+    Service,
+)
 from millrace.core.records import Group, Task
 from millrace.core.scorer_load import ScorerLoad
 from millrace.scoring.advantages import with_advantages
 from millrace.scoring.combining import combine
 from millrace.scoring.handover import hand_over
 from millrace.scoring.registry import ScorerSpec, check_specs
-from millrace.scoring.scorer_kind import ScorerTools
+from millrace.scoring.scorer_kind import RunFacts, ScorerTools
 from millrace.scoring.shaping import Shaping
 from millrace.scoring.tier.desk import Desk, Ticket
 from millrace.scoring.tier.group_scoring import GroupScoring, Station
@@ -99,11 +106,27 @@ class ScorerPool:
         if scoring is None:
             with self.open(number=group.number, task=group.task) as scoring:
                 return await self.judge(group, scoring)
-        group = combine(group, await scoring.verdicts(group), scorers=self.scorers)
+        group = combine(group, await scoring.verdicts(group), scorers=scoring.scorers)
         if not self._shaping.penalties:
             return group
         scores = await asyncio.to_thread(self._shaping.penalize, group, group.scores)
         return dataclasses.replace(group, scores=scores)
+
+    async def examine(self, group: Group) -> Group:
+        """As judge(), by those scorers alone that give scores."""
+        stations = {
+            name: station
+            for name, station in self._stations.items()
+            if not isinstance(station.desk.scorer, NotesOnly)
+        }
+        ticket = Ticket(order=next(self._orders), number=group.number, task=group.task)
+        with GroupScoring(stations, ticket=ticket) as scoring:
+            return await self.judge(group, scoring)
+
+    @property
+    def followers(self) -> tuple[Follower, ...]:
+        """Scorers to which the policy's versions are brought."""
+        return tuple(scorer for scorer in self.scorers if isinstance(scorer, Follower))
 
     async def shape(self, group: Group) -> Group:
         """What is to be trained of a judged group, with advantages; raises Filtered if that is
@@ -151,6 +174,7 @@ def build_scorer_pool(
     start_timeout_s: float = 180.0,
     warn: Callable[[str], None] = print,
     may_be_none: bool = False,
+    run: RunFacts | None = None,
 ) -> ScorerPool:
     """A pool, not yet started; raises ConfigError for what can be known to be wrong.
 
@@ -170,6 +194,7 @@ def build_scorer_pool(
         folder=folder,
         tokenizer=tokenizer,
         start_timeout_s=start_timeout_s,
+        run=run,
     )
     stations: list[Station] = []
     for spec in specs:

@@ -20,6 +20,7 @@ from millrace.scoring.reward_models.reward_model import RewardModel
 from millrace.scoring.scorer_kind import CallRules, ScorerKind, ScorerTools
 from millrace.scoring.services.http_scorer import Http
 from millrace.scoring.services.judge import Judge
+from millrace.scoring.teachers.kinds import Reference, SelfTeacher, Teacher
 from millrace.scoring.tier.gates import Gate, check_gates, parse_gate
 from millrace.verifiers import VERIFIERS
 
@@ -28,6 +29,9 @@ KINDS: dict[str, type] = {
     "judge": Judge,
     "reward_model": RewardModel,
     "process_reward_model": ProcessRewardModel,
+    "teacher": Teacher,
+    "self_teacher": SelfTeacher,
+    "reference": Reference,
 }
 
 

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from millrace.cluster.worker import Worker
+from millrace.config import RunConfig
 from millrace.core.protocols import Scorer
-from millrace.core.records import Task
+from millrace.core.records import Prompt, Task
 from millrace.scoring.workers import ScorerWorkers
 
 
@@ -29,6 +32,20 @@ class CallRules:
     priority: int = 0  # in the line for a scorer process
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunFacts:
+    """What a scorer may want to know of the run it belongs to."""
+
+    config: RunConfig
+    tokenizer: Any  # of the policy; any Hugging Face tokenizer object
+    vocab_size: int  # of the policy
+    max_context: int
+    render: Callable[[Prompt], np.ndarray]  # a prompt -> its tokens [P] int32
+    model_path: str  # what engines begin with,
+    adapter_path: str | None  # what goes on top of it, and
+    version: int  # the Version that this is
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScorerTools:
     """What a scorer may use of the run it belongs to."""
@@ -38,8 +55,14 @@ class ScorerTools:
     folder: Path  # in the run directory, for what a scorer wants to find again after a resume
     tokenizer: Any = None  # the policy's
     start_timeout_s: float = 180.0
+    run: RunFacts | None = None  # None = it belongs to none
     functions: dict[str, str | Callable[..., Any]] = field(default_factory=dict)
     """By name; what a scorer puts here while it is made, `workers` can run."""
+
+    @property
+    def facts(self) -> RunFacts:
+        assert self.run is not None, "scorers of this kind are made for a run"
+        return self.run
 
 
 @runtime_checkable

@@ -261,6 +261,7 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
         temperatures=np.repeat(np.array(temperatures, np.float32), counts),
         kept=_join_kept(rollouts),
         reference_logprobs=_join_references(rollouts),
+        **_join_teachings(rollouts),
         groups=np.repeat(np.arange(len(bundles)), sizes).astype(np.int32) if pairs else None,
         rewards=np.concatenate(rewards).astype(np.float32) if rewards else None,
         last_rows=np.array(last_rows, np.int32) if rewards else None,
@@ -312,3 +313,30 @@ def _join_references(rollouts: Sequence[Rollout]) -> np.ndarray | None:
         return None
     assert len(found) == len(rollouts), "either all rollouts of a run have a reference, or none"
     return np.concatenate(found)
+
+
+def _join_teachings(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """What teachers say of the trained tokens; NaN where nobody teaches."""
+    if all(rollout.teaching is None for rollout in rollouts):
+        return {}
+    widths = {t.top_ids.shape[1] for r in rollouts if (t := r.teaching) and t.top_ids is not None}
+    assert len(widths) <= 1, "all teachers of a run tell of as many tokens"
+    num_told = widths.pop() if widths else 0
+    logprobs: list[np.ndarray] = []
+    ids: list[np.ndarray] = []
+    told: list[np.ndarray] = []
+    for rollout in rollouts:
+        teaching, mask, count = rollout.teaching, rollout.mask, rollout.num_sampled
+        if teaching is None:
+            logprobs.append(np.full(count, np.nan, np.float32))
+            ids.append(np.tile(np.arange(num_told, dtype=np.int32), (count, 1)))
+            told.append(np.full((count, num_told), np.nan, np.float32))
+            continue
+        logprobs.append(teaching.logprobs[mask])
+        if teaching.top_ids is not None and teaching.top_logprobs is not None:
+            ids.append(teaching.top_ids[mask])
+            told.append(teaching.top_logprobs[mask])
+    joined = {"teacher_logprobs": np.concatenate(logprobs)}
+    if num_told:
+        joined |= {"told_ids": np.concatenate(ids), "told_logprobs": np.concatenate(told)}
+    return joined

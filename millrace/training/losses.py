@@ -7,7 +7,7 @@ put together in objectives/.
 
 Imports torch for types only: the settings of a loss are checked before any process loads torch.
 
-N = trained tokens of one microbatch, R = runs of them.
+N = trained tokens of one microbatch, R = runs of them, K = tokens a teacher told of at each.
 """
 
 from collections.abc import Mapping
@@ -36,6 +36,15 @@ class Runs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Told:
+    """Two distributions at each token, over the teacher's K likeliest there and, in the last
+    column, all others together. Logprobs."""
+
+    teacher: "Tensor"  # [N, K + 1] float32; NaN where nobody teaches
+    trainer: "Tensor"  # [N, K + 1] float32; differentiable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenBatch:
     """The trained tokens of one microbatch, and the totals of the batch it belongs to."""
 
@@ -53,6 +62,10 @@ class TokenBatch:
     update, so they are trainer_logprobs."""
     reference_logprobs: "Tensor | None" = None
     """[N] float32; of the model that the policy shall stay close to, where the run has one."""
+    teacher_logprobs: "Tensor | None" = None
+    """[N] float32; of a teacher, where the run has one; NaN for tokens that it does not teach."""
+    told: "Told | None" = None
+    """Where a loss asks for it and the run has a teacher that tells of more than these tokens."""
     groups: Runs | None = None
     """Those of a group, where its sequences are compared and so lie in one microbatch."""
     num_groups: int = 0  # of the whole batch
@@ -73,6 +86,22 @@ class Anchored(Protocol):
 
     @property
     def needs_proximal(self) -> bool: ...
+
+
+@runtime_checkable
+class Distils(Protocol):
+    """A loss that may want TokenBatch.told, which costs the trainer a second look at its logits."""
+
+    @property
+    def needs_told(self) -> bool: ...
+
+
+@runtime_checkable
+class Refers(Protocol):
+    """A loss that may want TokenBatch.reference_logprobs."""
+
+    @property
+    def needs_reference(self) -> bool: ...
 
 
 @runtime_checkable

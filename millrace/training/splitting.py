@@ -14,7 +14,17 @@ from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Kept
 
 _PER_TRAINED = ("targets", "engine_logprobs", "versions", "advantages", "temperatures")
-_IF_ANY = ("reference_logprobs", "proximal_logprobs", "groups", "rewards", "values", "returns")
+_IF_ANY = (
+    "reference_logprobs",
+    "proximal_logprobs",
+    "teacher_logprobs",
+    "told_ids",
+    "told_logprobs",
+    "groups",
+    "rewards",
+    "values",
+    "returns",
+)
 
 
 class RowLimit:

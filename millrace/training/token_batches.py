@@ -1,6 +1,7 @@
 """A microbatch as tensors: what a model is given, and what a loss is called with.
 
-T = rows of one microbatch, N = trained tokens of it, R = runs of them, D = hidden size.
+T = rows of one microbatch, N = trained tokens of it, R = runs of them, D = hidden size,
+K = tokens a teacher told of at each.
 """
 
 from typing import Any
@@ -13,7 +14,9 @@ from transformers import PreTrainedModel
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.loading import hidden_states
 from millrace.models.packed_layout import PackedLayout
-from millrace.training.losses import Runs, TokenBatch
+from millrace.training.losses import Runs, TokenBatch, Told
+
+SMALLEST_SHARE = 1e-8  # of all tokens that a teacher did not tell of
 
 
 def packed_hidden_states(model: PreTrainedModel, microbatch: Microbatch) -> Tensor:  # [T, D]
@@ -27,9 +30,16 @@ def packed_hidden_states(model: PreTrainedModel, microbatch: Microbatch) -> Tens
 
 
 def token_batch(
-    microbatch: Microbatch, batch: Batch, *, logprobs: Tensor, entropies: Tensor, version: int
+    microbatch: Microbatch,
+    batch: Batch,
+    *,
+    logprobs: Tensor,
+    entropies: Tensor,
+    version: int,
+    told: Tensor | None = None,
 ) -> TokenBatch:
-    """`logprobs` and `entropies` [N] are the trainer's, which is at `version`."""
+    """`logprobs` and `entropies` [N], and `told` [N, K + 1] of what a teacher told of, are the
+    trainer's, which is at `version`."""
     device = logprobs.device
     return TokenBatch(
         trainer_logprobs=logprobs,
@@ -43,6 +53,8 @@ def token_batch(
         num_sequences=batch.num_sequences,
         proximal_logprobs=_if_any(microbatch.proximal_logprobs, device),
         reference_logprobs=_if_any(microbatch.reference_logprobs, device),
+        teacher_logprobs=_if_any(microbatch.teacher_logprobs, device),
+        told=None if told is None else _told(microbatch, trainer=told),
         groups=None if microbatch.groups is None else _groups(microbatch.groups, device),
         num_groups=batch.num_groups,
     )
@@ -55,6 +67,14 @@ def as_tensor(array: np.ndarray, dtype: Any, device: torch.device) -> Tensor:
 
 def _if_any(logprobs: np.ndarray | None, device: torch.device) -> Tensor | None:
     return None if logprobs is None else as_tensor(logprobs, np.float32, device)
+
+
+def _told(microbatch: Microbatch, *, trainer: Tensor) -> Told:
+    assert microbatch.told_logprobs is not None
+    teacher = as_tensor(microbatch.told_logprobs, np.float32, trainer.device)
+    # Rounding may leave less than nothing for all others; the least of it is far below what counts.
+    others = (-teacher.logsumexp(-1, keepdim=True).expm1()).clamp(min=SMALLEST_SHARE).log()
+    return Told(teacher=torch.cat([teacher, others], 1), trainer=trainer)
 
 
 def _runs(ids: np.ndarray, device: torch.device) -> Runs:

@@ -12,7 +12,6 @@ advantages are its judgement, and it learns from every batch that the policy lea
 Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidden size.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel
 
 from millrace.core.errors import CheckpointError
 from millrace.core.microbatch import Batch, Microbatch
-from millrace.models.fused_logprobs import chunked_token_logprobs
+from millrace.models.fused_logprobs import chunked_distributions
 from millrace.models.loading import without_progress_bars
 from millrace.models.logprobs import KeptRows
 from millrace.models.trained_adapter import TrainedAdapter
@@ -35,8 +34,9 @@ from millrace.training.checkpoints import CRITIC
 from millrace.training.critic import Critic
 from millrace.training.layers import arrange_layers
 from millrace.training.loss_scale import LossScale
-from millrace.training.losses import Adapts, Anchored, Loss, TokenBatch
+from millrace.training.losses import Adapts, Anchored, Distils, Loss, Refers, TokenBatch
 from millrace.training.metrics import StepMetrics
+from millrace.training.noting import noted
 from millrace.training.optimizer import Schedule, build_optimizer
 from millrace.training.splitting import RowLimit
 from millrace.training.technique import Technique
@@ -111,6 +111,9 @@ class Trainer:
         if is_several and isinstance(self._loss, Anchored) and self._loss.needs_proximal:
             batches = tuple(self._with_proximal(batch) for batch in batches)
             num_proximal = sum(len(batch.microbatches) for batch in batches)
+        refers = isinstance(self._loss, Refers) and self._loss.needs_reference
+        if refers and self._adapter is not None:
+            batches = tuple(self._with_reference(batch, self._adapter) for batch in batches)
         batches *= self._epochs
         learning_rate = 0.0 if self._policy_waits else self._schedule.at(self.steps_done)
         for group in self._optimizer.param_groups:
@@ -139,14 +142,22 @@ class Trainer:
 
     def token_logprobs(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Trainer logprobs and entropies [N] of the trained tokens, in order; differentiable."""
+        logprobs, entropies, _ = self._describe(microbatch, told=None)
+        return logprobs, entropies
+
+    def _describe(
+        self, microbatch: Microbatch, *, told: np.ndarray | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """And those [N, K + 1] of the tokens `told` [N, K] and of all others."""
         device = self.model.device
         with self._technique.autocast(device):
             hidden = packed_hidden_states(self.model, microbatch)  # [T, D]
             kept = microbatch.kept
-            return chunked_token_logprobs(
+            return chunked_distributions(
                 self.model,
                 hidden.index_select(0, as_tensor(microbatch.predictors, np.int64, device)),
                 as_tensor(microbatch.targets, np.int64, device),
+                told=None if told is None else as_tensor(told, np.int64, device),
                 temperatures=as_tensor(microbatch.temperatures, np.float32, device),
                 kept=None if kept is None else KeptRows.of(kept, device=device),
                 chunk=self._logprob_chunk,
@@ -271,21 +282,26 @@ class Trainer:
             metrics=metrics, num_splits=num_splits, grad_norm=grad_norm, is_finite=is_finite
         )
 
-    @torch.no_grad()
     def _with_proximal(self, batch: Batch) -> Batch:
-        """The batch, with what the trainer says before it learns from any of the step's batches."""
-        while True:
-            parts: list[Microbatch] = []
-            for part in self._limit.fitting(batch)[0]:
-                try:
-                    logprobs, _ = self.token_logprobs(part)
-                except torch.OutOfMemoryError:
-                    self._limit.lower(part)
-                    break
-                proximal = logprobs.cpu().numpy()
-                parts.append(dataclasses.replace(part, proximal_logprobs=proximal))
-            else:
-                return dataclasses.replace(batch, microbatches=tuple(parts))
+        """What the trainer says before it learns from any of the step's batches."""
+        return noted(
+            batch,
+            "proximal_logprobs",
+            ask=lambda part: self.token_logprobs(part)[0],
+            limit=self._limit,
+        )
+
+    def _with_reference(self, batch: Batch, adapter: TrainedAdapter) -> Batch:
+        """What the weights beneath the adapter say, which are those that the run began with."""
+        if all(part.reference_logprobs is not None for part in batch.microbatches):
+            return batch  # another model was asked
+        with adapter.disabled():
+            return noted(
+                batch,
+                "reference_logprobs",
+                ask=lambda part: self.token_logprobs(part)[0],
+                limit=self._limit,
+            )
 
     def _learn(self, microbatch: Microbatch, batch: Batch, metrics: StepMetrics) -> bool:
         """Add its gradient; False = it does not fit into memory."""
@@ -299,7 +315,15 @@ class Trainer:
         return True
 
     def _token_batch(self, microbatch: Microbatch, batch: Batch) -> TokenBatch:
-        logprobs, entropies = self.token_logprobs(microbatch)
+        wants_told = isinstance(self._loss, Distils) and self._loss.needs_told
+        logprobs, entropies, told = self._describe(
+            microbatch, told=microbatch.told_ids if wants_told else None
+        )
         return token_batch(
-            microbatch, batch, logprobs=logprobs, entropies=entropies, version=self.steps_done
+            microbatch,
+            batch,
+            logprobs=logprobs,
+            entropies=entropies,
+            version=self.steps_done,
+            told=told,
         )

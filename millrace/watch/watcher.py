@@ -126,6 +126,7 @@ class Watcher:
             "time_s": round(time.monotonic() - self._started_s, 3),
             **_scores(fresh),
             **trainer_metrics,
+            **_teachers(groups),
             **staleness_metrics(groups, version=moment.version),
             **self._rates(self._window_start()),
             **self._shares(),
@@ -293,3 +294,10 @@ def _by_source(groups: Sequence[Group]) -> dict[str, Any]:
     if not totals:
         return {}
     return {"reward_by_source": {name: float(np.mean(own)) for name, own in totals.items()}}
+
+
+def _teachers(groups: Sequence[Group]) -> dict[str, float]:
+    """Which version of the policy taught, on average, where its own past does."""
+    taught = [r.teaching for group in groups for r in group.rollouts if r.teaching is not None]
+    versions = [teaching.version for teaching in taught if teaching.version is not None]
+    return {"teacher_version": float(np.mean(versions))} if versions else {}

@@ -2,10 +2,8 @@
 
 import dataclasses
 import itertools
-import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from engine_rig import make_engine, make_request, save_model, weights
+from queue_link import FakeLink, in_thread
 
 from millrace.cluster.messages import (
     Abort,
     Done,
     Generate,
     Generated,
-    Message,
     Progress,
     StartEngine,
     StartScorer,
@@ -38,65 +36,11 @@ from millrace.workers import engine as engine_worker
 from millrace.workers.engine import EngineWorker
 
 
-class FakeCall:
-    """A call whose reply can be waited for."""
-
-    def __init__(self, message: Message) -> None:
-        self.message = message
-        self._answers: queue.Queue[Message | BaseException] = queue.Queue()
-
-    def reply(self, message: Message | None = None) -> None:
-        self._answers.put(message or Done())
-
-    def fail(self, error: BaseException) -> None:
-        self._answers.put(error)
-
-    def result(self, timeout_s: float = 20) -> Any:
-        answer = self._answers.get(timeout=timeout_s)
-        if isinstance(answer, BaseException):
-            raise answer
-        assert self._answers.empty(), "a call is answered once"
-        return answer
-
-
-class FakeLink:
-    """Calls by a queue instead of a socket; events in a list."""
-
-    def __init__(self) -> None:
-        self._inbox: queue.SimpleQueue[FakeCall] = queue.SimpleQueue()
-        self.events: list[Message] = []
-
-    def call(self, message: Message) -> FakeCall:
-        call = FakeCall(message)
-        self._inbox.put(call)
-        return call
-
-    def receive(self, timeout_s: float | None = None) -> FakeCall | None:
-        try:
-            return (
-                self._inbox.get(timeout=timeout_s) if timeout_s != 0 else self._inbox.get_nowait()
-            )
-        except queue.Empty:
-            return None
-
-    def emit(self, message: Message) -> None:
-        self.events.append(message)
-
-
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     save_model(path)
     return path
-
-
-@contextmanager
-def in_thread(body: Callable[[], None]) -> Iterator[None]:
-    """Run `body` beside the test, which tells it to stop; what it raises, the test raises."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        running = pool.submit(body)
-        yield
-        running.result(20)
 
 
 @pytest.fixture

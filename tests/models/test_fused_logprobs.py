@@ -6,7 +6,7 @@ from architectures import VOCAB, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millrace.models.fused_logprobs import chunked_token_logprobs
+from millrace.models.fused_logprobs import chunked_distributions, chunked_token_logprobs
 from millrace.models.logprobs import KeptRows, final_logits, token_logprobs
 
 
@@ -90,6 +90,57 @@ def test_values_and_gradients_are_those_of_the_plain_functions(
         outcomes.append((logprobs, entropies, hidden.grad, head.weight.grad, *bias))
     for ours, expected in zip(*reversed(outcomes), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def told_case(model, num_rows: int):
+    """Three told tokens of each position, the drawn one among them in some."""
+    hidden, case = chunk_case(model, num_rows)
+    told = (case["targets"][:, None] + torch.tensor([[1, 7, 0]])) % VOCAB
+    told[::2, 2] = (told[::2, 2] + 9) % VOCAB
+    return hidden, {**case, "kept": None, "told": told}
+
+
+@pytest.mark.parametrize("drawn_too", [False, True])
+@pytest.mark.parametrize("chunk", [1000, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_told_tokens_and_all_others_have_values_and_gradients_of_the_plain_functions(
+    kind, chunk, drawn_too
+):
+    model = model_with(kind)
+    outcomes = []
+    for fused in (False, True):
+        hidden, case = told_case(model, 40)
+        told = case.pop("told")
+        model.zero_grad()
+        if fused:
+            found = chunked_distributions(model, hidden, **case, told=told, chunk=chunk)
+            logprobs, entropies, of_told = found
+        else:
+            logits = final_logits(model, hidden)
+            logprobs, entropies = token_logprobs(logits, **case)
+            plain = (logits / case["temperatures"][:, None]).log_softmax(-1)
+            rest = plain.scatter(1, told, -torch.inf).logsumexp(-1, keepdim=True)
+            of_told = torch.cat([plain.gather(1, told), rest], 1)
+        loss = (of_told.sin() * torch.arange(1, 5)).sum()
+        if drawn_too:
+            loss = loss + logprobs.sin().sum() + entropies.square().sum()
+        loss.backward()
+        head = model.get_output_embeddings()
+        bias = [] if head.bias is None else [head.bias.grad]
+        outcomes.append((of_told, hidden.grad, head.weight.grad, *bias))
+    for ours, expected in zip(*reversed(outcomes), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_of_more_than_one_chunk_never_exist_for_told_tokens():
+    model = tiny_model("gemma2")
+    hidden, case = told_case(model, 200)
+    with LargestTensor() as seen:
+        _, _, of_told = chunked_distributions(model, hidden, **case, chunk=16)
+        assert of_told is not None
+        of_told.sum().backward()
+    others = max(hidden.numel(), model.get_output_embeddings().weight.numel())
+    assert seen.elements <= max(16 * VOCAB, others)
 
 
 def test_a_frozen_head_gets_no_gradient_and_passes_one_on():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.microbatch import Microbatch
-from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
+from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Teaching, Turn
 from millrace.staging.packing import MIN_SHARED_TOKENS, fill_bins, pack, pack_minibatches
 
 
@@ -284,3 +284,37 @@ def test_without_a_critic_nothing_is_laid_for_one():
     assert without.rewards is None
     assert without.last_rows is None
     assert len(without.tokens) == len(with_critic.tokens) - 2
+
+
+def test_what_teachers_say_goes_with_the_trained_tokens_and_nan_where_nobody_teaches():
+    group = make_group(0, size=3)
+    rng = np.random.default_rng(0)
+    rollouts = []
+    for number, rollout in enumerate(group.rollouts):
+        length = len(rollout.tokens)
+        teaching = Teaching(
+            logprobs=-rng.random(length, np.float32),
+            top_ids=rng.permuted(np.tile(np.arange(9, dtype=np.int32), (length, 1)), axis=1)[:, :2],
+            top_logprobs=-rng.random((length, 2), np.float32),
+        )
+        rollouts.append(dataclasses.replace(rollout, teaching=None if number == 1 else teaching))
+    episodes = [
+        dataclasses.replace(episode, rollouts=(rollout,))
+        for episode, rollout in zip(group.episodes, rollouts, strict=True)
+    ]
+    (packed,) = pack(
+        [dataclasses.replace(group, episodes=tuple(episodes))], microbatch_tokens=100
+    ).microbatches
+    found = {int(n): packed.rollouts == n for n in np.unique(packed.rollouts)}
+    by_tokens = {r.tokens[r.mask].tobytes(): r for r in rollouts}
+    for rows in found.values():
+        rollout = by_tokens[packed.targets[rows].tobytes()]
+        if rollout.teaching is None:
+            assert np.isnan(packed.teacher_logprobs[rows]).all()
+            assert np.isnan(packed.told_logprobs[rows]).all()
+            assert (np.diff(packed.told_ids[rows], axis=1) > 0).all()  # still different ones
+            continue
+        expected = rollout.teaching
+        assert packed.teacher_logprobs[rows].tolist() == expected.logprobs[rollout.mask].tolist()
+        assert packed.told_ids[rows].tolist() == expected.top_ids[rollout.mask].tolist()
+        assert packed.told_logprobs[rows].tolist() == expected.top_logprobs[rollout.mask].tolist()

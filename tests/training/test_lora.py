@@ -13,6 +13,8 @@ from millrace.core.records import Rollout
 from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.models.trained_adapter import TrainedAdapter
 from millrace.rollout.renderer import Renderer
+from millrace.training.objectives.policy_loss import PolicyLoss
+from millrace.training.objectives.regularisers import ReferenceKl
 from millrace.training.trainer import Trainer
 
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -134,3 +136,22 @@ def test_a_checkpoint_without_its_adapter_is_not_resumed_from(tmp_path):
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"The adapter in .* cannot be read"):
         trainer.restore(tmp_path)
+
+
+@pytest.mark.parametrize("lora", [LORA, LoraConfig(rank=4, dora=True)], ids=["lora", "dora"])
+def test_the_weights_beneath_an_adapter_are_the_reference(lora):
+    loss = PolicyLoss(kl=ReferenceKl(kl=0.5))
+    trainer = lora_trainer(lora=lora, loss=loss)
+    whole = trainer_of(tiny_model("qwen3"))
+    first, second = batches(2)
+    assert trainer.step(first)["reference_kl"] == pytest.approx(0, abs=1e-6)
+    assert trainer.step(second)["reference_kl"] > 1e-6  # it has moved, and knows from where
+    adapter = trainer._adapter
+    assert adapter is not None
+    (asked,) = trainer._with_reference(first, adapter).microbatches
+    with torch.no_grad():
+        expected, _ = whole.token_logprobs(first.microbatches[0])
+        moved, _ = trainer.token_logprobs(first.microbatches[0])
+    np.testing.assert_allclose(asked.reference_logprobs, expected, rtol=0, atol=1e-5)
+    assert (moved - expected).abs().max() > 1e-3  # the adapter is back
+    assert all(w.requires_grad for n, w in trainer.model.named_parameters() if ".lora_" in n)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from millrace.core.protocols import OnTokens, SegmentScorer
+from millrace.core.protocols import OnTokens, Scorer, SegmentScorer
 from millrace.core.records import Episode, Group, Piece, Request, Verdict
 from millrace.scoring.tier.desk import Desk, Ticket
 from millrace.scoring.tier.gates import Gate
@@ -46,6 +46,11 @@ class GroupScoring:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """In the order of their columns."""
+        return tuple(station.desk.scorer for station in self._stations.values())
 
     def add(self, index: int, episode: Episode) -> None:
         """This episode is finished. `index`: its number among those that were begun."""

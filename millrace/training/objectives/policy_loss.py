@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from millrace.training.losses import TokenBatch
 from millrace.training.objectives.averages import Average
+from millrace.training.objectives.distillation import Distillation
 from millrace.training.objectives.ratios import Ratio
 from millrace.training.objectives.regularisers import EntropyBonus, ReferenceKl, own_average
 from millrace.training.objectives.shapes import Clip, Shape
@@ -31,6 +32,7 @@ class PolicyLoss:
     staleness: StalenessWeight = field(default_factory=StalenessWeight)
     off_policy: OffPolicyMask = field(default_factory=OffPolicyMask)
     average: Average = field(default_factory=Average)
+    distil: Distillation = field(default_factory=Distillation)
     kl: ReferenceKl = field(default_factory=ReferenceKl)
     entropy: EntropyBonus = field(default_factory=EntropyBonus)
 
@@ -42,6 +44,7 @@ class PolicyLoss:
             )
 
     def __call__(self, tokens: TokenBatch) -> "tuple[Tensor, Mapping[str, Tensor]]":
+        tokens = self.distil.with_advantages(tokens)
         policy = self.ratio.compare(tokens)
         objective, shape_metrics = self.shape(policy)
         metrics = dict(shape_metrics)
@@ -51,6 +54,12 @@ class PolicyLoss:
             metrics["masked_share"] = (weights == 0).float()
             metrics["weight_mean"] = weights
         loss = -self.average(objective, tokens)
+        if self.distil.is_on:
+            metrics["teacher_kl"] = self.distil.lag(tokens)
+        if self.distil.needs_told:
+            distance = self.distil.per_token(tokens)
+            loss = loss + self.distil.distil_weight * self.average(distance, tokens)
+            metrics["teacher_distance"] = distance.detach()
         if self.kl.kl > 0:
             divergence = self.kl.per_token(tokens, log_ratio=policy.log_ratio)
             average = own_average(self.kl.kl_aggregation, policy=self.average)
@@ -64,6 +73,10 @@ class PolicyLoss:
     @property
     def needs_proximal(self) -> bool:
         return self.ratio.anchor == "proximal"
+
+    @property
+    def needs_told(self) -> bool:
+        return self.distil.needs_told
 
     @property
     def needs_reference(self) -> bool:

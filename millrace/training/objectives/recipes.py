@@ -17,6 +17,7 @@ from millrace.core.plugins import build_plugin
 from millrace.core.references import load_reference
 from millrace.training.losses import Loss
 from millrace.training.objectives.averages import Average
+from millrace.training.objectives.distillation import Distillation
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.objectives.preference import PreferenceLoss
 from millrace.training.objectives.ratios import Ratio
@@ -59,6 +60,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "correction": "truncate",
         "correction_high": 5.0,
     },
+    "distil": {"shape": "reinforce", "cap": 5.0, "distil": "reverse_kl", "reward_weight": 0.0},
 }
 
 # What belongs to a recipe but is settled when groups are scored: [scoring] advantages = "auto".
@@ -76,6 +78,7 @@ _PARTS: Mapping[str, type] = {
     "staleness": StalenessWeight,
     "off_policy": OffPolicyMask,
     "average": Average,
+    "distil": Distillation,
     "kl": ReferenceKl,
     "entropy": EntropyBonus,
 }

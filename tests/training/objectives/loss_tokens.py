@@ -73,6 +73,7 @@ def random_tokens(lengths: Sequence[int], *, seed: int, spread: float = 0.3) -> 
         num_sequences=len(lengths),
         proximal_logprobs=engine + normal(size, spread),
         reference_logprobs=engine + normal(size, spread),
+        teacher_logprobs=engine + normal(size, spread),
     )
 
 

@@ -1,0 +1,215 @@
+"""One run, three ways to judge it: a reward, a teacher, and the policy's own past with a hint.
+
+    python benchmarks/distillation.py --json distillation.json
+
+The demo's task: write the digits of a number in ascending order. The policy has learned from a
+careless example-giver, so it mostly copies; but where the answer stands before the prompt it has
+learned to repeat it. The runs differ in their [[scorer]] tables and in nothing else:
+
+    function       1 for the right answer, else 0
+    teacher        a model of the same size that was shown right answers only
+    self_teacher   the moving average of the policy's versions, which reads the answer as a hint
+
+Said of each, before and after: accuracy on held-out tasks, likeliest tokens; and the mean of
+KL(policy, teacher) over the tokens that the policy samples there, over the whole vocabulary. The
+self-teacher in this is the policy before the run, with the hint.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import millrace as mr
+from millrace.demo.model import build_model, build_tokenizer
+from millrace.demo.task import make_tasks
+from millrace.demo.warm_start import careless_examples, warm_start
+from millrace.models.loading import without_progress_bars
+
+TEMPLATE = "{hint}={prompt}"
+SETTINGS: dict[str, Any] = {
+    "tasks": {"function": "millrace.demo.task:train_tasks"},
+    "sampling": {"max_new_tokens": 10},
+    "rollout": {"group_size": 4, "max_running_groups": 64},
+    "buffer": {"max_staleness": 2, "capacity": 64},
+    "engine": {"max_sequences": 128, "threads": 1},
+    "trainer": {
+        "groups_per_step": 32,
+        "learning_rate": 3e-4,
+        "schedule": "linear",
+        "min_learning_rate_share": 0.1,
+        "microbatch_tokens": 2048,
+        "threads": 1,
+    },
+    "scoring": {"workers": 1},
+    "watch": {"progress": "off"},
+}
+
+
+def scorer_tables(teacher: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the runs differ in."""
+    return {
+        "function": [{"function": "millrace.demo.task:exact"}],
+        "teacher": [{"type": "teacher", "model": str(teacher), "loss": "jsd", "top_k": 8}],
+        "self_teacher": [
+            {
+                "type": "self_teacher",
+                "ema": 0.95,
+                "loss": "forward_kl",
+                "top_k": 8,
+                "hint": "answer",
+                "template": TEMPLATE,
+            }
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", nargs="+", default=["function", "teacher", "self_teacher"])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument(
+        "--examples", type=int, default=6_400, help="of either kind, for the policy's warm start"
+    )
+    parser.add_argument("--teacher-examples", type=int, default=25_600)
+    parser.add_argument("--held-out", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", type=Path, help="where they are kept, and looked for first")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, without_progress_bars():
+        rows = compare(Path(folder), args)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def compare(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    models = args.models or folder
+    policy, teacher = models / "policy", models / "teacher"
+    if not policy.exists():
+        make_policy(policy, num_examples=args.examples, seed=args.seed)
+    if not teacher.exists():
+        make_teacher(teacher, num_examples=args.teacher_examples, seed=args.seed + 1)
+    exam = Exam(policy, num_tasks=args.held_out, seed=args.seed)
+    rows: list[dict[str, Any]] = [
+        {"run": "the teacher itself", "accuracy": exam.accuracy(load(teacher))}
+    ]
+    print(json.dumps(rows[0]), flush=True)
+    for name in args.runs:
+        start_s = time.monotonic()
+        settings = {
+            **SETTINGS,
+            "model": str(policy),
+            "run_dir": str(folder / name),
+            "seed": args.seed,
+            "scorer": scorer_tables(teacher)[name],
+            "trainer": {**SETTINGS["trainer"], "steps": args.steps},
+        }
+        result = mr.train(settings)
+        judge, hinted = (load(policy), True) if name == "self_teacher" else (load(teacher), False)
+        before, after = load(policy), load(result.checkpoint)
+        rows.append(
+            {
+                "run": name,
+                "accuracy_before": exam.accuracy(before),
+                "accuracy": exam.accuracy(after),
+                "kl_before": exam.divergence(before, judge, hinted=hinted),
+                "kl": exam.divergence(after, judge, hinted=hinted),
+                "episodes": result.episodes,
+                "seconds": round(time.monotonic() - start_s, 1),
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def make_policy(path: Path, *, num_examples: int, seed: int) -> None:
+    """Of its examples half are careless, and half have the right answer before the prompt, and as
+    their answer."""
+    hinted = [
+        (TEMPLATE.format(hint=task["answer"], prompt=task["prompt"]), task["answer"])
+        for task in make_tasks(num_examples, seed=seed + 100)
+    ]
+    careless = careless_examples(num_examples, seed=seed)
+    both = [example for pair in zip(careless, hinted, strict=True) for example in pair]
+    _warm_up(path, both, seed=seed)
+
+
+def make_teacher(path: Path, *, num_examples: int, seed: int) -> None:
+    tasks = make_tasks(num_examples, seed=seed)
+    _warm_up(path, [(task["prompt"], task["answer"]) for task in tasks], seed=seed)
+
+
+def _warm_up(path: Path, examples: list[tuple[str, str]], *, seed: int) -> None:
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed=seed)
+    warm_start(model, tokenizer, examples=examples)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def load(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+class Exam:
+    """Held-out tasks."""
+
+    def __init__(self, tokenizer: Path, *, num_tasks: int, seed: int) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self._tasks = make_tasks(num_tasks, seed=seed, held_out=True)
+
+    def accuracy(self, model: PreTrainedModel) -> float:
+        texts = [self._decoded(tokens) for tokens in self._complete(model, do_sample=False)]
+        right = [t == task["answer"] for t, task in zip(texts, self._tasks, strict=True)]
+        return round(sum(right) / len(right), 4)
+
+    def divergence(
+        self, policy: PreTrainedModel, teacher: PreTrainedModel, *, hinted: bool
+    ) -> float:
+        """Mean KL(policy, teacher) over what the policy samples; `hinted`: the teacher reads the
+        answer first."""
+        torch.manual_seed(0)
+        total, count = 0.0, 0
+        for task, completion in zip(
+            self._tasks, self._complete(policy, do_sample=True), strict=True
+        ):
+            shown = task["prompt"]
+            if hinted:
+                shown = TEMPLATE.format(hint=task["answer"], prompt=shown)
+            q = self._distributions(policy, task["prompt"], completion)
+            p = self._distributions(teacher, shown, completion)
+            total += (q.exp() * (q - p)).sum().item()
+            count += len(completion)
+        return round(total / count, 5)
+
+    @torch.no_grad()
+    def _distributions(self, model: PreTrainedModel, prompt: str, completion: Tensor) -> Tensor:
+        before = torch.tensor(self._tokenizer.encode(prompt))
+        logits = model(input_ids=torch.cat([before, completion])[None]).logits[0]
+        return logits[len(before) - 1 : -1].log_softmax(-1)
+
+    @torch.no_grad()
+    def _complete(self, model: PreTrainedModel, *, do_sample: bool) -> list[Tensor]:
+        """With the end, where there is one."""
+        batch = self._tokenizer([task["prompt"] for task in self._tasks], padding=True)
+        inputs = {name: torch.tensor(batch[name]) for name in ("input_ids", "attention_mask")}
+        generated: Any = model.generate(**inputs, max_new_tokens=10, do_sample=do_sample, top_k=0)
+        rows = generated[:, inputs["input_ids"].shape[1] :]
+        end = self._tokenizer.eos_token_id
+        lengths = [(row == end).nonzero()[:1].flatten().tolist() for row in rows]
+        return [row[: n[0] + 1] if n else row for row, n in zip(rows, lengths, strict=True)]
+
+    def _decoded(self, tokens: Tensor) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    main()

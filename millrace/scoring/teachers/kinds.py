@@ -1,0 +1,235 @@
+"""The kinds of [[scorer]] that are language models: "teacher", "self_teacher", "reference".
+
+Each is a model in a process of its own, except a reference in a LoRA run: there the trainer has the
+starting weights beneath its adapter, and asks them itself (see Trainer).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.cluster.messages import StartTeacher
+from millrace.core.errors import ConfigError
+from millrace.core.protocols import Scorer
+from millrace.core.records import Group, Task, Verdict
+from millrace.models.directory import load_tokenizer, text_config
+from millrace.scoring.scorer_kind import CallRules, RunFacts, ScorerTools
+from millrace.scoring.teachers.process import TeacherProcess
+from millrace.scoring.teachers.scorers import (
+    FollowingScorer,
+    ReferenceScorer,
+    TeacherScorer,
+    teaches,
+)
+from millrace.scoring.teachers.settings import ReaderSettings, TeachingSettings, check_whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Teacher(TeachingSettings):
+    """A model that never changes, with the policy's tokenizer."""
+
+    model: str
+    """Directory or hub name."""
+
+    @property
+    def default_name(self) -> str:
+        return "teacher"
+
+    def rules(self, *, num_workers: int) -> CallRules:
+        return call_rules()
+
+    def check(self, tasks: Sequence[Task], *, name: str) -> None:
+        check_tasks(self, tasks, name=name)
+
+    def check_model(self, run: RunFacts, *, name: str) -> None:
+        check_same_tokens(self.model, run, num_top=self.num_top, name=name)
+
+    def make(self, *, name: str, weight: float, rules: CallRules, tools: ScorerTools) -> Scorer:
+        return TeacherScorer(
+            _process(self, name=name, model=self.model, tools=tools),
+            self,
+            weight=weight,
+            timeout_s=rules.timeout_s,
+            max_context=_context(self.model, tools.facts),
+            render=tools.facts.render,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfTeacher(TeachingSettings):
+    """The policy itself, as it was; refreshed from its versions while the run goes on."""
+
+    lag: int | None = None
+    """As it was so many versions ago ..."""
+    ema: float | None = None
+    """... or the moving average of its versions, which keeps so much of itself at each."""
+    every: int = 1
+    """Versions from one refresh to the next."""
+
+    def __post_init__(self) -> None:
+        TeachingSettings.__post_init__(self)
+        if (self.lag is None) == (self.ema is None):
+            raise ValueError("a self-teacher has either lag or ema; set one of the two")
+        if self.lag is not None:
+            check_whole("lag", self.lag, least=0)
+        if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
+            raise ValueError(f"ema = {self.ema!r} must be a number between 0 and 1")
+        check_whole("every", self.every, least=1)
+
+    @property
+    def default_name(self) -> str:
+        return "self_teacher"
+
+    def rules(self, *, num_workers: int) -> CallRules:
+        return call_rules()
+
+    def check(self, tasks: Sequence[Task], *, name: str) -> None:
+        check_tasks(self, tasks, name=name)
+
+    def check_model(self, run: RunFacts, *, name: str) -> None:
+        check_same_tokens(run.config.model.path, run, num_top=self.num_top, name=name)
+        transport = run.config.weights.transport
+        if transport == "collective" or (transport == "auto" and run.config.engine.remote > 0):
+            raise ConfigError(
+                f"Scorer {name!r} takes single versions, but weights.transport = {transport!r}"
+                " broadcasts each of them to the engines alone; use another."
+            )
+
+    def make(self, *, name: str, weight: float, rules: CallRules, tools: ScorerTools) -> Scorer:
+        following = {"lag": self.lag, "ema": self.ema, "every": self.every}
+        model = tools.facts.model_path
+        return FollowingScorer(
+            _process(self, name=name, model=model, tools=tools, following=following),
+            self,
+            weight=weight,
+            timeout_s=rules.timeout_s,
+            max_context=_context(model, tools.facts),
+            render=tools.facts.render,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference(ReaderSettings):
+    """The model to stay close to, for loss.kl."""
+
+    model: str | None = None
+    """By default what the run starts from."""
+
+    @property
+    def default_name(self) -> str:
+        return "reference"
+
+    def rules(self, *, num_workers: int) -> CallRules:
+        return call_rules()
+
+    def check(self, tasks: Sequence[Task], *, name: str) -> None:
+        """Whatever the task, its tokens can be compared."""
+
+    def check_model(self, run: RunFacts, *, name: str) -> None:
+        if self.model is not None:
+            check_same_tokens(self.model, run, num_top=0, name=name)
+
+    def make(self, *, name: str, weight: float, rules: CallRules, tools: ScorerTools) -> Scorer:
+        if self.is_in_trainer(tools.facts):
+            return AskedByTrainer(name, weight=weight)
+        model = self.model or tools.facts.config.model.path
+        return ReferenceScorer(
+            _process(self, name=name, model=model, tools=tools),
+            weight=weight,
+            timeout_s=rules.timeout_s,
+            max_context=_context(model, tools.facts),
+        )
+
+    def is_in_trainer(self, run: RunFacts) -> bool:
+        """The starting weights are there anyway, beneath the adapter."""
+        return run.config.lora is not None and self.model is None
+
+
+class AskedByTrainer:
+    """Stands for a reference that needs no process: it has nothing to say here."""
+
+    only_notes = True
+
+    def __init__(self, name: str, *, weight: float) -> None:
+        self.name = name
+        self.weight = weight
+
+    async def score(self, group: Group) -> list[Verdict]:
+        return [Verdict()] * len(group.episodes)
+
+
+def call_rules() -> CallRules:
+    """A group is read at once, as its episodes begin alike. What a model cannot read, it could not
+    read again either, and a lost process is replaced without further ado."""
+    return CallRules(timeout_s=300.0, concurrency=1024, batch=0, retries=0, breaker_failures=0)
+
+
+def check_tasks(settings: TeachingSettings, tasks: Sequence[Task], *, name: str) -> None:
+    """That it teaches some of them, and has a hint for each of these."""
+    taught = [task for task in tasks if teaches(settings, task)]
+    if tasks and not taught:
+        place = "no [[tasks.source]] has such a name"
+        if settings.column is not None:
+            place = f"no task has such a value in its column {settings.column!r}"
+        raise ConfigError(
+            f"Scorer {name!r} teaches tasks = {list(settings.tasks)}, but {place}; correct them, or"
+            " leave them out to teach all."
+        )
+    for task in taught:
+        if settings.hint is not None and settings.hint not in task.columns:
+            raise ConfigError(
+                f"Scorer {name!r} takes its hint from column {settings.hint!r}, which task"
+                f" {str(task.prompt)[:60]!r} does not have; it has"
+                f" {', '.join(task.columns) or 'none'}."
+            )
+
+
+def check_same_tokens(model: str, run: RunFacts, *, num_top: int, name: str) -> None:
+    """Token ids must mean to the teacher what they mean to the policy."""
+    remote_code = run.config.model.trust_remote_code
+    setting = f"model of scorer {name!r}"
+    found = text_config(model, trust_remote_code=remote_code, setting=setting)
+    theirs = load_tokenizer(model, trust_remote_code=remote_code).get_vocab()
+    ours = run.tokenizer.get_vocab()
+    if theirs != ours:
+        differing = next(iter(sorted(theirs.items() ^ ours.items(), key=lambda item: item[1])))
+        raise ConfigError(
+            f"Scorer {name!r}: the tokenizer of {model!r} is another than that of"
+            f" {run.config.model.path!r} (they differ in {differing[0]!r}, for one), so its"
+            " judgement of tokens would be of other tokens; choose a model with the same tokenizer."
+        )
+    smallest = min(found.vocab_size, run.vocab_size)
+    if found.vocab_size < len(ours) or num_top >= smallest:
+        problem = f"top_k = {num_top}; lower that"
+        if found.vocab_size < len(ours):
+            problem = f"the policy's tokenizer has {len(ours)}; choose another model"
+        raise ConfigError(f"Scorer {name!r} knows {smallest} tokens, and {problem}.")
+
+
+def _process(
+    settings: ReaderSettings,
+    *,
+    name: str,
+    model: str,
+    tools: ScorerTools,
+    following: dict[str, Any] | None = None,
+) -> TeacherProcess:
+    run = tools.facts
+    start = StartTeacher(
+        config=run.config.model_dump(mode="json"),
+        settings=settings.plain(),
+        model_path=model,
+        following=following,
+        version=None if following is None else run.version,
+        adapter_path=None if following is None else run.adapter_path,
+    )
+    return TeacherProcess(
+        name, start=start, launch=tools.launch, start_timeout_s=tools.start_timeout_s
+    )
+
+
+def _context(model: str, run: RunFacts) -> int:
+    """The longest sequence it reads."""
+    config = text_config(model, trust_remote_code=run.config.model.trust_remote_code)
+    limit = getattr(config, "max_position_embeddings", None)
+    return limit if limit is not None else run.max_context

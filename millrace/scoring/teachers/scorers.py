@@ -1,0 +1,199 @@
+"""Teachers and references as Scorers: what of a group they read, and what they note about it.
+
+Promise: they give no score, so a run that learns from a teacher alone has scores of 0. A group that
+a teacher does not teach gets nothing from it.
+
+L = tokens of a rollout, P = those before its first sampled one.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from millrace.core.errors import ScoreError
+from millrace.core.passages import Likelihoods, Passage
+from millrace.core.records import Group, Kept, Notes, Prompt, Rollout, Task, Teaching, Verdict
+from millrace.core.weight_update import WeightUpdate
+from millrace.scoring.teachers.process import TeacherProcess
+from millrace.scoring.teachers.settings import TeachingSettings
+
+Render = Callable[[Prompt], np.ndarray]  # -> [P] int32
+
+
+class TeacherScorer:
+    """Notes what a teacher says of each sampled token. Runs on the controller's event loop."""
+
+    only_notes = True
+
+    def __init__(
+        self,
+        process: TeacherProcess,
+        settings: TeachingSettings,
+        *,
+        weight: float,
+        timeout_s: float,
+        max_context: int,
+        render: Render,
+    ) -> None:
+        self.name = process.name
+        self.weight = weight
+        self._process = process
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._max_context = max_context
+        self._render = render
+
+    async def start(self) -> None:
+        await self._process.start()
+
+    async def close(self) -> None:
+        await self._process.close()
+
+    async def score(self, group: Group) -> list[Verdict]:
+        settings = self._settings
+        if not teaches(settings, group.task):
+            return [Verdict()] * len(group.episodes)
+        hinted = None
+        if settings.hint is not None:
+            hinted = self._render(hinted_prompt(group.task, settings))
+        passages = [
+            passage_of(
+                rollout,
+                temperature=settings.temperature,
+                top_k=settings.num_top,
+                instead_of_prompt=hinted,
+            )
+            for rollout in group.rollouts
+        ]
+        check_lengths(passages, max_context=self._max_context, scorer=self.name, group=group)
+        told = await self._process.ask(passages, timeout_s=self._timeout_s)
+        notes = [
+            Notes(teaching=_teaching(rollout, likelihoods, has_top=settings.num_top > 0))
+            for rollout, likelihoods in zip(group.rollouts, told, strict=True)
+        ]
+        return verdicts(group, notes)
+
+
+class FollowingScorer(TeacherScorer):
+    """One whose teacher is made of the policy's own versions."""
+
+    async def swap(self, update: WeightUpdate) -> int:
+        return await self._process.swap(update)
+
+
+class ReferenceScorer:
+    """Notes what a reference model says of each sampled token, in the distribution that its own
+    sampling would have drawn from: at the same temperature, restricted to the same ids."""
+
+    only_notes = True
+
+    def __init__(
+        self, process: TeacherProcess, *, weight: float, timeout_s: float, max_context: int
+    ) -> None:
+        self.name = process.name
+        self.weight = weight
+        self._process = process
+        self._timeout_s = timeout_s
+        self._max_context = max_context
+
+    async def start(self) -> None:
+        await self._process.start()
+
+    async def close(self) -> None:
+        await self._process.close()
+
+    async def score(self, group: Group) -> list[Verdict]:
+        passages = [
+            passage_of(r, temperature=r.sampling.temperature, kept=r.kept) for r in group.rollouts
+        ]
+        check_lengths(passages, max_context=self._max_context, scorer=self.name, group=group)
+        told = await self._process.ask(passages, timeout_s=self._timeout_s)
+        notes = [
+            Notes(reference_logprobs=_spread(likelihoods.logprobs, rollout))
+            for rollout, likelihoods in zip(group.rollouts, told, strict=True)
+        ]
+        return verdicts(group, notes)
+
+
+def teaches(settings: TeachingSettings, task: Task) -> bool:
+    if not settings.tasks:
+        return True
+    if settings.column is None:
+        return task.source in settings.tasks
+    return str(task.columns.get(settings.column)) in settings.tasks
+
+
+def hinted_prompt(task: Task, settings: TeachingSettings) -> Prompt:
+    """The prompt as the teacher is given it."""
+    assert settings.hint is not None
+    hint = str(task.columns[settings.hint])
+
+    def filled(prompt: str) -> str:  # by hand: a hint may have braces of its own
+        return settings.template.replace("{prompt}", prompt).replace("{hint}", hint)
+
+    if isinstance(task.prompt, str):
+        return filled(task.prompt)
+    *before, last = task.prompt
+    return [*before, {**last, "content": filled(last["content"])}]
+
+
+def passage_of(
+    rollout: Rollout,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    kept: Kept | None = None,
+    instead_of_prompt: np.ndarray | None = None,
+) -> Passage:
+    """About all sampled tokens of a rollout; perhaps after another prompt than theirs."""
+    sampled = np.flatnonzero(rollout.mask)
+    tokens, shift = rollout.tokens, 0
+    if instead_of_prompt is not None:
+        num_prompt = int(sampled[0])
+        tokens = np.concatenate([instead_of_prompt, tokens[num_prompt:]])
+        shift = len(instead_of_prompt) - num_prompt
+    if kept is not None:  # rows that were not sampled are empty
+        sizes = np.diff(kept.offsets)[sampled]
+        kept = Kept(ids=kept.ids, offsets=np.concatenate([np.zeros(1, np.int64), sizes.cumsum()]))
+    return Passage(
+        tokens=tokens.astype(np.int32, copy=False),
+        positions=(sampled + shift).astype(np.int32),
+        temperature=temperature,
+        top_k=top_k,
+        kept=kept,
+    )
+
+
+def check_lengths(
+    passages: Sequence[Passage], *, max_context: int, scorer: str, group: Group
+) -> None:
+    longest = max(len(passage.read) for passage in passages)
+    if longest > max_context:
+        raise ScoreError(
+            f"Teacher {scorer!r} reads {max_context} tokens; group {group.number} has {longest}:"
+            " lower engine.max_context or sampling.max_new_tokens."
+        )
+
+
+def verdicts(group: Group, notes: Sequence[Notes]) -> list[Verdict]:
+    """One for each episode, with the notes of its rollouts."""
+    in_order = iter(notes)
+    return [
+        Verdict(notes=tuple(next(in_order) for _ in episode.rollouts)) for episode in group.episodes
+    ]
+
+
+def _teaching(rollout: Rollout, told: Likelihoods, *, has_top: bool) -> Teaching:
+    return Teaching(
+        logprobs=_spread(told.logprobs, rollout),
+        top_ids=_spread(told.top_ids, rollout) if has_top else None,
+        top_logprobs=_spread(told.top_logprobs, rollout) if has_top else None,
+        version=told.version,
+    )
+
+
+def _spread(values: np.ndarray, rollout: Rollout) -> np.ndarray:
+    """[sampled, ...] -> [L, ...], with zeros elsewhere."""
+    spread = np.zeros((len(rollout.tokens), *values.shape[1:]), values.dtype)
+    spread[rollout.mask] = values
+    return spread

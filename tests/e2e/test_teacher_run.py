@@ -1,0 +1,67 @@
+"""Whole runs that learn from models instead of rewards, with real processes."""
+
+from typing import Any
+
+import pytest
+from digits import TASKS, share_of_digits
+from tiny_model import make_tiny_model
+
+import millrace as mr
+from millrace.watch.metrics import read_metrics
+
+
+def settings_of(tmp_path, **sections: Any) -> dict[str, Any]:
+    return {
+        "model": str(make_tiny_model(tmp_path / "model")),
+        "run_dir": str(tmp_path / "run"),
+        "sampling": {"max_new_tokens": 12},
+        "rollout": {"group_size": 4},
+        "trainer": {"steps": 3, "groups_per_step": 4, "threads": 1, "learning_rate": 1e-3},
+        "engine": {"threads": 1},
+        "scoring": {"workers": 1},
+        "watch": {"progress": "off"},
+        **sections,
+    }
+
+
+def test_a_run_learns_from_a_teacher_without_any_reward(tmp_path):
+    teacher = str(make_tiny_model(tmp_path / "teacher", seed=7))
+    settings = settings_of(
+        tmp_path, scorer=[{"type": "teacher", "model": teacher, "loss": "jsd", "top_k": 4}]
+    )
+    mr.train(settings, tasks=TASKS)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["teacher_distance"] > 0 for row in rows)
+    assert rows[-1]["teacher_distance"] < rows[0]["teacher_distance"]
+    assert all(row["reward_mean"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_a_run_stays_close_to_its_reference(tmp_path, lora):
+    sections = {"scorer": [{"type": "reference"}], "loss": {"kl": 0.1}, "lora": lora}
+    mr.train(settings_of(tmp_path, **sections), tasks=TASKS, scorers=[share_of_digits])
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert abs(rows[0]["reference_kl"]) < 1e-6  # it has not moved yet
+    assert rows[-1]["reference_kl"] > 1e-9
+    logs = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
+    assert any("reference" in name for name in logs) == (lora is None)  # no second copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+@pytest.mark.parametrize("follows", [{"lag": 1}, {"ema": 0.5, "every": 2}])
+def test_a_run_learns_from_its_own_past_and_says_which(tmp_path, follows, lora):
+    sections = {
+        "scorer": [{"type": "self_teacher", **follows}],
+        "lora": lora,
+        "trainer": {"steps": 8, "groups_per_step": 4, "threads": 1, "learning_rate": 1e-3},
+        "loss": {"distil_weight": 0.1},
+    }
+    mr.train(settings_of(tmp_path, **sections), tasks=TASKS, scorers=[share_of_digits])
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    versions = [row["teacher_version"] for row in rows]
+    assert versions[0] == 0
+    assert versions[-1] > 0
+    assert versions == sorted(versions)

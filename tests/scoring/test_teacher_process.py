@@ -1,0 +1,170 @@
+"""The teacher process: its body with a link to this test, and as a whole while it is swapped."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from architectures import VOCAB, tiny_model
+from engine_rig import save_model, weights
+from queue_link import FakeLink, in_thread
+from transformers import PreTrainedModel
+
+from millrace.cluster.hub import Hub
+from millrace.cluster.messages import (
+    Done,
+    ScoreTokens,
+    StartTeacher,
+    Stop,
+    Swap,
+    Swapped,
+    TokensScored,
+)
+from millrace.cluster.worker import Worker
+from millrace.config import load_config
+from millrace.core.errors import ConfigError, MillraceError, WeightError
+from millrace.core.passages import Likelihoods, Passage
+from millrace.scoring.teachers.settings import ReaderSettings
+from millrace.weights.history import Following
+from millrace.weights.sender import make_sender
+from millrace.workers import teacher as teacher_worker
+
+NUM_PROMPT, NUM_SAMPLED = 8, 24
+
+
+@pytest.fixture
+async def hub(tmp_path: Path) -> AsyncIterator[Hub]:
+    async with Hub(log_dir=tmp_path / "logs", on_event=lambda *_: None, stop_timeout_s=4.0) as hub:
+        yield hub
+
+
+def start_message(path: Path, *, following: Following | None = None, **settings) -> StartTeacher:
+    config = load_config({"model": str(path)})
+    return StartTeacher(
+        config=config.model_dump(mode="json"),
+        settings=asdict(ReaderSettings(device="cpu", threads=1, **settings)),
+        model_path=str(path),
+        following=None if following is None else asdict(following),
+        version=None if following is None else 0,
+    )
+
+
+async def start_teacher(hub: Hub, path: Path, **settings) -> Worker:
+    worker = await hub.launch("teacher-0", "millrace.workers.teacher")
+    assert isinstance(await worker.call(start_message(path, **settings)), Done)
+    return worker
+
+
+def passage(seed: int) -> Passage:
+    rng = np.random.default_rng(seed)
+    prompt = np.random.default_rng(0).integers(3, VOCAB, NUM_PROMPT)
+    tokens = np.concatenate([prompt, rng.integers(3, VOCAB, NUM_SAMPLED)]).astype(np.int32)
+    positions = np.arange(NUM_PROMPT, len(tokens), dtype=np.int32)
+    return Passage(tokens=tokens, positions=positions, top_k=3)
+
+
+def plain_logprobs(passage: Passage, model: PreTrainedModel) -> np.ndarray:
+    """By plain transformers."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(passage.tokens).long()[None]).logits[0]
+    logprobs = logits.log_softmax(-1)[passage.positions - 1]
+    targets = torch.from_numpy(passage.tokens[passage.positions]).long()
+    return logprobs.gather(1, targets[:, None]).squeeze(1).numpy()
+
+
+async def ask(teacher: Worker, passages: list[Passage]) -> list[Likelihoods]:
+    reply = await teacher.call(ScoreTokens(passages=passages), timeout_s=60)
+    assert isinstance(reply, TokensScored)
+    return reply.likelihoods
+
+
+@pytest.fixture
+def link() -> Iterator[FakeLink]:
+    """To a teacher that waits to be started."""
+    link = FakeLink()
+    with in_thread(lambda: teacher_worker.main(link, "teacher-0")):  # pyright: ignore[reportArgumentType]
+        yield link
+        link.call(Stop()).result()
+
+
+def test_a_teacher_answers_many_at_once_and_refuses_what_it_cannot_do(link, tmp_path):
+    save_model(tmp_path / "model")
+    with pytest.raises(MillraceError, match="cannot take ScoreTokens now; start it first"):
+        link.call(ScoreTokens(passages=[passage(1)])).result()
+    with pytest.raises(ConfigError, match="'/no/such/model' does not exist"):
+        link.call(start_message(Path("/no/such/model"))).result()
+    link.call(start_message(tmp_path / "model", pass_tokens=64)).result()
+    asked = [[passage(10 * i + j) for j in range(1 + i % 4)] for i in range(12)]
+    calls = [link.call(ScoreTokens(passages=passages)) for passages in asked]
+    for passages, call in zip(asked, calls, strict=True):
+        told = call.result().likelihoods
+        assert [one.version for one in told] == [None] * len(passages)
+        for one, likelihoods in zip(passages, told, strict=True):
+            expected = plain_logprobs(one, tiny_model("qwen3"))
+            np.testing.assert_allclose(likelihoods.logprobs, expected, rtol=0, atol=1e-5)
+            assert likelihoods.top_ids.shape == likelihoods.top_logprobs.shape == (NUM_SAMPLED, 3)
+    sender = make_sender("shm", dtype=torch.float32)
+    with pytest.raises(MillraceError, match="cannot take Swap"):
+        link.call(Swap(update=sender.publish(1, weights(seed=1)))).result()
+    sender.close()
+
+
+def test_a_teacher_follows_the_average_and_survives_weights_it_cannot_use(link, tmp_path):
+    save_model(tmp_path / "model")
+    link.call(start_message(tmp_path / "model", following=Following(ema=0.5, every=2))).result()
+    sender = make_sender("shm", dtype=torch.float32)
+    first, second = (sender.publish(v, weights(seed=v)) for v in (1, 2))
+    assert link.call(Swap(update=first)).result().version == 0  # not due: it is only averaged
+    spoiled = {name: w[..., :1] for name, w in weights(seed=1).items()}
+    sender.release(1)
+    with pytest.raises(WeightError):
+        link.call(Swap(update=sender.publish(9, spoiled))).result()
+    assert link.call(Swap(update=second)).result().version == 2
+    sender.close()
+    averaged = tiny_model("qwen3")
+    with torch.no_grad():
+        for name, average in averaged.named_parameters():
+            average.lerp_(weights(seed=1)[name], 0.5).lerp_(weights(seed=2)[name], 0.5)
+    (one,) = link.call(ScoreTokens(passages=[passage(3)])).result().likelihoods
+    expected = plain_logprobs(passage(3), averaged)
+    np.testing.assert_allclose(one.logprobs, expected, rtol=0, atol=1e-5)
+
+
+async def test_a_swap_in_the_middle_of_scoring_never_mixes_versions_in_a_sequence(hub, tmp_path):
+    save_model(tmp_path / "model")
+    teacher = await start_teacher(
+        hub, tmp_path / "model", following=Following(lag=0), pass_tokens=64
+    )
+    sender = make_sender("shm", dtype=torch.float32)
+    versions = range(1, 5)
+
+    async def refresh() -> None:
+        for version in versions:
+            update = sender.publish(version, weights(seed=version))
+            reply = await teacher.call(Swap(update=update), timeout_s=60)
+            assert isinstance(reply, Swapped)
+            assert reply.version == version
+            sender.release(version)
+
+    passages = [passage(seed) for seed in range(4)]
+    refreshing = asyncio.create_task(refresh())
+    told: list[list[Likelihoods]] = []
+    while not refreshing.done():  # several calls of several passes each are always under way
+        told += await asyncio.gather(*(ask(teacher, passages) for _ in range(4)))
+    told.append(await ask(teacher, passages))
+    await refreshing
+    sender.close()
+    expected = {
+        v: [plain_logprobs(p, tiny_model("qwen3", seed=v)) for p in passages]
+        for v in (0, *versions)
+    }
+    for likelihoods in told:
+        for one, *by_version in zip(likelihoods, *expected.values(), strict=True):
+            assert one.version is not None
+            np.testing.assert_allclose(one.logprobs, by_version[one.version], rtol=0, atol=1e-5)
+    seen = {one.version for likelihoods in told for one in likelihoods}
+    assert len(seen) > 2
+    assert told[-1][0].version == versions[-1]

@@ -1,0 +1,200 @@
+"""What teachers read of a group and note about it, with a process that answers by a formula."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from fakes import make_group
+
+from millrace.cluster.messages import StartTeacher, TokensScored
+from millrace.core.errors import RunFailed, ScoreError, WorkerError
+from millrace.core.passages import Likelihoods, Passage
+from millrace.core.records import Group, Prompt, Task
+from millrace.scoring.teachers.process import TeacherProcess
+from millrace.scoring.teachers.scorers import ReferenceScorer, TeacherScorer, hinted_prompt
+from millrace.scoring.teachers.settings import TeachingSettings
+
+
+class FormulaProcess:
+    """Says that a token's logprob is minus its id, at minus a hundredth of its place."""
+
+    name = "teacher"
+
+    def __init__(self, *, version: int | None = None) -> None:
+        self.asked: list[Passage] = []
+        self._version = version
+
+    async def ask(self, passages: Sequence[Passage], *, timeout_s: float) -> list[Likelihoods]:
+        self.asked += passages
+        return [
+            Likelihoods(
+                logprobs=(-p.tokens[p.positions] - p.positions / 100).astype(np.float32),
+                top_ids=np.tile(np.arange(p.top_k, dtype=np.int32), (len(p.positions), 1)),
+                top_logprobs=np.full((len(p.positions), p.top_k), -2.0, np.float32),
+                version=self._version,
+            )
+            for p in passages
+        ]
+
+
+def render(prompt: Prompt) -> np.ndarray:
+    assert isinstance(prompt, str)
+    return np.array([ord(c) for c in prompt], np.int32)
+
+
+def teacher(process: FormulaProcess, *, max_context: int = 100, **settings) -> TeacherScorer:
+    return TeacherScorer(
+        process,  # pyright: ignore[reportArgumentType]
+        TeachingSettings(**settings),
+        weight=1.0,
+        timeout_s=9.0,
+        max_context=max_context,
+        render=render,
+    )
+
+
+def with_task(group: Group, **task) -> Group:
+    return Group(number=group.number, task=Task(**task), episodes=group.episodes)
+
+
+async def test_a_teacher_notes_what_it_says_of_the_sampled_tokens_and_its_version():
+    process = FormulaProcess(version=4)
+    group = make_group(size=2)
+    verdicts = await teacher(process, top_k=3, temperature=0.5).score(group)
+    assert [verdict.score for verdict in verdicts] == [None, None]
+    for rollout, verdict in zip(group.rollouts, verdicts, strict=True):
+        teaching = verdict.notes[0].teaching
+        assert teaching is not None
+        assert teaching.version == 4
+        places = np.arange(len(rollout.tokens))
+        expected = np.where(rollout.mask, -rollout.tokens - places / 100, 0).astype(np.float32)
+        np.testing.assert_array_equal(teaching.logprobs, expected)
+        assert teaching.top_ids is not None
+        assert teaching.top_ids[rollout.mask].tolist() == [[0, 1, 2]] * 4
+        assert teaching.top_ids[~rollout.mask].tolist() == [[0, 0, 0]] * 3
+    assert {passage.temperature for passage in process.asked} == {0.5}
+    assert all(passage.kept is None for passage in process.asked)
+
+
+async def test_a_hint_is_read_instead_of_the_prompt_before_the_very_same_tokens():
+    process = FormulaProcess()
+    group = with_task(make_group(size=1), prompt="abc", columns={"answer": "{x}"})
+    hinted = teacher(process, hint="answer", template="{hint}!{prompt}")
+    (verdict,) = await hinted.score(group)
+    (passage,), (rollout,) = process.asked, group.rollouts
+    sampled = rollout.tokens[rollout.mask]
+    assert "".join(map(chr, passage.tokens[: -len(sampled)])) == "{x}!abc"
+    assert passage.tokens[passage.positions].tolist() == sampled.tolist()
+    teaching = verdict.notes[0].teaching
+    assert teaching is not None
+    places = np.arange(7, 7 + len(sampled))  # behind the longer prompt
+    expected = (-sampled - places / 100).astype(np.float32)
+    np.testing.assert_array_equal(teaching.logprobs[rollout.mask], expected)
+
+
+def test_the_hint_of_a_chat_goes_into_its_last_message():
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    task = Task(prompt=messages, columns={"answer": "42"})
+    hinted = hinted_prompt(task, TeachingSettings(hint="answer", template="{prompt} ({hint})"))
+    assert hinted == [messages[0], {"role": "user", "content": "u (42)"}]
+    assert messages[1]["content"] == "u"
+
+
+@pytest.mark.parametrize(
+    ("settings", "task", "is_taught"),
+    [
+        ({}, {"source": "math"}, True),
+        ({"tasks": ("math",)}, {"source": "math"}, True),
+        ({"tasks": ("math",)}, {"source": "code"}, False),
+        ({"tasks": ("3",), "column": "level"}, {"columns": {"level": 3}}, True),
+        ({"tasks": ("3",), "column": "level"}, {"columns": {"level": 4}}, False),
+        ({"tasks": ("3",), "column": "level"}, {"source": "3"}, False),
+    ],
+)
+async def test_a_teacher_says_nothing_of_tasks_that_are_not_its_own(settings, task, is_taught):
+    process = FormulaProcess()
+    group = with_task(make_group(size=2), prompt="p", **task)
+    verdicts = await teacher(process, **settings).score(group)
+    assert [bool(verdict.notes) for verdict in verdicts] == [is_taught] * 2
+    assert bool(process.asked) == is_taught
+
+
+async def test_what_is_too_long_for_the_teacher_costs_its_group():
+    with pytest.raises(ScoreError, match="reads 5 tokens; group 0 has 6"):
+        await teacher(FormulaProcess(), max_context=5).score(make_group())
+
+
+async def test_a_reference_is_asked_in_the_distribution_that_was_sampled_from():
+    process = FormulaProcess()
+    group = make_group(size=2, kept=True, temperature=0.7)
+    scorer = ReferenceScorer(process, weight=1.0, timeout_s=9.0, max_context=99)  # pyright: ignore[reportArgumentType]
+    verdicts = await scorer.score(group)
+    for rollout, verdict, passage in zip(group.rollouts, verdicts, process.asked, strict=True):
+        assert passage.temperature == 0.7
+        assert passage.kept is not None
+        rows = np.split(passage.kept.ids, passage.kept.offsets[1:-1])
+        assert [row[0] for row in rows] == rollout.tokens[rollout.mask].tolist()
+        found = verdict.notes[0].reference_logprobs
+        assert found is not None
+        assert (found[~rollout.mask] == 0).all()
+        assert (found[rollout.mask] < 0).all()
+
+
+class MortalWorker:
+    """Answers, or dies at the first question."""
+
+    def __init__(self, *, dies: bool) -> None:
+        self.dead = asyncio.get_running_loop().create_future()
+        self._dies = dies
+        self.is_started = False
+
+    def kill(self) -> None:
+        assert self.dead.done()
+
+    async def call(self, message, *, timeout_s: float | None = None):
+        if not self.is_started:
+            self.is_started = True
+            return None
+        if self._dies:
+            error = WorkerError("Worker 't' died.", worker="t")
+            if not self.dead.done():
+                self.dead.set_result(error)
+            raise error
+        return TokensScored(likelihoods=[])
+
+
+def process_of(*dies: bool, follows: bool = False) -> tuple[TeacherProcess, list[str]]:
+    names: list[str] = []
+
+    async def launch(name: str, module: str):
+        names.append(name)
+        return MortalWorker(dies=dies[len(names) - 1])
+
+    start = StartTeacher(
+        config={}, settings={}, model_path="m", following={"lag": 1} if follows else None
+    )
+    return TeacherProcess("t", start=start, launch=launch, start_timeout_s=1), names  # pyright: ignore[reportArgumentType]
+
+
+async def test_a_lost_teacher_is_replaced_and_asked_again():
+    process, names = process_of(True, False)
+    await process.start()
+    assert await process.ask([], timeout_s=5) == []
+    assert names == ["t-0", "t-1"]
+    assert process.num_lost == 1
+
+
+async def test_a_question_that_kills_twice_costs_its_group():
+    process, _ = process_of(True, True, False)
+    await process.start()
+    with pytest.raises(ScoreError, match="lost its process twice"):
+        await process.ask([], timeout_s=5)
+
+
+async def test_a_lost_self_teacher_ends_the_run():
+    process, names = process_of(True, False, follows=True)
+    await process.start()
+    with pytest.raises(RunFailed, match="what it knew of its past is lost"):
+        await process.ask([], timeout_s=5)
+    assert names == ["t-0"]
