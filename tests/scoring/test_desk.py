@@ -231,6 +231,27 @@ async def test_one_that_is_withdrawn_before_its_next_try_is_not_tried_again():
     assert bench.desk.load().waiting == 0
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_whenever_a_call_is_withdrawn_the_next_one_has_its_place(turns):
+    bench = Bench(concurrency=1, breaker_failures=1, breaker_s=1.0)
+    bench.scorer.fails = lambda group: down() if group.number == 0 else None
+    failing = bench.ask("x")
+    await settle()
+    assert bench.desk.load().is_held
+    failing.cancel()
+    bench.now_s += 1.0  # whoever comes now goes first
+    bench.scorer.let.clear()
+    withdrawn = bench.ask("a", group=1)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    withdrawn.cancel()
+    await settle()
+    bench.scorer.let.set()
+    await settle()
+    assert await asyncio.wait_for(bench.scores("b", group=2), 5) == [1.0]
+    assert bench.desk.load().in_flight == 0
+
+
 async def test_a_fault_of_ours_is_raised_as_it_is():
     bench = Bench()
     bench.scorer.fails = lambda group: KeyError("bug")

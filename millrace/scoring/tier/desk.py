@@ -8,12 +8,12 @@ Runs on the controller's event loop. The line is bounded by its callers, admissi
 
 import asyncio
 import bisect
-import functools
 import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from millrace.core.errors import RunFailed, ScoreError, TransientScoreError
 from millrace.core.protocols import Scorer
@@ -51,8 +51,7 @@ class _Call:
     asks: list[_Ask] = field(default_factory=list[_Ask])
     num_failed: int = 0  # tries that count
     num_tries: int = 0
-    has_begun: bool = False  # the try
-    task: asyncio.Task[None] | None = None  # of the try, or of the pause before the next
+    task: asyncio.Task[Any] | None = None  # of the try, or of the pause before the next
 
     @property
     def episodes(self) -> list[Episode]:
@@ -79,7 +78,7 @@ class Desk:
         rules: CallRules,
         warn: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
         draw: Callable[[], float] = random.random,
     ) -> None:
         """`draw`: within 0 and 1; the random part of a pause."""
@@ -166,22 +165,24 @@ class Desk:
             call = self._line.pop(0)
             if self._joinable.get(call.ticket) is call:
                 del self._joinable[call.ticket]
-            self._usage.begin(len(call.episodes), again=call.num_tries > 0)
-            call.num_tries += 1
-            call.has_begun = False
-            self._calls.add(call)
-            is_probe = self._breaker.begin()
-            call.task = asyncio.create_task(self._try(call, is_probe=is_probe))
-            call.task.add_done_callback(functools.partial(self._left, call, is_probe=is_probe))
+            self._begin(call)
+
+    def _begin(self, call: _Call) -> None:
+        self._usage.begin(len(call.episodes), again=call.num_tries > 0)
+        call.num_tries += 1
+        is_probe = self._breaker.begin()
+        self._calls.add(call)
+        call.task = asyncio.create_task(self._try(call, is_probe=is_probe))
+        # Not in the task itself: one that is cancelled at once never begins.
+        call.task.add_done_callback(lambda task: self._tried(call, task, is_probe=is_probe))
 
     def _serve_in(self, wait_s: float) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm = asyncio.get_running_loop().call_later(wait_s, self._serve)
 
-    async def _try(self, call: _Call, *, is_probe: bool) -> None:
-        call.has_begun = True
-        pause_s: float | None = None
+    async def _try(self, call: _Call, *, is_probe: bool) -> float | None:
+        """The pause before the next try; None = there is none."""
         ticket, episodes = call.ticket, tuple(call.episodes)
         group = Group(number=ticket.number, task=ticket.task, episodes=episodes)
         try:
@@ -192,10 +193,7 @@ class Desk:
                     f" episodes of group {ticket.number}; it must give one on each."
                 )
         except TransientScoreError as error:
-            pause_s = self._failed(call, error, is_probe=is_probe)
-        except asyncio.CancelledError:
-            self._breaker.abandoned(is_probe=is_probe)
-            raise
+            return self._failed(call, error, is_probe=is_probe)
         except Exception as error:  # noqa: BLE001 - whoever asked raises it
             self._breaker.answered()
             self._usage.failures += isinstance(error, ScoreError)
@@ -204,21 +202,16 @@ class Desk:
             self._breaker.answered()
             self._usage.episodes += len(episodes)
             call.answer(verdicts)
-        finally:
-            self._usage.end()
-            if pause_s is None:
-                self._calls.discard(call)
-            self._serve()
-        if pause_s is not None:
-            await self._try_later(call, pause_s)
+        return None
 
-    def _left(self, call: _Call, task: asyncio.Task[None], *, is_probe: bool) -> None:
-        """A task that is cancelled before it ever ran gives nothing back itself."""
-        if not call.has_begun:
+    def _tried(self, call: _Call, task: asyncio.Task[float | None], *, is_probe: bool) -> None:
+        self._usage.end()
+        self._calls.discard(call)
+        if task.cancelled():
             self._breaker.abandoned(is_probe=is_probe)
-            self._usage.end()
-            self._calls.discard(call)
-            self._serve()
+        elif (pause_s := task.result()) is not None:
+            self._pause(call, pause_s)
+        self._serve()
 
     def _failed(self, call: _Call, error: TransientScoreError, *, is_probe: bool) -> float | None:
         """The pause before the next try; None = that was the last."""
@@ -242,17 +235,18 @@ class Desk:
         pause_s = min(self._rules.backoff_s * 2 ** (call.num_failed - 1), LONGEST_BACKOFF_S)
         return max(pause_s * (0.5 + 0.5 * self._draw()), error.retry_after_s or 0.0)
 
-    async def _try_later(self, call: _Call, pause_s: float) -> None:
-        """Back into the line, behind all that wait by then: if it is this call that brings the
-        scorer down, others get their turn."""
+    def _pause(self, call: _Call, pause_s: float) -> None:
         num_waiting = len(call.episodes)
         self._usage.wait(num_waiting)
-        try:
-            if pause_s > 0:
-                await self._sleep(pause_s)
-        finally:
-            self._calls.discard(call)
-            self._usage.withdraw(num_waiting)
+        self._calls.add(call)
+        call.task = asyncio.create_task(self._sleep(pause_s))
+        call.task.add_done_callback(lambda _: self._rested(call, num_waiting))
+
+    def _rested(self, call: _Call, num_waiting: int) -> None:
+        """Back into the line, behind all that wait by now: if it is this call that brings the
+        scorer down, others get their turn."""
+        self._usage.withdraw(num_waiting)
+        self._calls.discard(call)
         call.asks = [ask for ask in call.asks if not ask.answer.done()]  # the others were withdrawn
         if call.asks:
             self._usage.wait(len(call.episodes))
