@@ -64,7 +64,8 @@ class Outcome:
     rows: list[dict[str, float]]  # metrics of each step
 
     def mean(self, name: str, *, first: int = 0) -> float:
-        return float(np.mean([row[name] for row in self.rows[first:]]))
+        """0 if the loss has nothing to say about it."""
+        return float(np.mean([row.get(name, 0.0) for row in self.rows[first:]]))
 
 
 def warm_started(folder: Path, *, seed: int, quick: bool) -> Path:

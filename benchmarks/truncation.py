@@ -6,10 +6,15 @@ The demo's task, strictly on policy, sampled with top-p 0.9 or top-k 3. The engi
 tokens that survived. With "kept" the trainer computes the probability among the same ones, so the
 ratio of a token to itself is 1. "lost" is what happens where those ids do not travel: the trainer
 sees the rollouts without them and takes the whole vocabulary for what was drawn from.
+
+Losses: "default" is `clipped`, for which a ratio of 0.96 is as good as 1. "rejecting" is the same,
+but trains no rollout whose ratio, by token, is off by more than a hundredth: a guard against
+engines that compute something else than the trainer.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -23,13 +28,28 @@ SAMPLINGS = {
     "top-p 0.9": Sampling(max_new_tokens=10, top_p=0.9),
     "top-k 3": Sampling(max_new_tokens=10, top_k=3),
 }
-COLUMNS = ("sampling", "ids", "seed", "ratio_mean", "ratio_first", "kl_k3", "accuracy")
+LOSSES: dict[str, dict[str, Any]] = {
+    "default": {"type": "clipped"},
+    "rejecting": {
+        "type": "clipped",
+        "correction": "reject",
+        "correction_level": "geometric",
+        "correction_low": 0.99,
+        "correction_high": 1.01,
+    },
+}
+COLUMNS = (
+    *("loss", "sampling", "ids", "seed"),
+    *("ratio_mean", "ratio_first", "kl_k3", "masked_share", "accuracy"),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--quick", action="store_true", help="a few steps of each, to try it out")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -37,30 +57,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(args.seeds):
             model = warm_started(Path(folder), seed=seed, quick=args.quick)
-            for sampling in SAMPLINGS:
-                for ids in ("kept", "lost"):
-                    row = measure(model, sampling=sampling, ids=ids, seed=seed, quick=args.quick)
-                    print(*(f"{row[name]!s:<12}" for name in COLUMNS), flush=True)
-                    rows.append(row)
+            for loss, sampling, ids in itertools.product(args.losses, SAMPLINGS, ("kept", "lost")):
+                setting = Setting(
+                    loss=LOSSES[loss],
+                    sampling=SAMPLINGS[sampling],
+                    seed=seed,
+                    **(QUICK if args.quick else {"steps": args.steps}),
+                )
+                names = {"loss": loss, "sampling": sampling, "ids": ids, "seed": seed}
+                rows.append({**names, **measure(model, setting, ids=ids)})
+                print(*(f"{rows[-1][name]!s:<12}" for name in COLUMNS), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def measure(model: Path, *, sampling: str, ids: str, seed: int, quick: bool) -> dict[str, Any]:
-    setting = Setting(
-        loss={"type": "clipped"},
-        sampling=SAMPLINGS[sampling],
-        seed=seed,
-        **(QUICK if quick else {}),
-    )
+def measure(model: Path, setting: Setting, *, ids: str) -> dict[str, float]:
     outcome = train(model, setting, alter=without_kept if ids == "lost" else lambda r: r)
     return {
-        "sampling": sampling,
-        "ids": ids,
-        "seed": seed,
         "ratio_mean": round(outcome.mean("ratio_mean"), 6),
         "ratio_first": round(outcome.rows[0]["ratio_mean"], 6),  # before anything was learned
         "kl_k3": round(outcome.mean("kl_k3"), 6),
+        "masked_share": round(outcome.mean("masked_share"), 4),  # of tokens; nothing is learned
         "accuracy": outcome.accuracy,
     }
 

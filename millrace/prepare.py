@@ -118,7 +118,7 @@ def prepare(
     )
     loss = _check_loss(config)
     check_teaching(config, specs, loss=loss)
-    _check_pairs(config)
+    _check_filters(config)
     advantages = build_advantages(config.scoring.advantages)
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
@@ -202,10 +202,16 @@ def _check_loss(config: RunConfig) -> Loss:
     return loss
 
 
-def _check_pairs(config: RunConfig) -> None:
-    """Both of a pair are trained, or none."""
+def _check_filters(config: RunConfig) -> None:
+    """Both of a pair are trained, or none; and a critic hears of all that happened."""
     for table in config.rollout.filter:
-        masks = table.get("type") == "overlong" and table.get("action", "mask") == "mask"
+        kind = table.get("type", "zero_variance")
+        if kind == "zero_variance" and config.critic is not None:
+            raise ConfigError(
+                "rollout.filter 'zero_variance' drops groups that all failed or all succeeded, from"
+                " which a critic learns what to expect; leave the filter or [critic] out."
+            )
+        masks = kind == "overlong" and table.get("action", "mask") == "mask"
         if masks and config.scoring.advantages["type"] == PAIRS:
             raise ConfigError(
                 "rollout.filter 'overlong' with action = 'mask' would leave half of a pair, which"

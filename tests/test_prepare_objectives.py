@@ -84,6 +84,11 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
             {"critic": {}, "loss": {"type": "online_dpo"}},
             "a critic judges single episodes; leave [critic] out, or set loss.type to 'ppo'",
         ),
+        (
+            {"critic": {}, "rollout": {"filter": [{"type": "overlong"}, {}]}},
+            "rollout.filter 'zero_variance' drops groups that all failed or all succeeded, from"
+            " which a critic learns what to expect; leave the filter or [critic] out",
+        ),
         ({"critic": {"path": "/nowhere/at/all"}}, "does not exist; check critic.path"),
         ({"critic": {"discount": 0.0}}, "critic.discount"),
         (

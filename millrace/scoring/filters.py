@@ -69,12 +69,15 @@ class Filters:
     def __call__(self, group: Group, *, wasted: Counter[str]) -> Group:
         """What is left of a scored group; raises Filtered if nothing is. Tokens that are not
         trained are counted in `wasted`, by filter."""
+        num_sampled = group.num_sampled if self._filters else 0
         for name, filter_ in self._filters.items():
             left = _ask(filter_, group, name=name)
-            num_left = 0 if left is None else left.num_sampled
-            if num_left < group.num_sampled:
-                wasted[name] += group.num_sampled - num_left
-            if left is None or num_left == 0:
+            if left is not group:  # to count is to read every mask
+                num_left = 0 if left is None else left.num_sampled
+                if num_left < num_sampled:
+                    wasted[name] += num_sampled - num_left
+                num_sampled = num_left
+            if left is None or num_sampled == 0:
                 raise Filtered(name)
             group = left
         return group

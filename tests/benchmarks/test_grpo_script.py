@@ -1,7 +1,6 @@
 """benchmarks/grpo_on_gpu.py as a user runs it, on a tiny model, and the pieces it is made of."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from transformers import AutoTokenizer
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import grpo_on_gpu  # noqa: E402
 from grpo_run import Measurement, compare, load_measurement  # noqa: E402
 from sums import exact_sum, make_tasks  # noqa: E402
 
@@ -29,13 +29,15 @@ def chat_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(chat_model, tmp_path_factory) -> Path:
-    """The folder of one run of the script, which several tests look at."""
+    """The folder of one run of the script, which several tests look at. In this process, because
+    another would load PyTorch once more."""
     folder = tmp_path_factory.mktemp("grpo")
     sizes = ["--steps", STEPS, "--prompts", PROMPTS, "--group", GROUP, "--max-new-tokens", 8]
     files = ["--json", folder / "rows.json", "--save", folder / "run.json", "--keep", folder]
-    script = BENCHMARKS / "grpo_on_gpu.py"
-    command = [sys.executable, script, chat_model, "--device", "cpu", *sizes, *files]
-    subprocess.run([str(part) for part in command], check=True)
+    arguments = ["grpo_on_gpu.py", chat_model, "--device", "cpu", *sizes, *files]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(argument) for argument in arguments])
+        grpo_on_gpu.main()
     return folder
 
 

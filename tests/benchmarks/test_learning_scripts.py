@@ -12,7 +12,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import shaping_speed  # noqa: E402
 import staleness  # noqa: E402
 import truncation  # noqa: E402
-from lockstep import Setting, train  # noqa: E402
+from lockstep import QUICK, Setting, train  # noqa: E402
 
 from millrace.demo.model import make_model  # noqa: E402
 
@@ -49,12 +49,14 @@ def test_the_staleness_script_goes_on_from_its_file_and_draws_it(tmp_path, monke
 
 @pytest.mark.parametrize("sampling", truncation.SAMPLINGS)
 def test_with_the_kept_ids_on_policy_ratios_are_1_and_without_them_they_are_not(models, sampling):
-    kept, lost = (
-        truncation.measure(models / "0", sampling=sampling, ids=ids, seed=0, quick=True)
-        for ids in ("kept", "lost")
+    setting = Setting(
+        loss=truncation.LOSSES["rejecting"], sampling=truncation.SAMPLINGS[sampling], **QUICK
     )
+    kept, lost = (truncation.measure(models / "0", setting, ids=ids) for ids in ("kept", "lost"))
     assert kept["ratio_mean"] == pytest.approx(1, abs=2e-6)
     assert lost["ratio_mean"] < 0.97
+    assert kept["masked_share"] == 0
+    assert lost["masked_share"] > 0.9
 
 
 def test_the_microbatches_of_a_large_step_are_nearly_full():

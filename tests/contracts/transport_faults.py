@@ -23,6 +23,10 @@ from millrace.core.weight_update import WeightUpdate
 from millrace.weights.publisher import Sender
 
 Damage = Literal["corrupted", "truncated"]
+# A kill takes a process of its own, and an adapter travels as full weights do.
+KINDS_KILLED = pytest.mark.parametrize(
+    "kind", ["full", "delta", pytest.param("adapter", marks=pytest.mark.slow)], indirect=True
+)
 
 
 def payload_of(kind: Kind) -> dict[str, str]:
@@ -122,6 +126,7 @@ class FaultContract:
                 assert engine.answer() == published_hash(index + 1, kind)
         sender.close()
 
+    @KINDS_KILLED
     def test_an_engine_killed_during_receive_holds_up_nobody(
         self, make_sender_for_two: Callable[..., Sender], engines: list[RemoteReceiver], kind: Kind
     ):
@@ -148,6 +153,7 @@ class FaultContract:
             victim.close()
             sender.close()
 
+    @KINDS_KILLED
     def test_a_trainer_killed_during_send_leaves_whole_versions_only(
         self, engines: list[RemoteReceiver], kind: Kind, tmp_path: Path
     ):

@@ -1,5 +1,6 @@
 """Whole LoRA runs with real processes: they learn, resume, and leave what PEFT loads."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def settings(model: Path, run_dir: Path) -> dict:
     return {
         "model": str(model),
         "run_dir": str(run_dir),
-        "lora": {"rank": 4, "alpha": 16, "export_merged": True},
+        "lora": {"rank": 4, "alpha": 16, "dora": True, "export_merged": True},
         "sampling": {"max_new_tokens": 24},
         "rollout": {"group_size": 4},
         "buffer": {"max_staleness": 0},
@@ -91,16 +92,16 @@ def test_workers_say_nothing_in_their_logs(finished):
 
 
 def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(model, finished, tmp_path):
-    """Unmerged and DoRA, with the adapter of another run beside it."""
+    """Unmerged from now on, with the adapter of another run beside it."""
+    shutil.copytree(finished.run_dir, tmp_path / "run")
     start = settings(model, tmp_path / "run")
-    start["lora"] |= {"apply": "unmerged", "dora": True}
+    start["lora"]["apply"] = "unmerged"
     start["engine"]["adapters"] = {"earlier": str(finished.checkpoint)}
-    mr.train(start, tasks=TASKS, scorers=[share_of_digits], trainer={"steps": 3})
     result = mr.train(
-        start, tasks=TASKS, scorers=[share_of_digits], resume=True, trainer={"steps": 5}
+        start, tasks=TASKS, scorers=[share_of_digits], resume=True, trainer={"steps": 14}
     )
     rows = read_metrics(result.run_dir / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 6))
+    assert [row["step"] for row in rows] == list(range(1, 15))
     # Strictly on-policy: an engine that had begun with the base model would differ at once.
     assert max(row["logprob_mismatch"] for row in rows) < 1e-5
     with pytest.raises(mr.MillraceError, match=r"lora\.rank = 8, but .* trained with 4"):
@@ -109,7 +110,7 @@ def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(model, fin
             tasks=TASKS,
             scorers=[share_of_digits],
             resume=True,
-            trainer={"steps": 6},
+            trainer={"steps": 15},
             lora={"rank": 8},
         )
 

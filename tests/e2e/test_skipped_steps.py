@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from project import Command, make_project
 
+import millrace as mr
 from millrace.watch.metrics import read_metrics
 from millrace.watch.summary import summarise
 
@@ -30,21 +31,15 @@ class Moody:
 '''
 
 
-@pytest.fixture
-def run_with(tmp_path):
-    def run(*, bad: list[int], steps: int) -> tuple[int, str, Path]:
-        loss = {"type": "losses.py:Moody", "bad": bad}
-        make_project(tmp_path, loss=loss, trainer={"steps": steps})
-        (tmp_path / "losses.py").write_text(LOSSES)
-        code, _, error = Command("train", "run.toml", folder=tmp_path).finish()
-        return code, error, tmp_path / "run"
-
-    return run
+def moody_project(folder: Path, *, bad: list[int], steps: int) -> Path:
+    (folder / "losses.py").write_text(LOSSES)
+    loss = {"type": "losses.py:Moody", "bad": bad}
+    return make_project(folder, loss=loss, trainer={"steps": steps})
 
 
-def test_a_run_goes_on_after_skipped_steps_and_says_what_they_were_given(run_with):
-    code, error, run_dir = run_with(bad=[2, 3, 5], steps=6)
-    assert code == 0, error
+def test_a_run_goes_on_after_skipped_steps_and_says_what_they_were_given(tmp_path):
+    moody_project(tmp_path, bad=[2, 3, 5], steps=6)
+    run_dir = mr.train(tmp_path / "run.toml", watch={"progress": "off"}).run_dir
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["updates_skipped"] for row in rows] == [0, 1, 1, 0, 1, 0]
@@ -59,8 +54,10 @@ def test_a_run_goes_on_after_skipped_steps_and_says_what_they_were_given(run_wit
 
 
 @pytest.mark.slow  # tests/watch holds the count and the sentence
-def test_three_skipped_steps_in_a_row_end_the_run_in_one_sentence(run_with):
-    code, error, run_dir = run_with(bad=[2, 3, 4], steps=9)
+def test_three_skipped_steps_in_a_row_end_the_run_in_one_sentence(tmp_path):
+    moody_project(tmp_path, bad=[2, 3, 4], steps=9)
+    run_dir = tmp_path / "run"
+    code, _, error = Command("train", "run.toml", folder=tmp_path).finish()
     assert code == 1
     assert "Steps 2, 3, 4 were skipped one after the other, the last with loss nan" in error
     assert "step_4.jsonl" in error

@@ -175,20 +175,34 @@ def test_a_finished_run_is_not_overwritten(finished, model):
         mr.train(settings_of(model, finished.run_dir), tasks=TASKS, scorers=[share_of_digits])
 
 
-def test_a_failing_reward_and_a_prompt_that_is_too_long_cost_their_groups_only(settings):
+@pytest.fixture(scope="module")
+def troubled(model, tmp_path_factory) -> mr.RunResult:
+    """One run with a recipe, several updates per step, a reward that fails at some tasks, and a
+    prompt that is too long."""
+
     def sometimes(completions, prompts, **columns):
         if prompts[0].startswith("3"):
             raise ValueError("three is not allowed")
         return share_of_digits(completions)
 
-    tasks = [*TASKS[::6], {"prompt": "1+" * 100, "answer": "x"}]  # 2 of 12 begin with 3
-    result = mr.train(settings, tasks=tasks, scorers=[sometimes], trainer={"steps": 8})
-    rows = read_metrics(result.run_dir / "metrics.jsonl")
-    assert result.steps == 8
+    return mr.train(
+        settings_of(model, tmp_path_factory.mktemp("troubled") / "run"),
+        tasks=[*TASKS[::6], {"prompt": "1+" * 100, "answer": "x"}],  # 2 of 12 begin with 3
+        scorers=[sometimes],
+        trainer={"minibatches": 2, "steps": 8},
+        loss={"type": "decoupled_ppo", "high": 0.3, "correction_high": float("inf")},
+        scoring={"advantages": {"type": "batch"}},
+    )
+
+
+def test_a_failing_reward_and_a_prompt_that_is_too_long_cost_their_groups_only(troubled):
+    rows = read_metrics(troubled.run_dir / "metrics.jsonl")
+    assert troubled.steps == 8
     assert rows[-1]["groups_failed"]["score"] > 0
     assert rows[-1]["groups_failed"]["task"] >= 1
 
 
+@pytest.mark.slow  # tests/rollout/test_dispatcher.py holds the rule and the sentence
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(settings):
     def broken(completions, **columns):
         return [float("nan")] * len(completions)
@@ -200,14 +214,10 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(settings):
     assert not [p for p in psutil.Process().children() if "millrace.workers" in _line(p)]
 
 
-def test_a_run_with_a_recipe_takes_several_updates_per_version(settings):
-    settings["trainer"] |= {"minibatches": 2, "steps": 4}
-    settings["loss"] = {"type": "decoupled_ppo", "high": 0.3, "correction_high": float("inf")}
-    settings["scoring"]["advantages"] = {"type": "batch"}
-    result = mr.train(tasks=TASKS, scorers=[share_of_digits], **settings)
-    rows = read_metrics(result.run_dir / "metrics.jsonl")
-    assert [row["version"] for row in rows] == [1, 2, 3, 4]
+def test_a_run_with_a_recipe_takes_several_updates_per_version(troubled):
+    rows = read_metrics(troubled.run_dir / "metrics.jsonl")
+    assert [row["version"] for row in rows] == list(range(1, 9))
     assert all(row["proximal_microbatches"] == 2 for row in rows)
     assert all(0 < row["effective_share"] <= 1 for row in rows)
-    samples = (result.run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    samples = (troubled.run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()
     assert {json.loads(line)["advantage"] for line in samples} != {0.0}

@@ -94,10 +94,20 @@ def assert_computed_by(model, engine_done, request: Request, *, tolerance: float
         assert_sampled_from(logits, completion, request.sampling, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma3"])
-@pytest.mark.parametrize("apply", ["merged", "unmerged"])
-@pytest.mark.parametrize("dora", [False, True])
-@ROUNDS
+# Every pair of choices, not every combination.
+@pytest.mark.parametrize(
+    ("architecture", "apply", "dora", "round_steps"),
+    [
+        ("qwen2", "merged", False, 1),
+        ("qwen2", "unmerged", True, 4),
+        ("qwen3", "merged", True, 4),
+        ("qwen3", "unmerged", False, 1),
+        ("gemma3", "merged", True, 1),
+        ("gemma3", "unmerged", False, 4),
+        ("gemma3", "unmerged", True, 1),
+        ("qwen3", "merged", False, 4),
+    ],
+)
 def test_a_swapped_adapter_gives_what_peft_computes(
     architecture, apply, dora, round_steps, tmp_path
 ):

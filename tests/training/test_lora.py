@@ -56,19 +56,24 @@ def mismatch(trainer: Trainer, rollouts: list[Rollout]) -> float:
     return (logprobs - torch.from_numpy(microbatch.engine_logprobs)).abs().max().item()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-@pytest.mark.parametrize("round_steps", [1, 4])
+ALL, RSLORA = LORA, LoraConfig(rank=4, rslora=True)
+SOME, DORA = LoraConfig(target_modules=("v_proj", "up_proj")), LoraConfig(rank=4, dora=True)
+
+
+# Every pair of choices, not every combination.
 @pytest.mark.parametrize(
-    "lora",
+    ("lora", "apply", "architecture", "round_steps"),
     [
-        LORA,
-        LoraConfig(rank=4, rslora=True),
-        LoraConfig(target_modules=("v_proj", "up_proj")),
-        LoraConfig(rank=4, dora=True),
+        pytest.param(ALL, "merged", "llama", 1, id="all-merged"),
+        pytest.param(ALL, "unmerged", "qwen3", 4, id="all-unmerged"),
+        pytest.param(RSLORA, "merged", "qwen3", 4, id="rslora-merged"),
+        pytest.param(RSLORA, "unmerged", "llama", 1, id="rslora-unmerged"),
+        pytest.param(SOME, "merged", "llama", 4, id="some-merged"),
+        pytest.param(SOME, "unmerged", "qwen3", 1, id="some-unmerged"),
+        pytest.param(DORA, "merged", "qwen3", 1, id="dora-merged"),
+        pytest.param(DORA, "unmerged", "llama", 4, id="dora-unmerged"),
     ],
-    ids=["all", "rslora", "some", "dora"],
 )
-@pytest.mark.parametrize("apply", ["merged", "unmerged"])
 def test_an_engine_computes_with_a_swapped_adapter_what_the_trainer_does(
     architecture, round_steps, lora, apply
 ):

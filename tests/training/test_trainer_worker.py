@@ -231,6 +231,7 @@ def test_a_model_that_is_not_there_is_one_sentence(link, config):
     assert reply.reason == "Model '/nowhere/model' does not exist; check model.path."
 
 
+@pytest.mark.slow  # every run has one
 async def test_a_real_trainer_process_steps_publishes_and_stops(config, tmp_path):
     events = []
     async with Hub(log_dir=tmp_path, on_event=lambda _, event: events.append(event)) as hub:

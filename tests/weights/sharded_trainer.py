@@ -1,7 +1,7 @@
 """One rank of a trainer whose weights are shards, as test_gathering.py asks for it.
 
-Arguments: rank, folder, what to do. Rank 0 prints each update as a line of JSON and goes on when it
-reads a line.
+Arguments: rank, folder. Each line that all ranks read says what to do; meanwhile rank 0 prints each
+update as a line of JSON and goes on when it reads a line.
 """
 
 import itertools
@@ -138,7 +138,6 @@ def publish_by_all_transports(folder: Path) -> None:
             sys.stdin.readline()
         dist.barrier()
         publisher.close()
-    measure_what_is_gathered(folder)
 
 
 def measure_what_is_gathered(folder: Path) -> None:
@@ -148,7 +147,10 @@ def measure_what_is_gathered(folder: Path) -> None:
     with LiveBytes() as live:
         update = sender.publish(2, weights)
     assert update.num_bytes > 8 * BUCKET_BYTES
-    (folder / f"peak_{dist.get_rank()}").write_text(str(live.peak))
+    peaks: list[Any] = [None] * NUM_RANKS
+    dist.all_gather_object(peaks, live.peak)
+    if dist.get_rank() == 0:
+        print(peaks, flush=True)
     sender.close()
 
 
@@ -188,9 +190,10 @@ def publish_for_ever(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    rank, folder, deed = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS
     )
-    globals()[deed](folder)
+    while deed := sys.stdin.readline().strip():
+        globals()[deed](folder)
