@@ -48,15 +48,36 @@ class Agent:
         name: str = "",
         adapter: str | None = None,
         is_trained: bool = True,
+        cast: Callable[..., "Agent"],
     ) -> None:
+        """`cast` gives the agents of the episode by name, as Cast.agent does."""
         self.name = name
+        self.adapter = adapter
+        self.is_trained = is_trained
         self._play = play
         self._conversation = conversation
         self._format = tool_format
         self._sampling = sampling
-        self._adapter = adapter
-        self._is_trained = is_trained
+        self._cast = cast
         self._record = TokenRecord()
+
+    def role(
+        self, name: str, *, adapter: str | None = None, trained: bool | None = None
+    ) -> "Agent":
+        """Another agent of this episode, with conversations of its own; the same each time.
+
+        It is the policy, unless it names one of engine.adapters, or "base". What the policy says in
+        a role is trained unless `trained` is False; what others say never is.
+        """
+        if not name:
+            raise TaskError("agent.role was given no name; give the role one.")
+        if trained and adapter is not None:
+            raise TaskError(
+                f"The role {name!r} has the adapter {adapter!r}, which is never trained; leave out"
+                " trained = True, or the adapter."
+            )
+        is_trained = adapter is None if trained is None else trained
+        return self._cast(name, adapter=adapter, is_trained=is_trained)
 
     async def chat(
         self,
@@ -130,7 +151,7 @@ class Agent:
 
     def rollouts(self) -> tuple[Rollout, ...]:
         """What it sampled so far, if that is trained."""
-        if not self._is_trained:
+        if not self.is_trained:
             return ()
         return tuple(replace(rollout, agent=self.name) for rollout in self._record.rollouts())
 
@@ -146,8 +167,8 @@ class Agent:
             beginning.tokens,
             sampling=settings,
             session=self.name,
-            adapter=self._adapter,
-            is_trained=self._is_trained,
+            adapter=self.adapter,
+            is_trained=self.is_trained,
         )
         exchange = self._record.add(
             beginning.given,
@@ -176,7 +197,7 @@ class Agent:
                 f"agent.chat was given {unknown}, which is no setting of [sampling]; there are"
                 f" {', '.join(Sampling.__dataclass_fields__)}."
             ) from None
-        if self._is_trained and changed.temperature == 0 != self._sampling.temperature:
+        if self.is_trained and changed.temperature == 0 != self._sampling.temperature:
             raise TaskError(
                 "agent.chat was given temperature = 0, which leaves nothing to learn; raise it."
             )
