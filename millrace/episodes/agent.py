@@ -28,6 +28,7 @@ class Reply:
     tool_calls: tuple[ToolCall, ...] = ()
     problems: tuple[str, ...] = ()  # with calls that could not be read; for the model
     finish: Finish
+    prompt: Prompt = field(repr=False)  # that it answers
     exchange: Exchange = field(repr=False)
     tools: Mapping[str, Tool] = field(repr=False, default_factory=dict[str, Tool])
 
@@ -60,6 +61,7 @@ class Agent:
         self._sampling = sampling
         self._cast = cast
         self._record = TokenRecord()
+        self._num_forks = 0  # with KV of their own
 
     def role(
         self, name: str, *, adapter: str | None = None, trained: bool | None = None
@@ -91,23 +93,10 @@ class Agent:
         """
         rows = _checked(messages)
         by_name = tools_of(tools or ())
-        schemas = [tool.schema for tool in by_name.values()]
-        shown, in_template = self._format.shown(rows, schemas)
+        shown, in_template = self._format.shown(rows, _schemas(by_name))
         beginning = self._conversation.of_messages(shown, tools=in_template)
         exchange = await self._exchange(beginning, prompt=rows, sampling=sampling)
-        text = exchange.completion.text
-        parsed = self._format.parse(text, schemas) if by_name else Parsed(content=text)
-        message = self._format.reply(text, parsed)
-        self._conversation.replied_to_messages([*shown, message], exchange, tools=in_template)
-        return Reply(
-            text=text,
-            message=message,
-            tool_calls=parsed.calls,
-            problems=parsed.problems,
-            finish=exchange.completion.finish,
-            exchange=exchange,
-            tools=by_name,
-        )
+        return self._reply(rows, exchange, text=exchange.completion.text, tools=by_name)
 
     async def complete(self, prompt: str, **sampling: Any) -> Reply:
         """What the model writes after a text, as chat() otherwise. A prompt that begins with an
@@ -118,11 +107,29 @@ class Agent:
             )
         beginning = self._conversation.of_text(prompt)
         exchange = await self._exchange(beginning, prompt=prompt, sampling=sampling)
-        self._conversation.replied_to_text(prompt, exchange)
-        text = exchange.completion.text
-        message = {"role": "assistant", "content": text}
-        finish = exchange.completion.finish
-        return Reply(text=text, message=message, finish=finish, exchange=exchange)
+        return self._reply(prompt, exchange, text=exchange.completion.text)
+
+    async def fork(self, reply: Reply, *, at: int, pinned: bool = True, **sampling: Any) -> Reply:
+        """Another reply that begins with the first `at` sampled tokens of this one.
+
+        It takes the KV of these tokens as it lies in the engine, if it does, and costs no prefill
+        then; with kv = "keep" also KV of the weights that sampled them, after a swap. With `pinned`
+        = False only KV of the weights served now.
+        """
+        num_sampled = len(reply.exchange.completion.tokens)
+        if not 0 <= at < num_sampled:
+            raise TaskError(
+                f"agent.fork was given at = {at}, but the reply has {num_sampled} sampled tokens;"
+                f" choose one of 0 to {num_sampled - 1}."
+            )
+        beginning, kept = self._conversation.within(reply.exchange, at)
+        self._num_forks += 0 if pinned else 1
+        session = self.name if pinned else f"{self.name}/unpinned {self._num_forks}"
+        exchange = await self._exchange(
+            beginning, prompt=reply.prompt, sampling=sampling, session=session
+        )
+        text = kept + exchange.completion.text
+        return self._reply(reply.prompt, exchange, text=text, tools=reply.tools)
 
     async def call_tools(self, reply: Reply) -> list[Message]:
         """Run what a reply calls, one after the other; returns what the model is told of it."""
@@ -159,14 +166,48 @@ class Agent:
     def counts(self) -> Mapping[str, int]:
         return self._conversation.counts
 
+    def _reply(
+        self,
+        prompt: Prompt,
+        exchange: Exchange,
+        *,
+        text: str,
+        tools: Mapping[str, Tool] | None = None,
+    ) -> Reply:
+        """Of an exchange, from which later prompts may go on now."""
+        tools = tools or {}
+        schemas = _schemas(tools)
+        parsed = self._format.parse(text, schemas) if tools else Parsed(content=text)
+        message = self._format.reply(text, parsed)
+        if isinstance(prompt, str):
+            self._conversation.replied_to_text(prompt, exchange, reply=text)
+        else:
+            shown, in_template = self._format.shown(prompt, schemas)
+            self._conversation.replied_to_messages([*shown, message], exchange, tools=in_template)
+        return Reply(
+            text=text,
+            message=message,
+            tool_calls=parsed.calls,
+            problems=parsed.problems,
+            finish=exchange.completion.finish,
+            prompt=prompt,
+            exchange=exchange,
+            tools=tools,
+        )
+
     async def _exchange(
-        self, beginning: Beginning, *, prompt: Prompt, sampling: Mapping[str, Any]
+        self,
+        beginning: Beginning,
+        *,
+        prompt: Prompt,
+        sampling: Mapping[str, Any],
+        session: str | None = None,
     ) -> Exchange:
         settings = self._settings(sampling)
         completion = await self._play.sample(
             beginning.tokens,
             sampling=settings,
-            session=self.name,
+            session=self.name if session is None else session,
             adapter=self.adapter,
             is_trained=self.is_trained,
         )
@@ -219,6 +260,10 @@ class Agent:
         if result.fault is not None:
             self._play.counts[result.fault] += 1
         return result.text
+
+
+def _schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
+    return [tool.schema for tool in tools.values()]
 
 
 def _checked(messages: Sequence[Message | Reply]) -> list[Message]:
