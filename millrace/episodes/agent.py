@@ -29,6 +29,7 @@ class Reply:
     problems: tuple[str, ...] = ()  # with calls that could not be read; for the model
     finish: Finish
     prompt: Prompt = field(repr=False)  # that it answers
+    inherited: str = ""  # of a fork: what it shares with the reply that was forked
     exchange: Exchange = field(repr=False)
     tools: Mapping[str, Tool] = field(repr=False, default_factory=dict[str, Tool])
 
@@ -96,7 +97,7 @@ class Agent:
         shown, in_template = self._format.shown(rows, _schemas(by_name))
         beginning = self._conversation.of_messages(shown, tools=in_template)
         exchange = await self._exchange(beginning, prompt=rows, sampling=sampling)
-        return self._reply(rows, exchange, text=exchange.completion.text, tools=by_name)
+        return self._reply(rows, exchange, tools=by_name)
 
     async def complete(self, prompt: str, **sampling: Any) -> Reply:
         """What the model writes after a text, as chat() otherwise. A prompt that begins with an
@@ -107,10 +108,11 @@ class Agent:
             )
         beginning = self._conversation.of_text(prompt)
         exchange = await self._exchange(beginning, prompt=prompt, sampling=sampling)
-        return self._reply(prompt, exchange, text=exchange.completion.text)
+        return self._reply(prompt, exchange)
 
     async def fork(self, reply: Reply, *, at: int, pinned: bool = True, **sampling: Any) -> Reply:
-        """Another reply that begins with the first `at` sampled tokens of this one.
+        """Another reply that begins with the first `at` tokens that were sampled for this one,
+        and with what this one, if it is a fork itself, shares with another.
 
         It takes the KV of these tokens as it lies in the engine, if it does, and costs no prefill
         then; with kv = "keep" also KV of the weights that sampled them, after a swap. With `pinned`
@@ -128,8 +130,8 @@ class Agent:
         exchange = await self._exchange(
             beginning, prompt=reply.prompt, sampling=sampling, session=session
         )
-        text = kept + exchange.completion.text
-        return self._reply(reply.prompt, exchange, text=text, tools=reply.tools)
+        inherited = reply.inherited + kept
+        return self._reply(reply.prompt, exchange, inherited=inherited, tools=reply.tools)
 
     async def call_tools(self, reply: Reply) -> list[Message]:
         """Run what a reply calls, one after the other; returns what the model is told of it."""
@@ -171,16 +173,17 @@ class Agent:
         prompt: Prompt,
         exchange: Exchange,
         *,
-        text: str,
+        inherited: str = "",
         tools: Mapping[str, Tool] | None = None,
     ) -> Reply:
         """Of an exchange, from which later prompts may go on now."""
         tools = tools or {}
+        text = inherited + exchange.completion.text
         schemas = _schemas(tools)
         parsed = self._format.parse(text, schemas) if tools else Parsed(content=text)
         message = self._format.reply(text, parsed)
         if isinstance(prompt, str):
-            self._conversation.replied_to_text(prompt, exchange, reply=text)
+            self._conversation.replied_to_text(prompt + inherited, exchange)
         else:
             shown, in_template = self._format.shown(prompt, schemas)
             self._conversation.replied_to_messages([*shown, message], exchange, tools=in_template)
@@ -191,6 +194,7 @@ class Agent:
             problems=parsed.problems,
             finish=exchange.completion.finish,
             prompt=prompt,
+            inherited=inherited,
             exchange=exchange,
             tools=tools,
         )

@@ -92,13 +92,11 @@ class Conversation:
         *_, digest = _digests(messages, tools)
         self._chats[digest] = exchange
 
-    def replied_to_text(self, text: str, exchange: Exchange, *, reply: str) -> None:
+    def replied_to_text(self, text: str, exchange: Exchange) -> None:
         """A text goes on before the token that ended the reply, and behind a string that did."""
         sampled = exchange.completion.tokens
         num_text = len(sampled) - _is_ended(exchange, self._renderer)
-        # Of a fork, the reply begins with tokens of an earlier exchange.
-        inherited = reply.removesuffix(exchange.completion.text)
-        known = text + inherited + self._renderer.decode(sampled[:num_text])
+        known = text + self._renderer.decode(sampled[:num_text])
         self._texts[known] = exchange, exchange.end - len(sampled) + num_text
 
     def within(self, exchange: Exchange, num_sampled: int) -> tuple[Beginning, str]:

@@ -232,7 +232,7 @@ def test_text_goes_on_before_the_token_that_ended_it():
         text="and",
     )
     exchange = record.add(beginning.given, completion, sampling=Sampling())
-    conversation.replied_to_text("the ", exchange, reply="and")
+    conversation.replied_to_text("the ", exchange)
     after = conversation.of_text("the and 12")
     assert after.parent is exchange
     assert tokenizer.decode(after.given) == " 12"

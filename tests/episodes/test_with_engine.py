@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from talking_model import BLOCK, agent_on, make_engine, make_model, user, weights
+from talking_model import BLOCK, TOKENIZER, agent_on, make_engine, make_model, user, weights
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Episode, Group, Rollout, Score, Task
@@ -162,9 +162,13 @@ async def test_a_fork_is_a_reply_from_which_a_conversation_goes_on():
         last = await agent.chat([*reply.prompt, fork, user("more")])
         assert last.exchange.parent is fork.exchange
         assert fork.exchange.parent is reply.exchange
+        own = fork.exchange.completion.tokens[:-1]
+        again = await agent.fork(fork, at=len(own))
+        shared = [*reply.exchange.completion.tokens[:3], *own]
+        assert again.text == TOKENIZER.decode(shared) + again.exchange.completion.text
         with pytest.raises(TaskError, match="at = 99, but the reply has"):
             await agent.fork(reply, at=99)
         text = await agent.complete("abc")
-        other = await agent.fork(text, at=2)
+        other = await agent.fork(text, at=len(text.exchange.completion.tokens) - 1)
         after = await agent.complete(f"abc{other.text} and")
         assert after.exchange.parent is other.exchange
