@@ -11,11 +11,16 @@ if TYPE_CHECKING:
     from millrace.config import RunConfig, load_config
     from millrace.core.errors import MillraceError
     from millrace.core.records import Task
+    from millrace.episodes.agent import Agent, Reply
+    from millrace.episodes.play import EpisodeOver
     from millrace.run import RunResult, train
 
 __version__ = "0.1.0"
 __all__ = [
+    "Agent",
+    "EpisodeOver",
     "MillraceError",
+    "Reply",
     "RunConfig",
     "RunResult",
     "Task",
@@ -26,7 +31,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Agent": "millrace.episodes.agent",
+    "EpisodeOver": "millrace.episodes.play",
     "MillraceError": "millrace.core.errors",
+    "Reply": "millrace.episodes.agent",
     "RunConfig": "millrace.config",
     "RunResult": "millrace.run",
     "Task": "millrace.core.records",

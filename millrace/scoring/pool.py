@@ -28,6 +28,7 @@ from millrace.core.protocols import (
 from millrace.core.records import Group, Task
 from millrace.core.scorer_load import ScorerLoad
 from millrace.scoring.advantages import with_advantages
+from millrace.scoring.agents import by_agent
 from millrace.scoring.combining import combine
 from millrace.scoring.handover import hand_over
 from millrace.scoring.registry import ScorerSpec, check_specs
@@ -140,7 +141,8 @@ class ScorerPool:
 
     def _shape(self, group: Group, wasted: Counter[str]) -> Group:
         selected = self._shaping.select(group, wasted=wasted)
-        estimated = with_advantages(selected, _estimate(self._advantages, selected))
+        found = _estimate(by_agent(self._advantages), selected)
+        estimated = with_advantages(selected, found)
         return self._shaping.filters(estimated, wasted=wasted)
 
     def in_batch(self, groups: Sequence[Group]) -> list[Group]:

@@ -6,6 +6,7 @@ Promise: the run directory is readable at any moment. Called from the controller
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,6 +126,7 @@ class Watcher:
             "version": step,
             "time_s": round(time.monotonic() - self._started_s, 3),
             **_scores(fresh),
+            **_happenings(fresh),
             **trainer_metrics,
             **_teachers(groups),
             **staleness_metrics(groups, version=moment.version),
@@ -280,6 +282,20 @@ def _scores(groups: Sequence[Group]) -> dict[str, Any]:
         # Of the episodes it applied to, where a gate or the scorer itself left some out.
         "score_shares": {name: share for name, share in shares.items() if share < 1},
         **_by_source(groups),
+    }
+
+
+def _happenings(groups: Sequence[Group]) -> dict[str, Any]:
+    """What was counted in episodes of many turns, and how they ended."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    counts: Counter[str] = Counter()
+    for episode in episodes:
+        counts.update(episode.counts)
+    endings = Counter(episode.ending for episode in episodes)
+    return {
+        "turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
+        "episodes_cut": {e: n for e, n in endings.items() if e != "done"},
+        "episode_counts": dict(counts),
     }
 
 
