@@ -177,9 +177,12 @@ class NoScoring:
 
 
 class CharacterTokenizer:
-    """The part of a Hugging Face tokenizer that a Renderer uses; one token per character."""
+    """The part of a Hugging Face tokenizer that the controller uses; one token per character."""
 
     chat_template = None
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) for c in text]
+
+    def decode(self, tokens: Sequence[int], **settings: bool) -> str:
+        return "".join(map(chr, tokens))
