@@ -88,7 +88,7 @@ def settings(policy: Path, run_dir: Path, *, seed: int, sizes: dict[str, int]) -
         "trainer": {
             "steps": sizes["steps"],
             "groups_per_step": EPISODES_PER_STEP // 8,
-            "learning_rate": 5e-4,
+            "learning_rate": 2e-4,
             "threads": 1,
         },
         "engine": {"threads": 1, "max_sequences": 128},
@@ -115,8 +115,7 @@ def _process(judge: Path) -> dict[str, Any]:
     }
     return {
         "scorer": [{"function": f"{outcome.__module__}:{outcome.__name__}"}, steps],
-        # A step has 6 tokens; what it was worth is told mostly to these.
-        "scoring": {"workers": 1, "advantages": {"type": "returns", "discount": 0.8}},
+        "scoring": {"workers": 1, "advantages": {"type": "returns", "discount": 0.95}},
     }
 
 

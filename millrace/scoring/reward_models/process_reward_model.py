@@ -16,7 +16,7 @@ from millrace.scoring.reward_models.process import ModelProcess, start_message
 from millrace.scoring.reward_models.reward_model import call_rules, check_finite
 from millrace.scoring.reward_models.settings import ModelSettings, check_choice
 from millrace.scoring.reward_models.step_reader import StepReader
-from millrace.scoring.reward_models.steps import Steps, build_steps, reward_positions, step_ends
+from millrace.scoring.reward_models.steps import Steps, build_steps, step_ends
 from millrace.scoring.scorer_kind import CallRules, ScorerTools
 
 Head = Literal["token", "sequence"]
@@ -193,5 +193,5 @@ class ProcessRewardScorer:
 def _rewards(rollout: Rollout, ends: list[int], of_steps: np.ndarray) -> np.ndarray:
     """[L] float32: of each step at its last token."""
     rewards = np.zeros(len(rollout.tokens), np.float32)
-    rewards[reward_positions(rollout.mask, ends)] = of_steps
+    rewards[ends] = of_steps
     return rewards
