@@ -125,8 +125,9 @@ class ReadingAhead:
                 one.num_known = len(ends)
             one.reading = None
         except MillraceError:
-            one.is_lost = True  # who wants its values asks again, and is told why
+            pass  # who wants its values asks again, and is told why
         finally:
+            one.is_lost = one.reading is not None
             for answer in one.answers:
                 answer.cancel()  # does nothing to those that have their value
 
