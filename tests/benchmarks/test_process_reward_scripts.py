@@ -41,13 +41,13 @@ def test_the_judge_is_an_ordinary_token_classifier(tmp_path):
 
 def test_the_table_says_how_many_times_fewer_samples_were_needed():
     rows = [
-        {"rewards": "outcome", "seed": 0, "samples": 640},
-        {"rewards": "process", "seed": 0, "samples": 320},
-        {"rewards": "outcome", "seed": 1, "samples": None},
-        {"rewards": "process", "seed": 1, "samples": 320},
+        {"rewards": "outcome", "seed": 0, "samples": 640, "curve": {"0": 0.1, "20": 0.9}},
+        {"rewards": "process", "seed": 0, "samples": 320, "curve": {"0": 0.1, "20": 0.9}},
+        {"rewards": "outcome", "seed": 1, "samples": None, "curve": {"0": 0.1, "20": 0.2}},
+        {"rewards": "process", "seed": 1, "samples": 320, "curve": {"0": 0.1, "20": 0.9}},
     ]
     lines = process_rewards.table(rows).splitlines()
-    assert lines[2:] == ["| 0 | 640 | 320 | 2.0 |", "| 1 | not reached | 320 |  |"]
+    assert lines[2:] == ["| 0 | 640 | 320 | 2.0 |", "| 1 | over 1280 | 320 | over 4.0 |"]
 
 
 @pytest.mark.slow
