@@ -35,11 +35,11 @@ class Process:
 
 
 class Rig:
-    def __init__(self, *, n: int = 1) -> None:
+    def __init__(self, *, n: int = 1, min_tokens: int = 1) -> None:
         self.process = Process()
         tokenizer = CharacterTokenizer()
         reader = StepReader(self.process, tokenizer=tokenizer, takes_ids=True, timeout_s=1.0)
-        self.ahead = ReadingAhead(reader, steps=STEPS, tokenizer=tokenizer)
+        self.ahead = ReadingAhead(reader, steps=STEPS, tokenizer=tokenizer, min_tokens=min_tokens)
         request = Request(id="r", prompt=ids("p="), sampling=Sampling(), n=n)
         self._hear = self.ahead.listen(request, prompt="p=")
 
@@ -82,6 +82,16 @@ async def test_steps_that_finish_while_a_call_is_under_way_share_the_next():
     rig.process.let.set()
     assert await rig.values("p=a;b;c;", [3, 5, 7]) == [3.0, 5.0, 7.0]
     assert rig.process.asked == [("p=a;", 0, True), ("p=a;b;c;", 1, True)]
+
+
+async def test_short_steps_wait_until_enough_tokens_have_come_or_the_sequence_ends():
+    rig = Rig(min_tokens=4)
+    await rig.hear("a;")
+    assert await rig.values("p=a;", [3]) == []  # not begun, so nobody waits for it
+    await rig.hear("b;c;")
+    await rig.hear("d", finish="stop")
+    assert rig.process.asked == [("p=a;b;c;", 0, True), ("p=a;b;c;d", 3, False)]
+    assert await rig.values("p=a;b;c;d", [3, 5, 7, 8]) == [3.0, 5.0, 7.0, 8.0]
 
 
 async def test_only_what_begins_alike_is_found():
