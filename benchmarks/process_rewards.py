@@ -88,7 +88,7 @@ def settings(policy: Path, run_dir: Path, *, seed: int, sizes: dict[str, int]) -
         "trainer": {
             "steps": sizes["steps"],
             "groups_per_step": EPISODES_PER_STEP // 8,
-            "learning_rate": 5e-4,
+            "learning_rate": 2e-4,
             "threads": 1,
         },
         "engine": {"threads": 1, "max_sequences": 128},
@@ -115,8 +115,7 @@ def _process(judge: Path) -> dict[str, Any]:
     }
     return {
         "scorer": [{"function": f"{outcome.__module__}:{outcome.__name__}"}, steps],
-        # A step has 6 tokens; what it was worth is told mostly to these.
-        "scoring": {"workers": 1, "advantages": {"type": "returns", "discount": 0.8}},
+        "scoring": {"workers": 1, "advantages": {"type": "returns", "discount": 0.95}},
     }
 
 
@@ -124,14 +123,27 @@ REWARDS = {"outcome": _outcome_alone, "process": _process}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
+    """Samples to the target; of a run that did not get there, that it took more than all it had."""
     lines = [f"| seed | {' | '.join(REWARDS)} | ratio |", "|---" * (len(REWARDS) + 2) + "|"]
     for seed in sorted({row["seed"] for row in rows}):
-        found = {row["rewards"]: row["samples"] for row in rows if row["seed"] == seed}
-        cells = [str(found.get(name) or "not reached") for name in REWARDS]
-        both = found.get("outcome") and found.get("process")
-        ratio = f"{found['outcome'] / found['process']:.1f}" if both else ""
+        found = {row["rewards"]: row for row in rows if row["seed"] == seed}
+        cells = [_cell(found[name]) if name in found else "" for name in REWARDS]
+        ratio = ""
+        if len(found) == len(REWARDS) and found["process"]["samples"]:
+            times = (found["outcome"]["samples"] or _spent(found["outcome"])) / (
+                found["process"]["samples"]
+            )
+            ratio = f"{'' if found['outcome']['samples'] else 'over '}{times:.1f}"
         lines.append(f"| {seed} | {' | '.join(cells)} | {ratio} |")
     return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    return str(row["samples"] or f"over {_spent(row)}")
+
+
+def _spent(row: dict[str, Any]) -> int:
+    return max(int(step) for step in row["curve"]) * EPISODES_PER_STEP
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ class NoScoring:
 
 
 class CharacterTokenizer:
-    """The part of a Hugging Face tokenizer that a Renderer uses; one token per character."""
+    """The part of a Hugging Face tokenizer that the controller uses; one token per character."""
 
     chat_template = None
     all_special_ids = ()
@@ -186,5 +186,5 @@ class CharacterTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]
 
-    def decode(self, ids: list[int], **_settings: bool) -> str:
-        return "".join(chr(i) for i in ids)
+    def decode(self, tokens: Sequence[int], **settings: bool) -> str:
+        return "".join(map(chr, tokens))

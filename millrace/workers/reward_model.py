@@ -190,6 +190,8 @@ class RewardModelWorker:
                 yield Passage(tokens=tokens, ends=[end])
             return
         known = ends[reading.num_known - 1] + 1 if reading.num_known else 0
+        if wanted[0] < known:  # a step without any text: its value is that of the step before
+            known = 0
         states = self._shelf.take(tokens[:known]) if known else None
         yield Passage(tokens=tokens, ends=wanted, states=states, keeps=reading.goes_on)
 

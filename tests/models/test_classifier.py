@@ -92,6 +92,27 @@ def test_a_growing_sequence_is_read_on_beside_others_of_other_lengths(tmp_path, 
         np.testing.assert_allclose(found[row], expected, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_values_are_those_of_the_cpu(tmp_path, dtype):
+    path = make_tiny_classifier(tmp_path, head="token", num_labels=2)
+    classifier = load_classifier(
+        str(path), head="token", label=1, dtype=dtype, device=torch.device("cuda")
+    )
+    assert classifier.reads_on
+    (early, states), *_ = classifier.read(
+        [Passage(tokens=tokens[:4], ends=[3], keeps=True) for tokens in SEQUENCES]
+    )
+    (late, _), *_ = classifier.read(
+        [Passage(tokens=SEQUENCES[0], ends=[5, 8], states=states)]
+        + [Passage(tokens=tokens, ends=[3]) for tokens in SEQUENCES[1:]]
+    )
+    expected = plain_values(path, "token", SEQUENCES[0], [3, 5, 8], 1)
+    np.testing.assert_allclose(
+        early + late, expected, atol=1e-4 if dtype == torch.float32 else 0.02
+    )
+
+
 def test_a_language_model_is_no_reward_model(tmp_path):
     path = make_tiny_model(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"lacks 'score.weight', which a sequence classifier"):

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from fakes import CharacterTokenizer, ScriptedEngine
+from fakes import CharacterTokenizer, Listener, ScriptedEngine, make_completion
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Sampling, Task
@@ -106,3 +106,20 @@ async def test_a_group_whose_request_expired_ends_and_knows_its_tokens():
             Task(prompt="x"), attempt=attempt, group_size=2
         )
     assert (attempt.finished, attempt.cut, attempt.stamps.counts) == ([3], [2], {0: 5})
+
+
+async def test_who_wants_to_hears_what_a_group_samples_and_an_evaluation_is_not_overheard():
+    engine, listener = ScriptedEngine("12", "3"), Listener()
+    player = make_player(engine)
+    asked = []
+
+    def listen(request):
+        asked.append(request)
+        return listener if len(asked) == 1 else None
+
+    for number in (5, 6):
+        attempt = Attempt(number)
+        await player.try_group(Task(prompt="x"), attempt=attempt, group_size=2, listen=listen)
+    await player.play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
+    assert asked == engine.requests[:2]
+    listener.assert_heard([make_completion("12"), make_completion("3")])

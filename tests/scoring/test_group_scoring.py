@@ -4,10 +4,13 @@ import asyncio
 import gc
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from fakes import Listener, make_completion, make_piece
 from scripted_scorer import ScriptedScorer, group, settle
 
 from millrace.core.errors import ScoreError
+from millrace.core.records import Request, Sampling
 from millrace.scoring.scorer_kind import CallRules
 from millrace.scoring.tier.desk import Desk, Ticket
 from millrace.scoring.tier.gates import parse_gate
@@ -141,3 +144,26 @@ async def test_a_group_that_is_given_up_withdraws_its_episodes_and_leaves_no_err
     assert slow.num_cancelled == 1
     assert stations[1].desk.load().in_flight == 0
     assert caplog.records == []
+
+
+class EarlyScorer(ScriptedScorer):
+    """Also hears what is sampled, for requests with one completion."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.heard = Listener()
+
+    def listen(self, request, *, task):
+        return self.heard if request.n == 1 else None
+
+
+async def test_scorers_that_begin_early_hear_what_is_sampled_unless_a_gate_is_before_them():
+    early, gated = EarlyScorer("early"), EarlyScorer("gated")
+    request = Request(id="r", prompt=np.zeros(1, np.int32), sampling=Sampling())
+    piece = make_piece(make_completion("12"))
+    with scoring(station(early), station(gated, when="early >= 1"), station(ScriptedScorer())) as s:
+        tell = s.listen(request)
+        assert tell is not None
+        tell(piece)
+        assert s.listen(replace(request, n=2)) is None
+    assert (early.heard.pieces, gated.heard.pieces) == ([piece], [])

@@ -52,6 +52,9 @@ async def test_calls_overlap_and_what_a_kill_takes_with_it_is_read_again(hub, mo
         growing = await process.read([reading(30, 4, goes_on=True)], timeout_s=60)
         rest = await process.read([reading(30, 4, 29, num_known=1)], timeout_s=60)
         np.testing.assert_allclose(growing[0] + rest[0], alone[0], atol=1e-5)
+        await process.read([reading(30, 4, goes_on=True)], timeout_s=60)
+        empty = await process.read([reading(30, 4, 4, 29, num_known=1)], timeout_s=60)
+        np.testing.assert_allclose(empty, alone, atol=1e-5)
         outcomes = await asyncio.gather(
             *(process.read([reading(30, 4, 29), reading(5, 4)], timeout_s=60) for _ in range(20)),
             process.read([reading(200, 199)], timeout_s=60),

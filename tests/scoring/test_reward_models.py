@@ -79,7 +79,7 @@ async def test_step_values_become_rewards_at_the_last_token_of_each_step(tokeniz
     assert verdict.score is None
     (notes,) = verdict.notes
     #       1  +  2  =  3  =     4  =  eos  a  b  5  eos
-    given = [0, 0, 0, 0, 0, 0.25, 0, 0, 1.0, 0, 0, 0, 0.5]
+    given = [0, 0, 0, 0, 0, 0.25, 0, 1.0, 0, 0, 0, 0, 0.5]
     np.testing.assert_array_equal(notes.rewards, np.array(given, np.float32))
     (reading,) = process.readings
     assert reading.ends == [5, 7, 12]

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Rollout, Sampling
-from millrace.scoring.reward_models.steps import build_steps, reward_positions, step_ends
+from millrace.scoring.reward_models.steps import build_steps, step_ends
 
 
 def byte_pairs() -> PreTrainedTokenizerFast:
@@ -126,16 +126,11 @@ def rollout_of(*runs: tuple[str, bool]) -> Rollout:
     )
 
 
-def test_turns_are_cut_by_themselves_and_rewards_come_with_sampled_tokens():
+def test_turns_are_cut_by_themselves():
     rollout = rollout_of(("q", False), ("a\n", True), ("\nb", False), ("c<eos>", True))
     assert step_ends(rollout, steps=BY_BLANK_LINE, tokenizer=TOKENIZER) == step_ends(
         rollout, steps=build_steps({"by": "turn"}, section="scorer"), tokenizer=TOKENIZER
     )
-
-
-def test_the_reward_of_a_turns_last_step_comes_with_the_turns_last_token():
-    mask = np.array([0, 1, 1, 1, 0, 1, 1], bool)
-    assert reward_positions(mask, [1, 2, 5]) == [1, 3, 6]
 
 
 @pytest.mark.parametrize(

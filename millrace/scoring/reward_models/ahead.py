@@ -4,8 +4,9 @@ What a step is worth depends on the tokens up to its end and on nothing else, so
 are remembered by: whoever asks for a sequence later finds what was begun, or asks anew.
 
 Runs on the controller's event loop. Of each sequence one call is under way; steps that finish
-meanwhile go together in the next. Bounds: MAX_REMEMBERED values, the oldest are forgotten; a
-request that is given up leaves at most the call that it has under way.
+meanwhile go together in the next. Steps wait until some tokens have come together, because many
+small passes cost more than few; once they are sent, they are answered. Bounds: MAX_REMEMBERED
+values, the oldest are forgotten; a request that is given up leaves at most one call under way.
 """
 
 import asyncio
@@ -34,7 +35,8 @@ class _Growing:
     num_prompt: int
     cutter: Cutter
     tokens: list[int]  # with the prompt's
-    ends: list[int] = field(default_factory=list[int])
+    held: list[int] = field(default_factory=list[int])  # ends of steps that wait for more of them
+    ends: list[int] = field(default_factory=list[int])  # of those that are read, or will be at once
     answers: list[asyncio.Future[float]] = field(default_factory=list[asyncio.Future[float]])
     num_known: int = 0  # steps that were read
     is_over: bool = False
@@ -43,8 +45,11 @@ class _Growing:
 
 
 class ReadingAhead:
-    def __init__(self, reader: StepReader, *, steps: Steps, tokenizer: Any) -> None:
-        self.num_begun = 0  # steps that were read while their sequence grew, or will be
+    def __init__(
+        self, reader: StepReader, *, steps: Steps, tokenizer: Any, min_tokens: int = 1
+    ) -> None:
+        """`min_tokens`: of a call, unless the sequence has ended."""
+        self._min_tokens = min_tokens
         self._reader = reader
         self._steps = steps
         self._tokenizer = tokenizer
@@ -91,8 +96,13 @@ class ReadingAhead:
         one.is_over = piece.finish is not None
         if piece.finish in ("stop", "length"):
             ends += one.cutter.finish()
-        for end in ends:
-            self._begin(one, one.num_prompt + end)
+        one.held += [one.num_prompt + end for end in ends]
+        last = one.ends[-1] if one.ends else one.num_prompt - 1
+        if not one.held or not (one.is_over or one.held[-1] - last >= self._min_tokens):
+            return
+        for end in one.held:
+            self._begin(one, end)
+        one.held.clear()
         if one.reading is None and len(one.ends) > one.num_known:
             one.reading = asyncio.create_task(self._read(one))
             self._tasks.add(one.reading)
@@ -103,7 +113,6 @@ class ReadingAhead:
         one.ends.append(end)
         one.answers.append(answer)
         self._remembered[_key(np.array(one.tokens[: end + 1], np.int32))] = answer
-        self.num_begun += 1
         if len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)
 
@@ -125,8 +134,9 @@ class ReadingAhead:
                 one.num_known = len(ends)
             one.reading = None
         except MillraceError:
-            one.is_lost = True  # who wants its values asks again, and is told why
+            pass  # who wants its values asks again, and is told why
         finally:
+            one.is_lost = one.reading is not None
             for answer in one.answers:
                 answer.cancel()  # does nothing to those that have their value
 

@@ -14,9 +14,9 @@ from millrace.core.records import Episode, Group, Notes, Request, Rollout, Task,
 from millrace.scoring.reward_models.ahead import ReadingAhead
 from millrace.scoring.reward_models.process import ModelProcess, start_message
 from millrace.scoring.reward_models.reward_model import call_rules, check_finite
-from millrace.scoring.reward_models.settings import ModelSettings, check_choice
+from millrace.scoring.reward_models.settings import ModelSettings, check_choice, check_counts
 from millrace.scoring.reward_models.step_reader import StepReader
-from millrace.scoring.reward_models.steps import Steps, build_steps, reward_positions, step_ends
+from millrace.scoring.reward_models.steps import Steps, build_steps, step_ends
 from millrace.scoring.scorer_kind import CallRules, ScorerTools
 
 Head = Literal["token", "sequence"]
@@ -46,11 +46,14 @@ class ProcessRewardModel(ModelSettings):
     """Put behind each step for the model, which is read there, as some were trained."""
     pipelined: bool = True
     """Read steps as soon as they are finished, while the rest is still being generated."""
+    ahead_tokens: int = 32
+    """That are read together at least, until a sequence has ended."""
     kept_tokens: int = 65_536
     """Whose keys and values a causal model keeps in memory until the next step is there."""
 
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
+        check_counts(self, "ahead_tokens", "kept_tokens")
         check_choice("head", self.head, get_args(Head))
         check_choice("reduce", self.reduce, get_args(Reduce))
         check_choice("score", self.score, (*get_args(Aggregate), None))
@@ -90,7 +93,12 @@ class ProcessRewardModel(ModelSettings):
             takes_ids=settings.template == "ids",
             timeout_s=rules.timeout_s,
         )
-        ahead = ReadingAhead(reader, steps=self._steps(), tokenizer=tools.tokenizer)
+        ahead = ReadingAhead(
+            reader,
+            steps=self._steps(),
+            tokenizer=tools.tokenizer,
+            min_tokens=self.ahead_tokens,
+        )
         return ProcessRewardScorer(
             name,
             weight=weight,
@@ -193,5 +201,5 @@ class ProcessRewardScorer:
 def _rewards(rollout: Rollout, ends: list[int], of_steps: np.ndarray) -> np.ndarray:
     """[L] float32: of each step at its last token."""
     rewards = np.zeros(len(rollout.tokens), np.float32)
-    rewards[reward_positions(rollout.mask, ends)] = of_steps
+    rewards[ends] = of_steps
     return rewards

@@ -38,10 +38,7 @@ class ModelSettings:
     def __post_init__(self) -> None:
         check_choice("template", self.template, get_args(Template))
         check_choice("dtype", self.dtype, get_args(Dtype))
-        for name in ("threads", "batch_tokens", "max_length"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value > 0):
-                raise ValueError(f"{name} = {value!r} must be a whole number above 0")
+        check_counts(self, "threads", "batch_tokens", "max_length")
 
     def checked(self, *, scorer: str) -> Self:
         """With the longest sequence that the model can take; raises ConfigError for what its files
@@ -93,6 +90,13 @@ class ModelSettings:
 
     def _tokenizer(self) -> Any:
         return load_tokenizer(self.model, trust_remote_code=self.trust_remote_code)
+
+
+def check_counts(settings: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not (isinstance(value, int) and value > 0):
+            raise ValueError(f"{name} = {value!r} must be a whole number above 0")
 
 
 def check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:

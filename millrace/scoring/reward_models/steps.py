@@ -111,17 +111,6 @@ def step_ends(rollout: Rollout, *, steps: Steps, tokenizer: Any) -> list[int]:
     return ends
 
 
-def reward_positions(mask: np.ndarray, ends: Sequence[int]) -> list[int]:
-    """Where the reward of each step is due: at its end, and of a turn's last step with the turn's
-    last token, so that what follows the step's text (an eos token) is part of it."""
-    last_of_turn = {}
-    for begin, stop in turns_of(mask):
-        within = [end for end in ends if begin <= end < stop]
-        if within:
-            last_of_turn[within[-1]] = stop - 1
-    return [last_of_turn.get(end, end) for end in ends]
-
-
 def turns_of(mask: np.ndarray) -> Iterator[tuple[int, int]]:
     """[begin, stop) of each run of sampled tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))

@@ -50,13 +50,13 @@ class Texts:
 
     def _conversation(self, prompt: Prompt, completion: str) -> list[int]:
         if not self._is_chat(prompt):
-            return self._tokenizer.encode(_as_text(prompt) + completion)
+            return self._encode(_as_text(prompt) + completion, add_special_tokens=True)
         messages = [*_as_messages(prompt), {"role": "assistant", "content": completion}]
         return self._templated(messages, add_generation_prompt=False)
 
     def _prompt(self, prompt: Prompt) -> list[int]:
         if not self._is_chat(prompt):
-            return self._tokenizer.encode(_as_text(prompt))
+            return self._encode(_as_text(prompt), add_special_tokens=True)
         return self._templated(_as_messages(prompt), add_generation_prompt=True)
 
     def _is_chat(self, prompt: Prompt) -> bool:
@@ -79,8 +79,14 @@ class Texts:
                 f" {type(error).__name__}: {error}; check its roles, or set template to 'text'."
             ) from error
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:
+            # Tokenizers without an unknown token raise a bare Exception at what they do not know.
+            raise ScoreError(
+                f"The reward model's tokenizer refused {text[:80]!r}: {error}."
+            ) from error
 
 
 def _as_text(prompt: Prompt) -> str:

@@ -1,0 +1,126 @@
+"""Throughput with a process reward model as costly as generation: steps read while the rest is
+generated, against episodes read when they are complete.
+
+    python benchmarks/pipelined_scoring.py
+
+Both runs are strictly on-policy (buffer.max_staleness = 0), so that a step of training waits for
+generation and scoring of its whole batch, and differ in `pipelined` alone. Policy and judge have
+random weights: nothing is learned, all completions have the same length, and a step ends about
+every 13 tokens. Engine, judge and trainer have a thread each; two idle cores are needed.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from chains import PIECES, STEP, small_config
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3ForTokenClassification
+
+import millrace as mr
+from millrace.demo.model import build_tokenizer
+from millrace.watch.metrics import read_metrics
+
+WARM_STEPS = 2  # left out of the rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=192, help="of each completion")
+    parser.add_argument("--groups", type=int, default=4, help="of 8 episodes, per step")
+    parser.add_argument("--judge-layers", type=int, default=4)
+    parser.add_argument("--judge-size", type=int, default=192)
+    parser.add_argument("--repeats", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_models(folder, judge_size=args.judge_size, judge_layers=args.judge_layers)
+        for repeat in range(args.repeats):
+            rows = {
+                pipelined: measure(folder, pipelined=pipelined, repeat=repeat, args=args)
+                for pipelined in (False, True)
+            }
+            for row in rows.values():
+                print(json.dumps(row), flush=True)
+            ratio = rows[True]["episodes_per_s"] / rows[False]["episodes_per_s"]
+            print(f"pipelined: {ratio:.2f} times the throughput", flush=True)
+
+
+def make_models(folder: Path, *, judge_size: int, judge_layers: int) -> None:
+    tokenizer = without_end(build_tokenizer(PIECES))
+    torch.manual_seed(0)
+    config = small_config(len(tokenizer))
+    config.eos_token_id = None
+    policy = Qwen3ForCausalLM(config)
+    policy.generation_config.eos_token_id = None
+    config = small_config(len(tokenizer), hidden_size=judge_size, num_layers=judge_layers)
+    config.num_labels = 1
+    judge = Qwen3ForTokenClassification(config)
+    for name, model in (("policy", policy), ("judge", judge)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def without_end(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """So that every completion has max_new_tokens."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, pad_token=tokenizer.pad_token
+    )
+
+
+def measure(
+    folder: Path, *, pipelined: bool, repeat: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    run_dir = folder / f"run-{pipelined}-{repeat}"
+    rng = random.Random(0)
+    scorer = {
+        "type": "process_reward_model",
+        "model": str(folder / "judge"),
+        "steps": {"by": "delimiter", "delimiter": STEP},
+        "device": "cpu",
+        "pipelined": pipelined,
+    }
+    mr.train(
+        {
+            "model": str(folder / "policy"),
+            "run_dir": str(run_dir),
+            "scorer": [scorer],
+            "sampling": {"max_new_tokens": args.tokens},
+            "rollout": {"group_size": 8},
+            "buffer": {"max_staleness": 0, "capacity": args.groups},
+            "trainer": {
+                "steps": args.steps + WARM_STEPS,
+                "groups_per_step": args.groups,
+                "learning_rate": 1e-6,
+                "threads": 1,
+            },
+            "engine": {"threads": 1, "max_sequences": 8 * args.groups},
+            "scoring": {"workers": 1, "advantages": {"type": "returns"}},
+            "checkpoint": {"every_steps": 0},
+            "watch": {"progress": "off"},
+        },
+        tasks=[{"prompt": "".join(rng.choices("01234", k=5)) + "="} for _ in range(256)],
+    )
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    seconds = rows[-1]["time_s"] - rows[WARM_STEPS - 1]["time_s"]
+    timed = rows[WARM_STEPS:]
+    return {
+        "pipelined": pipelined,
+        "episodes_per_s": round(8 * args.groups * args.steps / seconds, 2),
+        "seconds_per_step": round(seconds / args.steps, 3),
+        "engine_busy": round(sum(row["engine_busy"] for row in timed) / len(timed), 3),
+        "trainer_busy": round(sum(row["trainer_busy"] for row in timed) / len(timed), 3),
+        "judge_idle": [
+            round(row["wait_reasons"].get("process_reward_model-0", {}).get("no work", 0.0), 2)
+            for row in timed
+        ],
+    }
+
+
+if __name__ == "__main__":
+    main()

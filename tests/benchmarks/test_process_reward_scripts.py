@@ -1,0 +1,67 @@
+"""benchmarks/process_rewards.py and pipelined_scoring.py, in sizes that take little time."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForTokenClassification
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import chains  # noqa: E402
+import pipelined_scoring  # noqa: E402
+import process_rewards  # noqa: E402
+
+
+def test_a_step_is_right_if_it_goes_on_from_the_last_with_the_next_digit_and_adds_correctly():
+    assert chains.labels_of("3414", "3+4=2;2+1=3;3+4=2;") == [1, 1, 1]
+    assert chains.labels_of("3414", "3+4=4;4+1=0;3+4=2;3+4=2;2") == [0, 1, 0, 0]
+    assert chains.labels_of("34", ";") == [0]
+    assert chains.outcome(["3+4=2;", "3+4=2", "2;", ""], ["2"] * 4) == [1.0, 0.0, 1.0, 0.0]
+    right = chains.written("3414", lambda a, b, _: (a + b) % chains.BASE, random.Random(0))
+    assert (right, chains.right_answer("3414")) == ("3+4=2;2+1=3;3+4=2;", "2")
+
+
+def test_no_number_is_both_trained_on_and_held_out():
+    train, held_out = (
+        {task["prompt"] for task in chains.make_tasks(200, seed=0, num_steps=3, held_out=side)}
+        for side in (False, True)
+    )
+    assert not train & held_out
+
+
+def test_the_judge_is_an_ordinary_token_classifier(tmp_path):
+    rightly = chains.make_judge(tmp_path, seed=0, num_steps=2, num_examples=128)
+    assert 0 <= rightly <= 1
+    assert AutoModelForTokenClassification.from_pretrained(tmp_path).config.num_labels == 2
+
+
+def test_the_table_says_how_many_times_fewer_samples_were_needed():
+    rows = [
+        {"rewards": "outcome", "seed": 0, "samples": 640, "curve": {"0": 0.1, "20": 0.9}},
+        {"rewards": "process", "seed": 0, "samples": 320, "curve": {"0": 0.1, "20": 0.9}},
+        {"rewards": "outcome", "seed": 1, "samples": None, "curve": {"0": 0.1, "20": 0.2}},
+        {"rewards": "process", "seed": 1, "samples": 320, "curve": {"0": 0.1, "20": 0.9}},
+    ]
+    lines = process_rewards.table(rows).splitlines()
+    assert lines[2:] == ["| 0 | 640 | 320 | 2.0 |", "| 1 | over 1280 | 320 | over 4.0 |"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rewards", process_rewards.REWARDS)
+def test_a_few_steps_of_each_run(tmp_path, rewards):
+    row = process_rewards.measure(tmp_path, rewards, seed=0, sizes=process_rewards.QUICK)
+    assert set(row["curve"]) == {0, 2}
+
+
+@pytest.mark.slow
+def test_pipelined_or_not_the_script_measures_both(monkeypatch, capsys):
+    arguments = ["--steps", "1", "--tokens", "20", "--groups", "1", "--judge-layers", "1"]
+    monkeypatch.setattr(sys, "argv", ["pipelined_scoring.py", *arguments])
+    pipelined_scoring.main()
+    after, pipelined, last = capsys.readouterr().out.splitlines()
+    assert [json.loads(row)["pipelined"] for row in (after, pipelined)] == [False, True]
+    assert last.endswith("times the throughput")

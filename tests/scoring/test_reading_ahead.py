@@ -1,0 +1,129 @@
+"""Steps are read while their sequence grows, and never differently for it."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from fakes import CharacterTokenizer
+
+from millrace.core.errors import ScoreError
+from millrace.core.records import Piece, Request, Sampling
+from millrace.scoring.reward_models.ahead import ReadingAhead
+from millrace.scoring.reward_models.step_reader import StepReader
+from millrace.scoring.reward_models.steps import build_steps
+
+STEPS = build_steps({"by": "delimiter", "delimiter": ";"}, section="scorer.steps")
+
+
+class Process:
+    """Values a step by the number of tokens up to its end; waits for `let`."""
+
+    def __init__(self) -> None:
+        self.let = asyncio.Event()
+        self.let.set()
+        self.asked: list[tuple[str, int, bool]] = []  # text, steps known, whether it goes on
+        self.failure: Exception | None = None
+
+    async def read(self, readings, *, timeout_s):
+        (reading,) = readings
+        text = "".join(map(chr, reading.tokens))
+        self.asked.append((text, reading.num_known, reading.goes_on))
+        await self.let.wait()
+        if self.failure is not None:
+            raise self.failure
+        return [[float(end) for end in reading.ends[reading.num_known :]]]
+
+
+class Rig:
+    def __init__(self, *, n: int = 1, min_tokens: int = 1) -> None:
+        self.process = Process()
+        tokenizer = CharacterTokenizer()
+        reader = StepReader(self.process, tokenizer=tokenizer, takes_ids=True, timeout_s=1.0)
+        self.ahead = ReadingAhead(reader, steps=STEPS, tokenizer=tokenizer, min_tokens=min_tokens)
+        request = Request(id="r", prompt=ids("p="), sampling=Sampling(), n=n)
+        self._hear = self.ahead.listen(request, prompt="p=")
+
+    async def hear(self, text: str, *, member: int = 0, finish=None) -> None:
+        zeros = np.zeros(len(text))
+        piece = Piece(
+            member=member,
+            tokens=ids(text),
+            logprobs=zeros.astype(np.float32),
+            versions=zeros.astype(np.int32),
+            finish=finish,
+        )
+        self._hear(piece)
+        await asyncio.sleep(0.01)
+
+    async def values(self, text: str, ends: list[int]) -> list[float]:
+        return await self.ahead.values(ids(text), ends)
+
+
+def ids(text: str) -> np.ndarray:
+    return np.array([ord(c) for c in text], np.int32)
+
+
+async def test_when_a_sequence_ends_only_its_last_step_is_left_to_read():
+    rig = Rig()
+    await rig.hear("ab;c")
+    assert rig.process.asked == [("p=ab;", 0, True)]
+    await rig.hear("d;e")
+    await rig.hear("f", finish="stop")
+    assert rig.process.asked[1:] == [("p=ab;cd;", 1, True), ("p=ab;cd;ef", 2, False)]
+    assert await rig.values("p=ab;cd;ef", [4, 7, 9]) == [4.0, 7.0, 9.0]
+
+
+async def test_steps_that_finish_while_a_call_is_under_way_share_the_next():
+    rig = Rig()
+    rig.process.let.clear()
+    await rig.hear("a;")
+    await rig.hear("b;c;")
+    assert len(rig.process.asked) == 1
+    rig.process.let.set()
+    assert await rig.values("p=a;b;c;", [3, 5, 7]) == [3.0, 5.0, 7.0]
+    assert rig.process.asked == [("p=a;", 0, True), ("p=a;b;c;", 1, True)]
+
+
+async def test_short_steps_wait_until_enough_tokens_have_come_or_the_sequence_ends():
+    rig = Rig(min_tokens=4)
+    await rig.hear("a;")
+    assert await rig.values("p=a;", [3]) == []  # not begun, so nobody waits for it
+    await rig.hear("b;c;")
+    await rig.hear("d", finish="stop")
+    assert rig.process.asked == [("p=a;b;c;", 0, True), ("p=a;b;c;d", 3, False)]
+    assert await rig.values("p=a;b;c;d", [3, 5, 7, 8]) == [3.0, 5.0, 7.0, 8.0]
+
+
+async def test_only_what_begins_alike_is_found():
+    rig = Rig(n=2)
+    await rig.hear("a;")
+    await rig.hear("b;", member=1)
+    assert await rig.values("p=b;c", [3, 4]) == [3.0]
+    assert await rig.values("p=c;c", [3, 4]) == []
+    assert len(rig.process.asked) == 2
+
+
+async def test_a_call_that_fails_leaves_its_steps_to_be_asked_for_again():
+    rig = Rig()
+    rig.process.failure = ScoreError("too long")
+    await rig.hear("a;")
+    await rig.hear("b;", finish="stop")
+    assert await rig.values("p=a;b;", [3, 5]) == []
+    assert len(rig.process.asked) == 1
+
+
+async def test_closing_leaves_nobody_waiting():
+    rig = Rig()
+    rig.process.let.clear()
+    await rig.hear("a;")
+    asking = asyncio.create_task(rig.values("p=a;", [3]))
+    await asyncio.sleep(0.01)
+    rig.ahead.close()
+    assert await asyncio.wait_for(asking, 5) == []
+
+
+@pytest.mark.parametrize("finish", ["abort", "expire"])
+async def test_what_was_cut_off_is_not_judged_to_its_end(finish):
+    rig = Rig()
+    await rig.hear("a;b", finish=finish)
+    assert rig.process.asked == [("p=a;", 0, False)]
