@@ -12,9 +12,13 @@ if TYPE_CHECKING:
     from millrace.core.errors import MillraceError
     from millrace.core.records import Task
     from millrace.run import RunResult, train
+    from millrace.serving.blackbox import Blackbox
+    from millrace.serving.gateway import Gateway
 
 __version__ = "0.1.0"
 __all__ = [
+    "Blackbox",
+    "Gateway",
     "MillraceError",
     "RunConfig",
     "RunResult",
@@ -26,6 +30,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Blackbox": "millrace.serving.blackbox",
+    "Gateway": "millrace.serving.gateway",
     "MillraceError": "millrace.core.errors",
     "RunConfig": "millrace.config",
     "RunResult": "millrace.run",

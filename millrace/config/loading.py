@@ -83,7 +83,9 @@ def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
     if not isinstance(value, str):
         return value
     # A model may also be a hub name, which is no path at all; a reference to a file holds ".py:".
-    is_model = key in ("model", "model.path", "critic.path") and (folder / value).exists()
+    # What a command names is a file beside the TOML, or anything else.
+    may_be_path = ("model", "model.path", "critic.path", "environment.command")
+    is_model = key in may_be_path and (folder / value).exists()
     is_path = key in _PATHS or key.startswith("engine.adapters.")
     return str(folder / value) if is_model or is_path or ".py:" in value else value
 
