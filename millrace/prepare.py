@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.config import ReplayConfig, RunConfig, ScorerConfig
+from millrace.config import EnvironmentConfig, ReplayConfig, RunConfig, ScorerConfig
 from millrace.controller import Cursor
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.machine import available_cores
@@ -28,6 +28,7 @@ from millrace.scoring.registry import ScorerSpec, check_specs, spec_of, spec_of_
 from millrace.scoring.scorer_kind import RunFacts
 from millrace.scoring.selection import ROC
 from millrace.scoring.shaping import Shaping, build_shaping
+from millrace.serving.blackbox import PROGRAM_TIMEOUT_S, Blackbox
 from millrace.staging.orders import check_room
 from millrace.teachers import check_evaluation, check_models, check_teaching, with_distillation
 from millrace.training.checkpoints import check_same_critic, latest_checkpoint, read_run_state
@@ -149,15 +150,30 @@ def prepare(
 
 
 def _environment(config: RunConfig, given: Callable[..., Any] | None) -> EnvironmentFunction | None:
-    reference = config.environment.function
+    settings = config.environment
+    if given is None and settings.command:
+        return _program(settings, log=Path(config.run_dir) / "logs" / "programs.log")
+    reference = settings.function
     if given is None and reference is None:
         if config.rollout.redundancy:
             raise ConfigError(
                 f"rollout.redundancy = {config.rollout.redundancy} is for episodes that are played"
-                " one by one, and there is no environment.function; use rollout.oversample."
+                " one by one, and there is no environment.function or command; use"
+                " rollout.oversample."
             )
         return None
     return check_function(given if given is not None else resolve_function(str(reference)))
+
+
+def _program(settings: EnvironmentConfig, *, log: Path) -> Blackbox:
+    return Blackbox(
+        settings.command,
+        score=None if settings.score is None else resolve_function(settings.score),
+        columns=settings.columns,
+        timeout_s=settings.episode_timeout_s or PROGRAM_TIMEOUT_S,
+        max_running=settings.max_programs,
+        log=log,
+    )
 
 
 def _scorers(

@@ -1,8 +1,8 @@
 """[environment]: what is played, and when an episode ends. Torch-free."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from millrace.config.sections import Float, PositiveFloat, PositiveInt, Section
 
@@ -11,10 +11,19 @@ class EnvironmentConfig(Section):
     function: str | None = None
     """ "module:name" or "file.py:name" of a coroutine `play(task, agent)`; by default one prompt
     and one completion. See docs/episodes.md."""
+    command: tuple[str, ...] = ()
+    """Or a program and its arguments, which speaks to the OpenAI API; see docs/serving.md."""
+    score: str | None = None
+    """Of a command: "module:name" or "file.py:name" of a function `score(task, result)` that judges
+    what the program did; by default that is left to the scorers."""
+    columns: tuple[str, ...] = ()
+    """Of a command: columns of the task that the program is told besides the prompt."""
+    max_programs: PositiveInt = 32
+    """Of a command: how many run at once; the others wait."""
     max_turns: PositiveInt = 32
     """Replies of the model in an episode, at most."""
     episode_timeout_s: PositiveFloat | None = None
-    """An episode that takes longer is ended and marked."""
+    """An episode that takes longer is ended and marked; with a command 600 if nothing is said."""
     turn_timeout_s: PositiveFloat | None = None
     """So is one in which a single reply does."""
     ended_reward: Float = 0.0
@@ -31,3 +40,12 @@ class EnvironmentConfig(Section):
     template: dict[str, Any] = Field(default={})
     """What the chat template is told besides messages and tools, such as {enable_thinking =
     false}."""
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> Self:
+        if self.command and self.function is not None:
+            raise ValueError("a command and a function cannot both be the environment; keep one")
+        for key in ("score", "columns"):
+            if getattr(self, key) and not self.command:
+                raise ValueError(f"{key} is for a command, and there is none; leave it out")
+        return self

@@ -83,11 +83,11 @@ def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
     if not isinstance(value, str):
         return value
     # A model may also be a hub name, which is no path at all; a reference to a file holds ".py:".
-    is_model = (
-        key in ("model", "model.path", "critic.path", "scorer.model") and (folder / value).exists()
-    )
+    # What a command names is a file beside the TOML, or anything else.
+    may_be_path = ("model", "model.path", "critic.path", "scorer.model", "environment.command")
+    is_found = key in may_be_path and (folder / value).exists()
     is_path = key in _PATHS or key.startswith("engine.adapters.")
-    return str(folder / value) if is_model or is_path or ".py:" in value else value
+    return str(folder / value) if is_found or is_path or ".py:" in value else value
 
 
 def _merged(table: Mapping[str, Any], keys: list[str], value: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from millrace.core.records import Finish, Message, Request
 from millrace.episodes.tool_calls import Parsed, ToolCall
 from millrace.serving.bodies import ChatBody
 from millrace.serving.messages import read_messages, write_call
-from millrace.serving.served import Served, Usage, usage_of
+from millrace.serving.served import Served, usage_of
 from millrace.serving.text_stream import Decode, TextStream
 
 
@@ -25,8 +25,8 @@ class ChatReply:
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: Sequence[dict[str, Any]], *, usage: Usage) -> dict[str, Any]:
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage.body()}
+    def whole(self, choices: Sequence[dict[str, Any]], *, usage: dict[str, int]) -> dict[str, Any]:
+        return {**self.head("chat.completion"), "choices": choices, "usage": usage}
 
     def choice(
         self,
@@ -62,12 +62,12 @@ class ChatReply:
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return {**self.head("chat.completion.chunk"), "choices": [choice]}
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage.body()}
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+        return {**self.head("chat.completion.chunk"), "choices": [], "usage": usage}
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
@@ -108,7 +108,7 @@ async def answer_chat(served: Served, body: ChatBody) -> dict[str, Any]:
             )
         )
     num_sampled = sum(len(completion.tokens) for completion in completions)
-    return reply.whole(choices, usage=usage_of([request], num_sampled))
+    return reply.whole(choices, usage=usage_of([request], num_sampled).body())
 
 
 async def stream_chat(served: Served, body: ChatBody) -> AsyncGenerator[dict[str, Any]]:
@@ -134,7 +134,7 @@ async def stream_chat(served: Served, body: ChatBody) -> AsyncGenerator[dict[str
                 for chunk in _last_chunks(served, body, reply, index, texts[index], piece.finish):
                     yield chunk
     if body.wants_usage:
-        yield reply.usage_chunk(usage_of([request], num_sampled))
+        yield reply.usage_chunk(usage_of([request], num_sampled).body())
 
 
 def _last_chunks(

@@ -56,7 +56,7 @@ def make_app(
         return web.Response(text=served.metrics.text(), content_type="text/plain")
 
     app = web.Application(
-        middlewares=[_counting(served.metrics), _telling_errors, _guarding(key)],
+        middlewares=[_counting(served.metrics), telling_errors, _guarding(key)],
         client_max_size=limits.body_bytes,
     )
     busy = _Busy(served.metrics, limit=limits.requests)
@@ -148,7 +148,7 @@ def _counting(metrics: ServerMetrics) -> Any:
 
 
 @web.middleware
-async def _telling_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def telling_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except MillraceError as error:

@@ -1,0 +1,266 @@
+"""The OpenAI API for programs that play episodes: each has an address and a key of its own.
+
+    gateway = Gateway()
+
+    async def play(task, agent):
+        async with gateway.open(agent) as door:
+            result = await door.guard(my_program(door.base_url, door.key, task.prompt))
+        return reward_of(result)
+
+Every call through a door is a turn of that door's agent, recorded as its environment's own would
+be. How is sampled is up to the run: what a program says about temperature, top_p or seed is not
+used; max_tokens can only lower the run's.
+
+Promise: a call with a wrong key gets 401, one after the episode's end 410, one that cannot be
+served 400; none of these touches another episode. Listens on this machine only, from the first
+door on until its event loop ends. Belongs to that loop, the one of the environments.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import numpy as np
+from aiohttp import web
+
+from millrace.core.errors import TaskError
+from millrace.episodes.agent import Agent, Reply
+from millrace.episodes.play import EpisodeOver
+from millrace.episodes.tools import Tool
+from millrace.serving.bodies import ChatBody, CompletionBody, OpenAIBody
+from millrace.serving.chat import ChatReply, logprob_rows
+from millrace.serving.errors import ApiError, json_response
+from millrace.serving.messages import read_messages
+from millrace.serving.served import Usage
+from millrace.serving.server import check_key, listening, read_request, telling_errors
+from millrace.serving.sse import send_events
+
+_REMEMBERED = 4096  # doors that are closed, to tell those who come late from strangers
+T = TypeVar("T")
+
+
+class Door:
+    """Where a program reaches the agent of one episode."""
+
+    def __init__(self, agent: Agent, *, root: str, id: str) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self.base_url = f"{root}/episodes/{id}/v1"
+        self.num_calls = 0  # that were answered
+        self.agent = agent
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What tells clients of the OpenAI API where to go."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.key,
+            "OPENAI_MODEL": "policy",
+        }
+
+    async def guard(self, playing: Coroutine[Any, Any, T]) -> T:
+        """Its result; but if the episode cannot go on meanwhile, that error at once."""
+        task = asyncio.create_task(playing)
+        try:
+            await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def fail(self, error: BaseException) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+            self._failed.exception()  # who does not ask is not told that nobody did
+
+
+class Gateway:
+    def __init__(self) -> None:
+        self._doors: dict[str, Door] = {}
+        self._closed: OrderedDict[str, str] = OrderedDict()  # id -> key
+        self._opening: asyncio.Lock | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._root = ""
+
+    @contextlib.asynccontextmanager
+    async def open(self, agent: Agent) -> AsyncIterator[Door]:
+        """A door to this agent, for as long as the context lasts."""
+        await self._start()
+        id = secrets.token_hex(8)
+        door = self._doors[id] = Door(agent, root=self._root, id=id)
+        try:
+            yield door
+        finally:
+            del self._doors[id]
+            self._closed[id] = door.key
+            if len(self._closed) > _REMEMBERED:
+                self._closed.popitem(last=False)
+
+    async def _start(self) -> None:
+        """Listen, if this loop's gateway does not already; one that ended with its loop is
+        forgotten."""
+        loop = asyncio.get_running_loop()
+        if self._listening is not None and self._listening.get_loop() is not loop:
+            self._opening = self._listening = None
+        self._opening = self._opening or asyncio.Lock()
+        async with self._opening:
+            if self._listening is None:
+                ready: asyncio.Future[int] = loop.create_future()
+                self._listening = loop.create_task(self._listen(ready), name="gateway")
+                self._root = f"http://127.0.0.1:{await ready}"
+
+    async def _listen(self, ready: asyncio.Future[int]) -> None:
+        """Ends when it is cancelled, with all of its loop."""
+        app = web.Application(middlewares=[telling_errors], client_max_size=64 * 2**20)
+        app.router.add_get("/episodes/{id}/v1/models", self._models)
+        app.router.add_post("/episodes/{id}/v1/chat/completions", self._chat)
+        app.router.add_post("/episodes/{id}/v1/completions", self._complete)
+        try:
+            async with listening(app, host="127.0.0.1", port=0) as port:
+                ready.set_result(port)
+                await asyncio.Event().wait()
+        except OSError as error:
+            ready.set_exception(error)
+
+    def _door(self, request: web.Request) -> Door:
+        id = request.match_info["id"]
+        door = self._doors.get(id)
+        # A stranger is not told which episodes there are.
+        check_key(request, door.key if door else self._closed.get(id, secrets.token_hex()))
+        if door is None:
+            raise _over("its environment has returned")
+        return door
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._door(request)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "millrace"}
+        return json_response({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        door = self._door(request)
+        body = await read_request(request, ChatBody)
+        messages = read_messages(body.messages, form=door.agent.tool_format)
+        tools = [_tool(schema["function"]) for schema in body.offered_tools]
+        settings = _settings(body, door.agent, most_tokens=body.most_tokens)
+        replies = await _replies(door, body, lambda: door.agent.chat(messages, tools, **settings))
+        head = ChatReply(model=body.model)
+        choices = [_chat_choice(head, i, reply, door, body) for i, reply in enumerate(replies)]
+        whole = head.whole(choices, usage=_usage(replies).body())
+        if body.stream:
+            return await send_events(request, _as_chunks(head, whole, body))
+        return json_response(whole)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        door = self._door(request)
+        body = await read_request(request, CompletionBody)
+        if not isinstance(body.prompt, str) or body.stream or body.logprobs is not None:
+            raise ApiError(
+                "In an episode, /v1/completions takes one prompt that is a text, without stream"
+                " and logprobs; use /v1/chat/completions.",
+                param="prompt",
+            )
+        prompt = body.prompt
+        settings = _settings(body, door.agent, most_tokens=body.max_tokens)
+        replies = await _replies(door, body, lambda: door.agent.complete(prompt, **settings))
+        choices = [
+            {"index": i, "text": reply.text, "logprobs": None, "finish_reason": reply.finish}
+            for i, reply in enumerate(replies)
+        ]
+        head = ChatReply(model=body.model).head("text_completion")
+        return json_response({**head, "choices": choices, "usage": _usage(replies).body()})
+
+
+async def _replies(
+    door: Door, body: OpenAIBody, ask: Callable[[], Awaitable[Reply]]
+) -> list[Reply]:
+    """The agent's, n of them. What is not the program's fault ends its episode."""
+    try:
+        replies = list(await asyncio.gather(*(ask() for _ in range(body.num_choices))))
+    except TaskError as error:
+        raise ApiError(str(error)) from None
+    except EpisodeOver as error:
+        door.fail(error)
+        raise _over(error.ending) from None
+    except Exception as error:
+        door.fail(error)  # the environment raises it, and says what happens then
+        raise ApiError(
+            "The episode cannot go on.", status=503, kind="server_error", code="episode_failed"
+        ) from error
+    door.num_calls += 1
+    return replies
+
+
+def _over(why: str) -> ApiError:
+    return ApiError(
+        f"The episode is over ({why}); nothing more is sampled for it.",
+        status=410,
+        code="episode_over",
+    )
+
+
+def _settings(body: OpenAIBody, agent: Agent, *, most_tokens: int | None) -> dict[str, Any]:
+    """What a program may change about sampling."""
+    ours = agent.sampling
+    most = min(most_tokens or ours.max_new_tokens, ours.max_new_tokens)
+    stop = body.sampling(max_new_tokens=most).stop
+    return {"max_new_tokens": most, "stop": tuple(dict.fromkeys((*ours.stop, *stop)))}
+
+
+def _chat_choice(
+    head: ChatReply, index: int, reply: Reply, door: Door, body: ChatBody
+) -> dict[str, Any]:
+    done = reply.exchange.completion
+    logprobs = None
+    if body.logprobs:
+        logprobs = logprob_rows(
+            done.tokens, done.logprobs, decode=lambda ids: door.agent.decode(np.array(ids))
+        )
+    return head.choice(
+        index,
+        content=reply.message["content"],
+        calls=reply.tool_calls,
+        finish=reply.finish,
+        logprobs=logprobs,
+    )
+
+
+def _tool(function: dict[str, Any]) -> Tool:
+    """A tool that the program runs itself."""
+
+    def never(*_arguments: Any, **_named: Any) -> Any:
+        raise AssertionError("a tool of a program runs in the program")
+
+    return Tool(
+        name=function["name"],
+        description=function.get("description", ""),
+        parameters=function.get("parameters", {"type": "object", "properties": {}}),
+        call=never,
+        check=never,
+    )
+
+
+async def _as_chunks(
+    head: ChatReply, whole: dict[str, Any], body: ChatBody
+) -> AsyncGenerator[dict[str, Any]]:
+    """A reply that is there already, as if it were written now."""
+    for choice in whole["choices"]:
+        index, message = choice["index"], choice["message"]
+        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
+        delta = {"role": "assistant", "content": message["content"] or ""}
+        yield head.chunk(index, delta=delta, logprobs=choice["logprobs"])
+        if calls:
+            yield head.chunk(index, delta={"tool_calls": calls})
+        yield head.chunk(index, delta={}, finish_reason=choice["finish_reason"])
+    if body.wants_usage:
+        yield head.usage_chunk(whole["usage"])
+
+
+def _usage(replies: list[Reply]) -> Usage:
+    sampled = [len(reply.exchange.completion.tokens) for reply in replies]
+    prompt = replies[0].exchange.end - sampled[0]
+    return Usage(prompt_tokens=prompt, completion_tokens=sum(sampled))
