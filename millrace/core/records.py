@@ -106,6 +106,7 @@ class Request:
     # kv = "keep" go on from it even if weights have changed since.
     session: str | None = None
     expires: bool = False  # its tokens are for training: worthless once they are too old
+    piece_tokens: int = 1  # if it streams: of a Piece at least, unless the completion ends
     # None = the policy; else one of engine.adapters, or "base" = without the adapter in training.
     adapter: str | None = None
 

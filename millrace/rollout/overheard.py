@@ -1,10 +1,12 @@
 """An engine whose tokens someone else hears, too, as they are sampled."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from millrace.core.protocols import Generator, OnTokens
 from millrace.core.records import Completion, Piece, Request
 
+PIECE_TOKENS = 16  # telling every single one would cost a small model as much as sampling it
 Listen = Callable[[Request], OnTokens | None]  # who hears what a request samples, if anybody
 
 
@@ -17,8 +19,11 @@ class Overheard:
         self, request: Request, on_tokens: OnTokens | None = None
     ) -> list[Completion]:
         listener = self._listen(request)
-        if listener is None or on_tokens is None:
-            return await self._engine.generate(request, on_tokens or listener)
+        if listener is None:
+            return await self._engine.generate(request, on_tokens)
+        if on_tokens is None:
+            request = replace(request, piece_tokens=PIECE_TOKENS)
+            return await self._engine.generate(request, listener)
 
         def tell_both(piece: Piece) -> None:
             on_tokens(piece)

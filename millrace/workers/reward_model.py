@@ -2,7 +2,8 @@
 
 The main thread reads: it takes what has arrived between two forward passes, and waits for calls
 only when there is nothing left to read. A pass holds sequences of similar length, within
-batch_tokens with their padding, and always the one that has waited longest.
+batch_tokens with their padding, and always the one that has waited longest. As long as all of them
+are still growing, nobody waits for their values, and they wait a moment for others to share a pass.
 
 Promise: every call is answered once. What a sequence is worth does not depend on what it is read
 with.
@@ -34,6 +35,8 @@ from millrace.scoring.reward_models.settings import ModelSettings
 from millrace.scoring.reward_models.texts import Texts
 
 PROGRESS_S = 0.25
+GATHER_TOKENS = 512  # of sequences that are still growing: what makes a pass worth while
+GATHER_S = 0.1  # or so long a wait
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +55,7 @@ class _Unread:
     open: _Open
     index: int  # of the reading within the call
     passage: Passage
+    since_s: float  # when it came
 
 
 def main(link: Link, name: str) -> None:
@@ -135,7 +139,7 @@ class RewardModelWorker:
 
     def serve(self) -> None:
         while self._take_calls():
-            if self._unread:
+            if self._is_worth_a_pass():
                 self._timeline.enter("read", busy=True)
                 self._read(self._next_batch())
             else:
@@ -145,7 +149,8 @@ class RewardModelWorker:
 
     def _take_calls(self) -> bool:
         """Everything that has arrived; False if it is to stop."""
-        call = self._link.receive(0 if self._unread else PROGRESS_S)
+        wait_s = GATHER_S / 4 if self._unread else PROGRESS_S
+        call = self._link.receive(0 if self._is_worth_a_pass() else wait_s)
         while call is not None:
             match call.message:
                 case ReadSteps() as message:
@@ -162,7 +167,7 @@ class RewardModelWorker:
         opened = _Open(call, [[] for _ in message.readings])
         try:
             unread = [
-                _Unread(open=opened, index=index, passage=passage)
+                _Unread(open=opened, index=index, passage=passage, since_s=time.monotonic())
                 for index, reading in enumerate(message.readings)
                 for passage in self._passages(*self._texts.lay(reading), reading)
             ]
@@ -194,6 +199,15 @@ class RewardModelWorker:
             known = 0
         states = self._shelf.take(tokens[:known]) if known else None
         yield Passage(tokens=tokens, ends=wanted, states=states, keeps=reading.goes_on)
+
+    def _is_worth_a_pass(self) -> bool:
+        if not self._unread:
+            return False
+        return (
+            any(not one.passage.keeps for one in self._unread)
+            or sum(one.passage.num_new for one in self._unread) >= GATHER_TOKENS
+            or time.monotonic() - self._unread[0].since_s >= GATHER_S
+        )
 
     def _next_batch(self) -> list[_Unread]:
         """The one that waits longest, and those nearest to it in length."""

@@ -1,5 +1,7 @@
 """What an engine tells of requests that stream, between two steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from engine_rig import make_engine, make_request, prompt_of
@@ -54,6 +56,18 @@ def test_a_completion_that_ends_before_its_siblings_is_known_to_have_ended(round
             break
     assert set.union(*ended) == {0, 1, 2, 3}
     assert sum(bool(members) for members in ended) > 1
+
+
+@PATHS
+def test_pieces_are_at_least_as_long_as_the_request_wants_but_for_the_last(round_steps):
+    engine = make_engine(round_steps=round_steps, eos_ids=())
+    request = replace(make_request(n=2, max_new_tokens=11), piece_tokens=4)
+    ((listener, completions),) = stream_all(engine, [request]).values()
+    listener.assert_heard(completions)
+    *whole, last = [piece for piece in listener.pieces if piece.member == 0]
+    assert whole
+    assert all(len(piece.tokens) >= 4 for piece in whole)
+    assert last.finish == "length"
 
 
 def test_of_requests_that_do_not_stream_nothing_is_told():

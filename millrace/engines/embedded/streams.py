@@ -46,7 +46,7 @@ class Streams:
     def _piece(self, stream: _Stream) -> Piece | None:
         sequence, start = stream.sequence, stream.num_told
         tokens, logprobs, versions = self._lanes.sampled_by(sequence)
-        if len(tokens) == start and sequence.finish is None:
+        if len(tokens) - start < sequence.request.piece_tokens and sequence.finish is None:
             return None
         stream.num_told = len(tokens)
         truncates = sequence.request.sampling.truncates
