@@ -39,6 +39,7 @@ from millrace.staging.orders import build_sampler
 from millrace.staging.packing import minibatches_of, pack_minibatches
 from millrace.staging.replay import build_replay, spread
 from millrace.training.remote import RemoteTrainer
+from millrace.watch.scoring import where_text
 from millrace.watch.skipped import SkippedSteps
 from millrace.watch.text import counts
 from millrace.watch.watcher import SCORES, Moment, Watcher
@@ -413,6 +414,7 @@ class Controller:
                 f" for {moment.trainer_waits_for}, the engines for {moment.engine_waits_for};"
                 f" {moment.groups_running} groups are running, {moment.buffer_depth} are buffered,"
                 f" and dropped so far: {counts(moment.groups_dropped)}."
+                f"{_at_scorers(moment)}"
             ) from None
 
     def _release(self, version: int) -> None:
@@ -451,6 +453,13 @@ class Controller:
         if self._dispatcher.scoring > self._dispatcher.playing:
             return SCORES
         return "generation" if self._dispatcher.playing else "the next batch"
+
+
+def _at_scorers(moment: Moment) -> str:
+    """Where the groups are that the trainer waits for, if they are there."""
+    if moment.trainer_waits_for != SCORES:
+        return ""
+    return f" In scoring: {where_text(moment.scorers)}."
 
 
 def _due(step: int, every: int) -> bool:

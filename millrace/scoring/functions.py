@@ -19,6 +19,7 @@ from millrace.core.protocols import NeedsColumns
 from millrace.core.records import Prompt, Task
 
 RESERVED = ("prompts", "completions", "completion_ids")  # what every reward function is offered
+NOT_PASSED = ("trainer_state", "environments", "log_extra", "log_metric")  # what TRL offers besides
 REMEDY = "return a list with one number per completion, or None where the reward does not apply"
 
 
@@ -53,6 +54,11 @@ class RewardFunction:
 
     def check_columns(self, tasks: Sequence[Task]) -> None:
         """Raise ConfigError if some task lacks a column that the function cannot do without."""
+        for name in sorted(self.needs.intersection(NOT_PASSED)):
+            raise ConfigError(
+                f"Reward {self.name!r} needs {name!r}, which TRL passes and Millrace does not (see"
+                f" docs/scoring.md); give the parameter a default."
+            )
         needed = sorted(self.needs.difference(RESERVED))
         for index, task in enumerate(tasks if needed else ()):
             for column in needed:

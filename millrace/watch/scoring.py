@@ -49,8 +49,14 @@ def limit_text(loads: Mapping[str, ScorerLoad], *, waited: float) -> str:
     that the trainer has waited for scores."""
     if waited < WORTH_SAYING:
         return ""
-    busy = [text for name, load in loads.items() if (text := _where(name, load))]
-    return "; ".join([f"scoring limits the run: the trainer waits for it {waited:.0%}", *busy])
+    where = where_text(loads)
+    text = f"scoring limits the run: the trainer waits for it {waited:.0%}"
+    return f"{text}; {where}" if where else text
+
+
+def where_text(loads: Mapping[str, ScorerLoad]) -> str:
+    """What is at which scorer."""
+    return "; ".join(text for name, load in loads.items() if (text := _where(name, load)))
 
 
 def _where(name: str, load: ScorerLoad) -> str:

@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import load_config
+from millrace.core.records import Task
+from millrace.scoring.function_scorer import Function
+from millrace.scoring.registry import check_specs, spec_of
+from millrace.scoring.scorer_kind import CallRules, ScorerKind
+from millrace.scoring.services.http_scorer import Http
+from millrace.scoring.services.judge import Judge
 from millrace.scoring.shaping import build_shaping
 from millrace.training.objectives.recipes import ADVANTAGES, RECIPES
 from millrace.verifiers import VERIFIERS, build_verifier
@@ -116,3 +122,42 @@ def test_the_verifiers_in_the_page_on_them_can_be_built():
     config = load_config({"model": "m", **tomllib.loads(example)})
     for row in config.scorer:
         build_verifier(row.own, section="scorer")
+
+
+def test_the_settings_in_the_page_on_scoring_are_settings(monkeypatch, tmp_path):
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text("def format(completions): ...")
+    page = (ROOT / "docs" / "scoring.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    config = load_config({"model": "m", **tomllib.loads(example)})
+    specs = [spec_of(row, section="scorer") for row in config.scorer]
+    check_specs(specs, [Task(prompt="p", columns={"answer": "a"})])
+
+
+def test_the_page_on_scoring_has_every_key_of_the_services_with_its_default():
+    page = (ROOT / "docs" / "scoring.md").read_text()
+    for name, kind in (("http", Http), ("judge", Judge)):
+        section = page.split(f'## `type = "{name}"`')[1].split("## ")[0]
+        for field in dataclasses.fields(kind):
+            (default,) = re.findall(rf"^\| `{field.name}` \|([^|]*)\|", section, re.M)
+            if field.default not in (dataclasses.MISSING, None):
+                assert tomllib.loads(f"x = {default.strip(' `')}")["x"] == field.default
+
+
+def test_the_page_on_scoring_tells_how_services_and_functions_are_called():
+    section = (ROOT / "docs" / "scoring.md").read_text().split("## How scorers are called")[1]
+    services = CallRules()
+    functions = Function(function=lambda completions: []).rules(num_workers=2)
+    for name in ("batch", "timeout_s", "retries", "backoff_s", "breaker_failures", "priority"):
+        (told,) = re.findall(rf"^\| `{name}` \| (\S+) \| (\S+) \|", section, re.M)
+        assert tuple(map(float, told)) == (getattr(services, name), getattr(functions, name))
+
+
+def test_the_scorer_in_the_page_on_scoring_passes_its_test():
+    page = (ROOT / "docs" / "scoring.md").read_text()
+    _, scorer, test = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, Any] = {"__name__": "scorers"}
+    exec(scorer + test, names)
+    names["test_what_is_short_enough_scores_1"]()
+    assert isinstance(names["Brevity"](), ScorerKind)

@@ -235,3 +235,15 @@ async def test_closing_tells_all_that_wait():
         assert isinstance(outcome, RunFailed)
     with pytest.raises(RunFailed, match="closed"):
         await bench.scores("c")
+
+
+async def test_a_scorer_that_does_not_judge_each_episode_costs_the_group():
+    bench = Bench(batch=0)
+    judge = bench.scorer.score
+
+    async def judge_one(group):
+        return (await judge(group))[:1]
+
+    bench.scorer.score = judge_one
+    with pytest.raises(ScoreError, match="'scripted' gave 1 verdicts on 2 episodes of group 0"):
+        await bench.scores("a", "b")

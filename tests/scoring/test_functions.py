@@ -130,3 +130,15 @@ def test_what_is_no_reward_is_said_in_one_sentence(value, sentence):
 @given(st.lists(st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-1e9, 1e9)))
 def test_any_list_of_finite_numbers_and_none_passes_unchanged(values):
     assert check_rewards(values, name="r", num_completions=len(values)) == values
+
+
+def test_what_trl_passes_besides_is_refused_unless_the_function_can_do_without():
+    def needs(completions, trainer_state):
+        return [0.0]
+
+    def can_do_without(completions, environments=None, log_metric=None):
+        return [0.0]
+
+    inspect_reward(can_do_without, name="f").check_columns([Task(prompt="p")])
+    with pytest.raises(ConfigError, match="'f' needs 'trainer_state', which TRL passes and Millr"):
+        inspect_reward(needs, name="f").check_columns([Task(prompt="p")])

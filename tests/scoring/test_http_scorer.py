@@ -226,7 +226,7 @@ async def test_a_group_that_is_given_up_ends_its_requests(service, tmp_path):
 
 
 async def test_secrets_come_from_the_environment_and_show_nowhere(service, tmp_path, monkeypatch):
-    monkeypatch.setenv("SERVICE_KEY", "sk-very-secret")
+    monkeypatch.setenv("SERVICE_KEY", "sk-very-secret\n")
 
     async def echo(request):
         return web.Response(status=403, text=f"{request.headers['Authorization']} is not allowed")
@@ -249,6 +249,7 @@ async def test_secrets_come_from_the_environment_and_show_nowhere(service, tmp_p
     ("settings", "sentence"),
     [
         ({"url": "service:80"}, r"'http' has url = 'service:80'; write 'http://HOST"),
+        ({"url": "http://h:port"}, r"'http' has url = 'http://h:port'; write 'http://HOST"),
         ({"url": "http://me:pass@host/"}, "has a user or password in its url; send them"),
         ({"url": 3}, "Section 'scorer.0' does not fit: url = 3 must be a text"),
         ({}, "Section 'scorer.0' does not fit: .*'url'"),

@@ -357,7 +357,7 @@ async def test_a_stream_of_async_calls_does_not_starve_a_sync_one(open_pool):
 async def test_calls_that_share_a_worker_survive_the_one_that_takes_it_down(
     open_pool, bad, sentence
 ):
-    pool = await open_pool(spec("misbehaves_async", timeout_s=1.5))
+    pool = await open_pool(spec("misbehaves_async", timeout_s=1.5, retries=0))
     culprit = asyncio.create_task(pool.score(group(bad, number=9)))
     await asyncio.sleep(1.2 if bad == "o" else 0.0)  # the others run when its time is over
     others = [asyncio.create_task(pool.score(group("a", number=n))) for n in range(2)]

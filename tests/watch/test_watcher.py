@@ -5,7 +5,7 @@ import pytest
 from fakes import make_group
 
 from millrace.config import load_config
-from millrace.core.records import Task
+from millrace.core.records import Score, Task
 from millrace.core.spans import Span
 from millrace.watch.metrics import read_metrics
 from millrace.watch.run_dir import RunDir
@@ -118,3 +118,17 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path):
     rows = read_metrics(run_dir.metrics)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[2]["time_s"] >= rows[1]["time_s"]
+
+
+def test_parts_that_did_not_apply_to_all_say_to_how_many_they_did(tmp_path):
+    watcher, run_dir = make_watcher(tmp_path)
+    scores = [
+        Score(total=1.0, parts={"format": 1.0, "judge": 0.5, "never": None}),
+        Score(total=0.0, parts={"format": 0.0, "judge": None, "never": None}),
+    ]
+    group = replace(make_group(0, size=2), scores=tuple(scores))
+    watcher.step(make_moment(), groups=[group], trainer_metrics={})
+    watcher.close()
+    (row,) = read_metrics(run_dir.metrics)
+    assert row["score_parts"] == {"format": 0.5, "judge": 0.5}
+    assert row["score_shares"] == {"judge": 0.5, "never": 0.0}

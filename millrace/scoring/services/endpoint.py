@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 
@@ -113,7 +113,7 @@ def check_endpoint(url: str, headers: Mapping[str, str], *, scorer: str) -> None
     check_headers(headers, scorer=scorer)
     filled = Secrets({"url": url, **headers}, scorer=scorer).filled(url)
     parts = urlsplit(filled)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(parts):
         shown = url if filled == url else "what its variable holds"
         raise ConfigError(f"Scorer {scorer!r} has url = {shown!r}; write 'http://HOST:PORT/PATH'.")
     if parts.username is not None:
@@ -121,6 +121,14 @@ def check_endpoint(url: str, headers: Mapping[str, str], *, scorer: str) -> None
             f"Scorer {scorer!r} has a user or password in its url; send them as a header, as in"
             " headers = { Authorization = 'env:NAME' }."
         )
+
+
+def _has_port(parts: SplitResult) -> bool:
+    """A number, or none at all."""
+    try:
+        return parts.port != 0
+    except ValueError:
+        return False
 
 
 def _place(url: str) -> str:

@@ -22,7 +22,7 @@ class Secrets:
         """Raises ConfigError for a variable that is not set."""
         self._values: dict[str, str] = {}
         for name in (name for text in settings.values() for name in VARIABLE.findall(text)):
-            value = os.environ.get(name, "")
+            value = os.environ.get(name, "").strip()  # a newline at its end is no part of a key
             if not value:
                 raise ConfigError(
                     f"Scorer {scorer!r} needs the environment variable {name!r}, which is not set;"

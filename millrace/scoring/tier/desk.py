@@ -180,7 +180,11 @@ class Desk:
         group = Group(number=ticket.number, task=ticket.task, episodes=episodes)
         try:
             verdicts = await self.scorer.score(group)
-            assert len(verdicts) == len(episodes), f"{self.scorer.name} judges each episode once"
+            if len(verdicts) != len(episodes):  # a scorer may be the user's own
+                raise ScoreError(
+                    f"Scorer {self.scorer.name!r} gave {len(verdicts)} verdicts on {len(episodes)}"
+                    f" episodes of group {ticket.number}; it must give one on each."
+                )
         except TransientScoreError as error:
             pause_s = self._failed(call, error, is_probe=is_probe)
         except asyncio.CancelledError:

@@ -1,0 +1,129 @@
+"""A whole run whose judge is a service that fails in turns, behind a gate."""
+
+import asyncio
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from tiny_model import make_tiny_model
+
+import millrace as mr
+from millrace.watch.metrics import read_metrics
+
+KEY = "sk-not-to-be-seen"
+STEPS = 4
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Fails every other request: 500, 429, no JSON, no score."""
+
+    num_requests = 0
+    keys: ClassVar[set[str]] = set()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Judge.num_requests += 1
+        Judge.keys.add(self.headers["Authorization"])
+        turn = Judge.num_requests % 8
+        status = {1: 500, 3: 429}.get(turn, 200)
+        content = body["messages"][-1]["content"]
+        score = f'{{"score": {len(set(content)) / 10}}}' if turn != 5 else "no idea"
+        answer = {"choices": [{"message": {"content": score}}]}
+        data = b"{" if turn == 7 else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Retry-After", "0")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        """Quiet."""
+
+
+@pytest.fixture
+def judge_url():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def starts_even(completions, **columns):
+    return [float(text[:1] in "02468") for text in completions]
+
+
+@pytest.mark.slow
+def test_a_run_whose_judge_fails_every_other_time_loses_nothing(judge_url, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    judge = {
+        "type": "judge",
+        "url": judge_url,
+        "model": "m",
+        "prompt": "{prompt} {completion}",
+        "key": "score",
+        "headers": {"Authorization": "Bearer env:JUDGE_KEY"},
+        "when": "starts_even >= 1",
+        "keep": True,
+        "concurrency": 4,
+        "backoff_s": 0.01,
+        "breaker_s": 0.05,
+    }
+    result = mr.train(
+        {"scorer": [judge]},
+        model=str(make_tiny_model(tmp_path / "model")),
+        run_dir=str(tmp_path / "run"),
+        tasks=[{"prompt": f"{n}+1="} for n in range(10)],
+        scorers=[starts_even],
+        sampling={"max_new_tokens": 8},
+        scoring={"workers": 1},
+        rollout={"group_size": 4},
+        trainer={"steps": STEPS, "groups_per_step": 4, "threads": 1},
+        engine={"threads": 1},
+        watch={"progress": "off"},
+    )
+    assert result.steps == STEPS
+    last = read_metrics(result.run_dir / "metrics.jsonl")[-1]
+    assert last["groups_failed"] == {}
+    load = last["scorers"]["judge"]
+    assert load["retries"] > 0
+    assert load["failures"] == 0
+    assert load["skipped"] > 0
+    assert 0 < last["score_shares"]["judge"] < 1
+    assert Judge.keys == {f"Bearer {KEY}"}
+    assert (result.run_dir / "scorers" / "judge.jsonl").read_text()
+    for file in Path(result.run_dir).rglob("*"):
+        assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
+
+
+async def takes_its_time(completions, **columns):
+    await asyncio.sleep(0.3)
+    return [float(len(set(text))) for text in completions]
+
+
+@pytest.mark.slow
+def test_a_run_that_waits_for_scores_says_so_and_for_whose(tmp_path, capsys):
+    slow = {"function": f"{__file__}:takes_its_time", "concurrency": 1}
+    result = mr.train(
+        {"scorer": [slow]},
+        model=str(make_tiny_model(tmp_path / "model")),
+        run_dir=str(tmp_path / "run"),
+        tasks=[{"prompt": f"{n}+1="} for n in range(10)],
+        sampling={"max_new_tokens": 8},
+        scoring={"workers": 1},
+        rollout={"group_size": 4},
+        trainer={"steps": 6, "groups_per_step": 4, "threads": 1},
+        engine={"threads": 1},
+        watch={"progress": "lines"},
+    )
+    last = read_metrics(result.run_dir / "metrics.jsonl")[-1]
+    assert last["scores_waited"] > 0.3
+    assert last["scorers"]["takes_its_time"]["busy"] > 0.5
+    assert last["scorers"]["takes_its_time"]["wait_s"] > 0
+    said = capsys.readouterr().out
+    assert "scoring limits the run: the trainer waits for it" in said
+    assert re.search(r"takes_its_time 1/1 busy, \d+ episodes wait", said)
