@@ -73,7 +73,7 @@ def scorer_tables(teacher: Path) -> dict[str, list[dict[str, Any]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", nargs="+", default=["function", "teacher", "self_teacher"])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
         "--examples", type=int, default=6_400, help="of either kind, for the policy's warm start"
     )

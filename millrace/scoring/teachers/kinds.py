@@ -192,7 +192,7 @@ def check_same_tokens(model: str, run: RunFacts, *, num_top: int, name: str) -> 
     theirs = load_tokenizer(model, trust_remote_code=remote_code).get_vocab()
     ours = run.tokenizer.get_vocab()
     if theirs != ours:
-        differing = next(iter(sorted(theirs.items() ^ ours.items(), key=lambda item: item[1])))
+        differing = next(iter(sorted(theirs.items() ^ ours.items(), key=lambda item: item[::-1])))
         raise ConfigError(
             f"Scorer {name!r}: the tokenizer of {model!r} is another than that of"
             f" {run.config.model.path!r} (they differ in {differing[0]!r}, for one), so its"
