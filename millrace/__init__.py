@@ -11,15 +11,20 @@ if TYPE_CHECKING:
     from millrace.config import RunConfig, load_config
     from millrace.core.errors import MillraceError
     from millrace.core.records import Task
+    from millrace.episodes.agent import Agent, Reply
+    from millrace.episodes.play import EpisodeOver
     from millrace.run import RunResult, train
     from millrace.serving.blackbox import Blackbox
     from millrace.serving.gateway import Gateway
 
 __version__ = "0.1.0"
 __all__ = [
+    "Agent",
     "Blackbox",
+    "EpisodeOver",
     "Gateway",
     "MillraceError",
+    "Reply",
     "RunConfig",
     "RunResult",
     "Task",
@@ -30,9 +35,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Agent": "millrace.episodes.agent",
     "Blackbox": "millrace.serving.blackbox",
+    "EpisodeOver": "millrace.episodes.play",
     "Gateway": "millrace.serving.gateway",
     "MillraceError": "millrace.core.errors",
+    "Reply": "millrace.episodes.agent",
     "RunConfig": "millrace.config",
     "RunResult": "millrace.run",
     "Task": "millrace.core.records",

@@ -165,7 +165,8 @@ class Episode:
 
     turns: tuple[Turn, ...]
     rollouts: tuple[Rollout, ...]
-    reward: float | None = None  # that its environment gave; a part of its score
+    # Given by its environment, to all agents or to each of them; a part of its score.
+    reward: float | dict[str, float] | None = None
     ending: Ending = "done"
     counts: dict[str, int] = field(default_factory=dict[str, int])  # what happened, by name
 
@@ -200,6 +201,11 @@ class Score:
     total: float
     parts: dict[str, float | None]  # by scorer name; None = not applicable
     unpenalized: float | None = None  # the total without length penalties, where there are any
+    # Where agents are rewarded apart: their own totals, of which `total` is the mean.
+    by_agent: dict[str, float] = field(default_factory=dict[str, float])
+
+    def of_agent(self, name: str) -> float:
+        return self.by_agent.get(name, self.total)
 
     def is_solved(self, solved_at: float) -> bool:
         """A right answer that was too long is still right."""

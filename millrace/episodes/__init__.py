@@ -6,7 +6,9 @@
 | `conversation.py` | which messages those tokens are; the tokens of what is new |
 | `tool_calls.py` | calls in the text of a model, by model family |
 | `tools.py` | Python functions as tools: schema, execution |
-| `agent.py` | what an environment talks to: chat, complete, tools |
+| `play.py` | one episode while it is played: its limits, what happened in it |
+| `agent.py` | what an environment talks to: chat, complete, tools, forks |
+| `cast.py` | the agents of one episode, by role |
 | `environment.py` | a user's coroutine, played n times side by side |
 | `loop_thread.py` | the thread on which users' coroutines run |
 

@@ -30,6 +30,8 @@ class Reply:
     tool_calls: tuple[ToolCall, ...] = ()
     problems: tuple[str, ...] = ()  # with calls that could not be read; for the model
     finish: Finish
+    prompt: Prompt = field(repr=False)  # that it answers
+    inherited: str = ""  # of a fork: what it shares with the reply that was forked
     exchange: Exchange = field(repr=False)
     tools: Mapping[str, Tool] = field(repr=False, default_factory=dict[str, Tool])
 
@@ -50,15 +52,37 @@ class Agent:
         name: str = "",
         adapter: str | None = None,
         is_trained: bool = True,
+        cast: Callable[..., "Agent"],
     ) -> None:
+        """`cast` gives the agents of the episode by name, as Cast.agent does."""
         self.name = name
+        self.adapter = adapter
+        self.is_trained = is_trained
         self._play = play
         self._conversation = conversation
         self._format = tool_format
         self._sampling = sampling
-        self._adapter = adapter
-        self._is_trained = is_trained
+        self._cast = cast
         self._record = TokenRecord()
+        self._num_forks = 0  # with KV of their own
+
+    def role(
+        self, name: str, *, adapter: str | None = None, trained: bool | None = None
+    ) -> "Agent":
+        """Another agent of this episode, with conversations of its own; the same each time.
+
+        It is the policy, unless it names one of engine.adapters, or "base". What the policy says in
+        a role is trained unless `trained` is False; what others say never is.
+        """
+        if not name:
+            raise TaskError("agent.role was given no name; give the role one.")
+        if trained and adapter is not None:
+            raise TaskError(
+                f"The role {name!r} has the adapter {adapter!r}, which is never trained; leave out"
+                " trained = True, or the adapter."
+            )
+        is_trained = adapter is None if trained is None else trained
+        return self._cast(name, adapter=adapter, is_trained=is_trained)
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -90,23 +114,10 @@ class Agent:
         """
         rows = _checked(messages)
         by_name = tools_of(tools or ())
-        schemas = [tool.schema for tool in by_name.values()]
-        shown, in_template = self._format.shown(rows, schemas)
+        shown, in_template = self._format.shown(rows, _schemas(by_name))
         beginning = self._conversation.of_messages(shown, tools=in_template)
         exchange = await self._exchange(beginning, prompt=rows, sampling=sampling)
-        text = exchange.completion.text
-        parsed = self._format.parse(text, schemas) if by_name else Parsed(content=text)
-        message = self._format.reply(text, parsed)
-        self._conversation.replied_to_messages([*shown, message], exchange, tools=in_template)
-        return Reply(
-            text=text,
-            message=message,
-            tool_calls=parsed.calls,
-            problems=parsed.problems,
-            finish=exchange.completion.finish,
-            exchange=exchange,
-            tools=by_name,
-        )
+        return self._reply(rows, exchange, tools=by_name)
 
     async def complete(self, prompt: str, **sampling: Any) -> Reply:
         """What the model writes after a text, as chat() otherwise. A prompt that begins with an
@@ -117,11 +128,30 @@ class Agent:
             )
         beginning = self._conversation.of_text(prompt)
         exchange = await self._exchange(beginning, prompt=prompt, sampling=sampling)
-        self._conversation.replied_to_text(prompt, exchange)
-        text = exchange.completion.text
-        message = {"role": "assistant", "content": text}
-        finish = exchange.completion.finish
-        return Reply(text=text, message=message, finish=finish, exchange=exchange)
+        return self._reply(prompt, exchange)
+
+    async def fork(self, reply: Reply, *, at: int, pinned: bool = True, **sampling: Any) -> Reply:
+        """Another reply that begins with the first `at` tokens that were sampled for this one,
+        and with what this one, if it is a fork itself, shares with another.
+
+        It takes the KV of these tokens as it lies in the engine, if it does, and costs no prefill
+        then; with kv = "keep" also KV of the weights that sampled them, after a swap. With `pinned`
+        = False only KV of the weights served now.
+        """
+        num_sampled = len(reply.exchange.completion.tokens)
+        if not 0 <= at < num_sampled:
+            raise TaskError(
+                f"agent.fork was given at = {at}, but the reply has {num_sampled} sampled tokens;"
+                f" choose one of 0 to {num_sampled - 1}."
+            )
+        beginning, kept = self._conversation.within(reply.exchange, at)
+        self._num_forks += 0 if pinned else 1
+        session = self.name if pinned else f"{self.name}/unpinned {self._num_forks}"
+        exchange = await self._exchange(
+            beginning, prompt=reply.prompt, sampling=sampling, session=session
+        )
+        inherited = reply.inherited + kept
+        return self._reply(reply.prompt, exchange, inherited=inherited, tools=reply.tools)
 
     async def call_tools(self, reply: Reply) -> list[Message]:
         """Run what a reply calls, one after the other; returns what the model is told of it."""
@@ -150,7 +180,7 @@ class Agent:
 
     def rollouts(self) -> tuple[Rollout, ...]:
         """What it sampled so far, if that is trained."""
-        if not self._is_trained:
+        if not self.is_trained:
             return ()
         return tuple(replace(rollout, agent=self.name) for rollout in self._record.rollouts())
 
@@ -158,16 +188,52 @@ class Agent:
     def counts(self) -> Mapping[str, int]:
         return self._conversation.counts
 
+    def _reply(
+        self,
+        prompt: Prompt,
+        exchange: Exchange,
+        *,
+        inherited: str = "",
+        tools: Mapping[str, Tool] | None = None,
+    ) -> Reply:
+        """Of an exchange, from which later prompts may go on now."""
+        tools = tools or {}
+        text = inherited + exchange.completion.text
+        schemas = _schemas(tools)
+        parsed = self._format.parse(text, schemas) if tools else Parsed(content=text)
+        message = self._format.reply(text, parsed)
+        if isinstance(prompt, str):
+            self._conversation.replied_to_text(prompt + inherited, exchange)
+        else:
+            shown, in_template = self._format.shown(prompt, schemas)
+            self._conversation.replied_to_messages([*shown, message], exchange, tools=in_template)
+        return Reply(
+            text=text,
+            message=message,
+            tool_calls=parsed.calls,
+            problems=parsed.problems,
+            finish=exchange.completion.finish,
+            prompt=prompt,
+            inherited=inherited,
+            exchange=exchange,
+            tools=tools,
+        )
+
     async def _exchange(
-        self, beginning: Beginning, *, prompt: Prompt, sampling: Mapping[str, Any]
+        self,
+        beginning: Beginning,
+        *,
+        prompt: Prompt,
+        sampling: Mapping[str, Any],
+        session: str | None = None,
     ) -> Exchange:
         settings = self._settings(sampling)
         completion = await self._play.sample(
             beginning.tokens,
             sampling=settings,
-            session=self.name,
-            adapter=self._adapter,
-            is_trained=self._is_trained,
+            session=self.name if session is None else session,
+            adapter=self.adapter,
+            is_trained=self.is_trained,
         )
         exchange = self._record.add(
             beginning.given,
@@ -196,7 +262,7 @@ class Agent:
                 f"agent.chat was given {unknown}, which is no setting of [sampling]; there are"
                 f" {', '.join(Sampling.__dataclass_fields__)}."
             ) from None
-        if self._is_trained and changed.temperature == 0 != self._sampling.temperature:
+        if self.is_trained and changed.temperature == 0 != self._sampling.temperature:
             raise TaskError(
                 "agent.chat was given temperature = 0, which leaves nothing to learn; raise it."
             )
@@ -218,6 +284,10 @@ class Agent:
         if result.fault is not None:
             self._play.counts[result.fault] += 1
         return result.text
+
+
+def _schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
+    return [tool.schema for tool in tools.values()]
 
 
 def _checked(messages: Sequence[Message | Reply]) -> list[Message]:

@@ -3,6 +3,7 @@
 Belongs to the event loop of the environments.
 """
 
+from millrace.core.errors import TaskError
 from millrace.core.records import Rollout, Sampling
 from millrace.episodes.agent import Agent
 from millrace.episodes.conversation import Conversation, History
@@ -30,16 +31,33 @@ class Cast:
         self._sampling = sampling
         self._agents: dict[str, Agent] = {}
 
-    def agent(self, name: str = "") -> Agent:
-        if name not in self._agents:
-            self._agents[name] = Agent(
+    def agent(
+        self, name: str = "", *, adapter: str | None = None, is_trained: bool = True
+    ) -> Agent:
+        """The same one each time."""
+        found = self._agents.get(name)
+        if found is None:
+            found = self._agents[name] = Agent(
                 play=self._play,
                 conversation=Conversation(self._renderer, history=self._history),
                 tool_format=self._format,
                 sampling=self._sampling,
                 name=name,
+                adapter=adapter,
+                is_trained=is_trained,
+                cast=self.agent,
             )
-        return self._agents[name]
+        if (found.adapter, found.is_trained) != (adapter, is_trained):
+            raise TaskError(
+                f"The role {name!r} was taken with adapter = {found.adapter!r} and trained ="
+                f" {found.is_trained}; take it in the same way each time."
+            )
+        return found
+
+    @property
+    def trained(self) -> set[str]:
+        """Names of those whose tokens are trained."""
+        return {rollout.agent for rollout in self.rollouts()}
 
     def rollouts(self) -> tuple[Rollout, ...]:
         return tuple(rollout for agent in self._agents.values() for rollout in agent.rollouts())

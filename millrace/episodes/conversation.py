@@ -96,11 +96,17 @@ class Conversation:
         self._chats[digest] = exchange
 
     def replied_to_text(self, text: str, exchange: Exchange) -> None:
-        """A text goes on before the token that ended the reply."""
+        """A text goes on before the token that ended the reply, and behind a string that did."""
         sampled = exchange.completion.tokens
         num_text = len(sampled) - _is_ended(exchange, self._renderer)
         known = text + self._renderer.decode(sampled[:num_text])
         self._texts[known] = exchange, exchange.end - len(sampled) + num_text
+
+    def within(self, exchange: Exchange, num_sampled: int) -> tuple[Beginning, str]:
+        """To go on after so many of the sampled tokens, and the text they are."""
+        at = exchange.start + len(exchange.given) + num_sampled
+        text = self._renderer.decode(exchange.completion.tokens[:num_sampled])
+        return Beginning(given=_array([]), parent=exchange, at=at), text
 
     def _continuation(
         self, messages: Sequence[Message], count: int, *, exchange: Exchange, tools: Schemas

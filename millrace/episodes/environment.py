@@ -14,7 +14,7 @@ import asyncio
 import inspect
 import math
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -134,7 +134,7 @@ class FunctionEnvironment:
     async def _played(self, task: Task, play: Play, cast: Cast) -> Episode:
         """Runs on the loop of the environments."""
         try:
-            reward = await self._rewarded(task, play, cast.agent())
+            reward = await self._rewarded(task, play, cast)
         finally:
             play.close()  # what the environment has left running gets nothing more
         counts = {**play.counts, **cast.counts()}
@@ -146,12 +146,14 @@ class FunctionEnvironment:
             counts={name: count for name, count in counts.items() if count},
         )
 
-    async def _rewarded(self, task: Task, play: Play, agent: Agent) -> float | None:
+    async def _rewarded(
+        self, task: Task, play: Play, cast: Cast
+    ) -> float | dict[str, float] | None:
         """What the user's function returns."""
         limit = asyncio.timeout(self._rules.limits.episode_timeout_s)
         try:
             async with limit:
-                returned = await self._function(task, agent)
+                returned = await self._function(task, cast.agent())
         except EpisodeOver:
             return self._rules.ended_reward
         except (MillraceError, Expired):
@@ -161,6 +163,10 @@ class FunctionEnvironment:
                 play.end("timeout")
                 return self._rules.ended_reward
             raise self._raised(error, play) from error
+        if isinstance(returned, Mapping) and returned and cast.trained <= set(returned):
+            return {
+                str(name): self._checked(value, play) or 0.0 for name, value in returned.items()
+            }
         return self._checked(returned, play)
 
     def _raised(self, error: Exception, play: Play) -> TaskError:
@@ -175,7 +181,8 @@ class FunctionEnvironment:
             return None if returned is None else float(returned)
         raise TaskError(
             f"{play.name}: environment {_name(self._function)!r} returned {returned!r:.60};"
-            " return a finite number as the reward, or None to leave it to the scorers."
+            " return a finite number as the reward, None to leave it to the scorers, or a dict with"
+            " a number for each role that is trained."
         )
 
 

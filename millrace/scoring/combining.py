@@ -32,7 +32,7 @@ def combine(
             for scorer, verdict in zip(scorers, verdicts, strict=True)
             if verdict.score is not None
         ]
-        own = {} if episode.reward is None else {ENVIRONMENT: episode.reward}
+        own = _rewards(episode)
         names = [scorer.name for scorer in scorers]
         if not weighted and not own and not any(verdict.notes for verdict in verdicts):
             raise ScoreError(
@@ -41,9 +41,28 @@ def combine(
                 " number."
             )
         parts = {name: verdict.score for name, verdict in zip(names, verdicts, strict=True)}
-        scores.append(Score(total=math.fsum([*own.values(), *weighted]), parts={**own, **parts}))
+        shared = math.fsum(weighted)
+        by_agent = {name: reward + shared for name, reward in own.items()}
+        scores.append(
+            Score(
+                total=float(np.mean([*by_agent.values()])) if own else shared,
+                parts={**{_part(name): reward for name, reward in own.items()}, **parts},
+                by_agent=by_agent if isinstance(episode.reward, dict) else {},
+            )
+        )
         episodes.append(_annotated(episode, verdicts, scorers=scorers))
     return replace(group, episodes=tuple(episodes), scores=tuple(scores))
+
+
+def _rewards(episode: Episode) -> dict[str, float]:
+    """By agent; "" stands for all of them."""
+    if episode.reward is None:
+        return {}
+    return episode.reward if isinstance(episode.reward, dict) else {"": episode.reward}
+
+
+def _part(agent: str) -> str:
+    return f"{ENVIRONMENT}.{agent}" if agent else ENVIRONMENT
 
 
 def _annotated(

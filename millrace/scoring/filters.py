@@ -30,8 +30,9 @@ class ZeroVariance:
     """Drops groups whose scores are all equal: compared with each other, they teach nothing."""
 
     def __call__(self, group: Group) -> Group | None:
-        totals = [score.total for score in group.scores]
-        return group if max(totals) > min(totals) else None
+        agents = {"", *(name for score in group.scores for name in score.by_agent)}
+        totals = [[score.of_agent(name) for score in group.scores] for name in agents]
+        return group if any(max(own) > min(own) for own in totals) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

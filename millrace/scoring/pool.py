@@ -21,6 +21,7 @@ from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.protocols import Advantages, AdvantagesOverBatch, Scorer
 from millrace.core.records import Group, Verdict
 from millrace.scoring.advantages import with_advantages
+from millrace.scoring.agents import by_agent
 from millrace.scoring.combining import combine
 from millrace.scoring.function_scorer import FunctionScorer
 from millrace.scoring.functions import RewardFunction, inspect_reward
@@ -126,7 +127,8 @@ class ScorerPool:
 
     def _shape(self, group: Group, wasted: Counter[str]) -> Group:
         selected = self._shaping.select(group, wasted=wasted)
-        estimated = with_advantages(selected, _estimate(self._advantages, selected))
+        found = _estimate(by_agent(self._advantages), selected)
+        estimated = with_advantages(selected, found)
         return self._shaping.filters(estimated, wasted=wasted)
 
     def in_batch(self, groups: Sequence[Group]) -> list[Group]:

@@ -52,6 +52,7 @@ class Shaping:
             total=math.fsum([score.total, *weighted]),
             parts={**score.parts, **named},
             unpenalized=score.total,
+            by_agent={a: math.fsum([total, *weighted]) for a, total in score.by_agent.items()},
         )
 
 

@@ -145,7 +145,7 @@ def _judged_rows(group: Group) -> list[_Row]:
         _Row(
             rollout=rollout,
             advantages=np.zeros(rollout.num_sampled, np.float32),  # until the critic has judged
-            rewards=sampled_rewards(rollout, score=score.total),
+            rewards=sampled_rewards(rollout, score=score.of_agent(rollout.agent)),
             was_cut=episode.was_cut,
         )
         for episode, score in zip(group.episodes, group.scores, strict=True)

@@ -6,6 +6,7 @@ Promise: the run directory is readable at any moment. Called from the controller
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,6 +121,7 @@ class Watcher:
             "version": step,
             "time_s": round(time.monotonic() - self._started_s, 3),
             **_scores(fresh),
+            **_happenings(fresh),
             **trainer_metrics,
             **staleness_metrics(groups, version=moment.version),
             **self._rates(self._window_start()),
@@ -263,6 +265,20 @@ def _scores(groups: Sequence[Group]) -> dict[str, Any]:
         "reward_std": float(totals.std()),
         "score_parts": {name: float(np.mean(values)) for name, values in parts.items()},
         **_by_source(groups),
+    }
+
+
+def _happenings(groups: Sequence[Group]) -> dict[str, Any]:
+    """What was counted in episodes of many turns, and how they ended."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    counts: Counter[str] = Counter()
+    for episode in episodes:
+        counts.update(episode.counts)
+    endings = Counter(episode.ending for episode in episodes)
+    return {
+        "turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
+        "episodes_cut": {e: n for e, n in endings.items() if e != "done"},
+        "episode_counts": dict(counts),
     }
 
 

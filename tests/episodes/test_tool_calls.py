@@ -34,7 +34,7 @@ def test_a_chat_template_tells_its_format(family: str, name: str):
 
 
 WRITTEN = {
-    "hermes": 'Let me see.\n<tool_call>\n{"name": "search", "arguments": {"key": "a"}}\n</tool_call>',
+    "hermes": 'Let me.\n<tool_call>\n{"name": "search", "arguments": {"key": "a"}}\n</tool_call>',
     "llama3": '{"name": "search", "parameters": {"key": "a"}}',
     "mistral": '[TOOL_CALLS] [{"name": "search", "arguments": {"key": "a"}}]',
     "gemma": 'Let me see.\n```tool_code\nsearch(key="a")\n```',
@@ -52,7 +52,7 @@ def test_other_ways_to_write_a_call_are_read_too():
     hermes, llama3, mistral, gemma = FORMATS.values()
     two = hermes.parse(f"{WRITTEN['hermes']}\n{WRITTEN['hermes']}", [SCHEMA])
     assert [call.id for call in two.calls] == ["call00000", "call00001"]
-    assert two.content == "Let me see."
+    assert two.content == "Let me."
     unclosed = hermes.parse('<tool_call>{"name": "search", "arguments": "{}"}', [SCHEMA])
     assert unclosed.calls[0].arguments == {}
     tagged = llama3.parse('<|python_tag|>search.call(key="a")', [SCHEMA])

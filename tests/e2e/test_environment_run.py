@@ -1,0 +1,48 @@
+"""One whole run of an environment with two turns, and nobody else to score it."""
+
+import pytest
+from tiny_model import make_tiny_model
+
+import millrace as mr
+from millrace.core.errors import ConfigError
+from millrace.watch.metrics import read_metrics
+
+
+async def two_turns(task: mr.Task, agent: mr.Agent) -> dict[str, float]:
+    first = await agent.role("asker").complete(task.prompt)
+    second = await agent.role("asker").complete(f"{task.prompt}{first.text}+1=")
+    answer = await agent.role("answerer").complete("7")
+    return {"asker": float("1" in second.text), "answerer": float(len(answer.text) % 2)}
+
+
+def test_an_environment_is_trained_with_its_own_rewards(tmp_path):
+    result = mr.train(
+        model=str(make_tiny_model(tmp_path / "model")),
+        run_dir=str(tmp_path / "run"),
+        tasks=[{"prompt": f"{n}+1="} for n in range(8)],
+        environment={"function": two_turns, "max_turns": 3},
+        sampling={"max_new_tokens": 6},
+        rollout={"group_size": 4, "redundancy": 1},
+        trainer={"steps": 2, "groups_per_step": 2, "learning_rate": 1e-3},
+        scoring={"workers": 1},
+        watch={"progress": "off"},
+    )
+    assert result.episodes == 2 * 2 * 4
+    rows = read_metrics(result.run_dir / "metrics.jsonl")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["turns_mean"] == 3.0
+        assert set(row["score_parts"]) == {"environment.asker", "environment.answerer"}
+        # Staler weights aside, the trainer says what the engine said.
+        assert row["staleness_max"] > 0 or row["logprob_mismatch"] < 1e-5
+
+
+def test_redundant_episodes_of_one_request_are_refused_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"redundancy = 1 is for episodes that are played one by"):
+        mr.train(
+            model=str(make_tiny_model(tmp_path / "model")),
+            run_dir=str(tmp_path / "run"),
+            tasks=[{"prompt": "1+1="}],
+            scorers=[lambda completions, **columns: [0.0 for _ in completions]],
+            rollout={"redundancy": 1},
+        )

@@ -1,0 +1,98 @@
+"""A tiny model that talks ChatML, in an engine of this process and in a trainer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+from chat_engine import TOKENIZERS
+from in_process_engine import InProcessEngine
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from millrace.core.records import Sampling
+from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
+from millrace.episodes.agent import Agent
+from millrace.episodes.cast import Cast
+from millrace.episodes.play import Limits, Play
+from millrace.episodes.tool_calls import FORMATS
+from millrace.rollout.player import GroupPolicy
+from millrace.rollout.renderer import Renderer
+
+torch.set_num_threads(1)
+
+TOKENIZER = TOKENIZERS["chatml"]
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+BLOCK = 4
+
+
+def make_model(seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(TOKENIZER),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def make_engine(*, seed: int = 0, **settings: Any) -> EmbeddedEngine:
+    model = make_model(seed)
+    model.set_attn_implementation(PAGED_ATTENTION)
+    sizes = {"max_context": 2048, "max_sequences": 8, "num_blocks": 2048, "prefill_tokens": 512}
+    return EmbeddedEngine(
+        model, TOKENIZER, version=0, eos_ids=[END], block_tokens=BLOCK, **{**sizes, **settings}
+    )
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in make_model(seed).named_parameters()}
+
+
+@asynccontextmanager
+async def agent_on(
+    engine: EmbeddedEngine, *, seed: int = 0, **sampling: Any
+) -> AsyncIterator[tuple[Agent, Cast]]:
+    """An agent of one episode, whose engine runs on this loop."""
+    remote = InProcessEngine(engine, receiver=None)  # type: ignore[arg-type]
+    running = asyncio.create_task(remote.run())
+    renderer = Renderer(TOKENIZER)
+    policy = GroupPolicy(
+        engine=remote,
+        renderer=renderer,
+        sampling=Sampling(**{"max_new_tokens": 12, **sampling}),
+        max_context=2048,
+        name="group 0",
+        seed=seed,
+        attempt=None,
+    )
+    play = Play(
+        name=policy.name,
+        index=0,
+        sample=policy.sample,
+        max_context=policy.max_context,
+        limits=Limits(max_turns=10_000),
+    )
+    cast = Cast(
+        play,
+        renderer=renderer,
+        history="template",
+        tool_format=FORMATS["hermes"],
+        sampling=policy.sampling,
+    )
+    try:
+        yield cast.agent(), cast
+    finally:
+        running.cancel()
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}

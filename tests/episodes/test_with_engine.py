@@ -1,0 +1,174 @@
+"""Agents on a real engine: the trainer's logprobs, the cost of turns, forks."""
+
+import numpy as np
+import pytest
+from talking_model import BLOCK, TOKENIZER, agent_on, make_engine, make_model, user, weights
+
+from millrace.core.errors import TaskError
+from millrace.core.records import Episode, Group, Rollout, Score, Task
+from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.staging.packing import pack
+from millrace.training.objectives.policy_loss import PolicyLoss
+from millrace.training.optimizer import Schedule
+from millrace.training.trainer import Trainer
+
+
+def search(key: str, limit: int = 1) -> str:
+    """Looks up."""
+    return key * limit
+
+
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+
+async def converse(agent, rng: np.random.Generator) -> None:
+    """Some turns, with tools or without, in which the history is now and then edited."""
+    messages = [user("x" * int(rng.integers(1, 9)))]
+    tools = [[], [search], [search, add]][rng.integers(3)]
+    for _ in range(rng.integers(1, 6)):
+        reply = await agent.chat(messages, tools=tools, temperature=float(rng.choice([1.0, 0.7])))
+        kind = rng.integers(5)
+        if kind == 0 and len(messages) > 2:
+            messages = messages[:-2]  # a turn is dropped
+        elif kind == 1:
+            messages = [user(f"So far {len(messages)} messages.")]  # all is summarised
+        elif kind == 2:
+            await agent.fork(reply, at=int(rng.integers(len(reply.exchange.completion.tokens))))
+        else:
+            answer = {"role": "tool", "content": "12" * int(rng.integers(1, 5))}
+            messages = [*messages, reply, answer if rng.random() < 0.5 else user("and?")]
+
+
+def group_of(rollouts: tuple[Rollout, ...]) -> Group:
+    """With the number of each token as its advantage, by which it is found again."""
+    numbers = np.cumsum([0, *(len(r.tokens) for r in rollouts)])
+    return Group(
+        number=0,
+        task=Task(prompt=""),
+        episodes=(Episode(turns=(), rollouts=rollouts),),
+        scores=(Score(total=0.0, parts={}),),
+        advantages=np.zeros(1, np.float32),
+        token_advantages=tuple(
+            np.arange(begin, begin + len(r.tokens), dtype=np.float32)
+            for begin, r in zip(numbers, rollouts, strict=False)
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "num_conversations", [12, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+async def test_the_trainer_says_what_the_engine_said_about_every_token_of_random_conversations(
+    num_conversations: int,
+):
+    engine = make_engine()
+    model = make_model()
+    model.set_attn_implementation(PACKED_ATTENTION)
+    trainer = Trainer(
+        model, loss=PolicyLoss(), schedule=Schedule(learning_rate=1e-3, total_steps=1)
+    )
+    num_branches = num_tokens = 0
+    for number in range(num_conversations):
+        truncation = {"top_k": 20, "top_p": 0.9} if number % 2 else {}
+        async with agent_on(engine, seed=number, **truncation) as (agent, cast):
+            await converse(agent, np.random.default_rng(number))
+            rollouts = cast.rollouts()
+            exchanges = agent._record.exchanges
+        assert sum(r.num_sampled for r in rollouts) == sum(
+            len(exchange.completion.tokens) for exchange in exchanges
+        )
+        batch = pack([group_of(rollouts)], microbatch_tokens=4096)
+        assert batch.num_trained_tokens == sum(r.num_sampled for r in rollouts)
+        for micro in batch.microbatches:
+            logprobs, _ = trainer.token_logprobs(micro)
+            np.testing.assert_allclose(
+                logprobs.detach().numpy(), micro.engine_logprobs, rtol=0, atol=1e-5
+            )
+        num_branches += len(rollouts)
+        num_tokens += batch.num_trained_tokens
+    assert num_branches > num_conversations
+    assert num_tokens > 10 * num_conversations
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+async def test_a_turn_costs_what_is_new_in_it_also_across_weight_swaps(swaps: bool):
+    engine = make_engine(kv="keep")
+    costs, new = [], []
+    async with agent_on(engine, max_new_tokens=8) as (agent, _):
+        messages = [user("hello there")]
+        for turn in range(12):
+            before = engine.stats().prefill_tokens
+            reply = await agent.chat(messages)
+            costs.append(engine.stats().prefill_tokens - before)
+            new.append(len(reply.exchange.given))
+            messages = [*messages, reply, user("go on, please")]
+            if swaps and turn % 3 == 1:
+                engine.swap(weights(turn), version=turn)
+        num_tokens = reply.exchange.end
+    # What is new, and what was sampled last: its KV, and that of tokens that fill no whole block.
+    for cost, num_new in zip(costs[1:], new[1:], strict=True):
+        assert cost <= num_new + 1 + BLOCK
+    assert sum(costs) <= num_tokens + 12 * (1 + BLOCK)
+
+
+async def test_without_kept_kv_a_swap_costs_the_whole_prefix_once():
+    engine = make_engine(kv="recompute")
+    async with agent_on(engine, max_new_tokens=8) as (agent, _):
+        first = await agent.chat([user("hello there " * 5)])
+        engine.swap(weights(1), version=1)
+        before = engine.stats().prefill_tokens
+        second = await agent.chat([*first.prompt, first, user("go on")])
+        num_prompt = second.exchange.end - len(second.exchange.completion.tokens)
+        assert engine.stats().prefill_tokens - before == num_prompt
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+async def test_a_fork_costs_no_prefill_of_what_it_shares(swaps: bool):
+    engine = make_engine(kv="keep")
+    async with agent_on(engine, max_new_tokens=40) as (agent, cast):
+        reply = await agent.chat([user("hello there " * 20)])
+        num_sampled = len(reply.exchange.completion.tokens)
+        assert num_sampled > 10
+        if swaps:
+            engine.swap(weights(1), version=1)
+        for at in (0, num_sampled // 2, num_sampled - 1):
+            before = engine.stats().prefill_tokens
+            fork = await agent.fork(reply, at=at)
+            assert engine.stats().prefill_tokens - before <= BLOCK
+            begun = reply.exchange.tokens()[: -num_sampled + at or None]
+            np.testing.assert_array_equal(fork.exchange.tokens()[: len(begun)], begun)
+        trained = [r.num_sampled for r in cast.rollouts()]
+        assert sum(trained) == sum(len(e.completion.tokens) for e in agent._record.exchanges)
+
+
+async def test_a_fork_that_is_not_pinned_is_computed_by_the_weights_served_now():
+    engine = make_engine(kv="keep")
+    async with agent_on(engine, max_new_tokens=20) as (agent, _):
+        reply = await agent.chat([user("hello there " * 5)])
+        engine.swap(weights(1), version=1)
+        before = engine.stats().prefill_tokens
+        fork = await agent.fork(reply, at=5, pinned=False)
+        assert engine.stats().prefill_tokens - before == fork.exchange.start
+        assert set(fork.exchange.completion.versions) == {1}
+
+
+async def test_a_fork_is_a_reply_from_which_a_conversation_goes_on():
+    engine = make_engine()
+    async with agent_on(engine, max_new_tokens=20) as (agent, _cast):
+        reply = await agent.chat([user("hello")])
+        fork = await agent.fork(reply, at=3)
+        last = await agent.chat([*reply.prompt, fork, user("more")])
+        assert last.exchange.parent is fork.exchange
+        assert fork.exchange.parent is reply.exchange
+        own = fork.exchange.completion.tokens[:-1]
+        again = await agent.fork(fork, at=len(own))
+        shared = [*reply.exchange.completion.tokens[:3], *own]
+        assert again.text == TOKENIZER.decode(shared) + again.exchange.completion.text
+        with pytest.raises(TaskError, match="at = 99, but the reply has"):
+            await agent.fork(reply, at=99)
+        text = await agent.complete("abc")
+        other = await agent.fork(text, at=len(text.exchange.completion.tokens) - 1)
+        after = await agent.complete(f"abc{other.text} and")
+        assert after.exchange.parent is other.exchange

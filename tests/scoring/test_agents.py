@@ -1,0 +1,92 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from fakes import make_rollout
+
+from millrace.core.errors import ScoreError
+from millrace.core.records import Episode, Group, Score, Task, Turn
+from millrace.scoring.advantages import (
+    BatchAdvantages,
+    GroupAdvantages,
+    ReturnAdvantages,
+    with_advantages,
+)
+from millrace.scoring.agents import by_agent
+from millrace.scoring.combining import combine
+from millrace.scoring.filters import ZeroVariance
+
+PLAIN = GroupAdvantages(normalize_std=False)
+
+
+def group_of(*rewards: dict[str, float]) -> Group:
+    """An episode for each; whoever is rewarded has a rollout."""
+    episodes = [
+        Episode(
+            turns=(Turn(prompt="", completion="", finish="stop"),),
+            rollouts=tuple(
+                dataclasses.replace(make_rollout(seed=number), agent=name) for name in of_episode
+            ),
+            reward=of_episode,
+        )
+        for number, of_episode in enumerate(rewards)
+    ]
+    group = Group(number=3, task=Task(prompt=""), episodes=tuple(episodes))
+    return combine(group, [], scorers=[])
+
+
+def estimated(group: Group, estimator=PLAIN) -> list[tuple[str, float]]:
+    found = with_advantages(group, by_agent(estimator)(group)).token_advantages
+    assert found is not None
+    pairs = zip(group.rollouts, found, strict=True)
+    return [(rollout.agent, float(tokens[rollout.mask][0])) for rollout, tokens in pairs]
+
+
+def test_each_agent_is_compared_with_itself():
+    group = group_of({"a": 1.0, "b": 0.0}, {"a": 3.0, "b": 8.0})
+    assert estimated(group) == [("a", -1.0), ("b", -4.0), ("a", 1.0), ("b", 4.0)]
+    assert [score.total for score in group.scores] == [0.5, 5.5]
+    assert group.scores[0].parts == {"environment.a": 1.0, "environment.b": 0.0}
+
+
+def test_an_agent_that_was_not_asked_in_an_episode_is_compared_with_the_others_alone():
+    group = group_of({"a": -1.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 0.0})
+    assert estimated(group) == [("a", -1.0), ("a", 0.0), ("b", 0.5), ("a", 1.0), ("b", -0.5)]
+
+
+def test_estimators_by_token_are_asked_for_each_agent_too():
+    group = group_of({"a": 1.0, "b": 0.0}, {"a": 3.0, "b": 8.0})
+    estimator = ReturnAdvantages(normalize_std=False)
+    assert estimated(group, estimator) == estimated(group)
+
+
+def test_what_the_scorers_say_goes_to_all_agents():
+    @dataclasses.dataclass
+    class Shared:
+        name = "shared"
+        weight = 2.0
+
+    from millrace.core.records import Verdict
+
+    group = group_of({"a": 1.0, "b": 3.0})
+    (score,) = combine(group, [[Verdict(score=0.5)]], scorers=[Shared()]).scores  # type: ignore[list-item]
+    assert score.by_agent == {"a": 2.0, "b": 4.0}
+    assert score.total == 3.0
+
+
+def test_rewards_that_cancel_out_in_the_total_are_no_reason_to_drop_a_group():
+    assert ZeroVariance()(group_of({"a": 1.0, "b": -1.0}, {"a": -1.0, "b": 1.0})) is not None
+    assert ZeroVariance()(group_of({"a": 1.0, "b": -1.0}, {"a": 1.0, "b": -1.0})) is None
+
+
+def test_estimators_that_look_across_groups_say_that_they_cannot():
+    with pytest.raises(ScoreError, match="'BatchAdvantages' look across groups and cannot tell"):
+        by_agent(BatchAdvantages())(group_of({"a": 1.0}, {"a": 0.0}))
+
+
+def test_one_reward_for_all_is_estimated_as_ever():
+    group = group_of({"a": 1.0}, {"a": 0.0})
+    shared = dataclasses.replace(
+        group, scores=tuple(Score(total=float(i), parts={}) for i in range(2))
+    )
+    np.testing.assert_array_equal(by_agent(PLAIN)(shared), PLAIN(shared))
