@@ -9,6 +9,8 @@
 | `bodies.py`, `messages.py`, `errors.py`, `sse.py` | the API's forms |
 | `text_stream.py` | text of tokens that come one by one |
 | `metrics.py` | counters for Prometheus |
+| `gateway.py` | the same API before the agents of a run's episodes |
+| `blackbox.py`, `program.py` | programs as environments; their processes |
 
 Promise: torch-free where requests pass; the models compute in processes of their own.
 """

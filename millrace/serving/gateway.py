@@ -70,7 +70,8 @@ class Door:
                 self._failed.result()
             return await task
         finally:
-            task.cancel()
+            if not task.cancelling():  # a second one would interrupt its cleaning up
+                task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     def fail(self, error: BaseException) -> None:

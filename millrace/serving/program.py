@@ -50,8 +50,8 @@ async def run_program(
                 await watch.silent.wait()
     finally:
         _kill(transport)
-        await watch.exited.wait()
         transport.close()
+        await watch.exited.wait()  # at once now; the loop may be about to close
     exit_code = transport.get_returncode()
     assert exit_code is not None
     return ProgramResult(exit_code=exit_code, stdout=watch.text(1), stderr=watch.text(2))

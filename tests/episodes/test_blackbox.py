@@ -1,6 +1,7 @@
 """Programs as environments: real processes, which reach the model over HTTP without any package."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -149,6 +150,22 @@ time.sleep(1000)
         await playing
     started = [int(pid) for pid in pids.read_text().split()[:2]]
     await until(lambda: not any(map(is_alive, started)))
+
+
+async def test_programs_under_way_end_in_order_with_their_thread(tmp_path, caplog):
+    file = tmp_path / "pid"
+    body = "import pathlib, time\npathlib.Path(task['file']).write_text(f'{os.getpid()} .')\n"
+    blackbox = Blackbox(program(tmp_path, body + "time.sleep(1000)"), columns=["file"])
+    task = Task(prompt="x", columns={"file": str(file)})
+    with LoopThread("environments") as thread:
+        player = player_of(blackbox, ChatEngine(lambda _: "hi"), thread=thread)
+        playing = asyncio.create_task(player.try_group(task, attempt=Attempt(0), group_size=1))
+        await until(lambda: file.exists() and file.read_text().endswith("."))
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    gc.collect()  # what was left open would say so now
+    assert not is_alive(int(file.read_text().split()[0]))
+    assert not caplog.records
 
 
 async def test_a_program_that_leaves_something_behind_is_not_waited_for(tmp_path, thread):
