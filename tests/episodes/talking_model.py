@@ -73,6 +73,7 @@ async def agent_on(
         name="group 0",
         seed=seed,
         attempt=None,
+        on_episode=None,
     )
     play = Play(
         name=policy.name,

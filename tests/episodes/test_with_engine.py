@@ -10,6 +10,7 @@ from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.staging.packing import pack
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
+from millrace.training.technique import Technique
 from millrace.training.trainer import Trainer
 
 
@@ -67,7 +68,10 @@ async def test_the_trainer_says_what_the_engine_said_about_every_token_of_random
     model = make_model()
     model.set_attn_implementation(PACKED_ATTENTION)
     trainer = Trainer(
-        model, loss=PolicyLoss(), schedule=Schedule(learning_rate=1e-3, total_steps=1)
+        model,
+        loss=PolicyLoss(),
+        schedule=Schedule(learning_rate=1e-3, total_steps=1),
+        technique=Technique(),
     )
     num_branches = num_tokens = 0
     for number in range(num_conversations):

@@ -12,12 +12,13 @@ from tiny_classifier import make_tiny_classifier
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Reading
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.scoring.reward_models.process import MODULE, ModelProcess, start_message
+from millrace.scoring.reward_models.process import RewardModelProcess, start_message
 from millrace.scoring.reward_models.settings import ModelSettings
 
 
 def processes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if MODULE in child.cmdline()]
+    children = psutil.Process().children()
+    return [child for child in children if "millrace.workers.reward_model" in child.cmdline()]
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +32,12 @@ async def hub(tmp_path):
         yield hub
 
 
-def make_process(hub: Hub, model, **settings) -> ModelProcess:
+def make_process(hub: Hub, model, **settings) -> RewardModelProcess:
     checked = ModelSettings(model=str(model), template="ids", device="cpu", **settings).checked(
         scorer="steps"
     )
     start = start_message(checked, head="token", is_whole=False, kept_tokens=1000)
-    return ModelProcess("steps", start=start, launch=hub.launch, start_timeout_s=60.0)
+    return RewardModelProcess("steps", start=start, launch=hub.launch, start_timeout_s=60.0)
 
 
 def reading(length: int, *ends: int, **settings) -> Reading:
@@ -73,7 +74,7 @@ async def test_calls_overlap_and_what_a_kill_takes_with_it_is_read_again(hub, mo
     assert processes() == []
 
 
-async def _kill_under_way(process: ModelProcess, *, expected: list[list[float]]) -> None:
+async def _kill_under_way(process: RewardModelProcess, *, expected: list[list[float]]) -> None:
     (victim,) = processes()
     victim.suspend()  # the calls are on their way when it dies
     calls = [
@@ -106,7 +107,7 @@ async def test_what_cannot_be_loaded_is_said_at_the_start(hub, model):
     start = start_message(
         ModelSettings(model=str(model), device="cuda:7"), head="token", is_whole=False
     )
-    process = ModelProcess("steps", start=start, launch=hub.launch, start_timeout_s=60.0)
+    process = RewardModelProcess("steps", start=start, launch=hub.launch, start_timeout_s=60.0)
     with pytest.raises(ConfigError, match="Device 'cuda:7' does not exist"):
         await process.start()
     await process.close()

@@ -25,7 +25,9 @@ class FormulaProcess:
         self.asked: list[Passage] = []
         self._version = version
 
-    async def ask(self, passages: Sequence[Passage], *, timeout_s: float) -> list[Likelihoods]:
+    async def likelihoods(
+        self, passages: Sequence[Passage], *, timeout_s: float
+    ) -> list[Likelihoods]:
         self.asked += passages
         return [
             Likelihoods(
@@ -180,7 +182,7 @@ def process_of(*dies: bool, follows: bool = False) -> tuple[TeacherProcess, list
 async def test_a_lost_teacher_is_replaced_and_asked_again():
     process, names = process_of(True, False)
     await process.start()
-    assert await process.ask([], timeout_s=5) == []
+    assert await process.likelihoods([], timeout_s=5) == []
     assert names == ["t-0", "t-1"]
     assert process.num_lost == 1
 
@@ -189,12 +191,12 @@ async def test_a_question_that_kills_twice_costs_its_group():
     process, _ = process_of(True, True, False)
     await process.start()
     with pytest.raises(ScoreError, match="lost its process twice"):
-        await process.ask([], timeout_s=5)
+        await process.likelihoods([], timeout_s=5)
 
 
 async def test_a_lost_self_teacher_ends_the_run():
     process, names = process_of(True, False, follows=True)
     await process.start()
-    with pytest.raises(RunFailed, match="what it knew of its past is lost"):
-        await process.ask([], timeout_s=5)
+    with pytest.raises(RunFailed, match="lost, and with it what it knew of the policy's past"):
+        await process.likelihoods([], timeout_s=5)
     assert names == ["t-0"]

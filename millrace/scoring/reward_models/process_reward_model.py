@@ -12,7 +12,7 @@ import numpy as np
 from millrace.core.protocols import OnTokens
 from millrace.core.records import Episode, Group, Notes, Request, Rollout, Task, Verdict
 from millrace.scoring.reward_models.ahead import ReadingAhead
-from millrace.scoring.reward_models.process import ModelProcess, start_message
+from millrace.scoring.reward_models.process import RewardModelProcess, start_message
 from millrace.scoring.reward_models.reward_model import call_rules, check_finite
 from millrace.scoring.reward_models.settings import ModelSettings, check_choice, check_counts
 from millrace.scoring.reward_models.step_reader import StepReader
@@ -84,7 +84,7 @@ class ProcessRewardModel(ModelSettings):
             separator=self.separator,
             kept_tokens=self.kept_tokens,
         )
-        process = ModelProcess(
+        process = RewardModelProcess(
             name, start=start, launch=tools.launch, start_timeout_s=tools.start_timeout_s
         )
         reader = StepReader(

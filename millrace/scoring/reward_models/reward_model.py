@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from millrace.cluster.messages import Reading
 from millrace.core.errors import ScoreError
 from millrace.core.records import Episode, Group, Task, Verdict
-from millrace.scoring.reward_models.process import ModelProcess, start_message
+from millrace.scoring.reward_models.process import RewardModelProcess, start_message
 from millrace.scoring.reward_models.settings import ModelSettings
 from millrace.scoring.scorer_kind import CallRules, ScorerTools
 
@@ -32,7 +32,7 @@ class RewardModel(ModelSettings):
         settings = self.checked(scorer=name)
         if self.template == "ids":
             self.require_same_tokens(tools.tokenizer, scorer=name)
-        process = ModelProcess(
+        process = RewardModelProcess(
             name,
             start=start_message(settings, head="sequence", is_whole=True),
             launch=tools.launch,
@@ -51,7 +51,13 @@ class RewardModelScorer:
     """Runs on the controller's event loop."""
 
     def __init__(
-        self, name: str, *, weight: float, timeout_s: float, takes_ids: bool, process: ModelProcess
+        self,
+        name: str,
+        *,
+        weight: float,
+        timeout_s: float,
+        takes_ids: bool,
+        process: RewardModelProcess,
     ) -> None:
         self.name = name
         self.weight = weight

@@ -11,12 +11,12 @@ import numpy as np
 
 from millrace.cluster.messages import Reading
 from millrace.core.records import Prompt
-from millrace.scoring.reward_models.process import ModelProcess
+from millrace.scoring.reward_models.process import RewardModelProcess
 
 
 class StepReader:
     def __init__(
-        self, process: ModelProcess, *, tokenizer: Any, takes_ids: bool, timeout_s: float
+        self, process: RewardModelProcess, *, tokenizer: Any, takes_ids: bool, timeout_s: float
     ) -> None:
         """`tokenizer` is the policy's; the model is given its ids, or else text."""
         self._process = process

@@ -66,7 +66,7 @@ class TeacherScorer:
             for rollout in group.rollouts
         ]
         check_lengths(passages, max_context=self._max_context, scorer=self.name, group=group)
-        told = await self._process.ask(passages, timeout_s=self._timeout_s)
+        told = await self._process.likelihoods(passages, timeout_s=self._timeout_s)
         notes = [
             Notes(teaching=_teaching(rollout, likelihoods, has_top=settings.num_top > 0))
             for rollout, likelihoods in zip(group.rollouts, told, strict=True)
@@ -107,7 +107,7 @@ class ReferenceScorer:
             passage_of(r, temperature=r.sampling.temperature, kept=r.kept) for r in group.rollouts
         ]
         check_lengths(passages, max_context=self._max_context, scorer=self.name, group=group)
-        told = await self._process.ask(passages, timeout_s=self._timeout_s)
+        told = await self._process.likelihoods(passages, timeout_s=self._timeout_s)
         notes = [
             Notes(reference_logprobs=_spread(likelihoods.logprobs, rollout))
             for rollout, likelihoods in zip(group.rollouts, told, strict=True)
