@@ -101,21 +101,30 @@ def _accuracies(rows: list[dict[str, Any]], loss: str, limit: int) -> list[float
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """A line through the means of each loss, and a dot for each seed."""
+    """A line through the means of each loss, and a band from the lowest to the highest seed."""
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
     limits = sorted({row["max_staleness"] for row in rows})
     for loss in LOSSES:
         known = [limit for limit in limits if _accuracies(rows, loss, limit)]
-        means = [np.mean(_accuracies(rows, loss, limit)) for limit in known]
-        (line,) = axes.plot([limits.index(x) for x in known], means, marker="o", label=loss)
-        for limit in known:
-            values = _accuracies(rows, loss, limit)
-            places = [limits.index(limit)] * len(values)
-            axes.scatter(places, values, s=12, alpha=0.5, color=line.get_color())
+        values = [_accuracies(rows, loss, limit) for limit in known]
+        places = [limits.index(limit) for limit in known]
+        means = [float(np.mean(seeds)) for seeds in values]
+        (line,) = axes.plot(places, means, marker="o", label=loss)
+        axes.fill_between(
+            places,
+            [min(seeds) for seeds in values],
+            [max(seeds) for seeds in values],
+            color=line.get_color(),
+            alpha=0.15,
+            linewidth=0,
+        )
     axes.set_xticks(range(len(limits)), [str(limit) for limit in limits])
-    axes.set(xlabel="staleness, versions", ylabel="held-out accuracy", ylim=(0, 1.02))
-    axes.legend()
+    axes.set(xlabel="age of the data, versions", ylabel="held-out accuracy after training")
+    axes.set_ylim(top=1.01)
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower left", frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 

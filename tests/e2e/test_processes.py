@@ -1,5 +1,6 @@
 """What is left after success, failure and Ctrl-C: nothing but the run directory."""
 
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,6 +86,7 @@ def test_a_run_outlives_its_only_scorer_resumes_after_a_kill_of_everything_and_e
     run.process.wait(timeout=10)
     assert not psutil.wait_procs(list(run.workers.values()), timeout=10)[1]
 
+    shutil.rmtree(run.temp)  # nobody was left to tidy it up
     resumed = start("--resume")
     resumed.wait_for_step(done + 20)
     resumed.process.send_signal(signal.SIGINT)
