@@ -62,7 +62,8 @@ def check_models(specs: Sequence[ScorerSpec], run: RunFacts) -> None:
 
 
 def check_evaluation(specs: Sequence[ScorerSpec], *, num_held_out: int) -> None:
-    if num_held_out and all(isinstance(spec.kind, ReaderSettings) for spec in specs):
+    # Without any scorer, an environment rewards.
+    if num_held_out and specs and all(isinstance(spec.kind, ReaderSettings) for spec in specs):
         raise ConfigError(
             f"There are {num_held_out} held-out tasks and no scorer that says whether they are"
             " solved; add one (with loss.reward_weight = 0 it is not learned from), or leave out"

@@ -33,7 +33,7 @@ from millrace.cluster.messages import (
     Swapped,
 )
 from millrace.config import Interrupt, RunConfig, load_config
-from millrace.core.errors import MillraceError, TaskError, WeightError
+from millrace.core.errors import TaskError, WeightError
 from millrace.core.protocols import WeightReceiver
 from millrace.core.spans import Timeline
 from millrace.core.weight_update import WeightUpdate
@@ -44,35 +44,17 @@ from millrace.engines.embedded.live_weights import Prepared
 from millrace.engines.embedded.outcomes import Finished
 from millrace.models.loading import resolve_device
 from millrace.weights.receiver import make_receiver
+from millrace.workers.starting import out_of_turn, serve_as_told
 
 PROGRESS_S = 0.25
 STAGING_POLL_S = 0.002  # how soon an idle engine notices that weights are staged
 
 
 def main(link: Link, name: str) -> None:
-    timeline = Timeline(name, name="load", busy=True)
-    while True:
-        timeline.enter("no work", busy=False)
-        call = link.receive(None)
-        assert call is not None
-        if isinstance(call.message, Stop):
-            call.reply()
-            return
-        if not isinstance(call.message, StartEngine):
-            call.fail(_unknown(call, but="start it first"))
-            continue
-        timeline.enter("load", busy=True)
-        try:
-            worker = _start(call.message, link=link, timeline=timeline)
-        except MillraceError as error:
-            call.fail(error)
-            continue
-        call.reply()
-        worker.serve()
-        return
+    serve_as_told(link, name, message=StartEngine, start=_start)
 
 
-def _start(message: StartEngine, *, link: Link, timeline: Timeline) -> "EngineWorker":
+def _start(message: StartEngine, link: Link, timeline: Timeline) -> "EngineWorker":
     config = load_config(message.config)
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
@@ -231,7 +213,7 @@ class EngineWorker:
                     self._timeline.enter("paused", busy=False)
                 call.reply()
             case _:
-                call.fail(_unknown(call, but="it is already running"))
+                call.fail(out_of_turn(call))
 
     def _answer(self, finished: list[Finished]) -> None:
         for id, pieces in self._engine.news().items():
@@ -308,10 +290,6 @@ class EngineWorker:
                 },
             )
         )
-
-
-def _unknown(call: Call, *, but: str) -> MillraceError:
-    return MillraceError(f"An engine cannot take {type(call.message).__name__} now; {but}.")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from millrace.cluster.messages import (
     StepValues,
     Stop,
 )
-from millrace.core.errors import MillraceError, ScoreError
+from millrace.core.errors import ScoreError
 from millrace.core.spans import Timeline
 from millrace.models.classifier import Classifier, Passage, load_classifier
 from millrace.models.continuing import Shelf
@@ -33,6 +33,7 @@ from millrace.models.directory import load_tokenizer
 from millrace.models.loading import resolve_device
 from millrace.scoring.reward_models.settings import ModelSettings
 from millrace.scoring.reward_models.texts import Texts
+from millrace.workers.starting import out_of_turn, serve_as_told
 
 PROGRESS_S = 0.25
 GATHER_TOKENS = 512  # of sequences that are still growing: what makes a pass worth while
@@ -59,29 +60,10 @@ class _Unread:
 
 
 def main(link: Link, name: str) -> None:
-    timeline = Timeline(name, name="load", busy=True)
-    while True:
-        timeline.enter("no work", busy=False)
-        call = link.receive(None)
-        assert call is not None
-        if isinstance(call.message, Stop):
-            call.reply()
-            return
-        if not isinstance(call.message, StartRewardModel):
-            call.fail(TypeError(f"{type(call.message).__name__}: start the reward model first"))
-            continue
-        timeline.enter("load", busy=True)
-        try:
-            worker = _start(call.message, link=link, timeline=timeline)
-        except MillraceError as error:
-            call.fail(error)
-            continue
-        call.reply()
-        worker.serve()
-        return
+    serve_as_told(link, name, message=StartRewardModel, start=_start)
 
 
-def _start(message: StartRewardModel, *, link: Link, timeline: Timeline) -> "RewardModelWorker":
+def _start(message: StartRewardModel, link: Link, timeline: Timeline) -> "RewardModelWorker":
     settings = ModelSettings(**message.settings)
     torch.set_num_threads(settings.threads)
     classifier = load_classifier(
@@ -158,8 +140,8 @@ class RewardModelWorker:
                 case Stop():
                     call.reply()
                     return False
-                case message:
-                    call.fail(TypeError(f"a reward model does not know {type(message).__name__}"))
+                case _:
+                    call.fail(out_of_turn(call))
             call = self._link.receive(0)
         return True
 

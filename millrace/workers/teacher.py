@@ -28,7 +28,7 @@ from millrace.cluster.messages import (
     TokensScored,
 )
 from millrace.config import load_config
-from millrace.core.errors import ConfigError, MillraceError, RunFailed, WeightError
+from millrace.core.errors import ConfigError, RunFailed, WeightError
 from millrace.core.passages import Likelihoods, Passage
 from millrace.core.spans import Timeline
 from millrace.engines.embedded.scoring import ScoringEngine, num_rows
@@ -38,35 +38,17 @@ from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.scoring.teachers.settings import ReaderSettings
 from millrace.weights.history import Following
 from millrace.workers.following import Followed, Staged, follow
+from millrace.workers.starting import out_of_turn, serve_as_told
 
 PROGRESS_S = 0.25
 STAGING_POLL_S = 0.002  # how soon an idle teacher notices that weights are staged
 
 
 def main(link: Link, name: str) -> None:
-    timeline = Timeline(name, name="load", busy=True)
-    while True:
-        timeline.enter("no work", busy=False)
-        call = link.receive(None)
-        assert call is not None
-        if isinstance(call.message, Stop):
-            call.reply()
-            return
-        if not isinstance(call.message, StartTeacher):
-            call.fail(_unknown(call, but="start it first"))
-            continue
-        timeline.enter("load", busy=True)
-        try:
-            worker = start(call.message, link=link, timeline=timeline)
-        except MillraceError as error:
-            call.fail(error)
-            continue
-        call.reply()
-        worker.serve()
-        return
+    serve_as_told(link, name, message=StartTeacher, start=start)
 
 
-def start(message: StartTeacher, *, link: Link, timeline: Timeline) -> "TeacherWorker":
+def start(message: StartTeacher, link: Link, timeline: Timeline) -> "TeacherWorker":
     config, settings = load_config(message.config), ReaderSettings(**message.settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -168,7 +150,7 @@ class TeacherWorker:
                     self._swaps.append(call)
                     self._stage_next()
                 case _:
-                    call.fail(_unknown(call, but="it is already running"))
+                    call.fail(out_of_turn(call))
             call = self._link.receive(0)
         return None
 
@@ -252,10 +234,6 @@ class TeacherWorker:
         self._reported_s = time.monotonic()
         counters = {"scored_tokens": float(self._num_tokens), "swaps": float(self._num_swaps)}
         self._link.emit(Progress(spans=self._timeline.drain(), counters=counters))
-
-
-def _unknown(call: Call, *, but: str) -> MillraceError:
-    return MillraceError(f"A teacher cannot take {type(call.message).__name__} now; {but}.")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ def test_an_environment_is_trained_with_its_own_rewards(tmp_path):
         model=str(make_tiny_model(tmp_path / "model")),
         run_dir=str(tmp_path / "run"),
         tasks=[{"prompt": f"{n}+1="} for n in range(8)],
+        eval_tasks=[{"prompt": "9+1="}],
         environment={"function": two_turns, "max_turns": 3},
         sampling={"max_new_tokens": 6},
         rollout={"group_size": 4, "redundancy": 1},
@@ -28,6 +29,7 @@ def test_an_environment_is_trained_with_its_own_rewards(tmp_path):
         watch={"progress": "off"},
     )
     assert result.episodes == 2 * 2 * 4
+    assert result.accuracy_after is not None
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert len(rows) == 2
     for row in rows:
