@@ -29,11 +29,12 @@ WARM_STEPS = 2  # left out of the rates
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=192, help="of each completion")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=384, help="of each completion")
     parser.add_argument("--groups", type=int, default=4, help="of 8 episodes, per step")
     parser.add_argument("--judge-layers", type=int, default=4)
     parser.add_argument("--judge-size", type=int, default=192)
+    parser.add_argument("--ahead-tokens", type=int, default=64, help="read together at least (64)")
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -84,6 +85,7 @@ def measure(
         "steps": {"by": "delimiter", "delimiter": STEP},
         "device": "cpu",
         "pipelined": pipelined,
+        "ahead_tokens": args.ahead_tokens,
     }
     mr.train(
         {
