@@ -279,7 +279,6 @@ class _Run:
             launch=hub.launch,
             private=private,
             folder=self._run_dir.scorers,
-            tokenizer=self._prepared.tokenizer,
             start_timeout_s=self._config.cluster.start_timeout_s,
             warn=self._watcher.warn,
             may_be_none=self._prepared.environment is not None,

@@ -171,7 +171,6 @@ def build_scorer_pool(
     launch: Callable[[str, str], Awaitable[Worker]],
     private: Path,
     folder: Path,
-    tokenizer: Any = None,
     shaping: Shaping | None = None,
     start_timeout_s: float = 180.0,
     warn: Callable[[str], None] = print,
@@ -194,7 +193,6 @@ def build_scorer_pool(
         workers=workers,
         launch=launch,
         folder=folder,
-        tokenizer=tokenizer,
         start_timeout_s=start_timeout_s,
         run=run,
     )

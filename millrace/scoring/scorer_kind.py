@@ -53,7 +53,6 @@ class ScorerTools:
     workers: ScorerWorkers  # the processes that run functions
     launch: Callable[[str, str], Awaitable[Worker]]  # name, module -> a process of its own
     folder: Path  # in the run directory, for what a scorer wants to find again after a resume
-    tokenizer: Any = None  # the policy's
     start_timeout_s: float = 180.0
     run: RunFacts | None = None  # None = it belongs to none
     functions: dict[str, str | Callable[..., Any]] = field(default_factory=dict)

@@ -3,7 +3,7 @@ token, and perhaps a score of the episode.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -13,7 +13,7 @@ from millrace.core.protocols import OnTokens
 from millrace.core.records import Episode, Group, Notes, Request, Rollout, Task, Verdict
 from millrace.scoring.reward_models.ahead import ReadingAhead
 from millrace.scoring.reward_models.process import RewardModelProcess, start_message
-from millrace.scoring.reward_models.reward_model import call_rules, check_finite
+from millrace.scoring.reward_models.reward_model import check_finite
 from millrace.scoring.reward_models.settings import ModelSettings, check_choice, check_counts
 from millrace.scoring.reward_models.step_reader import StepReader
 from millrace.scoring.reward_models.steps import Steps, build_steps, step_ends
@@ -63,19 +63,13 @@ class ProcessRewardModel(ModelSettings):
     def default_name(self) -> str:
         return "process_reward_model"
 
-    def rules(self, *, num_workers: int) -> CallRules:
-        return call_rules()
-
-    def check(self, tasks: Sequence[Task], *, name: str) -> None:
-        self.checked(scorer=name)
-
     def make(
         self, *, name: str, weight: float, rules: CallRules, tools: ScorerTools
     ) -> "ProcessRewardScorer":
         settings = self.checked(scorer=name)
         if self.template == "ids":
-            self.require_same_tokens(tools.tokenizer, scorer=name)
-        elif self.template == "auto" and self.has_same_tokens(tools.tokenizer):
+            self.require_same_tokens(tools.facts.tokenizer, scorer=name)
+        elif self.template == "auto" and self.has_same_tokens(tools.facts.tokenizer):
             settings = replace(settings, template="ids")
         start = start_message(
             settings,
@@ -89,14 +83,14 @@ class ProcessRewardModel(ModelSettings):
         )
         reader = StepReader(
             process,
-            tokenizer=tools.tokenizer,
+            tokenizer=tools.facts.tokenizer,
             takes_ids=settings.template == "ids",
             timeout_s=rules.timeout_s,
         )
         ahead = ReadingAhead(
             reader,
             steps=self._steps(),
-            tokenizer=tools.tokenizer,
+            tokenizer=tools.facts.tokenizer,
             min_tokens=self.ahead_tokens,
         )
         return ProcessRewardScorer(
@@ -105,7 +99,7 @@ class ProcessRewardModel(ModelSettings):
             steps=self._steps(),
             reduce=self.reduce,
             aggregate=self.score,
-            tokenizer=tools.tokenizer,
+            tokenizer=tools.facts.tokenizer,
             reader=reader,
             ahead=ahead if self.pipelined else None,
             of_later_turns=settings.template == "ids" and self.separator is None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from millrace.cluster.messages import Reading
 from millrace.core.errors import ScoreError
-from millrace.core.records import Episode, Group, Task, Verdict
+from millrace.core.records import Episode, Group, Verdict
 from millrace.scoring.reward_models.process import RewardModelProcess, start_message
 from millrace.scoring.reward_models.settings import ModelSettings
 from millrace.scoring.scorer_kind import CallRules, ScorerTools
@@ -20,18 +20,12 @@ class RewardModel(ModelSettings):
     def default_name(self) -> str:
         return "reward_model"
 
-    def rules(self, *, num_workers: int) -> CallRules:
-        return call_rules()
-
-    def check(self, tasks: Sequence[Task], *, name: str) -> None:
-        self.checked(scorer=name)
-
     def make(
         self, *, name: str, weight: float, rules: CallRules, tools: ScorerTools
     ) -> "RewardModelScorer":
         settings = self.checked(scorer=name)
         if self.template == "ids":
-            self.require_same_tokens(tools.tokenizer, scorer=name)
+            self.require_same_tokens(tools.facts.tokenizer, scorer=name)
         process = RewardModelProcess(
             name,
             start=start_message(settings, head="sequence", is_whole=True),
@@ -83,12 +77,6 @@ class RewardModelScorer:
             return Reading(tokens=tokens, ends=[len(tokens) - 1])
         turn = episode.turns[-1]
         return Reading(prompt=turn.prompt, pieces=[turn.completion])
-
-
-def call_rules() -> CallRules:
-    """Episodes come as they finish and are batched over there. What it cannot read, it could not
-    read again either, and a lost process is replaced without further ado."""
-    return CallRules(timeout_s=300.0, concurrency=1024, batch=1, retries=0, breaker_failures=0)
 
 
 def check_finite(values: Sequence[float], *, scorer: str, group: Group) -> None:

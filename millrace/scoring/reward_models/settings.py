@@ -2,11 +2,14 @@
 before it; and what of that can be known to be wrong before any process starts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 from millrace.core.errors import ConfigError
+from millrace.core.records import Task
 from millrace.models.directory import load_tokenizer, text_config
+from millrace.scoring.scorer_kind import CallRules
 
 Template = Literal["auto", "chat", "text", "ids"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -39,6 +42,14 @@ class ModelSettings:
         check_choice("template", self.template, get_args(Template))
         check_choice("dtype", self.dtype, get_args(Dtype))
         check_counts(self, "threads", "batch_tokens", "max_length")
+
+    def rules(self, *, num_workers: int) -> CallRules:
+        """Episodes come as they finish and are batched over there. What it cannot read, it could
+        not read again either, and a lost process is replaced without further ado."""
+        return CallRules(timeout_s=300.0, concurrency=1024, batch=1, retries=0, breaker_failures=0)
+
+    def check(self, tasks: Sequence[Task], *, name: str) -> None:
+        self.checked(scorer=name)
 
     def checked(self, *, scorer: str) -> Self:
         """With the longest sequence that the model can take; raises ConfigError for what its files

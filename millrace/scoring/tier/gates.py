@@ -39,15 +39,20 @@ class Gate:
 
 def parse_gate(text: str, *, section: str) -> Gate:
     found = CONDITION.fullmatch(text)
+    limit = None if found is None else _number(found[3])
+    if found is None or limit is None:
+        raise ConfigError(
+            f"Setting '{section}.when' = {text!r} is no condition; write the name of a scorer, one"
+            f" of {' '.join(COMPARISONS)} and a number, as in 'format >= 1'."
+        )
+    return Gate(scorer=found[1], comparison=found[2], limit=limit)
+
+
+def _number(text: str) -> float | None:
     try:
-        if found is not None:
-            return Gate(scorer=found[1], comparison=found[2], limit=float(found[3]))
+        return float(text)
     except ValueError:
-        pass  # not a number: said below, as everything else that is wrong
-    raise ConfigError(
-        f"Setting '{section}.when' = {text!r} is no condition; write the name of a scorer, one of"
-        f" {' '.join(COMPARISONS)} and a number, as in 'format >= 1'."
-    )
+        return None
 
 
 def check_gates(gates: Mapping[str, Gate | None]) -> None:
