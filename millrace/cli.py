@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,6 +191,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(serve)
 
+    _add_join(commands)
+
+    inspect = _new_parser(
+        commands.add_parser, INSPECT, name="inspect", help="summarise a run and draw its plots"
+    )
+    inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    inspect.add_argument("--no-plots", action="store_true", help="print the summary only")
+    inspect.set_defaults(run=_inspect)
+
+    if benches := _benches():
+        _add_bench(commands, benches)
+    return parser
+
+
+def _add_join(commands: Any) -> None:
     join = _new_parser(
         commands.add_parser, JOIN, JOIN_MORE, name="join", help="bring engines from another host"
     )
@@ -205,26 +220,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     join.set_defaults(run=_join)
 
-    inspect = _new_parser(
-        commands.add_parser, INSPECT, name="inspect", help="summarise a run and draw its plots"
-    )
-    inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    inspect.add_argument("--no-plots", action="store_true", help="print the summary only")
-    inspect.set_defaults(run=_inspect)
 
-    if benches := _benches():
-        listed = "\n".join(f"  {name:<10} {what}" for name, what in benches.items())
-        bench = _new_parser(
-            commands.add_parser,
-            f"Measure on this machine.\n\n{listed}\n",
-            "`millrace bench NAME --help` tells the options of one.\n",
-            name="bench",
-            help=f"measure: {', '.join(benches)}",
-        )
-        bench.add_argument("bench", choices=benches, metavar="NAME")
-        bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[--json FILE] ...")
-        bench.set_defaults(run=_bench)
-    return parser
+def _add_bench(commands: Any, benches: Mapping[str, str]) -> None:
+    listed = "\n".join(f"  {name:<10} {what}" for name, what in benches.items())
+    bench = _new_parser(
+        commands.add_parser,
+        f"Measure on this machine.\n\n{listed}\n",
+        "`millrace bench NAME --help` tells the options of one.\n",
+        name="bench",
+        help=f"measure: {', '.join(benches)}",
+    )
+    bench.add_argument("bench", choices=benches, metavar="NAME")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[--json FILE] ...")
+    bench.set_defaults(run=_bench)
 
 
 def _new_parser(make: Any, description: str, epilog: str = "", **settings: Any) -> Any:
