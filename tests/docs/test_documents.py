@@ -143,6 +143,7 @@ def test_the_settings_in_the_page_on_scoring_are_settings(monkeypatch, tmp_path)
     config = load_config({"model": "m", **tomllib.loads(example)})
     specs = [spec_of(row, section="scorer") for row in config.scorer]
     check_specs(specs, [Task(prompt="p", columns={"answer": "a"})])
+    assert [spec.name for spec in specs] == ["format", "judge", "style"]
 
 
 def test_the_page_on_scoring_has_every_key_of_the_services_with_its_default():

@@ -64,4 +64,6 @@ async def test_a_slow_follower_sees_the_newest_and_holds_up_none_it_never_sees()
 async def test_without_followers_nothing_is_needed():
     followers = Followers([], version=0)
     followers.submit(update(1))
-    await followers.done_with(1)
+    waiting = asyncio.create_task(followers.done_with(1))
+    await until_idle()
+    assert waiting.done()
