@@ -1,4 +1,4 @@
-"""The loop that wires the stages and owns Version.
+"""Wires the stages of a run.
 
      tasks ─▶ play ─▶ score ─▶ wait ─▶ learn ─▶ publish ─┐
       ▲                                                  │
@@ -10,19 +10,19 @@ everything heavy is a call to a worker.
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
-from millrace.core.errors import CheckpointError, RunFailed
-from millrace.core.microbatch import Batch
 from millrace.core.records import Group, Task
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.pool import EnginePool
 from millrace.envs.streams import TaskStream
+from millrace.journal import Journal, NoJournal
+from millrace.journal.resuming import redone_numbers
+from millrace.learner import Learner
 from millrace.rollout.admission import RUNNING, STALENESS, Admission
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.dispatcher import Dispatcher, Failures
@@ -38,18 +38,13 @@ from millrace.scoring.tier.group_scoring import GroupScoring
 from millrace.staging.batches import Batches
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
-from millrace.staging.packing import minibatches_of
 from millrace.training.remote import RemoteTrainer
-from millrace.watch.scoring import where_text
 from millrace.watch.skipped import SkippedSteps
-from millrace.watch.text import counts
 from millrace.watch.watcher import SCORES, Moment, Watcher
 from millrace.weights.courier import Courier
 from millrace.weights.followers import Followers
 from millrace.weights.notifier import Notifier
 from millrace.weights.releases import Releases
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +55,7 @@ class Cursor:
     next_number: int = 0  # first task number never issued
     unfinished: tuple[int, ...] = ()  # issued, and neither trained nor dropped nor failed
     tasks: dict[str, Any] = field(default_factory=dict[str, Any])  # state of the task stream
+    journal: int | None = None  # its last record then; None = there was no journal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +81,7 @@ class Controller:
         watcher: Watcher,
         checkpoints: Path,
         skipped: SkippedSteps,
+        journal: Journal | NoJournal,
         cursor: Cursor,
     ) -> None:
         self._config = config
@@ -93,13 +90,11 @@ class Controller:
         self._scorers = scorers
         self._engines = engines
         self._evaluators = evaluators
-        self._trainer = trainer
         self._watcher = watcher
-        self._checkpoints = checkpoints
         self._skipped = skipped
-        self._version = cursor.version
-        self._awaits_batch = False  # the trainer has nothing to do
-        self._saved: Path | None = None
+        self._journal = journal
+        begun = redone_numbers(journal.ledger, after=cursor.version)
+        taking = max(cursor.version, journal.ledger.last_begun)  # version of the first new take
         self._failures = Failures(max_share=config.rollout.max_failure_share)
         self._limit = config.buffer.limit
         self._admission = Admission(
@@ -107,7 +102,9 @@ class Controller:
             limit=self._limit,
             max_running=config.rollout.max_running_groups,
             version=cursor.version,
+            begun=len(begun),
         )
+        self._admission.take_next(taking)
         # With barrier, all work of a version is there before any of it begins.
         is_synchronous = config.weights.interrupt == "barrier"
         self._rounds = Rounds(self._admission, at_once=engines.at_once) if is_synchronous else None
@@ -120,6 +117,7 @@ class Controller:
         self._batches = Batches(
             config,
             buffer=self._buffer,
+            journal=journal,
             in_batch=scorers.in_batch,
             on_replay=self._admission.replay,
             pairs=config.scoring.advantages["type"] == PAIRS,
@@ -127,6 +125,7 @@ class Controller:
         )
         self._dispatcher = Dispatcher(
             task_of=tasks.task,
+            draw_of=tasks.draw_of,
             on_closed=tasks.finish,
             open_scoring=lambda task, attempt: scorers.open(number=attempt.number, task=task),
             play=self._play,
@@ -136,9 +135,11 @@ class Controller:
             failures=self._failures,
             filtering=Filtering(max_share=config.rollout.max_filtered_share, warn=watcher.warn),
             limit=self._limit,
-            version=cursor.version,
+            journal=journal,
+            version=taking,
             next_number=cursor.next_number,
             unfinished=cursor.unfinished,
+            begun=begun,
         )
         self._courier = Courier(
             swap=engines.swap,
@@ -160,7 +161,7 @@ class Controller:
         self._followers = Followers(
             [follower.swap for follower in scorers.followers], version=cursor.version
         )
-        self._examiner = self._make_examiner()
+        self._examiner = self._make_examiner(version=cursor.version)
         self._releases = Releases(
             trainer.release,
             after=(
@@ -169,21 +170,43 @@ class Controller:
                 self._examiner.done_with,
             ),
         )
+        pools = [pool for pool in (engines, evaluators) if pool is not None]
+        self._learner = Learner(
+            config,
+            version=cursor.version,
+            batches=self._batches,
+            journal=journal,
+            trainer=trainer,
+            dispatcher=self._dispatcher,
+            examiner=self._examiner,
+            notifier=self._notifier,
+            rounds=self._rounds,
+            pools=pools if config.cluster.take_turns else (),
+            watcher=watcher,
+            skipped=skipped,
+            checkpoints=checkpoints,
+            moment=self.moment,
+            expire=self._expire,
+            run_state=self._run_state,
+            resumed_at=cursor.journal,
+        )
 
     async def run(self) -> Outcome:
+        await self._batches.restore(self._learner.version)
+        waiting = await self._journal.groups(list(self._journal.ledger.waiting))
         async with asyncio.TaskGroup() as activities:
             await self._examiner.begin(activities)
-            dispatching = activities.create_task(self._dispatcher.run())
+            dispatching = activities.create_task(self._dispatcher.run(waiting))
             delivering = activities.create_task(self._courier.run())
             following = activities.create_task(self._followers.run())
             notifying = activities.create_task(self._notifier.run())
             watching = activities.create_task(self._watcher.run(self.moment))
             starting = activities.create_task(self._rounds.run()) if self._rounds else None
-            await self._learn(activities)
+            await self._learner.run(activities)
             if starting is not None:
                 starting.cancel()
             dispatching.cancel()  # cancelling a group aborts its requests in the engines
-            await self._courier.wait_visible(self._version)
+            await self._courier.wait_visible(self._learner.version)
             await self._examiner.conclude()
             await self._notifier.finish()
             if self._notifier.num_failed:
@@ -192,10 +215,10 @@ class Controller:
             following.cancel()
             notifying.cancel()
             watching.cancel()
-        checkpoint = self._saved
+        checkpoint = self._learner.saved
         assert checkpoint is not None
         return Outcome(
-            steps=self._version,
+            steps=self._learner.version,
             before=self._examiner.before,
             after=self._examiner.after,
             checkpoint=checkpoint,
@@ -211,7 +234,7 @@ class Controller:
     def moment(self) -> Moment:
         """What the watcher shows between steps."""
         return Moment(
-            version=self._version,
+            version=self._learner.version,
             buffer_depth=self._buffer.depth,
             groups_running=self._admission.running,
             groups_dropped=dict(self._dispatcher.dropped),
@@ -227,41 +250,6 @@ class Controller:
             scorers=self._scorers.loads(),
         )
 
-    async def _learn(self, activities: asyncio.TaskGroup) -> None:
-        """Take, pack, step, until the last step. The next batch is taken while this one is
-        learned."""
-        steps = self._config.trainer.steps
-        upcoming = activities.create_task(self._batches.next(self._version))
-        while self._version < steps:
-            if self._rounds is not None:
-                self._rounds.open()
-            self._awaits_batch = True
-            taken = await self._before_stall(upcoming)
-            self._awaits_batch = False
-            if self._rounds is not None:
-                self._rounds.close()  # until this step's evaluation is over
-            if self._version + 1 < steps:
-                # Fit for the version this step makes, which is the trainer's when it is used.
-                activities.create_task(self._expire(self._version + 1))
-                upcoming = activities.create_task(self._batches.next(self._version + 1))
-            stepped = await self._before_stall(self._step(taken.batches))
-            await self._save_skipped(stepped, taken.groups)
-            metrics = dict(stepped.metrics)
-            if self._config.weights.notify:
-                metrics["notify_failures"] = float(self._notifier.num_failed)
-            self._watcher.step(
-                self.moment(),
-                groups=taken.groups,
-                replayed=taken.replayed,
-                trainer_metrics=metrics,
-            )
-            self._skipped.check(stepped.metrics)
-            self._version += 1
-            self._dispatcher.finish(group.number for group in taken.fresh)
-            if not stepped.skipped:
-                self._batches.trained(taken)
-            await self._after_step()
-
     async def _expire(self, version: int) -> None:
         """Give up what is too old for a take at `version`, which is the next."""
         self._admission.take_next(version)
@@ -269,55 +257,8 @@ class Controller:
         if self._limit.one_token_decides:
             await self._engines.expire(self._limit.oldest_at(version))
 
-    async def _step(self, batches: tuple[Batch, ...]) -> Stepped:
-        """Learn one batch. With cluster.take_turns the engines pause meanwhile; evaluations that
-        are under way go on between two steps."""
-        version = self._version + 1
-        if not self._config.cluster.take_turns:
-            return await self._trainer.step(*batches, version=version)
-        pools = [pool for pool in (self._engines, self._evaluators) if pool is not None]
-        await asyncio.gather(*(pool.pause() for pool in pools))
-        stepped = await self._trainer.step(*batches, version=version)
-        # Before the weights are published, which is copying and needs no turn of its own.
-        # After a step that failed nobody resumes them: it ends the run.
-        await asyncio.gather(*(pool.resume() for pool in pools))
-        return stepped
-
-    async def _save_skipped(self, stepped: Stepped, groups: list[Group]) -> None:
-        if not stepped.skipped:
-            self._skipped.went_well()
-            return
-        parts = minibatches_of(groups, num_minibatches=self._config.trainer.minibatches)
-        num_updates = len(parts) * self._config.trainer.epochs
-        bad = sorted({index % len(parts) for index in stepped.skipped})
-        groups = [group for index in bad for group in parts[index]]
-        path = await asyncio.to_thread(self._skipped.write, stepped.version, groups)
-        which = f" ({len(stepped.skipped)} of its {num_updates} updates)" if num_updates > 1 else ""
-        self._watcher.warn(
-            f"step {stepped.version}{which} was skipped: its loss or gradient is not finite; what"
-            f" it was given is in {path}."
-        )
-
-    async def _after_step(self) -> None:
-        """Checkpoint and evaluate when due."""
-        last = self._version == self._config.trainer.steps
-        if last or _due(self._version, self._config.checkpoint.every_steps):
-            await self._save(must_succeed=last)
-        if not last:
-            await self._examiner.after_step(self._version)
-
-    async def _save(self, *, must_succeed: bool) -> None:
-        directory = self._checkpoints / f"step_{self._version}"
-        cursor = {**self._dispatcher.cursor(), "tasks": self._tasks.state()}
-        run_state = {"version": self._version, **cursor}
-        try:
-            await self._trainer.save(directory, run_state=run_state)
-        except CheckpointError as error:
-            if must_succeed:
-                raise
-            self._watcher.warn(f"{error} The run goes on without this checkpoint.")
-        else:
-            self._saved = directory
+    def _run_state(self) -> dict[str, Any]:
+        return {**self._dispatcher.cursor(), "tasks": self._tasks.state()}
 
     async def _evaluate(self, step: int) -> Evaluation | None:
         evaluation = await self._held_out.evaluate(step)
@@ -325,12 +266,12 @@ class Controller:
             self._watcher.evaluated(evaluation.metrics())
         return evaluation
 
-    def _make_examiner(self) -> Examiner:
+    def _make_examiner(self, *, version: int) -> Examiner:
         due: dict[str, Any] = {
             "examine": self._evaluate,
             "every_steps": self._config.evaluate.every_steps,
             "steps": self._config.trainer.steps,
-            "version": self._version,
+            "version": version,
         }
         if self._evaluators is not None:
             return PinnedExaminer(swap=self._evaluators.swap, **due)
@@ -352,24 +293,10 @@ class Controller:
 
     async def _score(self, group: Group, scoring: GroupScoring) -> Group:
         judged = await self._scorers.judge(group, scoring)
-        self._tasks.observe(group.number, judged.solve_rate(self._config.evaluate.solved_at))
+        number, solve_rate = group.number, judged.solve_rate(self._config.evaluate.solved_at)
+        self._tasks.observe(number, solve_rate)
+        self._journal.observed(number, solve_rate=solve_rate, draw=self._tasks.draw_of(number))
         return await self._scorers.shape(judged)
-
-    async def _before_stall(self, work: Awaitable[T]) -> T:
-        """The result of `work`; a run in which nothing moves any more says so and ends."""
-        limit_s = self._config.cluster.stall_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await work
-        except TimeoutError:
-            moment = self.moment()
-            raise RunFailed(
-                f"No step completed for {limit_s:g} s (cluster.stall_timeout_s): the trainer waits"
-                f" for {moment.trainer_waits_for}, the engines for {moment.engine_waits_for};"
-                f" {moment.groups_running} groups are running, {moment.buffer_depth} are buffered,"
-                f" and dropped so far: {counts(moment.groups_dropped)}."
-                f"{_at_scorers(moment)}"
-            ) from None
 
     def _engine_waits_for(self) -> str:
         if self._buffer.depth >= self._buffer.capacity:
@@ -379,7 +306,7 @@ class Controller:
             None: "tasks",
             # The trainer may be the one that waits: for groups that are still being judged.
             STALENESS: SCORES
-            if is_scoring and self._awaits_batch
+            if is_scoring and self._learner.awaits_batch
             else "the trainer (staleness limit)",
             RUNNING: SCORES if is_scoring else "rollout.max_running_groups",
         }[self._admission.held_by]
@@ -388,14 +315,3 @@ class Controller:
         if self._dispatcher.scoring > self._dispatcher.playing:
             return SCORES
         return "generation" if self._dispatcher.playing else "the next batch"
-
-
-def _at_scorers(moment: Moment) -> str:
-    """Where the groups are that the trainer waits for, if they are there."""
-    if moment.trainer_waits_for != SCORES:
-        return ""
-    return f" In scoring: {where_text(moment.scorers)}."
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
