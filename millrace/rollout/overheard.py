@@ -6,7 +6,7 @@ from dataclasses import replace
 from millrace.core.protocols import Generator, OnCompletion, OnTokens
 from millrace.core.records import Completion, Piece, Request
 
-PIECE_TOKENS = 16  # telling every single one would cost a small model as much as sampling it
+PIECE_TOKENS = 32  # telling every single one would cost a small model as much as sampling it
 Listen = Callable[[Request], OnTokens | None]  # who hears what a request samples, if anybody
 
 
