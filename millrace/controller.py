@@ -287,7 +287,7 @@ class Controller:
             task,
             attempt=attempt,
             group_size=num_episodes,
-            on_episode=scoring.add,
+            on_episode=scoring.add if scoring.takes_episodes else None,
             listen=scoring.listen,
         )
 

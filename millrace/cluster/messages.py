@@ -123,11 +123,12 @@ class StartEngine(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """-> Generated, once all n completions are finished or aborted; if it streams, Sampled before
-    that"""
+    """-> Generated, once all n completions are finished or aborted. Before that, if it streams,
+    Sampled; and Completed, if each completion is wanted as soon as it has ended"""
 
     request: Request
     stream: bool = False
+    singly: bool = False
 
 
 class Sampled(Part, frozen=True):
@@ -136,8 +137,14 @@ class Sampled(Part, frozen=True):
     pieces: list[Piece]
 
 
+class Completed(Part, frozen=True):
+    """Completions that have ended before others of their request."""
+
+    completions: dict[int, Completion]  # by their number in the request
+
+
 class Generated(Message, frozen=True):
-    completions: list[Completion]
+    completions: list[Completion | None]  # None = it was told before
 
 
 class Swap(Message, frozen=True):
@@ -318,6 +325,7 @@ AnyMessage = (
     | StartEngine
     | Generate
     | Sampled
+    | Completed
     | Generated
     | Swap
     | Swapped

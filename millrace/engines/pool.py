@@ -11,7 +11,6 @@ Runs on the controller's event loop; torch-free.
 
 import asyncio
 import contextlib
-import functools
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ import numpy as np
 from millrace.cluster.hub import Worker
 from millrace.cluster.messages import (
     Abort,
+    Completed,
     Expire,
     Generate,
     Generated,
@@ -32,7 +32,7 @@ from millrace.cluster.messages import (
     Swapped,
 )
 from millrace.core.errors import MillraceError, WorkerError
-from millrace.core.protocols import Engine, OnTokens
+from millrace.core.protocols import Engine, OnCompletion, OnTokens
 from millrace.core.records import Completion, Piece, Request
 from millrace.core.weight_update import WeightUpdate
 
@@ -47,19 +47,24 @@ class RemoteEngine:
         self._aborting: set[asyncio.Task[None]] = set()
 
     async def generate(
-        self, request: Request, on_tokens: OnTokens | None = None
+        self,
+        request: Request,
+        on_tokens: OnTokens | None = None,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
-        generate = Generate(request=request, stream=on_tokens is not None)
-        on_part = None if on_tokens is None else functools.partial(_tell, on_tokens)
+        generate = Generate(
+            request=request, stream=on_tokens is not None, singly=on_completion is not None
+        )
+        heard = _Heard(on_tokens=on_tokens, on_completion=on_completion)
         try:
-            reply = await self._worker.call(generate, on_part=on_part)
+            reply = await self._worker.call(generate, on_part=heard)
+            assert isinstance(reply, Generated)
+            return heard.completed(reply.completions)
         except MillraceError:  # the engine refused it, or is dead
             raise
-        except BaseException:  # cancelled, or on_tokens raised
+        except BaseException:  # cancelled, or who listens raised
             self._abort_later(request.id)
             raise
-        assert isinstance(reply, Generated)
-        return reply.completions
 
     async def swap(self, update: WeightUpdate) -> int:
         reply = await self._worker.call(Swap(update=update))
@@ -89,10 +94,37 @@ class RemoteEngine:
         task.add_done_callback(self._aborting.discard)
 
 
-def _tell(on_tokens: OnTokens, part: Part) -> None:
-    assert isinstance(part, Sampled)
-    for piece in part.pieces:
-        on_tokens(piece)
+@dataclass(kw_only=True, slots=True)
+class _Heard:
+    """What an engine says of a request before its reply, passed on."""
+
+    on_tokens: OnTokens | None
+    on_completion: OnCompletion | None
+    told: dict[int, Completion] = field(default_factory=dict[int, Completion])  # by member
+
+    def __call__(self, part: Part) -> None:
+        match part:
+            case Sampled(pieces=pieces):
+                assert self.on_tokens is not None
+                for piece in pieces:
+                    self.on_tokens(piece)
+            case Completed(completions=completions):
+                for member, completion in completions.items():
+                    self._tell(member, completion)
+            case _:
+                raise AssertionError(f"{type(part).__name__} is no part of a Generate call")
+
+    def completed(self, rest: Sequence[Completion | None]) -> list[Completion]:
+        """All of them; those of the reply are told, too."""
+        for member, completion in enumerate(rest):
+            if completion is not None:
+                self._tell(member, completion)
+        return [self.told[member] for member in range(len(rest))]
+
+    def _tell(self, member: int, completion: Completion) -> None:
+        self.told[member] = completion
+        if self.on_completion is not None:
+            self.on_completion(member, completion)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,6 +134,7 @@ class _Open:
     placed: dict[str, int] = field(default_factory=dict[str, int])  # id at its engine -> which
     is_aborted: bool = False
     on_tokens: OnTokens | None = None  # the caller's
+    on_completion: OnCompletion | None = None  # likewise
 
     def listener(self, *, first: int = 0) -> OnTokens | None:
         """Passes on what an engine tells of the completions from number `first` on."""
@@ -115,7 +148,20 @@ class _Open:
 
         return pass_on
 
-    def tell_abort(self, *, member: int) -> None:
+    def completion_listener(self, *, first: int = 0) -> OnCompletion | None:
+        """Likewise, of those that are not to be resumed."""
+        if (tell := self.on_completion) is None:
+            return None
+
+        def pass_on(member: int, completion: Completion) -> None:
+            if completion.finish != "interrupt":
+                tell(first + member, completion)
+
+        return pass_on
+
+    def tell_abort(self, *, member: int, completion: Completion) -> None:
+        if self.on_completion is not None:
+            self.on_completion(member, completion)
         if self.on_tokens is not None:
             self.on_tokens(
                 Piece(
@@ -141,10 +187,14 @@ class EnginePool:
         self._open: dict[str, _Open] = {}  # by the caller's request id
 
     async def generate(
-        self, request: Request, on_tokens: OnTokens | None = None
+        self,
+        request: Request,
+        on_tokens: OnTokens | None = None,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         assert request.id not in self._open, f"{request.id!r} is already under way"
-        opened = self._open[request.id] = _Open(on_tokens=on_tokens)
+        opened = _Open(on_tokens=on_tokens, on_completion=on_completion)
+        self._open[request.id] = opened
         try:
             completions = await self._place(request, opened)
             if all(completion.finish != "interrupt" for completion in completions):
@@ -163,8 +213,9 @@ class EnginePool:
         """Resume one completion of a request as often as engines interrupt it."""
         while completion.finish == "interrupt":
             if opened.is_aborted:  # its engine gave it up before it heard of the abort
-                opened.tell_abort(member=member)
-                return replace(completion, finish="abort")
+                completion = replace(completion, finish="abort")
+                opened.tell_abort(member=member, completion=completion)
+                return completion
             rest = replace(
                 request,
                 id=f"{request.id}:{member}",
@@ -182,7 +233,9 @@ class EnginePool:
         self._sequences[index] += request.n
         opened.placed[request.id] = index
         try:
-            return await self._engines[index].generate(request, opened.listener(first=first))
+            return await self._engines[index].generate(
+                request, opened.listener(first=first), opened.completion_listener(first=first)
+            )
         finally:
             self._sequences[index] -= request.n
             del opened.placed[request.id]

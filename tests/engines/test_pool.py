@@ -23,14 +23,17 @@ class HeldEngine(ScriptedEngine):
         self.finish = "stop"
         self.ready = ready or {}  # request id -> completions
 
-    async def generate(self, request, on_tokens=None):
+    async def generate(self, request, on_tokens=None, on_completion=None):
         if request.id in self.ready:
             return self.ready[request.id]
         completions = await super().generate(request)
         await self.gate.wait()
         ended = [replace(completion, finish=self.finish) for completion in completions]
-        for member, completion in enumerate(ended if on_tokens else []):
-            on_tokens(make_piece(completion, member=member))
+        for member, completion in enumerate(ended):
+            if on_tokens is not None:
+                on_tokens(make_piece(completion, member=member))
+            if on_completion is not None:
+                on_completion(member, completion)
         return ended
 
 
@@ -132,9 +135,13 @@ class YieldingEngine(ScriptedEngine):
         super().__init__("whole")
         self.answers = list(answers)
 
-    async def generate(self, request, on_tokens=None):
+    async def generate(self, request, on_tokens=None, on_completion=None):
         completions = await super().generate(request, on_tokens)
-        return self.answers.pop(0) if self.answers else completions
+        if self.answers:
+            completions = self.answers.pop(0)
+        for member, completion in enumerate(completions if on_completion else []):
+            on_completion(member, completion)
+        return completions
 
 
 def interrupted(text):
@@ -145,8 +152,12 @@ async def test_what_new_weights_interrupted_is_resumed_as_often_as_it_takes():
     cut = interrupted("ab")
     engine = YieldingEngine([make_completion("done"), interrupted("a")], [cut])
     request = replace(make_request("r", n=2), seed=7, index=4)
-    first, second = await EnginePool([engine]).generate(request)
+    told = []
+    first, second = await EnginePool([engine]).generate(
+        request, on_completion=lambda member, completion: told.append((member, completion))
+    )
     assert (first.text, second.text) == ("done", "whole")
+    assert told == [(0, first), (1, second)]
     _, *resumed = engine.requests
     assert [(r.n, r.seed, r.index) for r in resumed] == [(1, 7, 5), (1, 7, 5)]
     assert resumed[1].partial is cut
@@ -176,14 +187,19 @@ async def test_a_request_that_its_caller_aborted_is_not_resumed():
     engine = HeldEngine()
     engine.texts = ("a",)
     pool = EnginePool([engine])
-    listener = Listener()
-    task = asyncio.create_task(pool.generate(make_request("r"), listener))
+    listener, told = Listener(), []
+
+    def ended(member, completion):
+        told.append((member, completion.finish))
+
+    task = asyncio.create_task(pool.generate(make_request("r"), listener, ended))
     await asyncio.sleep(0)
     await pool.abort(["r"])  # the engine gives it up before it hears of this
     engine.finish = "interrupt"
     engine.gate.set()
     assert [(c.finish, c.text) for c in await task] == [("abort", "a")]
     listener.assert_heard(await task)
+    assert told == [(0, "abort")]
     assert len(engine.requests) == 1
 
 
