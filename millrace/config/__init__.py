@@ -12,13 +12,12 @@ from millrace.config.sections import (
     ALL_LINEAR,
     CriticConfig,
     EngineConfig,
-    EvaluateConfig,
     Interrupt,
     LoraConfig,
     ReplayConfig,
-    TasksConfig,
     TrainerConfig,
 )
+from millrace.config.tasks import EvaluateConfig, TaskPlace, TasksConfig
 
 __all__ = [
     "ALL_LINEAR",
@@ -31,6 +30,7 @@ __all__ = [
     "ReplayConfig",
     "RunConfig",
     "ScorerConfig",
+    "TaskPlace",
     "TasksConfig",
     "TrainerConfig",
     "load_config",
