@@ -4,7 +4,7 @@ Promise: a wrong key, type or combination fails here, with the field, the value 
 before any worker starts. Nothing is accepted and ignored. Torch-free.
 """
 
-from millrace.config.environment import EnvironmentConfig
+from millrace.config.environment import EnvironmentConfig, McpConfig
 from millrace.config.loading import load_config, parse_override
 from millrace.config.run_config import RunConfig
 from millrace.config.scorer import ScorerConfig
@@ -27,6 +27,7 @@ __all__ = [
     "EvaluateConfig",
     "Interrupt",
     "LoraConfig",
+    "McpConfig",
     "ReplayConfig",
     "RunConfig",
     "ScorerConfig",

@@ -26,6 +26,9 @@ _PATHS = (
     "weights.directory",
 )
 
+# Of these, words that are files beside the TOML.
+_COMMANDS = ("environment.command", "environment.mcp.command")
+
 
 def load_config(
     source: str | Path | Mapping[str, Any] | RunConfig | None = None,
@@ -85,7 +88,7 @@ def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
         return value
     # A model may also be a hub name, which is no path at all; a reference to a file holds ".py:".
     # What a command names is a file beside the TOML, or anything else.
-    may_be_path = ("model", "model.path", "critic.path", "scorer.model", "environment.command")
+    may_be_path = ("model", "model.path", "critic.path", "scorer.model", *_COMMANDS)
     is_found = key in may_be_path and (folder / value).exists()
     is_path = (key in _PATHS and not value.startswith(HUB)) or key.startswith("engine.adapters.")
     return str(folder / value) if is_found or is_path or ".py:" in value else value
