@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from millrace.core.errors import MillraceError
     from millrace.core.records import Task
     from millrace.episodes.agent import Agent, Reply
+    from millrace.episodes.mcp_server import McpServer
     from millrace.episodes.play import EpisodeOver
+    from millrace.episodes.tools import ToolError
     from millrace.run import RunResult, train
     from millrace.serving.blackbox import Blackbox
     from millrace.serving.gateway import Gateway
@@ -23,11 +25,13 @@ __all__ = [
     "Blackbox",
     "EpisodeOver",
     "Gateway",
+    "McpServer",
     "MillraceError",
     "Reply",
     "RunConfig",
     "RunResult",
     "Task",
+    "ToolError",
     "__version__",
     "load_config",
     "train",
@@ -39,11 +43,13 @@ _HOMES = {
     "Blackbox": "millrace.serving.blackbox",
     "EpisodeOver": "millrace.episodes.play",
     "Gateway": "millrace.serving.gateway",
+    "McpServer": "millrace.episodes.mcp_server",
     "MillraceError": "millrace.core.errors",
     "Reply": "millrace.episodes.agent",
     "RunConfig": "millrace.config",
     "RunResult": "millrace.run",
     "Task": "millrace.core.records",
+    "ToolError": "millrace.episodes.tools",
     "load_config": "millrace.config",
     "train": "millrace.run",
 }

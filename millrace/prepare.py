@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.config import EnvironmentConfig, ReplayConfig, RunConfig, ScorerConfig
+from millrace.config import EnvironmentConfig, McpConfig, ReplayConfig, RunConfig, ScorerConfig
 from millrace.controller import Cursor
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.machine import available_cores
@@ -18,6 +18,8 @@ from millrace.core.records import Task
 from millrace.envs.sources import load_section, load_sources, make_stream
 from millrace.envs.streams import TaskStream
 from millrace.episodes.environment import EnvironmentFunction, check_function
+from millrace.episodes.mcp_server import McpServer
+from millrace.episodes.tool_environment import WithServers, use_tools
 from millrace.journal import Ledger, Past
 from millrace.journal.resuming import Checkpointed, recall, reissued_numbers
 from millrace.models.adapter_folders import check_resident, check_same_kind
@@ -113,7 +115,8 @@ def prepare(
         )
     specs = _scorers(config.scorer, scorers)
     played = _environment(config, environment)
-    check_specs(specs, [*train_tasks, *held_out], may_be_none=played is not None)
+    rewards = environment is not None or config.environment.may_reward
+    check_specs(specs, [*train_tasks, *held_out], may_be_none=rewards)
     check_evaluation(specs, num_held_out=len(held_out))
     config = with_distillation(_with_advantages(config), specs)
     check_room(
@@ -163,8 +166,10 @@ def _environment(config: RunConfig, given: Callable[..., Any] | None) -> Environ
     settings = config.environment
     if given is None and settings.command:
         return _program(settings, log=Path(config.run_dir) / "logs" / "programs.log")
-    reference = settings.function
-    if given is None and reference is None:
+    servers = [_server(row, logs=Path(config.run_dir) / "logs") for row in settings.mcp]
+    if given is None and settings.function is None:
+        if servers:
+            return WithServers(use_tools, servers)
         if config.rollout.redundancy:
             raise ConfigError(
                 f"rollout.redundancy = {config.rollout.redundancy} is for episodes that are played"
@@ -172,7 +177,13 @@ def _environment(config: RunConfig, given: Callable[..., Any] | None) -> Environ
                 " rollout.oversample."
             )
         return None
-    return check_function(given if given is not None else resolve_function(str(reference)))
+    function = given if given is not None else resolve_function(str(settings.function))
+    check_function(function)
+    return WithServers(function, servers) if servers else function
+
+
+def _server(settings: McpConfig, *, logs: Path) -> McpServer:
+    return McpServer(**settings.model_dump(), log=logs / "mcp.log")
 
 
 def _program(settings: EnvironmentConfig, *, log: Path) -> Blackbox:

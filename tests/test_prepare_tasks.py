@@ -9,6 +9,7 @@ from tiny_model import make_tiny_model
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.envs.curriculum import Curriculum
+from millrace.episodes.tool_environment import WithServers
 from millrace.prepare import Prepared, prepare
 from millrace.scoring.selection import FirstSelection, RocSelection
 
@@ -74,6 +75,18 @@ def test_an_only_task_list_has_no_source_and_any_order(folder):
     assert [stream.task(number).prompt for number in range(2)] == ["0+1=", "1+1="]
     assert stream.task(0).source == ""
     assert isinstance(prepared(folder, tasks={**path, "order": "curriculum"}).tasks, Curriculum)
+
+
+def test_servers_alone_are_an_environment_that_somebody_must_judge(folder):
+    pytest.importorskip("mcp")
+    config = {
+        "model": str(folder / "model"),
+        "tasks": {"path": str(folder / "sums.jsonl")},
+        "environment": {"mcp": [{"command": ["python", "server.py"]}]},
+    }
+    assert isinstance(prepare(load_config(config), scorers=[length]).environment, WithServers)
+    with pytest.raises(ConfigError, match="There is no scorer"):
+        prepare(load_config(config))
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ class Agent:
         self._cast = cast
         self._record = TokenRecord()
         self._num_forks = 0  # with KV of their own
+        self.tools: tuple[Tool, ...] = ()  # what the run offers the agent of an environment
 
     def role(
         self, name: str, *, adapter: str | None = None, trained: bool | None = None

@@ -86,6 +86,11 @@ def test_the_settings_in_the_page_on_shaping_can_be_built():
         )
 
 
+def test_the_settings_in_the_page_on_tasks_are_settings():
+    for toml in examples("tasks", "toml"):
+        assert load_config({"model": "m", **tomllib.loads(toml)}).tasks.is_named
+
+
 def test_the_settings_in_the_page_on_the_buffer_are_settings():
     (toml,) = examples("buffer", "toml")
     assert load_config({"model": "m", **tomllib.loads(toml)}) != load_config({"model": "m"})

@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 
 from millrace.core.errors import ConfigError, ScoreError, TransientScoreError
-from millrace.scoring.services.secrets import Secrets, check_headers
+from millrace.core.secrets import Secrets, check_headers
 
 MAX_ANSWER_BYTES = 8 * 2**20
 MAX_RETRY_AFTER_S = 600.0
@@ -31,7 +31,7 @@ class Endpoint:
     ) -> None:
         self._scorer = scorer
         self._timeout_s = timeout_s
-        self._secrets = Secrets({"url": url, **headers}, scorer=scorer)
+        self._secrets = Secrets({"url": url, **headers}, owner=f"Scorer {scorer!r}")
         self._url = self._secrets.filled(url)
         self._headers = {name: self._secrets.filled(value) for name, value in headers.items()}
         self._session: aiohttp.ClientSession | None = None
@@ -110,8 +110,8 @@ def check_texts(**settings: object) -> None:
 
 def check_endpoint(url: str, headers: Mapping[str, str], *, scorer: str) -> None:
     """Raise ConfigError for what can be known to be wrong before anything is sent."""
-    check_headers(headers, scorer=scorer)
-    filled = Secrets({"url": url, **headers}, scorer=scorer).filled(url)
+    check_headers(headers, owner=f"Scorer {scorer!r}")
+    filled = Secrets({"url": url, **headers}, owner=f"Scorer {scorer!r}").filled(url)
     parts = urlsplit(filled)
     if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(parts):
         shown = url if filled == url else "what its variable holds"
