@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from millrace.core.errors import MillraceError
     from millrace.core.records import Task
     from millrace.episodes.agent import Agent, Reply
-    from millrace.episodes.play import EpisodeOver
+    from millrace.episodes.limits import EpisodeOver
     from millrace.run import RunResult, train
     from millrace.serving.blackbox import Blackbox
     from millrace.serving.gateway import Gateway
@@ -37,7 +37,7 @@ __all__ = [
 _HOMES = {
     "Agent": "millrace.episodes.agent",
     "Blackbox": "millrace.serving.blackbox",
-    "EpisodeOver": "millrace.episodes.play",
+    "EpisodeOver": "millrace.episodes.limits",
     "Gateway": "millrace.serving.gateway",
     "MillraceError": "millrace.core.errors",
     "Reply": "millrace.episodes.agent",

@@ -206,6 +206,11 @@ class Policy(Protocol):
     def max_context(self) -> int: ...
 
     @property
+    def seed(self) -> int:
+        """That all draws of the group depend on."""
+        ...
+
+    @property
     def is_trained(self) -> bool:
         """True if what is sampled is for training."""
         ...

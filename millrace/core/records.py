@@ -170,6 +170,7 @@ class Episode:
     reward: float | dict[str, float] | None = None
     ending: Ending = "done"
     counts: dict[str, int] = field(default_factory=dict[str, int])  # what happened, by name
+    recording: bytes | None = field(default=None, repr=False)  # JSON, see episodes/replay/schema.py
 
     @property
     def was_cut(self) -> bool:

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from millrace.core.errors import TaskError
-from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling, Turn
+from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling
 from millrace.episodes.conversation import Beginning, Conversation
-from millrace.episodes.play import EpisodeOver, Play
+from millrace.episodes.limits import EpisodeOver
+from millrace.episodes.play import Play, Voice
 from millrace.episodes.record import Exchange, TokenRecord
 from millrace.episodes.tool_calls import Parsed, ToolCall, ToolFormat
-from millrace.episodes.tools import Tool, run_tool, tools_of
+from millrace.episodes.tools import Tool, tools_of
 
 MALFORMED = "malformed_calls"
 
@@ -64,6 +65,7 @@ class Agent:
         self._sampling = sampling
         self._cast = cast
         self._record = TokenRecord()
+        self._voice = Voice(agent=name, adapter=adapter, is_trained=is_trained, record=self._record)
         self._num_forks = 0  # with KV of their own
 
     def role(
@@ -92,6 +94,12 @@ class Agent:
     def sampling(self) -> Sampling:
         """How it samples where chat() is told nothing else."""
         return self._sampling
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """For what its environment leaves to chance: seeded by the run, the group and the number of
+        the episode, and the same in a replay. One for all agents of the episode."""
+        return self._play.rng
 
     @property
     def decode(self) -> Callable[[np.ndarray], str]:
@@ -157,7 +165,8 @@ class Agent:
         """Run what a reply calls, one after the other; returns what the model is told of it."""
         messages: list[Message] = []
         for call in reply.tool_calls:
-            messages.append(self._format.result(call, await self._run(call, reply.tools)))
+            told = await self._play.call_tool(call, reply.tools)
+            messages.append(self._format.result(call, told))
         self._play.counts[MALFORMED] += len(reply.problems)
         if reply.problems:
             messages.append({"role": "user", "content": "\n".join(reply.problems)})
@@ -227,26 +236,13 @@ class Agent:
         sampling: Mapping[str, Any],
         session: str | None = None,
     ) -> Exchange:
-        settings = self._settings(sampling)
-        completion = await self._play.sample(
-            beginning.tokens,
-            sampling=settings,
+        return await self._play.turn(
+            beginning,
+            voice=self._voice,
+            prompt=prompt,
+            sampling=self._settings(sampling),
             session=self.name if session is None else session,
-            adapter=self.adapter,
-            is_trained=self.is_trained,
         )
-        exchange = self._record.add(
-            beginning.given,
-            completion,
-            sampling=settings,
-            parent=beginning.parent,
-            at=beginning.at,
-        )
-        turn = Turn(
-            prompt=prompt, completion=completion.text, finish=completion.finish, agent=self.name
-        )
-        self._play.turns.append(turn)
-        return exchange
 
     def _settings(self, changes: Mapping[str, Any]) -> Sampling:
         if not changes:
@@ -267,23 +263,6 @@ class Agent:
                 "agent.chat was given temperature = 0, which leaves nothing to learn; raise it."
             )
         return changed
-
-    async def _run(self, call: ToolCall, tools: Mapping[str, Tool]) -> str:
-        limits = self._play.limits
-        self._play.check()
-        self._play.counts["tool_calls"] += 1
-        if call.name not in tools:
-            self._play.counts["tool_errors"] += 1
-            return f"Error: there is no tool {call.name!r}; there are {', '.join(tools)}."
-        result = await run_tool(
-            tools[call.name],
-            call.arguments,
-            timeout_s=limits.tool_timeout_s,
-            max_chars=limits.tool_result_chars,
-        )
-        if result.fault is not None:
-            self._play.counts[result.fault] += 1
-        return result.text
 
 
 def _schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ class GroupPolicy:
         self.sampling = sampling
         self.max_context = max_context
         self.name = name
-        self._seed = seed
+        self.seed = seed
         self._attempt = attempt
         self._on_episode = on_episode
         self._calls = itertools.count()
@@ -71,7 +71,7 @@ class GroupPolicy:
             prompt=tokens,
             sampling=self.sampling,
             n=n,
-            seed=self._seed + call,
+            seed=self.seed + call,
             expires=self.is_trained,
         )
         completions = await self._engine.generate(request)
@@ -100,7 +100,7 @@ class GroupPolicy:
             id=f"{self.name}/{episode}.{call}",
             prompt=prompt,
             sampling=sampling,
-            seed=self._seed + call,
+            seed=self.seed + call,
             index=episode,
             session=f"{self.name}/{session}",
             expires=self.is_trained and is_trained,
