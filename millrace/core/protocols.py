@@ -229,6 +229,7 @@ class Policy(Protocol):
         session: str,  # unique within the group, see Request
         adapter: str | None = None,
         is_trained: bool = True,
+        pinned: bool = False,
     ) -> Completion:
         """One turn of one episode."""
         ...

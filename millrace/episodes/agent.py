@@ -35,11 +35,29 @@ class Reply:
     inherited: str = ""  # of a fork: what it shares with the reply that was forked
     exchange: Exchange = field(repr=False)
     tools: Mapping[str, Tool] = field(repr=False, default_factory=dict[str, Tool])
+    forked: Exchange | None = field(repr=False, default=None)  # of a fork: that of the first reply
 
     @property
     def wants_tools(self) -> bool:
         """True if call_tools() has something to say to it."""
         return bool(self.tool_calls or self.problems)
+
+    @property
+    def num_recomputed(self) -> int:
+        """Of a fork: tokens before it whose KV other weights computed than for the first reply."""
+        if self.forked is None:
+            return 0
+        ours, theirs = self.exchange.completion.kv, self.forked.completion.kv
+        if ours is None or theirs is None:
+            return 0
+        return ours.num_other(theirs, num_tokens=self.exchange.start)
+
+    @property
+    def recomputed(self) -> bool:
+        """True if a fork goes on from other KV than the first reply did, because weights have
+        changed and the KV is gone. What fills no whole block is computed anew in any case."""
+        kv = self.exchange.completion.kv
+        return kv is not None and self.num_recomputed >= kv.block_tokens
 
 
 class Agent:
@@ -138,13 +156,17 @@ class Agent:
         exchange = await self._exchange(beginning, prompt=prompt, sampling=sampling)
         return self._reply(prompt, exchange)
 
-    async def fork(self, reply: Reply, *, at: int, pinned: bool = True, **sampling: Any) -> Reply:
+    async def fork(
+        self, reply: Reply, *, at: int = 0, pinned: bool = True, **sampling: Any
+    ) -> Reply:
         """Another reply that begins with the first `at` tokens that were sampled for this one,
         and with what this one, if it is a fork itself, shares with another.
 
-        It takes the KV of these tokens as it lies in the engine, if it does, and costs no prefill
-        then; with kv = "keep" also KV of the weights that sampled them, after a swap. With `pinned`
-        = False only KV of the weights served now.
+        `pinned`: it goes to the engine that sampled these tokens, and on from their KV as it lies
+        there, which costs no prefill; with kv = "keep" also if weights have changed since. Where
+        the engine has given it up, it is computed by the weights served now, and the fork says so
+        (`recomputed`). Else it goes anywhere, and uses KV of the weights served now only. What is
+        new in it is sampled by these in either case.
         """
         num_sampled = len(reply.exchange.completion.tokens)
         if not 0 <= at < num_sampled:
@@ -156,10 +178,15 @@ class Agent:
         self._num_forks += 0 if pinned else 1
         session = self.name if pinned else f"{self.name}/unpinned {self._num_forks}"
         exchange = await self._exchange(
-            beginning, prompt=reply.prompt, sampling=sampling, session=session
+            beginning, prompt=reply.prompt, sampling=sampling, session=session, pinned=pinned
         )
         inherited = reply.inherited + kept
-        return self._reply(reply.prompt, exchange, inherited=inherited, tools=reply.tools)
+        fork = self._reply(
+            reply.prompt, exchange, inherited=inherited, tools=reply.tools, forked=reply.exchange
+        )
+        self._play.counts["forks"] += 1
+        self._play.counts["forks_recomputed"] += pinned and fork.recomputed
+        return fork
 
     async def call_tools(self, reply: Reply) -> list[Message]:
         """Run what a reply calls, one after the other; returns what the model is told of it."""
@@ -204,6 +231,7 @@ class Agent:
         *,
         inherited: str = "",
         tools: Mapping[str, Tool] | None = None,
+        forked: Exchange | None = None,
     ) -> Reply:
         """Of an exchange, from which later prompts may go on now."""
         tools = tools or {}
@@ -226,6 +254,7 @@ class Agent:
             inherited=inherited,
             exchange=exchange,
             tools=tools,
+            forked=forked,
         )
 
     async def _exchange(
@@ -235,6 +264,7 @@ class Agent:
         prompt: Prompt,
         sampling: Mapping[str, Any],
         session: str | None = None,
+        pinned: bool = False,
     ) -> Exchange:
         return await self._play.turn(
             beginning,
@@ -242,6 +272,7 @@ class Agent:
             prompt=prompt,
             sampling=self._settings(sampling),
             session=self.name if session is None else session,
+            pinned=pinned,
         )
 
     def _settings(self, changes: Mapping[str, Any]) -> Sampling:

@@ -39,6 +39,7 @@ class Sample(Protocol):
         session: str,
         adapter: str | None,
         is_trained: bool,
+        pinned: bool,
     ) -> Awaitable[Completion]: ...
 
 
@@ -111,6 +112,7 @@ class Play:
         prompt: Prompt,
         sampling: Sampling,
         session: str,
+        pinned: bool = False,
     ) -> Exchange:
         """The model goes on after `beginning`, which is what `prompt` says; raises EpisodeOver."""
         self.check()
@@ -122,7 +124,7 @@ class Play:
             raise self._too_long(len(tokens))
         with self.tape.turn(call, agent=voice.agent) as noted:
             completion = await self._sampled(
-                tokens, call=call, voice=voice, sampling=sampling, session=session
+                tokens, call=call, voice=voice, sampling=sampling, session=session, pinned=pinned
             )
             exchange = voice.record.add(
                 beginning.given,
@@ -139,7 +141,7 @@ class Play:
         return exchange
 
     async def _sampled(
-        self, tokens: np.ndarray, *, call: int, voice: Voice, sampling: Sampling, session: str
+        self, tokens: np.ndarray, *, call: int, voice: Voice, session: str, **settings: Any
     ) -> Completion:
         limit = asyncio.timeout(self.limits.turn_timeout_s)
         try:
@@ -148,10 +150,10 @@ class Play:
                     tokens,
                     episode=self.index,
                     call=call,
-                    sampling=sampling,
                     session=f"{self.index}/{session}",
                     adapter=voice.adapter,
                     is_trained=voice.is_trained,
+                    **settings,
                 )
         except TimeoutError:
             if not limit.expired():

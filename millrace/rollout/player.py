@@ -95,6 +95,7 @@ class GroupPolicy:
         session: str,
         adapter: str | None = None,
         is_trained: bool = True,
+        pinned: bool = False,
     ) -> Completion:
         request = Request(
             id=f"{self.name}/{episode}.{call}",
@@ -103,6 +104,7 @@ class GroupPolicy:
             seed=self.seed + call,
             index=episode,
             session=f"{self.name}/{session}",
+            pinned=pinned,
             expires=self.is_trained and is_trained,
             adapter=adapter,
         )

@@ -22,8 +22,9 @@ class Finished:
 
 
 class Outcomes:
-    def __init__(self, stopping: Stopping) -> None:
+    def __init__(self, stopping: Stopping, *, block_tokens: int) -> None:
         self._stopping = stopping
+        self._block_tokens = block_tokens
         self._ended: list[tuple[Sequence, Finish]] = []  # to be recorded
         self._unfinished: dict[str, list[Completion | None]] = {}  # by request; None = not yet
         self._finished: list[Finished] = []  # not yet handed out
@@ -55,7 +56,9 @@ class Outcomes:
         id, sampled = sequence.request.id, sequence.tokens[sequence.num_prompt :]
         text = self._stopping.text(sampled, sequence.request.sampling.stop)
         completions = self._unfinished[id]
-        completions[sequence.member] = sequence.completion(finish=finish, text=text)
+        completions[sequence.member] = sequence.completion(
+            finish=finish, text=text, block_tokens=self._block_tokens
+        )
         done = [completion for completion in completions if completion is not None]
         if len(done) == len(completions):
             del self._unfinished[id]

@@ -41,6 +41,7 @@ def completion_of(row: TurnRow) -> Completion:
         else Kept(ids=np.array(kept.ids, np.int32), offsets=np.array(kept.offsets, np.int64)),
         finish=row.finish,
         text=row.text,
+        kv=row.kv,
     )
 
 

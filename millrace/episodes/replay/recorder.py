@@ -98,6 +98,7 @@ def _turn(entry: TakenTurn, numbers: dict[Exchange, int]) -> TurnRow:
         kept=None if completion.kept is None else _kept(completion.kept),
         finish=completion.finish,
         text=completion.text,
+        kv=completion.kv,
         sampling=exchange.sampling,
         is_recorded=bool((completion.versions >= 0).any()) or not len(completion.tokens),
     )

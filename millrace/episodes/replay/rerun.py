@@ -104,6 +104,7 @@ class _Recorded:
         session: str,
         adapter: str | None,
         is_trained: bool,
+        pinned: bool,
     ) -> Completion:
         entry = self._turns.get(call)
         if entry is None:

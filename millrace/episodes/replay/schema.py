@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from millrace.core.records import Ending, Finish, Message, Sampling
+from millrace.core.records import Ending, Finish, KVOrigin, Message, Sampling
 from millrace.episodes.limits import Limits
 from millrace.episodes.tools import Fault
 
@@ -53,6 +53,7 @@ class TurnRow(Row, frozen=True, kw_only=True, tag="turn"):
     kept: KeptRow | None = None
     finish: Finish
     text: str
+    kv: KVOrigin | None = None
     sampling: Sampling
     is_recorded: bool = True  # False = behind an edit: nobody knows what the model would have said
 
