@@ -34,8 +34,9 @@ class HeldEngine(ScriptedEngine):
         return ended
 
 
-def make_request(name, *, n=1, session=None):
-    return Request(id=name, prompt=np.zeros(1, np.int32), sampling=Sampling(), n=n, session=session)
+def make_request(name, *, n=1, session=None, pinned=False):
+    prompt, sampling = np.zeros(1, np.int32), Sampling()
+    return Request(id=name, prompt=prompt, sampling=sampling, n=n, session=session, pinned=pinned)
 
 
 async def until(done):
