@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from millrace.core.errors import MillraceError
     from millrace.core.records import Task
     from millrace.episodes.agent import Agent, Reply
+    from millrace.episodes.limits import EpisodeOver
     from millrace.episodes.mcp_server import McpServer
-    from millrace.episodes.play import EpisodeOver
     from millrace.episodes.tools import ToolError
     from millrace.run import RunResult, train
     from millrace.serving.blackbox import Blackbox
@@ -41,7 +41,7 @@ __all__ = [
 _HOMES = {
     "Agent": "millrace.episodes.agent",
     "Blackbox": "millrace.serving.blackbox",
-    "EpisodeOver": "millrace.episodes.play",
+    "EpisodeOver": "millrace.episodes.limits",
     "Gateway": "millrace.serving.gateway",
     "McpServer": "millrace.episodes.mcp_server",
     "MillraceError": "millrace.core.errors",

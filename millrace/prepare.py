@@ -176,6 +176,12 @@ def _environment(config: RunConfig, given: Callable[..., Any] | None) -> Environ
                 " one by one, and there is no environment.function or command; use"
                 " rollout.oversample."
             )
+        if config.watch.record_episodes:
+            raise ConfigError(
+                f"watch.record_episodes = {config.watch.record_episodes} records what an"
+                " environment plays, and there is no environment.function or command; read"
+                " rollouts/ instead, or write one."
+            )
         return None
     function = given if given is not None else resolve_function(str(settings.function))
     check_function(function)

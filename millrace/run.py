@@ -220,7 +220,9 @@ class _Run:
                 self._prepared.environment,
                 renderer=self._prepared.renderer,
                 rules=rules_of(
-                    self._config.environment, redundancy=self._config.rollout.redundancy
+                    self._config.environment,
+                    redundancy=self._config.rollout.redundancy,
+                    records=self._config.watch.record_episodes > 0,
                 ),
                 thread=thread,
             )

@@ -289,6 +289,8 @@ class WatchConfig(Section):
     """Also write TensorBoard files (needs the extra millrace[tensorboard])."""
     samples_per_step: NonNegativeInt = 1
     """Episodes written to rollouts/ each step, for reading."""
+    record_episodes: NonNegativeInt = 0
+    """Episodes of an environment written to episodes/ each step, whole, for `millrace replay`."""
 
 
 class ClusterConfig(Section):

@@ -212,6 +212,11 @@ class Policy(Protocol):
     def max_context(self) -> int: ...
 
     @property
+    def seed(self) -> int:
+        """That all draws of the group depend on."""
+        ...
+
+    @property
     def is_trained(self) -> bool:
         """True if what is sampled is for training."""
         ...
@@ -231,6 +236,7 @@ class Policy(Protocol):
         session: str,  # unique within the group, see Request
         adapter: str | None = None,
         is_trained: bool = True,
+        pinned: bool = False,
     ) -> Completion:
         """One turn of one episode."""
         ...

@@ -1,7 +1,8 @@
 """Routes requests to engine processes: the least loaded first.
 
 Turns of one session go to the engine that served it last, which has their KV, unless that one is
-clearly more loaded: it has more than twice the sequences of the least loaded engine, and 8.
+clearly more loaded: it has more than twice the sequences of the least loaded engine, and 8. A
+request that is pinned goes there in any case.
 
 Promise: what an engine gave up half-way because new weights came is resumed, on whichever engine
 has the least to do then; generate() returns whole completions, or those its caller wanted ended.
@@ -229,7 +230,7 @@ class EnginePool:
         return completion
 
     async def _place(self, request: Request, opened: _Open, *, first: int = 0) -> list[Completion]:
-        index = self._choose(request.session)
+        index = self._choose(request.session, pinned=request.pinned)
         self._sequences[index] += request.n
         opened.placed[request.id] = index
         try:
@@ -240,12 +241,12 @@ class EnginePool:
             self._sequences[index] -= request.n
             del opened.placed[request.id]
 
-    def _choose(self, session: str | None) -> int:
+    def _choose(self, session: str | None, *, pinned: bool) -> int:
         index = min(range(len(self._engines)), key=self._sequences.__getitem__)
         if session is None:
             return index
         home = self._homes.pop(session, index)
-        if self._sequences[home] <= 2 * self._sequences[index] + _SPARE_SEQUENCES:
+        if pinned or self._sequences[home] <= 2 * self._sequences[index] + _SPARE_SEQUENCES:
             index = home
         self._homes[session] = index
         if len(self._homes) > self._max_sessions:

@@ -48,7 +48,7 @@ class GroupPolicy:
         self.sampling = sampling
         self.max_context = max_context
         self.name = name
-        self._seed = seed
+        self.seed = seed
         self._attempt = attempt
         self._on_episode = on_episode
         self._calls = itertools.count()
@@ -70,7 +70,7 @@ class GroupPolicy:
             prompt=tokens,
             sampling=self.sampling,
             n=n,
-            seed=self._seed + call,
+            seed=self.seed + call,
             expires=self.is_trained,
         )
         told: set[int] = set()
@@ -105,14 +105,16 @@ class GroupPolicy:
         session: str,
         adapter: str | None = None,
         is_trained: bool = True,
+        pinned: bool = False,
     ) -> Completion:
         request = Request(
             id=f"{self.name}/{episode}.{call}",
             prompt=prompt,
             sampling=sampling,
-            seed=self._seed + call,
+            seed=self.seed + call,
             index=episode,
             session=f"{self.name}/{session}",
+            pinned=pinned,
             expires=self.is_trained and is_trained,
             adapter=adapter,
         )

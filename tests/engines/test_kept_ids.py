@@ -1,5 +1,7 @@
 """Kept ids in the making."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from millrace.engines.embedded.kept_ids import KeptIds
 
 def rows_of(kept: Kept) -> list[list[int]]:
     bounds = kept.offsets.tolist()
-    return [kept.ids[a:b].tolist() for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [kept.ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
 
 
 def ints(*values: int) -> np.ndarray:

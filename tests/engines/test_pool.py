@@ -37,8 +37,9 @@ class HeldEngine(ScriptedEngine):
         return ended
 
 
-def make_request(name, *, n=1, session=None):
-    return Request(id=name, prompt=np.zeros(1, np.int32), sampling=Sampling(), n=n, session=session)
+def make_request(name, *, n=1, session=None, pinned=False):
+    prompt, sampling = np.zeros(1, np.int32), Sampling()
+    return Request(id=name, prompt=prompt, sampling=sampling, n=n, session=session, pinned=pinned)
 
 
 async def until(done):
@@ -80,6 +81,8 @@ async def test_a_session_stays_with_its_engine_until_that_is_clearly_more_loaded
     # The second engine keeps it while it has up to 2 * 2 + 8 sequences, and then gives it away.
     await start(pool, make_request("c", n=11, session="s"), make_request("d", session="s"))
     assert [r.id for r in engines[1].requests] == ["b", "c", "d"]
+    await start(pool, make_request("pinned", session="s", pinned=True))
+    assert engines[1].requests[-1].id == "pinned"
     await start(pool, make_request("e", session="s"), make_request("f", session="s"))
     assert [r.id for r in engines[0].requests] == ["a", "e", "f"]
 

@@ -131,7 +131,7 @@ class EmbeddedEngine:
         self._has_new = False  # requests came since the last round
         stopping = Stopping(tokenizer, eos_ids=eos_ids)
         self._endings = Endings(self._lanes, stopping)
-        self._outcomes = Outcomes(stopping)
+        self._outcomes = Outcomes(stopping, block_tokens=block_tokens)
         self._streams = Streams(self._lanes)
         self._num_arrived = 0
         self._num_generated = 0

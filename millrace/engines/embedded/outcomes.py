@@ -31,8 +31,9 @@ class _Expected:
 
 
 class Outcomes:
-    def __init__(self, stopping: Stopping) -> None:
+    def __init__(self, stopping: Stopping, *, block_tokens: int) -> None:
         self._stopping = stopping
+        self._block_tokens = block_tokens
         self._ended: list[tuple[Sequence, Finish]] = []  # to be recorded
         self._unfinished: dict[str, _Expected] = {}  # by request
         self._singles: dict[str, dict[int, Completion]] = {}  # of these requests; to be told
@@ -66,7 +67,7 @@ class Outcomes:
         id, sampled = sequence.request.id, sequence.tokens[sequence.num_prompt :]
         text = self._stopping.text(sampled, sequence.request.sampling.stop)
         expected = self._unfinished[id]
-        completion = sequence.completion(finish=finish, text=text)
+        completion = sequence.completion(finish=finish, text=text, block_tokens=self._block_tokens)
         expected.completions[sequence.member] = completion
         done = [completion for completion in expected.completions if completion is not None]
         if len(done) == len(expected.completions):

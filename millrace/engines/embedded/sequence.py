@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.core.records import Completion, Finish, Request
+from millrace.core.records import Completion, Finish, KVOrigin, Request
 from millrace.engines.embedded.kept_ids import KeptIds
 from millrace.engines.embedded.lineage import Lineage
 
@@ -43,8 +43,9 @@ class Sequence:
         """True if it has sampled tokens, as far as it knows without its lane."""
         return len(self.tokens) > self.num_prompt
 
-    def completion(self, *, finish: Finish, text: str) -> Completion:
+    def completion(self, *, finish: Finish, text: str, block_tokens: int) -> Completion:
         """What it has so far, as a record."""
+        spans = tuple((span.start, span.origin.version) for span in self.lineage)
         return Completion(
             tokens=self.tokens[self.num_prompt :],
             logprobs=self.logprobs,
@@ -52,6 +53,7 @@ class Sequence:
             kept=self.kept.since(0) if self.request.sampling.truncates else None,
             finish=finish,
             text=text,
+            kv=KVOrigin(spans=spans, block_tokens=block_tokens) if spans else None,
         )
 
 
