@@ -190,6 +190,7 @@ class Step(Message, frozen=True):
     batch: Batch
     version: int
     more: tuple[Batch, ...] = ()  # further minibatches: an optimizer update each, one version
+    publish: bool = True
 
 
 class Stepped(Message, frozen=True):
@@ -204,8 +205,18 @@ class Published(Message, frozen=True):
     update: WeightUpdate
 
 
+class Lend(Message, frozen=True):
+    """Let somebody who comes late have the newest version, too. -> Lent"""
+
+
+class Lent(Message, frozen=True):
+    """As Published; it wants a Release of its own."""
+
+    update: WeightUpdate
+
+
 class Release(Message, frozen=True):
-    """No engine reads this version any more. -> Done"""
+    """One of those who were given this version does not read it any more. -> Done"""
 
     version: int
 
@@ -329,6 +340,8 @@ AnyMessage = (
     | Step
     | Stepped
     | Published
+    | Lend
+    | Lent
     | Release
     | SaveCheckpoint
     | StartScorer

@@ -16,6 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millrace.cluster.link import Call, Link, run_worker
 from millrace.cluster.messages import (
     Done,
+    Lend,
+    Lent,
     Message,
     Progress,
     Published,
@@ -124,6 +126,9 @@ class TrainerWorker:
 
     def _handle(self, call: Call) -> bool:
         """Answer one call; False = stop."""
+        if isinstance(call.message, Lend):
+            self._lend(call)
+            return True
         try:
             reply = self._answer(call.message)
         except Exception as error:  # noqa: BLE001 - the controller raises it again
@@ -132,7 +137,7 @@ class TrainerWorker:
         if isinstance(call.message, Step):
             self._timeline.enter("publish", busy=True)  # the step is over before it is answered
         call.reply(reply)
-        if isinstance(call.message, Step):
+        if isinstance(call.message, Step) and call.message.publish:
             self._publish()
         return not isinstance(call.message, Stop)
 
@@ -160,6 +165,14 @@ class TrainerWorker:
     def _publish(self) -> None:
         self._publisher.publish(self._trainer.steps_done, self._trainer.named_weights())
         self._tell_progress()
+
+    def _lend(self, call: Call) -> None:
+        """Answered when the weights lie ready."""
+        self._publisher.lend(
+            self._trainer.steps_done,
+            self._trainer.named_weights(),
+            answer=lambda update: call.reply(Lent(update=update)),
+        )
 
     def _save(self, message: SaveCheckpoint) -> None:
         self._timeline.enter("checkpoint", busy=True)
