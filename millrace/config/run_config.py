@@ -27,6 +27,7 @@ from millrace.config.sections import (
     WatchConfig,
     WeightsConfig,
 )
+from millrace.config.supervision import SupervisionConfig
 
 
 class RunConfig(Section):
@@ -57,6 +58,7 @@ class RunConfig(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     watch: WatchConfig = WatchConfig()
     cluster: ClusterConfig = ClusterConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
 
     @property
     def travel_dtype(self) -> Dtype:

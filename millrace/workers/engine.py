@@ -87,6 +87,7 @@ def wire(
         receiver=receiver,
         timeline=timeline,
         interrupt=config.weights.interrupt,
+        report_s=config.supervision.report_s,
     )
 
 
@@ -110,7 +111,9 @@ class EngineWorker:
         receiver: WeightReceiver,
         timeline: Timeline,
         interrupt: Interrupt = "swap",
+        report_s: float = 2.0,
     ) -> None:
+        """`report_s`: how often requests at leisure are told of."""
         self._link = link
         self._arrived: deque[Call] = deque()  # during a round, not yet handled
         self._engine = engine
@@ -123,6 +126,8 @@ class EngineWorker:
         self._is_paused = False
         self._num_swaps = 0
         self._reported_s = 0.0  # monotonic
+        self._report_s = report_s
+        self._told_s = time.monotonic()  # when requests at leisure were
 
     def serve(self) -> None:
         """Generate, swap and answer until told to stop."""
@@ -134,6 +139,8 @@ class EngineWorker:
                     self._answer(self._engine.step(must_end=self._is_awaited))
                 if time.monotonic() - self._reported_s >= PROGRESS_S:
                     self._report()
+                if time.monotonic() - self._told_s >= self._report_s:
+                    self._tell_at_leisure()
         finally:
             self._stager.shutdown(wait=True, cancel_futures=True)
             self._receiver.close()
@@ -220,6 +227,11 @@ class EngineWorker:
             self._calls[id].tell(Sampled(pieces=pieces))
         for request in finished:
             self._calls.pop(request.id).reply(Generated(completions=request.completions))
+
+    def _tell_at_leisure(self) -> None:
+        self._told_s = time.monotonic()
+        for id, pieces in self._engine.news_at_leisure().items():
+            self._calls[id].tell(Sampled(pieces=pieces))
 
     def _stage(self, update: WeightUpdate, call: Call) -> None:
         """Begin to fetch an update. Of several under way, only the newest will be applied."""

@@ -233,6 +233,10 @@ class EmbeddedEngine:
         each call that returns finished requests, it has told everything about them by then."""
         return self._streams.take()
 
+    def news_at_leisure(self) -> dict[str, list[Piece]]:
+        """Likewise, of the requests that want to be told at leisure."""
+        return self._streams.take_at_leisure()
+
     def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[Finished]:
         """End these requests with what they have; those that are not here are left out."""
         aborted = []
