@@ -1,152 +1,120 @@
-"""Routes requests to engine processes: the least loaded first.
+"""Routes requests to engines: the least loaded first.
 
 Turns of one session go to the engine that served it last, which has their KV, unless that one is
 clearly more loaded: it has more than twice the sequences of the least loaded engine, and 8.
 
 Promise: what an engine gave up half-way because new weights came is resumed, on whichever engine
 has the least to do then; generate() returns whole completions, or those its caller wanted ended.
+Where lost engines are replaced, what one of them had told is gone on with elsewhere, and what it
+had not is sampled again; while there is no engine, requests wait.
 
 Runs on the controller's event loop; torch-free.
 """
 
 import asyncio
 import contextlib
-import functools
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-import numpy as np
-
-from millrace.cluster.hub import Worker
-from millrace.cluster.messages import (
-    Abort,
-    Expire,
-    Generate,
-    Generated,
-    Part,
-    Pause,
-    Resume,
-    Sampled,
-    Swap,
-    Swapped,
-)
-from millrace.core.errors import MillraceError, WorkerError
+from millrace.core.errors import WorkerError
 from millrace.core.protocols import Engine, OnTokens
-from millrace.core.records import Completion, Piece, Request
+from millrace.core.records import Completion, Request
 from millrace.core.weight_update import WeightUpdate
+from millrace.engines.transcript import Audience, Transcript
+
+T = TypeVar("T")
 
 _SPARE_SEQUENCES = 8  # more than this make an engine clearly more loaded than an idle one
 
 
-class RemoteEngine:
-    """An Engine in another process. Cancelling generate() frees its place in the engine."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Seat:
+    """An engine of the pool."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._aborting: set[asyncio.Task[None]] = set()
-
-    async def generate(
-        self, request: Request, on_tokens: OnTokens | None = None
-    ) -> list[Completion]:
-        generate = Generate(request=request, stream=on_tokens is not None)
-        on_part = None if on_tokens is None else functools.partial(_tell, on_tokens)
-        try:
-            reply = await self._worker.call(generate, on_part=on_part)
-        except MillraceError:  # the engine refused it, or is dead
-            raise
-        except BaseException:  # cancelled, or on_tokens raised
-            self._abort_later(request.id)
-            raise
-        assert isinstance(reply, Generated)
-        return reply.completions
-
-    async def swap(self, update: WeightUpdate) -> int:
-        reply = await self._worker.call(Swap(update=update))
-        assert isinstance(reply, Swapped)
-        return reply.version
-
-    async def abort(self, ids: Sequence[str]) -> None:
-        await self._worker.call(Abort(ids=list(ids)))
-
-    async def expire(self, before: int) -> None:
-        await self._worker.call(Expire(before=before))
-
-    async def pause(self) -> None:
-        await self._worker.call(Pause())
-
-    async def resume(self) -> None:
-        await self._worker.call(Resume())
-
-    def _abort_later(self, request_id: str) -> None:
-        async def abort() -> None:
-            # A dead engine has nothing left to abort; its death is reported by whoever watches it.
-            with contextlib.suppress(WorkerError):
-                await self.abort([request_id])
-
-        task = asyncio.create_task(abort())
-        self._aborting.add(task)
-        task.add_done_callback(self._aborting.discard)
-
-
-def _tell(on_tokens: OnTokens, part: Part) -> None:
-    assert isinstance(part, Sampled)
-    for piece in part.pieces:
-        on_tokens(piece)
+    engine: Engine
+    num_sequences: int = 0  # in flight
+    serves: bool = True  # False: it waits for its first weights
 
 
 @dataclass(kw_only=True, slots=True)
 class _Open:
     """A request that has not been answered yet: itself, or what is resumed of it."""
 
-    placed: dict[str, int] = field(default_factory=dict[str, int])  # id at its engine -> which
+    audience: Audience
+    placed: dict[str, _Seat] = field(default_factory=dict[str, _Seat])  # by id at its engine
     is_aborted: bool = False
-    on_tokens: OnTokens | None = None  # the caller's
 
-    def listener(self, *, first: int = 0) -> OnTokens | None:
-        """Passes on what an engine tells of the completions from number `first` on."""
-        if (tell := self.on_tokens) is None:
-            return None
 
-        def pass_on(piece: Piece) -> None:
-            finish = None if piece.finish == "interrupt" else piece.finish  # it will be resumed
-            if len(piece.tokens) or finish is not None:
-                tell(replace(piece, member=first + piece.member, finish=finish))
+@dataclass(kw_only=True, slots=True)
+class Continued:
+    """What was in flight in engines that were lost."""
 
-        return pass_on
-
-    def tell_abort(self, *, member: int) -> None:
-        if self.on_tokens is not None:
-            self.on_tokens(
-                Piece(
-                    member=member,
-                    tokens=np.empty(0, dtype=np.int32),
-                    logprobs=np.empty(0, dtype=np.float32),
-                    versions=np.empty(0, dtype=np.int32),
-                    finish="abort",
-                )
-            )
+    sequences: int = 0  # gone on with elsewhere
+    tokens: int = 0  # which they had by then
+    anew: int = 0  # sequences of which nothing was known: sampled again
 
 
 class EnginePool:
     """Several engines as one."""
 
-    def __init__(self, engines: Sequence[Engine], *, max_sessions: int = 65536) -> None:
-        """`max_sessions`: whose engine is remembered; one that is forgotten is routed by load."""
-        assert engines
+    def __init__(
+        self,
+        engines: Sequence[Engine] = (),
+        *,
+        replaces: bool = False,
+        max_sessions: int = 65536,
+    ) -> None:
+        """`replaces`: a lost engine's place is taken by another, see join(); else its loss is
+        raised. `max_sessions`: whose engine is remembered; one that is forgotten is routed by
+        load."""
+        assert engines or replaces
+        self.continued = Continued()
+        self._replaces = replaces
         self._max_sessions = max_sessions
-        self._engines = list(engines)
-        self._sequences = [0] * len(engines)  # in flight, per engine
-        self._homes: OrderedDict[str, int] = OrderedDict()  # session -> engine index; last = latest
+        self._seats = [_Seat(engine=engine) for engine in engines]
+        self._came = asyncio.Event()  # set when an engine begins to serve
+        self._homes: OrderedDict[str, _Seat] = OrderedDict()  # by session; last = latest
         self._open: dict[str, _Open] = {}  # by the caller's request id
+        self._is_paused = False
+        self._expired_before = 0
+
+    @property
+    def num_engines(self) -> int:
+        """That serve."""
+        return sum(seat.serves for seat in self._seats)
+
+    async def join(self, engine: Engine, *, prepare: Callable[[Engine], Awaitable[object]]) -> None:
+        """Take in one more engine. It hears of everything from now on, and is given requests once
+        `prepare` has brought it the newest weights."""
+        seat = _Seat(engine=engine, serves=False)
+        self._seats.append(seat)
+        try:
+            if self._is_paused:
+                await engine.pause()
+            await engine.expire(self._expired_before)
+            await prepare(engine)
+        except BaseException:
+            self._lose(seat)
+            raise
+        seat.serves = seat in self._seats
+        self._came.set()
+
+    def lose(self, engine: Engine) -> None:
+        """It is dead, or to be taken for dead; no matter if that is known already."""
+        for seat in [seat for seat in self._seats if seat.engine is engine]:
+            self._lose(seat)
 
     async def generate(
         self, request: Request, on_tokens: OnTokens | None = None
     ) -> list[Completion]:
         assert request.id not in self._open, f"{request.id!r} is already under way"
-        opened = self._open[request.id] = _Open(on_tokens=on_tokens)
+        opened = self._open[request.id] = _Open(audience=Audience(on_tokens))
         try:
             completions = await self._place(request, opened)
+            while not opened.is_aborted and all(_is_untouched(c) for c in completions):
+                completions = await self._place(request, opened)
             if all(completion.finish != "interrupt" for completion in completions):
                 return completions
             whole = (
@@ -160,10 +128,10 @@ class EnginePool:
     async def _complete(
         self, request: Request, opened: _Open, *, member: int, completion: Completion
     ) -> Completion:
-        """Resume one completion of a request as often as engines interrupt it."""
+        """Resume one completion of a request as often as it is interrupted."""
         while completion.finish == "interrupt":
             if opened.is_aborted:  # its engine gave it up before it heard of the abort
-                opened.tell_abort(member=member)
+                opened.audience.tell_end(member=member, finish="abort")
                 return replace(completion, finish="abort")
             rest = replace(
                 request,
@@ -178,48 +146,74 @@ class EnginePool:
         return completion
 
     async def _place(self, request: Request, opened: _Open, *, first: int = 0) -> list[Completion]:
-        index = self._choose(request.session)
-        self._sequences[index] += request.n
-        opened.placed[request.id] = index
+        seat = await self._choose(request.session)
+        transcript = Transcript(request, audience=opened.audience, first=first)
+        hear = transcript.hear if opened.audience.is_there or self._replaces else None
+        if hear is not None and not opened.audience.is_there:
+            request = replace(request, at_leisure=True)
+        seat.num_sequences += request.n
+        opened.placed[request.id] = seat
         try:
-            return await self._engines[index].generate(request, opened.listener(first=first))
+            return await seat.engine.generate(request, hear)
+        except WorkerError:
+            if not self._replaces:
+                raise
+            self._lose(seat)
+            return self._noted(transcript.completions())
         finally:
-            self._sequences[index] -= request.n
+            seat.num_sequences -= request.n
             del opened.placed[request.id]
 
-    def _choose(self, session: str | None) -> int:
-        index = min(range(len(self._engines)), key=self._sequences.__getitem__)
+    def _noted(self, known: list[Completion]) -> list[Completion]:
+        for completion in known:
+            self.continued.sequences += len(completion.tokens) > 0
+            self.continued.tokens += len(completion.tokens)
+            self.continued.anew += len(completion.tokens) == 0
+        return known
+
+    async def _choose(self, session: str | None) -> _Seat:
+        # Without a wait where there is an engine: see at_once().
+        while not (serving := [seat for seat in self._seats if seat.serves]):
+            self._came.clear()
+            await self._came.wait()
+        idlest = min(serving, key=lambda seat: seat.num_sequences)
         if session is None:
-            return index
-        home = self._homes.pop(session, index)
-        if self._sequences[home] <= 2 * self._sequences[index] + _SPARE_SEQUENCES:
-            index = home
-        self._homes[session] = index
+            return idlest
+        home = self._homes.pop(session, idlest)
+        is_clear = home.num_sequences > 2 * idlest.num_sequences + _SPARE_SEQUENCES
+        chosen = idlest if is_clear or home not in serving else home
+        self._homes[session] = chosen
         if len(self._homes) > self._max_sessions:
             self._homes.popitem(last=False)
-        return index
+        return chosen
 
     async def swap(self, update: WeightUpdate) -> int:
         """Swap all engines, side by side; returns the oldest version now visible."""
-        return min(await asyncio.gather(*(engine.swap(update) for engine in self._engines)))
+        versions = await self._each(lambda engine: engine.swap(update))
+        return min(versions, default=update.version)  # without engines, those to come have it
 
     async def abort(self, ids: Sequence[str]) -> None:
-        by_engine: dict[int, list[str]] = {}
+        by_seat: dict[_Seat, list[str]] = {}
         for opened in (self._open[id] for id in ids if id in self._open):
             opened.is_aborted = True
-            for placed_id, index in opened.placed.items():
-                by_engine.setdefault(index, []).append(placed_id)
-        await asyncio.gather(*(self._engines[i].abort(ids) for i, ids in by_engine.items()))
+            for placed_id, seat in opened.placed.items():
+                by_seat.setdefault(seat, []).append(placed_id)
+        await asyncio.gather(
+            *(self._ask(seat, seat.engine.abort(ids)) for seat, ids in by_seat.items())
+        )
 
     async def expire(self, before: int) -> None:
-        await asyncio.gather(*(engine.expire(before) for engine in self._engines))
+        self._expired_before = max(before, self._expired_before)
+        await self._each(lambda engine: engine.expire(before))
 
     async def pause(self) -> None:
         """Returns when the last engine has finished its pass."""
-        await asyncio.gather(*(engine.pause() for engine in self._engines))
+        self._is_paused = True
+        await self._each(lambda engine: engine.pause())
 
     async def resume(self) -> None:
-        await asyncio.gather(*(engine.resume() for engine in self._engines))
+        self._is_paused = False
+        await self._each(lambda engine: engine.resume())
 
     @contextlib.asynccontextmanager
     async def at_once(self) -> AsyncIterator[None]:
@@ -232,3 +226,27 @@ class EnginePool:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await self.resume()
+
+    async def _each(self, ask: Callable[[Engine], Awaitable[T]]) -> list[T]:
+        """The answers of all engines that are not lost meanwhile."""
+        asked = (self._ask(seat, ask(seat.engine)) for seat in self._seats)
+        return [answer for answers in await asyncio.gather(*asked) for answer in answers]
+
+    async def _ask(self, seat: _Seat, answer: Awaitable[T]) -> list[T]:
+        """Its answer, or none if it is lost."""
+        try:
+            return [await answer]
+        except WorkerError:
+            if not self._replaces:
+                raise
+            self._lose(seat)
+            return []
+
+    def _lose(self, seat: _Seat) -> None:
+        if seat in self._seats:
+            self._seats.remove(seat)
+
+
+def _is_untouched(completion: Completion) -> bool:
+    """True of what is left of a request whose engine was lost before it told anything."""
+    return completion.finish == "interrupt" and not len(completion.tokens)

@@ -1,0 +1,96 @@
+"""An engine process as the pool sees it.
+
+Promise: cancelling generate() frees its place in the engine. A process that failed at a call in a
+way it does not know itself, or did not answer in time, is ended: its calls all fail from then on.
+
+Runs on the controller's event loop; torch-free.
+"""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Sequence
+
+from millrace.cluster.messages import (
+    Abort,
+    Expire,
+    Generate,
+    Generated,
+    Message,
+    Part,
+    Pause,
+    Resume,
+    Sampled,
+    Swap,
+    Swapped,
+)
+from millrace.cluster.worker import Worker
+from millrace.core.errors import MillraceError, WorkerError
+from millrace.core.protocols import OnTokens
+from millrace.core.records import Completion, Request
+from millrace.core.weight_update import WeightUpdate
+
+
+class RemoteEngine:
+    def __init__(self, worker: Worker, *, swap_timeout_s: float | None = None) -> None:
+        self._worker = worker
+        self._swap_timeout_s = swap_timeout_s
+        self._aborting: set[asyncio.Task[None]] = set()
+
+    async def generate(
+        self, request: Request, on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
+        generate = Generate(request=request, stream=on_tokens is not None)
+        on_part = None if on_tokens is None else functools.partial(_tell, on_tokens)
+        try:
+            reply = await self._worker.call(generate, on_part=on_part)
+        except WorkerError:
+            self._worker.kill()
+            raise
+        except MillraceError:  # the engine refused it
+            raise
+        except BaseException:  # cancelled, or on_tokens raised
+            self._abort_later(request.id)
+            raise
+        assert isinstance(reply, Generated)
+        return reply.completions
+
+    async def swap(self, update: WeightUpdate) -> int:
+        reply = await self._call(Swap(update=update), timeout_s=self._swap_timeout_s)
+        assert isinstance(reply, Swapped)
+        return reply.version
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        await self._call(Abort(ids=list(ids)))
+
+    async def expire(self, before: int) -> None:
+        await self._call(Expire(before=before))
+
+    async def pause(self) -> None:
+        await self._call(Pause())
+
+    async def resume(self) -> None:
+        await self._call(Resume())
+
+    async def _call(self, message: Message, *, timeout_s: float | None = None) -> Message:
+        try:
+            return await self._worker.call(message, timeout_s=timeout_s)
+        except WorkerError:
+            self._worker.kill()
+            raise
+
+    def _abort_later(self, request_id: str) -> None:
+        async def abort() -> None:
+            # A dead engine has nothing left to abort; its death is reported by whoever watches it.
+            with contextlib.suppress(WorkerError):
+                await self.abort([request_id])
+
+        task = asyncio.create_task(abort())
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
+
+
+def _tell(on_tokens: OnTokens, part: Part) -> None:
+    assert isinstance(part, Sampled)
+    for piece in part.pieces:
+        on_tokens(piece)
