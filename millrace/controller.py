@@ -1,4 +1,4 @@
-"""The loop that wires the stages and owns Version.
+"""Wires the stages of a run.
 
      tasks ─▶ play ─▶ score ─▶ wait ─▶ learn ─▶ publish ─┐
       ▲                                                  │
@@ -10,19 +10,18 @@ everything heavy is a call to a worker.
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
-from millrace.core.errors import CheckpointError, RunFailed, WeightError
-from millrace.core.microbatch import Batch
+from millrace.core.errors import WeightError
 from millrace.core.records import Group, Task
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.pool import EnginePool
 from millrace.envs.streams import TaskStream
+from millrace.learner import Learner
 from millrace.rollout.admission import RUNNING, STALENESS, Admission
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.dispatcher import Dispatcher, Failures
@@ -38,18 +37,13 @@ from millrace.scoring.tier.group_scoring import GroupScoring
 from millrace.staging.batches import Batches
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
-from millrace.staging.packing import minibatches_of
 from millrace.training.remote import RemoteTrainer
-from millrace.watch.scoring import where_text
 from millrace.watch.skipped import SkippedSteps
-from millrace.watch.text import counts
 from millrace.watch.watcher import SCORES, Moment, Watcher
 from millrace.weights.courier import Courier
 from millrace.weights.followers import Followers
 from millrace.weights.notifier import Notifier
 from millrace.weights.releases import Releases
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,13 +87,8 @@ class Controller:
         self._scorers = scorers
         self._engines = engines
         self._evaluators = evaluators
-        self._trainer = trainer
         self._watcher = watcher
-        self._checkpoints = checkpoints
         self._skipped = skipped
-        self._version = cursor.version
-        self._awaits_batch = False  # the trainer has nothing to do
-        self._saved: Path | None = None
         self._failures = Failures(max_share=config.rollout.max_failure_share)
         self._limit = config.buffer.limit
         self._admission = Admission(
@@ -117,7 +106,7 @@ class Controller:
             sampler=build_sampler(config.buffer.order),
             on_drop=lambda waiting: self._dispatcher.expire_waiting(waiting),
         )
-        self._batches = Batches(
+        batches = Batches(
             config,
             buffer=self._buffer,
             in_batch=scorers.in_batch,
@@ -163,7 +152,7 @@ class Controller:
             version=cursor.version,
             is_lost=trainer.is_lost,
         )
-        self._examiner = self._make_examiner()
+        self._examiner = self._make_examiner(version=cursor.version)
         self._releases = Releases(
             trainer.release,
             after=(
@@ -171,6 +160,24 @@ class Controller:
                 self._notifier.done_with,
                 self._examiner.done_with,
             ),
+        )
+        pools = [pool for pool in (engines, evaluators) if pool is not None]
+        self._learner = Learner(
+            config,
+            version=cursor.version,
+            batches=batches,
+            trainer=trainer,
+            dispatcher=self._dispatcher,
+            examiner=self._examiner,
+            notifier=self._notifier,
+            rounds=self._rounds,
+            pools=pools if config.cluster.take_turns else (),
+            watcher=watcher,
+            skipped=skipped,
+            checkpoints=checkpoints,
+            moment=self.moment,
+            expire=self._expire,
+            run_state=self._run_state,
         )
 
     async def run(self) -> Outcome:
@@ -182,11 +189,11 @@ class Controller:
             notifying = activities.create_task(self._notifier.run())
             watching = activities.create_task(self._watcher.run(self.moment))
             starting = activities.create_task(self._rounds.run()) if self._rounds else None
-            await self._learn(activities)
+            await self._learner.run(activities)
             if starting is not None:
                 starting.cancel()
             dispatching.cancel()  # cancelling a group aborts its requests in the engines
-            await self._courier.wait_visible(self._version)
+            await self._courier.wait_visible(self._learner.version)
             await self._examiner.conclude()
             await self._notifier.finish()
             if self._notifier.num_failed:
@@ -195,10 +202,10 @@ class Controller:
             following.cancel()
             notifying.cancel()
             watching.cancel()
-        checkpoint = self._saved
+        checkpoint = self._learner.saved
         assert checkpoint is not None
         return Outcome(
-            steps=self._version,
+            steps=self._learner.version,
             before=self._examiner.before,
             after=self._examiner.after,
             checkpoint=checkpoint,
@@ -220,7 +227,7 @@ class Controller:
     def moment(self) -> Moment:
         """What the watcher shows between steps."""
         return Moment(
-            version=self._version,
+            version=self._learner.version,
             buffer_depth=self._buffer.depth,
             groups_running=self._admission.running,
             groups_dropped=dict(self._dispatcher.dropped),
@@ -237,41 +244,6 @@ class Controller:
             sequences_continued=self._engines.continued.sequences,
         )
 
-    async def _learn(self, activities: asyncio.TaskGroup) -> None:
-        """Take, pack, step, until the last step. The next batch is taken while this one is
-        learned."""
-        steps = self._config.trainer.steps
-        upcoming = activities.create_task(self._batches.next(self._version))
-        while self._version < steps:
-            if self._rounds is not None:
-                self._rounds.open()
-            self._awaits_batch = True
-            taken = await self._before_stall(upcoming)
-            self._awaits_batch = False
-            if self._rounds is not None:
-                self._rounds.close()  # until this step's evaluation is over
-            if self._version + 1 < steps:
-                # Fit for the version this step makes, which is the trainer's when it is used.
-                activities.create_task(self._expire(self._version + 1))
-                upcoming = activities.create_task(self._batches.next(self._version + 1))
-            stepped = await self._before_stall(self._step(taken.batches))
-            await self._save_skipped(stepped, taken.groups)
-            metrics = dict(stepped.metrics)
-            if self._config.weights.notify:
-                metrics["notify_failures"] = float(self._notifier.num_failed)
-            self._watcher.step(
-                self.moment(),
-                groups=taken.groups,
-                replayed=taken.replayed,
-                trainer_metrics=metrics,
-            )
-            self._skipped.check(stepped.metrics)
-            self._version += 1
-            self._dispatcher.finish(group.number for group in taken.fresh)
-            if not stepped.skipped:
-                self._batches.trained(taken)
-            await self._after_step()
-
     async def _expire(self, version: int) -> None:
         """Give up what is too old for a take at `version`, which is the next."""
         self._admission.take_next(version)
@@ -279,55 +251,8 @@ class Controller:
         if self._limit.one_token_decides:
             await self._engines.expire(self._limit.oldest_at(version))
 
-    async def _step(self, batches: tuple[Batch, ...]) -> Stepped:
-        """Learn one batch. With cluster.take_turns the engines pause meanwhile; evaluations that
-        are under way go on between two steps."""
-        version = self._version + 1
-        if not self._config.cluster.take_turns:
-            return await self._trainer.step(*batches, version=version)
-        pools = [pool for pool in (self._engines, self._evaluators) if pool is not None]
-        await asyncio.gather(*(pool.pause() for pool in pools))
-        stepped = await self._trainer.step(*batches, version=version)
-        # Before the weights are published, which is copying and needs no turn of its own.
-        # After a step that failed nobody resumes them: it ends the run.
-        await asyncio.gather(*(pool.resume() for pool in pools))
-        return stepped
-
-    async def _save_skipped(self, stepped: Stepped, groups: list[Group]) -> None:
-        if not stepped.skipped:
-            self._skipped.went_well()
-            return
-        parts = minibatches_of(groups, num_minibatches=self._config.trainer.minibatches)
-        num_updates = len(parts) * self._config.trainer.epochs
-        bad = sorted({index % len(parts) for index in stepped.skipped})
-        groups = [group for index in bad for group in parts[index]]
-        path = await asyncio.to_thread(self._skipped.write, stepped.version, groups)
-        which = f" ({len(stepped.skipped)} of its {num_updates} updates)" if num_updates > 1 else ""
-        self._watcher.warn(
-            f"step {stepped.version}{which} was skipped: its loss or gradient is not finite; what"
-            f" it was given is in {path}."
-        )
-
-    async def _after_step(self) -> None:
-        """Checkpoint and evaluate when due."""
-        last = self._version == self._config.trainer.steps
-        if last or _due(self._version, self._config.checkpoint.every_steps):
-            await self._save(must_succeed=last)
-        if not last:
-            await self._examiner.after_step(self._version)
-
-    async def _save(self, *, must_succeed: bool) -> None:
-        directory = self._checkpoints / f"step_{self._version}"
-        cursor = {**self._dispatcher.cursor(), "tasks": self._tasks.state()}
-        run_state = {"version": self._version, **cursor}
-        try:
-            await self._trainer.save(directory, run_state=run_state)
-        except CheckpointError as error:
-            if must_succeed:
-                raise
-            self._watcher.warn(f"{error} The run goes on without this checkpoint.")
-        else:
-            self._saved = directory
+    def _run_state(self) -> dict[str, Any]:
+        return {**self._dispatcher.cursor(), "tasks": self._tasks.state()}
 
     async def _evaluate(self, step: int) -> Evaluation | None:
         evaluation = await self._held_out.evaluate(step)
@@ -335,12 +260,12 @@ class Controller:
             self._watcher.evaluated(evaluation.metrics())
         return evaluation
 
-    def _make_examiner(self) -> Examiner:
+    def _make_examiner(self, *, version: int) -> Examiner:
         due: dict[str, Any] = {
             "examine": self._evaluate,
             "every_steps": self._config.evaluate.every_steps,
             "steps": self._config.trainer.steps,
-            "version": self._version,
+            "version": version,
         }
         if self._evaluators is not None:
             return PinnedExaminer(swap=self._swap_evaluators, **due)
@@ -376,22 +301,6 @@ class Controller:
         self._tasks.observe(group.number, judged.solve_rate(self._config.evaluate.solved_at))
         return await self._scorers.shape(judged)
 
-    async def _before_stall(self, work: Awaitable[T]) -> T:
-        """The result of `work`; a run in which nothing moves any more says so and ends."""
-        limit_s = self._config.cluster.stall_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await work
-        except TimeoutError:
-            moment = self.moment()
-            raise RunFailed(
-                f"No step completed for {limit_s:g} s (cluster.stall_timeout_s): the trainer waits"
-                f" for {moment.trainer_waits_for}, the engines for {moment.engine_waits_for};"
-                f" {moment.groups_running} groups are running, {moment.buffer_depth} are buffered,"
-                f" and dropped so far: {counts(moment.groups_dropped)}."
-                f"{_at_scorers(moment)}"
-            ) from None
-
     def _engine_waits_for(self) -> str:
         if self._buffer.depth >= self._buffer.capacity:
             return "the trainer (buffer full)"
@@ -400,7 +309,7 @@ class Controller:
             None: "tasks",
             # The trainer may be the one that waits: for groups that are still being judged.
             STALENESS: SCORES
-            if is_scoring and self._awaits_batch
+            if is_scoring and self._learner.awaits_batch
             else "the trainer (staleness limit)",
             RUNNING: SCORES if is_scoring else "rollout.max_running_groups",
         }[self._admission.held_by]
@@ -409,14 +318,3 @@ class Controller:
         if self._dispatcher.scoring > self._dispatcher.playing:
             return SCORES
         return "generation" if self._dispatcher.playing else "the next batch"
-
-
-def _at_scorers(moment: Moment) -> str:
-    """Where the groups are that the trainer waits for, if they are there."""
-    if moment.trainer_waits_for != SCORES:
-        return ""
-    return f" In scoring: {where_text(moment.scorers)}."
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

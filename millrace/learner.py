@@ -1,0 +1,182 @@
+"""The learn loop: take a batch, step, write down what came of it, save.
+
+Promise: one batch is one step is one version, and Version counts here alone. The next batch is
+taken while this one is learned. Runs on the controller's event loop.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from millrace.cluster.messages import Stepped
+from millrace.config import RunConfig
+from millrace.core.errors import CheckpointError, RunFailed
+from millrace.core.microbatch import Batch
+from millrace.core.records import Group
+from millrace.engines.pool import EnginePool
+from millrace.rollout.dispatcher import Dispatcher
+from millrace.rollout.examiner import Examiner
+from millrace.rollout.rounds import Rounds
+from millrace.staging.batches import Batches, Taken
+from millrace.staging.packing import minibatches_of
+from millrace.training.remote import RemoteTrainer
+from millrace.watch.scoring import where_text
+from millrace.watch.skipped import SkippedSteps
+from millrace.watch.text import counts
+from millrace.watch.watcher import SCORES, Moment, Watcher
+from millrace.weights.notifier import Notifier
+
+T = TypeVar("T")
+
+
+class Learner:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        version: int,
+        batches: Batches,
+        trainer: RemoteTrainer,
+        dispatcher: Dispatcher[Any],
+        examiner: Examiner,
+        notifier: Notifier,
+        rounds: Rounds | None,
+        pools: Sequence[EnginePool],
+        watcher: Watcher,
+        skipped: SkippedSteps,
+        checkpoints: Path,
+        moment: Callable[[], Moment],
+        expire: Callable[[int], Coroutine[Any, Any, None]],
+        run_state: Callable[[], dict[str, Any]],
+    ) -> None:
+        """`pools` are the engines that pause during a step. `expire` is told which version the next
+        take is for, and gives up what is too old for it; `run_state` is what a checkpoint holds
+        besides the trainer's own."""
+        self._config = config
+        self._batches = batches
+        self._trainer = trainer
+        self._dispatcher = dispatcher
+        self._examiner = examiner
+        self._notifier = notifier
+        self._rounds = rounds
+        self._pools = pools
+        self._watcher = watcher
+        self._skipped = skipped
+        self._checkpoints = checkpoints
+        self._moment = moment
+        self._expire = expire
+        self._run_state = run_state
+        self.version = version  # of the trainer
+        self.awaits_batch = False  # the trainer has nothing to do
+        self.saved: Path | None = None  # the newest checkpoint
+
+    async def run(self, activities: asyncio.TaskGroup) -> None:
+        """Until the last step."""
+        steps = self._config.trainer.steps
+        upcoming = activities.create_task(self._batches.next(self.version))
+        while self.version < steps:
+            taken = await self._take(upcoming)
+            if self.version + 1 < steps:
+                # Fit for the version this step makes, which is the trainer's when it is used.
+                activities.create_task(self._expire(self.version + 1))
+                upcoming = activities.create_task(self._batches.next(self.version + 1))
+            stepped = await self._before_stall(self._step(taken.batches))
+            await self._record(stepped, taken)
+            self.version += 1
+            self._dispatcher.finish(group.number for group in taken.fresh)
+            if not stepped.skipped:
+                self._batches.trained(taken)
+            await self._after_step()
+
+    async def _take(self, upcoming: Awaitable[Taken]) -> Taken:
+        if self._rounds is not None:
+            self._rounds.open()
+        self.awaits_batch = True
+        taken = await self._before_stall(upcoming)
+        self.awaits_batch = False
+        if self._rounds is not None:
+            self._rounds.close()  # until this step's evaluation is over
+        return taken
+
+    async def _step(self, batches: tuple[Batch, ...]) -> Stepped:
+        """Learn one batch, while the engines of `pools` pause; evaluations that are under way go on
+        between two steps."""
+        await asyncio.gather(*(pool.pause() for pool in self._pools))
+        stepped = await self._trainer.step(*batches, version=self.version + 1)
+        # Before the weights are published, which is copying and needs no turn of its own.
+        # After a step that failed nobody resumes them: it ends the run.
+        await asyncio.gather(*(pool.resume() for pool in self._pools))
+        return stepped
+
+    async def _record(self, stepped: Stepped, taken: Taken) -> None:
+        await self._save_skipped(stepped, taken.groups)
+        metrics = dict(stepped.metrics)
+        if self._config.weights.notify:
+            metrics["notify_failures"] = float(self._notifier.num_failed)
+        self._watcher.step(
+            self._moment(), groups=taken.groups, replayed=taken.replayed, trainer_metrics=metrics
+        )
+        self._skipped.check(stepped.metrics)
+
+    async def _save_skipped(self, stepped: Stepped, groups: list[Group]) -> None:
+        if not stepped.skipped:
+            self._skipped.went_well()
+            return
+        parts = minibatches_of(groups, num_minibatches=self._config.trainer.minibatches)
+        num_updates = len(parts) * self._config.trainer.epochs
+        bad = sorted({index % len(parts) for index in stepped.skipped})
+        groups = [group for index in bad for group in parts[index]]
+        path = await asyncio.to_thread(self._skipped.write, stepped.version, groups)
+        which = f" ({len(stepped.skipped)} of its {num_updates} updates)" if num_updates > 1 else ""
+        self._watcher.warn(
+            f"step {stepped.version}{which} was skipped: its loss or gradient is not finite; what"
+            f" it was given is in {path}."
+        )
+
+    async def _after_step(self) -> None:
+        """Checkpoint and evaluate when due."""
+        last = self.version == self._config.trainer.steps
+        if last or _due(self.version, self._config.checkpoint.every_steps):
+            await self._save(must_succeed=last)
+        if not last:
+            await self._examiner.after_step(self.version)
+
+    async def _save(self, *, must_succeed: bool) -> None:
+        directory = self._checkpoints / f"step_{self.version}"
+        run_state = {"version": self.version, **self._run_state()}
+        try:
+            await self._trainer.save(directory, run_state=run_state)
+        except CheckpointError as error:
+            if must_succeed:
+                raise
+            self._watcher.warn(f"{error} The run goes on without this checkpoint.")
+        else:
+            self.saved = directory
+
+    async def _before_stall(self, work: Awaitable[T]) -> T:
+        """The result of `work`; a run in which nothing moves any more says so and ends."""
+        limit_s = self._config.cluster.stall_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await work
+        except TimeoutError:
+            moment = self._moment()
+            raise RunFailed(
+                f"No step completed for {limit_s:g} s (cluster.stall_timeout_s): the trainer waits"
+                f" for {moment.trainer_waits_for}, the engines for {moment.engine_waits_for};"
+                f" {moment.groups_running} groups are running, {moment.buffer_depth} are buffered,"
+                f" and dropped so far: {counts(moment.groups_dropped)}."
+                f"{_at_scorers(moment)}"
+            ) from None
+
+
+def _at_scorers(moment: Moment) -> str:
+    """Where the groups are that the trainer waits for, if they are there."""
+    if moment.trainer_waits_for != SCORES:
+        return ""
+    return f" In scoring: {where_text(moment.scorers)}."
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
