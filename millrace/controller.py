@@ -86,6 +86,7 @@ class Controller:
         self._player = player
         self._scorers = scorers
         self._engines = engines
+        self._trainer = trainer
         self._evaluators = evaluators
         self._watcher = watcher
         self._skipped = skipped
