@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import StartEngine, StartTrainer
+from millrace.cluster.messages import Progress, StartEngine, StartTrainer
 from millrace.cluster.mps import behind
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
@@ -24,6 +24,7 @@ from millrace.engines.remote import RemoteEngine
 from millrace.prepare import Prepared
 from millrace.supervision.deaths import RestartLimits
 from millrace.supervision.keeper import Keeper
+from millrace.supervision.pulse import Pulse
 from millrace.training.checkpoints import latest_checkpoint, read_run_state
 from millrace.training.past_steps import StepsInMemory
 from millrace.training.remote import RemoteTrainer
@@ -60,7 +61,7 @@ class Crew:
         self.engines = EnginePool(replaces=True)
         self.evaluators = EnginePool(replaces=True) if self._config.evaluate.engines else None
         self._trainer: RemoteTrainer | None = None
-        self._keepers: list[Keeper] = []
+        self._keepers: dict[str, Keeper] = {}  # by worker
 
     @property
     def trainer(self) -> RemoteTrainer:
@@ -85,21 +86,37 @@ class Crew:
     async def run(self) -> None:
         """Keep all workers. Ends only by cancellation, or raises GivenUp."""
         async with asyncio.TaskGroup() as keeping:
-            for keeper in self._keepers:
+            for keeper in self._keepers.values():
                 keeping.create_task(keeper.run())
+
+    def heard(self, worker: str, progress: Progress) -> None:
+        """A worker tells what it does; some of them are kept by others."""
+        if worker in self._keepers:
+            self._keepers[worker].heard(progress)
 
     async def _enlist(
         self, name: str, start: Callable[[str], Awaitable[Worker]], *, pool: EnginePool
     ) -> None:
         """Start an engine, and see to it that the pool has one of this name from now on."""
-        place = _Place(name, start=start, pool=pool, bring_weights=self._bring_newest)
+        place = _Place(
+            name,
+            start=start,
+            pool=pool,
+            bring_weights=self._bring_newest,
+            swap_timeout_s=self._config.supervision.swap_timeout_s,
+        )
         worker = await place.open()
         self._keep(worker, replace=place.replace, on_death=place.on_death)
 
     async def _enlist_trainer(self) -> None:
         worker = await self._start_trainer(self._prepared.checkpoint)
         past = StepsInMemory(version=self._prepared.cursor.version)
-        trainer = self._trainer = RemoteTrainer(worker, past=past)
+        trainer = self._trainer = RemoteTrainer(
+            worker,
+            past=past,
+            step_timeout_s=self._config.supervision.step_timeout_s,
+            save_timeout_s=self._config.supervision.save_timeout_s,
+        )
         self._keep(worker, replace=self._replace_trainer, on_death=trainer.lose)
 
     async def _replace_trainer(self) -> Worker:
@@ -126,10 +143,20 @@ class Crew:
             window_s=settings.window_s,
             backoff_s=settings.backoff_s,
         )
-        keeper = Keeper(
-            worker, replace=replace, on_death=on_death, limits=limits, on_restart=self._on_restart
+        self._keepers[worker.name] = Keeper(
+            worker,
+            replace=replace,
+            on_death=on_death,
+            limits=limits,
+            make_pulse=self._make_pulse,
+            on_restart=self._on_restart,
         )
-        self._keepers.append(keeper)
+
+    def _make_pulse(self) -> Pulse:
+        return Pulse(
+            timeout_s=self._config.supervision.hang_timeout_s,
+            first_timeout_s=self._config.cluster.start_timeout_s,
+        )
 
     async def _bring_newest(self, engine: Engine) -> None:
         while True:
@@ -194,11 +221,13 @@ class _Place:
         start: Callable[[str], Awaitable[Worker]],
         pool: EnginePool,
         bring_weights: Callable[[Engine], Awaitable[None]],
+        swap_timeout_s: float,
     ) -> None:
         self._name = name
         self._start = start
         self._pool = pool
         self._bring_weights = bring_weights
+        self._swap_timeout_s = swap_timeout_s
         self._engine: RemoteEngine | None = None
 
     async def open(self) -> Worker:
@@ -214,7 +243,7 @@ class _Place:
 
     async def _fill(self, *, prepare: Callable[[Engine], Awaitable[None]]) -> Worker:
         worker = await self._start(self._name)
-        engine = RemoteEngine(worker)
+        engine = RemoteEngine(worker, swap_timeout_s=self._swap_timeout_s)
         try:
             await self._pool.join(engine, prepare=prepare)
         except BaseException:

@@ -115,6 +115,7 @@ class _Run:
             resume_from=prepared.cursor.version if resume else None,
         )
         self._controller: Controller | None = None
+        self._crew: Crew | None = None
         self._gpu_env: dict[str, str] = {}
 
     async def run(self) -> RunResult:
@@ -146,7 +147,7 @@ class _Run:
 
     async def _conduct(self, hub: Hub, *, scorers: ScorerPool, environment: Environment) -> Outcome:
         """Start all workers side by side, then let the controller run until it ends."""
-        crew = Crew(
+        crew = self._crew = Crew(
             self._prepared,
             hub=hub,
             remote_threads=self._threads,
@@ -252,6 +253,8 @@ class _Run:
     def _heard(self, worker: str, message: Message) -> None:
         if isinstance(message, Progress):
             self._watcher.heard(worker, spans=message.spans, counters=message.counters)
+            if self._crew is not None:
+                self._crew.heard(worker, message)
         elif isinstance(message, Published):
             self._controlled.on_published(message.update)
 

@@ -59,6 +59,8 @@ class Progress(Message, frozen=True):
 
     spans: list[Span]
     counters: dict[str, float]  # e.g. tokens generated so far
+    work: float = 0.0  # grows only if what it was asked for moves
+    waits: bool = True  # it cannot go on by itself: has nothing to do, or is told to pause
 
 
 class Failed(Message, frozen=True):

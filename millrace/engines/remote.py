@@ -43,7 +43,7 @@ class RemoteEngine:
         generate = Generate(request=request, stream=on_tokens is not None)
         on_part = None if on_tokens is None else functools.partial(_tell, on_tokens)
         try:
-            reply = await self._worker.call(generate, on_part=on_part)
+            reply = await self._worker.call(generate, is_pulsed=True, on_part=on_part)
         except WorkerError:
             self._worker.kill()
             raise
@@ -74,7 +74,7 @@ class RemoteEngine:
 
     async def _call(self, message: Message, *, timeout_s: float | None = None) -> Message:
         try:
-            return await self._worker.call(message, timeout_s=timeout_s)
+            return await self._worker.call(message, timeout_s=timeout_s, is_deadline=True)
         except WorkerError:
             self._worker.kill()
             raise

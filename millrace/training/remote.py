@@ -32,8 +32,18 @@ DEATH_NOTICE_S = 0.5  # a call may fail before its worker is known to be dead
 
 
 class RemoteTrainer:
-    def __init__(self, worker: Worker, *, past: PastSteps) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        past: PastSteps,
+        step_timeout_s: float | None = None,
+        save_timeout_s: float | None = None,
+    ) -> None:
         self.past = past
+        self.num_redone = 0  # steps that were done again, after a death
+        self._step_timeout_s = step_timeout_s
+        self._save_timeout_s = save_timeout_s
         self._worker: Worker | None = worker  # None while it is being replaced
         self._came = asyncio.Event()
         self._out: list[WeightUpdate] = []  # by the present trainer, not yet released
@@ -41,14 +51,16 @@ class RemoteTrainer:
     async def step(self, batch: Batch, *more: Batch, version: int) -> Stepped:
         """An optimizer update for each batch; the weights become `version` and are published in the
         background."""
-        reply = await self._call(Step(batch=batch, version=version, more=more))
+        step = Step(batch=batch, version=version, more=more)
+        reply = await self._call(step, timeout_s=self._step_timeout_s, is_pulsed=True)
         assert isinstance(reply, Stepped)
         assert reply.version == version
         self.past.note(version, (batch, *more))
         return reply
 
     async def save(self, directory: Path, *, run_state: dict[str, Any]) -> None:
-        await self._call(SaveCheckpoint(directory=str(directory), run_state=run_state))
+        save = SaveCheckpoint(directory=str(directory), run_state=run_state)
+        await self._call(save, timeout_s=self._save_timeout_s)
         self.past.saved(run_state["version"])
 
     def published(self, update: WeightUpdate) -> None:
@@ -100,7 +112,8 @@ class RemoteTrainer:
         Returns the newest version, as borrow() does."""
         async for following, (batch, *more) in self.past.after(version):
             step = Step(batch=batch, version=following, more=tuple(more), publish=False)
-            await worker.call(step)
+            await worker.call(step, timeout_s=self._step_timeout_s, is_deadline=True)
+            self.num_redone += 1
         reply = await worker.call(Lend())
         assert isinstance(reply, Lent)
         self._out.append(reply.update)
@@ -108,13 +121,17 @@ class RemoteTrainer:
         self._came.set()
         return reply.update
 
-    async def _call(self, message: Message) -> Message:
+    async def _call(
+        self, message: Message, *, timeout_s: float | None = None, is_pulsed: bool = False
+    ) -> Message:
         while True:
             while (worker := self._worker) is None:
                 self._came.clear()
                 await self._came.wait()
             try:
-                return await worker.call(message)
+                return await worker.call(
+                    message, timeout_s=timeout_s, is_deadline=True, is_pulsed=is_pulsed
+                )
             except WorkerError:
                 if not await _dies(worker):
                     raise

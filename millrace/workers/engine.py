@@ -300,6 +300,8 @@ class EngineWorker:
                     "waiting": stats.waiting,
                     "swaps": self._num_swaps,
                 },
+                work=stats.generated_tokens + stats.prefill_tokens + self._num_swaps,
+                waits=not self._may_generate,
             )
         )
 

@@ -311,7 +311,7 @@ class TellingWorker:
     def __init__(self) -> None:
         self.calls = []
 
-    async def call(self, message, *, on_part=None, timeout_s=None):
+    async def call(self, message, *, on_part=None, **settings):
         self.calls.append(message)
         if isinstance(message, Generate):
             assert message.stream

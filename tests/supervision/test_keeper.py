@@ -5,6 +5,7 @@ import pytest
 from millrace.core.errors import GivenUp, RunFailed, WorkerError
 from millrace.supervision.deaths import Deaths, RestartLimits
 from millrace.supervision.keeper import Keeper
+from millrace.supervision.pulse import Pulse
 
 LIMITS = RestartLimits(max_restarts=2, window_s=100.0, backoff_s=1.0)
 AT_ONCE = RestartLimits(max_restarts=2, window_s=100.0, backoff_s=0.0)
@@ -12,9 +13,13 @@ AT_ONCE = RestartLimits(max_restarts=2, window_s=100.0, backoff_s=0.0)
 
 class FakeWorker:
     name = "engine-0"
+    num_pulsed = 1
 
     def __init__(self) -> None:
         self.dead = asyncio.get_running_loop().create_future()
+
+    async def give_up(self, reason: str) -> None:
+        self.dead.set_result(WorkerError(f"It {reason}.", worker=self.name))
 
     def die(self) -> None:
         error = WorkerError("It was killed.", worker=self.name, traceback="its last words")
@@ -24,7 +29,7 @@ class FakeWorker:
 class Rig:
     """A kept worker, its successors, and what was said."""
 
-    def __init__(self, *successors) -> None:
+    def __init__(self, *successors, hang_timeout_s=1000.0) -> None:
         self.first = FakeWorker()
         self.successors = list(successors)
         self.deaths = 0
@@ -35,6 +40,7 @@ class Rig:
                 replace=self._replace,
                 on_death=self._on_death,
                 limits=AT_ONCE,
+                make_pulse=lambda: Pulse(timeout_s=hang_timeout_s, first_timeout_s=0.0),
                 on_restart=lambda name, reason: self.restarts.append(f"{name}: {reason}"),
             ).run()
         )
@@ -74,6 +80,18 @@ async def test_a_worker_that_cannot_be_started_again_counts_as_dead_until_that_i
     assert "supervision.max_restarts = 2" in str(given_up.value)
     assert "the last time: It did not come up." in str(given_up.value)
     assert (given_up.value.worker, rig.deaths) == ("engine-0", 1)
+
+
+async def test_a_worker_that_hangs_is_ended_and_replaced():
+    successor = FakeWorker()
+    successor.num_pulsed = 0  # nobody asks it for anything
+    rig = Rig(successor, hang_timeout_s=0.01)
+    await asyncio.wait({rig.first.dead}, timeout=5)
+    await settle()
+    assert "made no progress for 0 s (supervision.hang_timeout_s)" in rig.restarts[0]
+    await asyncio.sleep(0.3)
+    assert len(rig.restarts) == 1
+    rig.keeping.cancel()
 
 
 async def test_what_no_retry_mends_is_not_tried_again():
