@@ -2,8 +2,6 @@
 
 import json
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -53,22 +51,49 @@ def start(tmp_path):
         run.process.communicate()
 
 
-def until(happens: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_run_outlives_its_engine_and_its_trainer_and_keeps_what_was_sampled(start):
-    run = start(trainer={"steps": 12, "groups_per_step": 4}, checkpoint={"every_steps": 3})
-    run.wait_for_step(4)
-    engine, trainer = run.worker("engine-0"), run.worker("trainer")
-    engine.send_signal(signal.SIGKILL)
-    run.wait_for_step(7)
-    assert run.worker("engine-0").pid != engine.pid
-    trainer.send_signal(signal.SIGKILL)
-    summary = run.assert_finished(steps=12)
+    run = start(trainer={"steps": 8, "groups_per_step": 2}, checkpoint={"every_steps": 2})
+    run.wait_for_step(3)
+    # At once: they come up side by side, and the engine needs the weights of the new trainer.
+    for name in ("engine-0", "trainer"):
+        run.worker(name).send_signal(signal.SIGKILL)
+    summary = run.assert_finished(steps=8)
     assert summary["worker_restarts"] == {"engine-0": 1, "trainer": 1}
     assert summary["sequences_continued"] > 0
-    assert Path(summary["checkpoint"]).name == "step_12"
+    assert Path(summary["checkpoint"]).name == "step_8"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["disk", "collective"])
+def test_a_replaced_engine_and_trainer_find_each_other_by_other_transports(start, transport):
+    run = start(
+        trainer={"steps": 12, "groups_per_step": 2},
+        checkpoint={"every_steps": 5},
+        weights={"transport": transport, "payload": "delta", "timeout_s": 5.0},
+        engine={"threads": 1, "count": 2},
+    )
+    for step, victim in ((2, "engine-1"), (5, "trainer"), (8, "engine-0")):
+        run.wait_for_step(step)
+        run.worker(victim).send_signal(signal.SIGKILL)
+    summary = run.assert_finished(steps=12)
+    assert summary["worker_restarts"] == {"engine-1": 1, "trainer": 1, "engine-0": 1}
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_counts_as_dead_and_its_sequences_go_on(start):
+    run = start(
+        trainer={"steps": 8, "groups_per_step": 2},
+        supervision={**SETTINGS["supervision"], "hang_timeout_s": 3.0},
+        cluster={"start_timeout_s": 60.0},
+    )
+    run.wait_for_step(3)
+    stopped = run.worker("engine-0")
+    stopped.send_signal(signal.SIGSTOP)
+    code, stdout, stderr = run.finish()
+    assert code == 0, stderr
+    assert not stopped.is_running()
+    assert "'engine-0' made no progress for 3 s" in stdout + stderr
+    assert "it is stopped (SIGSTOP), so its stacks are not in its log" in stdout + stderr
+    summary = json.loads((run.path / "summary.json").read_text())
+    assert summary["worker_restarts"] == {"engine-0": 1}
+    assert summary["sequences_continued"] > 0
