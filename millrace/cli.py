@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import millrace
-from millrace.core.errors import ConfigError, MillraceError, WorkerError
+from millrace.core.errors import ConfigError, GivenUp, MillraceError, WorkerError
 from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(error: MillraceError) -> int:
     """Say on stderr what went wrong; returns the exit code."""
     print(f"error: {error}", file=sys.stderr)
-    if isinstance(error, WorkerError) and error.traceback:
+    if isinstance(error, WorkerError | GivenUp) and error.traceback:
         print(f"\nFrom {error.worker}:\n{error.traceback.rstrip()}", file=sys.stderr)
     return WRONG_INPUT if isinstance(error, ConfigError) else FAILED
 

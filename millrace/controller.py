@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import RunConfig
+from millrace.core.errors import WeightError
 from millrace.core.records import Group, Task
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.pool import EnginePool
@@ -89,6 +90,7 @@ class Controller:
         self._player = player
         self._scorers = scorers
         self._engines = engines
+        self._trainer = trainer
         self._evaluators = evaluators
         self._watcher = watcher
         self._skipped = skipped
@@ -143,9 +145,10 @@ class Controller:
         )
         self._courier = Courier(
             swap=engines.swap,
-            release=lambda version: self._releases.begin(version),
+            release=lambda update: self._releases.begin(update),
             on_visible=self._admission.advance,
             version=cursor.version,
+            is_lost=trainer.is_lost,
         )
         self._notifier = Notifier(
             config.weights.notify, timeout_s=config.weights.timeout_s, warn=watcher.warn
@@ -159,7 +162,9 @@ class Controller:
             at_once=engines.at_once if is_synchronous else None,
         )
         self._followers = Followers(
-            [follower.swap for follower in scorers.followers], version=cursor.version
+            [follower.swap for follower in scorers.followers],
+            version=cursor.version,
+            is_lost=trainer.is_lost,
         )
         self._examiner = self._make_examiner(version=cursor.version)
         self._releases = Releases(
@@ -226,10 +231,16 @@ class Controller:
 
     def on_published(self, update: WeightUpdate) -> None:
         """The trainer has a new version ready; called from the hub."""
+        self._trainer.published(update)
         self._courier.submit(update)
         self._followers.submit(update)
         self._notifier.submit(update)
         self._examiner.submit(update)
+
+    def on_restored(self, update: WeightUpdate) -> None:
+        """Another trainer has come to where the last one died, and lends its newest version: some
+        engines may not have got it before."""
+        self._courier.submit(update)
 
     def moment(self) -> Moment:
         """What the watcher shows between steps."""
@@ -248,6 +259,7 @@ class Controller:
             engine_waits_for=self._engine_waits_for(),
             trainer_waits_for=self._trainer_waits_for(),
             scorers=self._scorers.loads(),
+            sequences_continued=self._engines.continued.sequences,
         )
 
     async def _expire(self, version: int) -> None:
@@ -274,9 +286,20 @@ class Controller:
             "version": version,
         }
         if self._evaluators is not None:
-            return PinnedExaminer(swap=self._evaluators.swap, **due)
+            return PinnedExaminer(swap=self._swap_evaluators, **due)
         in_turns = None if self._rounds is None else self._courier.wait_visible
         return SharedExaminer(in_turns=in_turns, **due)
+
+    async def _swap_evaluators(self, update: WeightUpdate) -> int:
+        """What is lost on its way with its trainer is made up for by the newest there is then."""
+        assert self._evaluators is not None
+        try:
+            return await self._evaluators.swap(update)
+        except WeightError:
+            if not await self._trainer.is_lost(update):
+                raise
+        async with self._trainer.lent() as newest:
+            return await self._swap_evaluators(newest)
 
     async def _play(self, task: Task, attempt: Attempt, scoring: GroupScoring) -> Group:
         if self._rounds is not None:

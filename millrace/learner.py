@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
-from millrace.core.errors import CheckpointError, RunFailed
+from millrace.core.errors import CheckpointError
 from millrace.core.microbatch import Batch
 from millrace.core.records import Group
 from millrace.engines.pool import EnginePool
@@ -23,14 +23,13 @@ from millrace.rollout.examiner import Examiner
 from millrace.rollout.rounds import Rounds
 from millrace.staging.batches import Batches, Taken
 from millrace.staging.packing import minibatches_of
+from millrace.supervision.stalls import Stalls
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.scoring import where_text
 from millrace.watch.skipped import SkippedSteps
 from millrace.watch.text import counts
 from millrace.watch.watcher import SCORES, Moment, Watcher
 from millrace.weights.notifier import Notifier
-
-T = TypeVar("T")
 
 
 class Learner:
@@ -74,6 +73,13 @@ class Learner:
         self._moment = moment
         self._expire = expire
         self._run_state = run_state
+        self._stalls = Stalls(
+            warn_after_s=config.supervision.stall_warning_s,
+            limit_s=config.cluster.stall_timeout_s,
+            explain=self._standstill,
+            moved=lambda: trainer.num_redone,
+            warn=watcher.warn,
+        )
         self.version = version  # of the trainer
         self.awaits_batch = False  # the trainer has nothing to do
         self.saved: Path | None = None  # the newest checkpoint
@@ -89,7 +95,7 @@ class Learner:
                 # Fit for the version this step makes, which is the trainer's when it is used.
                 activities.create_task(self._expire(self.version + 1))
                 upcoming = activities.create_task(self._batches.next(self.version + 1))
-            stepped = await self._before_stall(self._step(taken.batches))
+            stepped = await self._stalls.until(self._step(taken.batches))
             await self._record(stepped, taken)
             self.version += 1
             self._dispatcher.finish(group.number for group in taken.fresh)
@@ -100,7 +106,7 @@ class Learner:
         if self._rounds is not None:
             self._rounds.open()
         self.awaits_batch = True
-        taken = await self._before_stall(upcoming)
+        taken = await self._stalls.until(upcoming)
         self.awaits_batch = False
         if self._rounds is not None:
             self._rounds.close()  # until this step's evaluation is over
@@ -176,21 +182,14 @@ class Learner:
                 covered.version, position=covered.position, keep=self._batches.may_return
             )
 
-    async def _before_stall(self, work: Awaitable[T]) -> T:
-        """The result of `work`; a run in which nothing moves any more says so and ends."""
-        limit_s = self._config.cluster.stall_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await work
-        except TimeoutError:
-            moment = self._moment()
-            raise RunFailed(
-                f"No step completed for {limit_s:g} s (cluster.stall_timeout_s): the trainer waits"
-                f" for {moment.trainer_waits_for}, the engines for {moment.engine_waits_for};"
-                f" {moment.groups_running} groups are running, {moment.buffer_depth} are buffered,"
-                f" and dropped so far: {counts(moment.groups_dropped)}."
-                f"{_at_scorers(moment)}"
-            ) from None
+    def _standstill(self) -> str:
+        moment = self._moment()
+        return (
+            f"the trainer waits for {moment.trainer_waits_for}, the engines for"
+            f" {moment.engine_waits_for}; {moment.groups_running} groups are running,"
+            f" {moment.buffer_depth} are buffered, and dropped so far:"
+            f" {counts(moment.groups_dropped)}.{_at_scorers(moment)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

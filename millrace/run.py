@@ -16,17 +16,15 @@ from typing import Any
 
 from millrace.cluster.guests.ticket import offered
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Message, Progress, Published, StartEngine, StartTrainer
-from millrace.cluster.mps import behind, shared_gpu
+from millrace.cluster.messages import Message, Progress, Published
+from millrace.cluster.mps import shared_gpu
 from millrace.cluster.own_loop import run_on_own_loop
-from millrace.cluster.worker import Worker
 from millrace.config import RunConfig, load_config
 from millrace.controller import Controller, Outcome
 from millrace.core.causes import first_cause
-from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
-from millrace.engines.pool import EnginePool, RemoteEngine
+from millrace.crew import Crew
 from millrace.envs.single_turn import SingleTurn
 from millrace.episodes.environment import FunctionEnvironment, rules_of
 from millrace.episodes.lifetime import lifetime
@@ -36,12 +34,9 @@ from millrace.prepare import Prepared, prepare
 from millrace.rollout.evaluation import Evaluation
 from millrace.rollout.player import Player
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
-from millrace.training.remote import RemoteTrainer
 from millrace.watch.run_dir import RunDir
 from millrace.watch.skipped import SkippedSteps
 from millrace.watch.watcher import Watcher
-
-DEATH_NOTICE_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +109,7 @@ class _Run:
         """`threads` of an engine as the user set them; this machine's cores are not another's."""
         self._prepared = prepared
         self._config = prepared.config
-        engine = prepared.config.engine
-        adapters = {name: _from_any_folder(path) for name, path in engine.adapters.items()}
-        engine = engine.model_copy(update={"threads": threads, "adapters": adapters})
-        self._remote_config = prepared.config.model_copy(update={"engine": engine})
+        self._threads = threads
         self._run_dir = run_dir
         self._watcher = Watcher(
             prepared.config,
@@ -126,8 +118,7 @@ class _Run:
         )
         self._controller: Controller | None = None
         self._journal: Journal | NoJournal = NoJournal()
-        # Of engines and trainer only: a scorer may be killed at any time, and MPS lets such a
-        # death disturb everyone who computes on that GPU.
+        self._crew: Crew | None = None
         self._gpu_env: dict[str, str] = {}
 
     async def run(self) -> RunResult:
@@ -160,42 +151,22 @@ class _Run:
         return self._conclude(outcome, seconds=seconds)
 
     async def _conduct(self, hub: Hub, *, scorers: ScorerPool, environment: Environment) -> Outcome:
-        """Start all workers side by side, then let the controller run until it ends or one dies."""
-        async with asyncio.TaskGroup() as starting:
-            starts = [
-                starting.create_task(self._start_engine(hub, f"engine-{i}"))
-                for i in range(self._config.engine.count)
-            ]
-            starts += [
-                starting.create_task(self._start_remote_engine(hub, f"engine-{i}"))
-                for i in range(len(starts), len(starts) + self._config.engine.remote)
-            ]
-            evaluator_starts = [
-                starting.create_task(self._start_engine(hub, f"evaluator-{i}"))
-                for i in range(self._config.evaluate.engines)
-            ]
-            starting_trainer = starting.create_task(self._start_trainer(hub))
-            starting.create_task(scorers.start())
-        engines, trainer = [task.result() for task in starts], starting_trainer.result()
-        evaluators = [task.result() for task in evaluator_starts]
-        self._controller = self._make_controller(
-            EnginePool([RemoteEngine(worker) for worker in engines]),
-            evaluators=EnginePool([RemoteEngine(e) for e in evaluators]) if evaluators else None,
-            trainer=trainer,
-            scorers=scorers,
-            environment=environment,
+        """Start all workers side by side, then let the controller run until it ends."""
+        crew = self._crew = Crew(
+            self._prepared,
+            hub=hub,
+            remote_threads=self._threads,
+            gpu_env=self._gpu_env,
+            run_dir=self._run_dir.path,
+            on_restart=self._watcher.restarted,
+            on_restored=lambda update: self._controlled.on_restored(update),
         )
+        await crew.start(scorers.start())
+        self._controller = self._make_controller(crew, scorers=scorers, environment=environment)
         async with asyncio.TaskGroup() as activities:
-            workers = (*engines, *evaluators, trainer)
-            watches = [activities.create_task(_raise_on_death(worker)) for worker in workers]
-            try:
-                outcome = await self._controller.run()
-            except (MillraceError, BaseExceptionGroup):
-                # A worker's death may be behind it, and its own account says more: let it be heard.
-                await asyncio.sleep(DEATH_NOTICE_S)
-                raise
-            for watch in watches:
-                watch.cancel()
+            keeping = activities.create_task(crew.run())
+            outcome = await self._controller.run()
+            keeping.cancel()
         return outcome
 
     def _shared_gpu(self) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
@@ -246,39 +217,6 @@ class _Run:
             )
             yield
 
-    async def _start_engine(self, hub: Hub, name: str) -> Worker:
-        worker = await hub.launch(name, "millrace.workers.engine", env=self._gpu_env)
-        await self._load_model(worker, config=self._config)
-        return worker
-
-    async def _start_remote_engine(self, hub: Hub, name: str) -> Worker:
-        worker = await hub.expect(name, timeout_s=self._config.cluster.join_timeout_s)
-        try:
-            await self._load_model(worker, config=self._remote_config)
-        except ConfigError as error:
-            raise ConfigError(f"On {worker.host}, for {name}: {error}") from error
-        return worker
-
-    async def _load_model(self, engine: Worker, *, config: RunConfig) -> None:
-        adapter = self._prepared.adapter_path
-        start = StartEngine(
-            config=config.model_dump(mode="json"),
-            model_path=_from_any_folder(self._prepared.model_path),
-            version=self._prepared.cursor.version,
-            adapter_path=None if adapter is None else _from_any_folder(adapter),
-        )
-        await engine.call(start, timeout_s=self._config.cluster.start_timeout_s)
-
-    async def _start_trainer(self, hub: Hub) -> Worker:
-        worker = await hub.launch("trainer", "millrace.workers.trainer", env=behind(self._gpu_env))
-        checkpoint = self._prepared.checkpoint
-        start = StartTrainer(
-            config=self._config.model_dump(mode="json"),
-            checkpoint=None if checkpoint is None else str(checkpoint),
-        )
-        await worker.call(start, timeout_s=self._config.cluster.start_timeout_s)
-        return worker
-
     def _make_scorers(self, hub: Hub, *, private: Path) -> ScorerPool:
         return build_scorer_pool(
             self._prepared.scorers,
@@ -307,18 +245,12 @@ class _Run:
         )
 
     def _make_controller(
-        self,
-        engines: EnginePool,
-        *,
-        evaluators: EnginePool | None,
-        trainer: Worker,
-        scorers: ScorerPool,
-        environment: Environment,
+        self, crew: Crew, *, scorers: ScorerPool, environment: Environment
     ) -> Controller:
         config, prepared = self._config, self._prepared
         player = Player(
             environment=environment,
-            engine=engines,
+            engine=crew.engines,
             renderer=prepared.renderer,
             sampling=Sampling(**config.sampling.model_dump()),
             max_context=prepared.max_context,
@@ -330,9 +262,9 @@ class _Run:
             held_out=prepared.held_out,
             player=player,
             scorers=scorers,
-            engines=engines,
-            evaluators=evaluators,
-            trainer=RemoteTrainer(trainer),
+            engines=crew.engines,
+            evaluators=crew.evaluators,
+            trainer=crew.trainer,
             watcher=self._watcher,
             checkpoints=self._run_dir.checkpoints,
             skipped=SkippedSteps(self._run_dir.skipped),
@@ -343,9 +275,15 @@ class _Run:
     def _heard(self, worker: str, message: Message) -> None:
         if isinstance(message, Progress):
             self._watcher.heard(worker, spans=message.spans, counters=message.counters)
+            if self._crew is not None:
+                self._crew.heard(worker, message)
         elif isinstance(message, Published):
-            assert self._controller is not None, "the trainer publishes only after a step"
-            self._controller.on_published(message.update)
+            self._controlled.on_published(message.update)
+
+    @property
+    def _controlled(self) -> Controller:
+        assert self._controller is not None, "the trainer publishes only after a step"
+        return self._controller
 
     def _conclude(self, outcome: Outcome, *, seconds: float) -> RunResult:
         result = RunResult(
@@ -371,15 +309,8 @@ class _Run:
                 "steps": result.steps,
                 "checkpoint": str(result.checkpoint),
                 "run_dir": str(result.run_dir),
+                "worker_restarts": self._watcher.restarts,
+                "sequences_continued": self._controlled.moment().sequences_continued,
             }
         )
         return result
-
-
-def _from_any_folder(model: str) -> str:
-    """What also another host, with a working directory of its own, understands."""
-    return str(Path(model).absolute()) if Path(model).exists() else model
-
-
-async def _raise_on_death(worker: Worker) -> None:
-    raise await asyncio.shield(worker.dead)  # the future outlives this watch

@@ -44,7 +44,8 @@ from millrace.config import RunConfig
 from millrace.core.microbatch import Batch
 from millrace.core.records import Request, Sampling
 from millrace.core.weight_update import WeightUpdate
-from millrace.engines.pool import EnginePool, RemoteEngine
+from millrace.engines.pool import EnginePool
+from millrace.engines.remote import RemoteEngine
 from millrace.models.loading import resolve_device
 
 WARM_UP = 2  # versions that do not count

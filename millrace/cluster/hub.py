@@ -221,6 +221,8 @@ class Hub:
                 self.unclaimed += 1
 
     def _hear(self, worker: Worker, message: Message) -> None:
+        if worker.dead.done():
+            return  # another may have its name by now
         worker.hear(message)
         if isinstance(message, Beat):
             return

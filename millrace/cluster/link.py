@@ -200,8 +200,10 @@ def run_worker(main: Callable[[Link, str], None]) -> NoReturn:
     """Run `main(link, name)` as this process; all that stands under a worker module's __main__.
 
     Ctrl-C is the controller's business: SIGINT is ignored here. SIGTERM raises SystemExit in main.
+    SIGUSR1 has the stacks of all threads written to the log, whatever they do.
     """
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     options = _parse(sys.argv[1:])

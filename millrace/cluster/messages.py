@@ -59,6 +59,8 @@ class Progress(Message, frozen=True):
 
     spans: list[Span]
     counters: dict[str, float]  # e.g. tokens generated so far
+    work: float = 0.0  # grows only if what it was asked for moves
+    waits: bool = True  # it cannot go on by itself: has nothing to do, or is told to pause
 
 
 class Failed(Message, frozen=True):
@@ -197,6 +199,7 @@ class Step(Message, frozen=True):
     batch: Batch
     version: int
     more: tuple[Batch, ...] = ()  # further minibatches: an optimizer update each, one version
+    publish: bool = True
 
 
 class Stepped(Message, frozen=True):
@@ -211,8 +214,18 @@ class Published(Message, frozen=True):
     update: WeightUpdate
 
 
+class Lend(Message, frozen=True):
+    """Let somebody who comes late have the newest version, too. -> Lent"""
+
+
+class Lent(Message, frozen=True):
+    """As Published; it wants a Release of its own."""
+
+    update: WeightUpdate
+
+
 class Release(Message, frozen=True):
-    """No engine reads this version any more. -> Done"""
+    """One of those who were given this version does not read it any more. -> Done"""
 
     version: int
 
@@ -337,6 +350,8 @@ AnyMessage = (
     | Step
     | Stepped
     | Published
+    | Lend
+    | Lent
     | Release
     | SaveCheckpoint
     | StartScorer

@@ -15,6 +15,7 @@ from pathlib import Path
 from millrace.cluster.credentials import Credentials
 
 LOG_TAIL_BYTES = 4000
+DUMP_S = 1.0  # to write the stacks of all threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +71,25 @@ class Process:
         """Kill it and everything it started."""
         if self._child.returncode is None:
             self._signal_session(signal.SIGKILL)
+
+    async def dump_stacks(self) -> str:
+        """Have it write the stacks of its threads to its log; says how that went."""
+        if self._is_stopped():
+            return "it is stopped (SIGSTOP), so its stacks are not in its log"
+        size = self.log.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        await asyncio.sleep(DUMP_S)
+        if self.log.stat().st_size == size:
+            return "it did not write its stacks"
+        return "its stacks are in its log"
+
+    def _is_stopped(self) -> bool:
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:  # it is gone, or this is no Linux
+            return False
+        return status.rpartition(")")[2].split()[0] in ("T", "t")
 
     def log_tail(self) -> str:
         """The last lines it wrote."""

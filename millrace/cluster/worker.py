@@ -33,6 +33,7 @@ class Worker:
         self.name = name
         self.dead: asyncio.Future[WorkerError] = loop.create_future()
         """Resolves when the worker has failed, died or been stopped; calls fail from then on."""
+        self.num_pulsed = 0  # calls under way at which it shall make progress
         self._send = send
         self._stop_timeout_s = stop_timeout_s
         # Started by us, or joined from another host; None until then.
@@ -69,11 +70,15 @@ class Worker:
         message: Message,
         *,
         timeout_s: float | None = None,
+        is_deadline: bool = False,
+        is_pulsed: bool = False,
         on_part: OnPart | None = None,
     ) -> Message:
         """Send a message and wait for its reply; calls may overlap.
 
-        `on_part` is told what the worker says before that; what it raises ends the call.
+        A worker that has not answered after `timeout_s` is ended if that is its deadline.
+        `is_pulsed`: it tells of its progress meanwhile, see num_pulsed. `on_part` is told what the
+        worker says before the reply; what it raises ends the call.
         Raises what the worker raised, if that is one of Millrace's own errors; WorkerError
         otherwise, and when the worker dies or does not answer in time.
         """
@@ -85,17 +90,23 @@ class Worker:
         self._waiting[call_id] = reply
         if on_part is not None:
             self._listeners[call_id] = on_part
+        self.num_pulsed += is_pulsed
         try:
             await self._send(call_id, message)
             async with asyncio.timeout(timeout_s):
                 answer = await reply
         except TimeoutError:
-            raise self._error(f"did not answer {what} within {timeout_s} s") from None
+            reason = f"did not answer {what} within {timeout_s} s"
+            if is_deadline:
+                await self.give_up(reason)
+                raise _copy(self.dead.result()) from None
+            raise self._error(reason) from None
         except zmq.ZMQError as error:
             raise self._error(f"cannot be reached for {what}: {error}") from None
         finally:
             del self._waiting[call_id]
             self._listeners.pop(call_id, None)
+            self.num_pulsed -= is_pulsed
         if isinstance(answer, WorkerError):
             raise answer
         if isinstance(answer, Error):
@@ -118,6 +129,18 @@ class Worker:
         if not await self.is_gone_within(patience_s):
             self.kill()
             await self.is_gone_within(None)
+
+    async def give_up(self, reason: str) -> None:
+        """End it because it hangs, once it has written down where; `reason` goes on from "Worker
+        'engine-0' ..."."""
+        if self.dead.done():
+            return
+        told, account = "its log is on its host", ""
+        if isinstance(self._process, Process):
+            told = f"{await self._process.dump_stacks()}, {self._process.log}"
+            account = self._process.log_tail()
+        self._end(self._error(f"{reason}; {told}", traceback=account))
+        self.kill()
 
     def kill(self) -> None:
         """End it now. What waits for it fails as soon as the system reports its death."""

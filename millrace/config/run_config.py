@@ -26,6 +26,7 @@ from millrace.config.sections import (
     WatchConfig,
     WeightsConfig,
 )
+from millrace.config.supervision import SupervisionConfig
 from millrace.config.tasks import EvaluateConfig, TasksConfig
 
 
@@ -58,6 +59,7 @@ class RunConfig(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     watch: WatchConfig = WatchConfig()
     cluster: ClusterConfig = ClusterConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
 
     @property
     def travel_dtype(self) -> Dtype:

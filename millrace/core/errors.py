@@ -62,3 +62,13 @@ class WorkerError(MillraceError):
 
 class RunFailed(MillraceError):
     """The run stopped for a reason that no retry mends."""
+
+
+class GivenUp(RunFailed):
+    """A worker died too often to be started again; `traceback` is its own account of the last
+    time."""
+
+    def __init__(self, message: str, *, worker: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.traceback = traceback

@@ -126,6 +126,8 @@ class Request:
     pinned: bool = False  # stays with that engine however loaded it is
     expires: bool = False  # its tokens are for training: worthless once they are too old
     piece_tokens: int = 1  # if it streams: of a Piece at least, unless the completion ends
+    # If it streams: a Piece now and then will do, and none for what its answer is about to say.
+    at_leisure: bool = False
     # None = the policy; else one of engine.adapters, or "base" = without the adapter in training.
     adapter: str | None = None
 

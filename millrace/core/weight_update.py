@@ -19,7 +19,9 @@ class TensorSpec:
 class Delta:
     """The same version again, as the words in which its payload differs from another's."""
 
-    base: int  # the version it differs from
+    # Checksum of the payload it differs from: a trainer that was started again makes versions of
+    # its own, which need not be what engines hold under the same number.
+    base: int
     num_changed: int  # words
     word_bytes: int  # 2 or 4
     num_bytes: int  # indices and words together

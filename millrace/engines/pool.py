@@ -1,4 +1,4 @@
-"""Routes requests to engine processes: the least loaded first.
+"""Routes requests to engines: the least loaded first.
 
 Turns of one session go to the engine that served it last, which has their KV, unless that one is
 clearly more loaded: it has more than twice the sequences of the least loaded engine, and 8. A
@@ -6,6 +6,8 @@ request that is pinned goes there in any case.
 
 Promise: what an engine gave up half-way because new weights came is resumed, on whichever engine
 has the least to do then; generate() returns whole completions, or those its caller wanted ended.
+Where lost engines are replaced, what one of them had told is gone on with elsewhere, and what it
+had not is sampled again; while there is no engine, requests wait.
 
 Runs on the controller's event loop; torch-free.
 """
@@ -13,179 +15,97 @@ Runs on the controller's event loop; torch-free.
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-import numpy as np
-
-from millrace.cluster.hub import Worker
-from millrace.cluster.messages import (
-    Abort,
-    Completed,
-    Expire,
-    Generate,
-    Generated,
-    Part,
-    Pause,
-    Resume,
-    Sampled,
-    Swap,
-    Swapped,
-)
-from millrace.core.errors import MillraceError, WorkerError
+from millrace.core.errors import WorkerError
 from millrace.core.protocols import Engine, OnCompletion, OnTokens
-from millrace.core.records import Completion, Piece, Request
+from millrace.core.records import Completion, Request
 from millrace.core.weight_update import WeightUpdate
+from millrace.engines.transcript import Audience, Transcript
+
+T = TypeVar("T")
 
 _SPARE_SEQUENCES = 8  # more than this make an engine clearly more loaded than an idle one
 
 
-class RemoteEngine:
-    """An Engine in another process. Cancelling generate() frees its place in the engine."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Seat:
+    """An engine of the pool."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._aborting: set[asyncio.Task[None]] = set()
-
-    async def generate(
-        self,
-        request: Request,
-        on_tokens: OnTokens | None = None,
-        on_completion: OnCompletion | None = None,
-    ) -> list[Completion]:
-        generate = Generate(
-            request=request, stream=on_tokens is not None, singly=on_completion is not None
-        )
-        heard = _Heard(on_tokens=on_tokens, on_completion=on_completion)
-        try:
-            reply = await self._worker.call(generate, on_part=heard)
-            assert isinstance(reply, Generated)
-            return heard.completed(reply.completions)
-        except MillraceError:  # the engine refused it, or is dead
-            raise
-        except BaseException:  # cancelled, or who listens raised
-            self._abort_later(request.id)
-            raise
-
-    async def swap(self, update: WeightUpdate) -> int:
-        reply = await self._worker.call(Swap(update=update))
-        assert isinstance(reply, Swapped)
-        return reply.version
-
-    async def abort(self, ids: Sequence[str]) -> None:
-        await self._worker.call(Abort(ids=list(ids)))
-
-    async def expire(self, before: int) -> None:
-        await self._worker.call(Expire(before=before))
-
-    async def pause(self) -> None:
-        await self._worker.call(Pause())
-
-    async def resume(self) -> None:
-        await self._worker.call(Resume())
-
-    def _abort_later(self, request_id: str) -> None:
-        async def abort() -> None:
-            # A dead engine has nothing left to abort; its death is reported by whoever watches it.
-            with contextlib.suppress(WorkerError):
-                await self.abort([request_id])
-
-        task = asyncio.create_task(abort())
-        self._aborting.add(task)
-        task.add_done_callback(self._aborting.discard)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Heard:
-    """What an engine says of a request before its reply, passed on."""
-
-    on_tokens: OnTokens | None
-    on_completion: OnCompletion | None
-    told: dict[int, Completion] = field(default_factory=dict[int, Completion])  # by member
-
-    def __call__(self, part: Part) -> None:
-        match part:
-            case Sampled(pieces=pieces):
-                assert self.on_tokens is not None
-                for piece in pieces:
-                    self.on_tokens(piece)
-            case Completed(completions=completions):
-                for member, completion in completions.items():
-                    self._tell(member, completion)
-            case _:
-                raise AssertionError(f"{type(part).__name__} is no part of a Generate call")
-
-    def completed(self, rest: Sequence[Completion | None]) -> list[Completion]:
-        """All of them; those of the reply are told, too."""
-        for member, completion in enumerate(rest):
-            if completion is not None:
-                self._tell(member, completion)
-        return [self.told[member] for member in range(len(rest))]
-
-    def _tell(self, member: int, completion: Completion) -> None:
-        self.told[member] = completion
-        if self.on_completion is not None:
-            self.on_completion(member, completion)
+    engine: Engine
+    num_sequences: int = 0  # in flight
+    serves: bool = True  # False: it waits for its first weights
 
 
 @dataclass(kw_only=True, slots=True)
 class _Open:
     """A request that has not been answered yet: itself, or what is resumed of it."""
 
-    placed: dict[str, int] = field(default_factory=dict[str, int])  # id at its engine -> which
+    audience: Audience
+    placed: dict[str, _Seat] = field(default_factory=dict[str, _Seat])  # by id at its engine
     is_aborted: bool = False
-    on_tokens: OnTokens | None = None  # the caller's
-    on_completion: OnCompletion | None = None  # likewise
 
-    def listener(self, *, first: int = 0) -> OnTokens | None:
-        """Passes on what an engine tells of the completions from number `first` on."""
-        if (tell := self.on_tokens) is None:
-            return None
 
-        def pass_on(piece: Piece) -> None:
-            finish = None if piece.finish == "interrupt" else piece.finish  # it will be resumed
-            if len(piece.tokens) or finish is not None:
-                tell(replace(piece, member=first + piece.member, finish=finish))
+@dataclass(kw_only=True, slots=True)
+class Continued:
+    """What was in flight in engines that were lost."""
 
-        return pass_on
-
-    def completion_listener(self, *, first: int = 0) -> OnCompletion | None:
-        """Likewise, of those that are not to be resumed."""
-        if (tell := self.on_completion) is None:
-            return None
-
-        def pass_on(member: int, completion: Completion) -> None:
-            if completion.finish != "interrupt":
-                tell(first + member, completion)
-
-        return pass_on
-
-    def tell_abort(self, *, member: int, completion: Completion) -> None:
-        if self.on_completion is not None:
-            self.on_completion(member, completion)
-        if self.on_tokens is not None:
-            self.on_tokens(
-                Piece(
-                    member=member,
-                    tokens=np.empty(0, dtype=np.int32),
-                    logprobs=np.empty(0, dtype=np.float32),
-                    versions=np.empty(0, dtype=np.int32),
-                    finish="abort",
-                )
-            )
+    sequences: int = 0  # gone on with elsewhere
+    tokens: int = 0  # which they had by then
+    anew: int = 0  # sequences of which nothing was known: sampled again
 
 
 class EnginePool:
     """Several engines as one."""
 
-    def __init__(self, engines: Sequence[Engine], *, max_sessions: int = 65536) -> None:
-        """`max_sessions`: whose engine is remembered; one that is forgotten is routed by load."""
-        assert engines
+    def __init__(
+        self,
+        engines: Sequence[Engine] = (),
+        *,
+        replaces: bool = False,
+        max_sessions: int = 65536,
+    ) -> None:
+        """`replaces`: a lost engine's place is taken by another, see join(); else its loss is
+        raised. `max_sessions`: whose engine is remembered; one that is forgotten is routed by
+        load."""
+        assert engines or replaces
+        self.continued = Continued()
+        self._replaces = replaces
         self._max_sessions = max_sessions
-        self._engines = list(engines)
-        self._sequences = [0] * len(engines)  # in flight, per engine
-        self._homes: OrderedDict[str, int] = OrderedDict()  # session -> engine index; last = latest
+        self._seats = [_Seat(engine=engine) for engine in engines]
+        self._came = asyncio.Event()  # set when an engine begins to serve
+        self._homes: OrderedDict[str, _Seat] = OrderedDict()  # by session; last = latest
         self._open: dict[str, _Open] = {}  # by the caller's request id
+        self._is_paused = False
+        self._expired_before = 0
+
+    @property
+    def num_engines(self) -> int:
+        """That serve."""
+        return sum(seat.serves for seat in self._seats)
+
+    async def join(self, engine: Engine, *, prepare: Callable[[Engine], Awaitable[object]]) -> None:
+        """Take in one more engine. It hears of everything from now on, and is given requests once
+        `prepare` has brought it the newest weights."""
+        seat = _Seat(engine=engine, serves=False)
+        self._seats.append(seat)
+        try:
+            if self._is_paused:
+                await engine.pause()
+            await engine.expire(self._expired_before)
+            await prepare(engine)
+        except BaseException:
+            self._lose(seat)
+            raise
+        seat.serves = seat in self._seats
+        self._came.set()
+
+    def lose(self, engine: Engine) -> None:
+        """It is dead, or to be taken for dead; no matter if that is known already."""
+        for seat in [seat for seat in self._seats if seat.engine is engine]:
+            self._lose(seat)
 
     async def generate(
         self,
@@ -194,10 +114,12 @@ class EnginePool:
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         assert request.id not in self._open, f"{request.id!r} is already under way"
-        opened = _Open(on_tokens=on_tokens, on_completion=on_completion)
-        self._open[request.id] = opened
+        audience = Audience(on_tokens, on_completion)
+        opened = self._open[request.id] = _Open(audience=audience)
         try:
             completions = await self._place(request, opened)
+            while not opened.is_aborted and all(_is_untouched(c) for c in completions):
+                completions = await self._place(request, opened)
             if all(completion.finish != "interrupt" for completion in completions):
                 return completions
             whole = (
@@ -211,11 +133,11 @@ class EnginePool:
     async def _complete(
         self, request: Request, opened: _Open, *, member: int, completion: Completion
     ) -> Completion:
-        """Resume one completion of a request as often as engines interrupt it."""
+        """Resume one completion of a request as often as it is interrupted."""
         while completion.finish == "interrupt":
             if opened.is_aborted:  # its engine gave it up before it heard of the abort
                 completion = replace(completion, finish="abort")
-                opened.tell_abort(member=member, completion=completion)
+                opened.audience.tell_abort(completion, member=member)
                 return completion
             rest = replace(
                 request,
@@ -230,50 +152,78 @@ class EnginePool:
         return completion
 
     async def _place(self, request: Request, opened: _Open, *, first: int = 0) -> list[Completion]:
-        index = self._choose(request.session, pinned=request.pinned)
-        self._sequences[index] += request.n
-        opened.placed[request.id] = index
+        seat = await self._choose(request.session, pinned=request.pinned)
+        audience = opened.audience
+        transcript = Transcript(request, audience=audience, first=first)
+        hear = transcript.hear if audience.wants_tokens or self._replaces else None
+        if hear is not None and not audience.wants_tokens:
+            request = replace(request, at_leisure=True)
+        hear_end = transcript.hear_end if audience.wants_completions else None
+        seat.num_sequences += request.n
+        opened.placed[request.id] = seat
         try:
-            return await self._engines[index].generate(
-                request, opened.listener(first=first), opened.completion_listener(first=first)
-            )
+            return await seat.engine.generate(request, hear, hear_end)
+        except WorkerError:
+            if not self._replaces:
+                raise
+            self._lose(seat)
+            return self._noted(transcript.completions())
         finally:
-            self._sequences[index] -= request.n
+            seat.num_sequences -= request.n
             del opened.placed[request.id]
 
-    def _choose(self, session: str | None, *, pinned: bool) -> int:
-        index = min(range(len(self._engines)), key=self._sequences.__getitem__)
+    def _noted(self, known: list[Completion]) -> list[Completion]:
+        for completion in known:
+            if completion.finish != "interrupt":
+                continue
+            self.continued.sequences += len(completion.tokens) > 0
+            self.continued.tokens += len(completion.tokens)
+            self.continued.anew += len(completion.tokens) == 0
+        return known
+
+    async def _choose(self, session: str | None, *, pinned: bool) -> _Seat:
+        # Without a wait where there is an engine: see at_once().
+        while not (serving := [seat for seat in self._seats if seat.serves]):
+            self._came.clear()
+            await self._came.wait()
+        idlest = min(serving, key=lambda seat: seat.num_sequences)
         if session is None:
-            return index
-        home = self._homes.pop(session, index)
-        if pinned or self._sequences[home] <= 2 * self._sequences[index] + _SPARE_SEQUENCES:
-            index = home
-        self._homes[session] = index
+            return idlest
+        home = self._homes.pop(session, idlest)
+        is_clear = home.num_sequences > 2 * idlest.num_sequences + _SPARE_SEQUENCES
+        chosen = home if home in serving and (pinned or not is_clear) else idlest
+        self._homes[session] = chosen
         if len(self._homes) > self._max_sessions:
             self._homes.popitem(last=False)
-        return index
+        return chosen
 
     async def swap(self, update: WeightUpdate) -> int:
         """Swap all engines, side by side; returns the oldest version now visible."""
-        return min(await asyncio.gather(*(engine.swap(update) for engine in self._engines)))
+        versions = await self._each(lambda engine: engine.swap(update))
+        return min(versions, default=update.version)  # without engines, those to come have it
 
     async def abort(self, ids: Sequence[str]) -> None:
-        by_engine: dict[int, list[str]] = {}
+        by_seat: dict[_Seat, list[str]] = {}
         for opened in (self._open[id] for id in ids if id in self._open):
             opened.is_aborted = True
-            for placed_id, index in opened.placed.items():
-                by_engine.setdefault(index, []).append(placed_id)
-        await asyncio.gather(*(self._engines[i].abort(ids) for i, ids in by_engine.items()))
+            for placed_id, seat in opened.placed.items():
+                by_seat.setdefault(seat, []).append(placed_id)
+        await asyncio.gather(
+            *(self._ask(seat, seat.engine.abort(ids)) for seat, ids in by_seat.items())
+        )
 
     async def expire(self, before: int) -> None:
-        await asyncio.gather(*(engine.expire(before) for engine in self._engines))
+        self._expired_before = max(before, self._expired_before)
+        await self._each(lambda engine: engine.expire(before))
 
     async def pause(self) -> None:
         """Returns when the last engine has finished its pass."""
-        await asyncio.gather(*(engine.pause() for engine in self._engines))
+        self._is_paused = True
+        await self._each(lambda engine: engine.pause())
 
     async def resume(self) -> None:
-        await asyncio.gather(*(engine.resume() for engine in self._engines))
+        self._is_paused = False
+        await self._each(lambda engine: engine.resume())
 
     @contextlib.asynccontextmanager
     async def at_once(self) -> AsyncIterator[None]:
@@ -286,3 +236,27 @@ class EnginePool:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await self.resume()
+
+    async def _each(self, ask: Callable[[Engine], Awaitable[T]]) -> list[T]:
+        """The answers of all engines that are not lost meanwhile."""
+        asked = (self._ask(seat, ask(seat.engine)) for seat in self._seats)
+        return [answer for answers in await asyncio.gather(*asked) for answer in answers]
+
+    async def _ask(self, seat: _Seat, answer: Awaitable[T]) -> list[T]:
+        """Its answer, or none if it is lost."""
+        try:
+            return [await answer]
+        except WorkerError:
+            if not self._replaces:
+                raise
+            self._lose(seat)
+            return []
+
+    def _lose(self, seat: _Seat) -> None:
+        if seat in self._seats:
+            self._seats.remove(seat)
+
+
+def _is_untouched(completion: Completion) -> bool:
+    """True of what is left of a request whose engine was lost before it told anything."""
+    return completion.finish == "interrupt" and not len(completion.tokens)

@@ -149,9 +149,8 @@ class PinnedExaminer:
         while version < self._steps:
             self._is_busy = not self._accepted.empty()
             update = await self._accepted.get()
-            version = await self._swap(update)
-            assert version == update.version, "nobody else brings versions to these engines"
-            self._needed.pop(version).set()
+            version = await self._swap(update)  # or a newer one, if an engine or it was lost
+            self._needed.pop(update.version).set()
             self.after = await self._examine(version)
 
     def _is_due(self, version: int) -> bool:

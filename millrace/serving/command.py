@@ -17,7 +17,8 @@ from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
 from millrace.core.causes import first_cause
 from millrace.core.errors import ConfigError
-from millrace.engines.pool import EnginePool, RemoteEngine
+from millrace.engines.pool import EnginePool
+from millrace.engines.remote import RemoteEngine
 from millrace.episodes.tool_calls import format_of
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.served import Served

@@ -13,6 +13,7 @@ Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidd
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -79,7 +80,9 @@ class Trainer:
         technique: Technique,
         logprob_chunk: int = 1024,
         epochs: int = 1,
+        on_pass: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_pass` is called before each forward pass of the policy: a step gets on."""
         assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
         self.model = model
         self.steps_done = 0  # = the Version of the weights
@@ -92,6 +95,7 @@ class Trainer:
         self._scale = LossScale(is_on=technique.compute_dtype is torch.float16)
         self._logprob_chunk = logprob_chunk
         self._epochs = epochs  # that a step goes through its batches
+        self._on_pass = on_pass
         self._optimizer = build_optimizer(model, technique)
         self._limit = RowLimit()
         arrange_layers(model, technique)
@@ -149,6 +153,7 @@ class Trainer:
         self, microbatch: Microbatch, *, told: np.ndarray | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """And those [N, K + 1] of the tokens `told` [N, K] and of all others."""
+        self._on_pass()
         device = self.model.device
         with self._technique.autocast(device):
             hidden = packed_hidden_states(self.model, microbatch)  # [T, D]

@@ -52,6 +52,7 @@ class Moment:
     engine_waits_for: str  # why an engine without work has none
     trainer_waits_for: str
     scorers: dict[str, ScorerLoad]
+    sequences_continued: int = 0  # so far: that went on after their engine had died
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +94,7 @@ class Watcher:
         self._staleness = (0.0, 0)
         self._failures_noted = 0
         self._moment: Callable[[], Moment] | None = None
+        self.restarts: Counter[str] = Counter()  # by worker, of those that died
 
     async def run(self, moment: Callable[[], Moment]) -> None:
         """Keep the progress view up to date. Ends only by cancellation."""
@@ -151,6 +153,8 @@ class Watcher:
             "replayed_groups": len(groups) - len(fresh),
             "scorers": self._scorer_rates.row(moment.scorers),
             "scores_waited": self._waited_for_scores(),
+            "worker_restarts": dict(self.restarts),
+            "sequences_continued": moment.sequences_continued,
         }
         row |= self._new_evaluation
         self._new_evaluation = {}
@@ -171,6 +175,11 @@ class Watcher:
         self._progress.note(
             f"held-out accuracy after step {step}: {accuracy:.3f}{''.join(passes[-1:])}"
         )
+
+    def restarted(self, worker: str, reason: str) -> None:
+        """A worker died, and is started again."""
+        self.restarts[worker] += 1
+        self.warn(f"{reason} It is started again (restart {self.restarts[worker]}).")
 
     def warn(self, sentence: str) -> None:
         self._progress.note(f"warning: {sentence}")

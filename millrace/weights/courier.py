@@ -1,7 +1,8 @@
 """Carries published versions from the trainer to the engines, newest first.
 
 Promise: one update travels at a time; of those that wait, only the newest is sent, the others are
-superseded. A version's bytes are released once no engine reads them any more.
+superseded. A version's bytes are released once no engine reads them any more. A version that is
+lost on its way with the trainer that published it is given up; engines keep what they have.
 
 Runs on the controller's event loop.
 """
@@ -9,8 +10,14 @@ Runs on the controller's event loop.
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from millrace.core.errors import WeightError
 from millrace.core.weight_update import WeightUpdate
 from millrace.weights.newest import Newest
+
+
+async def never(update: WeightUpdate) -> bool:
+    """For those whose trainer is not replaced: its loss ends the run."""
+    return False
 
 
 class Courier:
@@ -18,15 +25,18 @@ class Courier:
         self,
         *,
         swap: Callable[[WeightUpdate], Awaitable[int]],
-        release: Callable[[int], None],
+        release: Callable[[WeightUpdate], None],
         on_visible: Callable[[int], None],
         version: int,
+        is_lost: Callable[[WeightUpdate], Awaitable[bool]] = never,
     ) -> None:
+        """`is_lost`: whether the trainer that published this update is dead."""
         self._swap = swap
         self._release = release
         self._on_visible = on_visible
         self._newest = Newest()
-        self._superseded: list[int] = []
+        self._is_lost = is_lost
+        self._superseded: list[WeightUpdate] = []
         self._visible = version
         self._became_visible = asyncio.Condition()
         self.num_superseded = 0
@@ -39,7 +49,7 @@ class Courier:
     def submit(self, update: WeightUpdate) -> None:
         """Called when the trainer has published; replaces one that still waits."""
         if (superseded := self._newest.put(update)) is not None:
-            self._superseded.append(superseded.version)
+            self._superseded.append(superseded)
             self.num_superseded += 1
 
     async def run(self) -> None:
@@ -47,13 +57,19 @@ class Courier:
         while True:
             update = await self._newest.take()
             superseded, self._superseded = self._superseded, []
-            for version in superseded:
-                self._release(version)
-            self._visible = await self._swap(update)
+            for earlier in superseded:
+                self._release(earlier)
+            try:
+                self._visible = await self._swap(update)
+            except WeightError:
+                if not await self._is_lost(update):
+                    raise
+                self._release(update)
+                continue  # who takes the trainer's place publishes the newest version again
             self._on_visible(self._visible)
             async with self._became_visible:
                 self._became_visible.notify_all()
-            self._release(update.version)
+            self._release(update)
 
     async def wait_visible(self, version: int) -> None:
         """Until every engine holds this version or a newer one."""

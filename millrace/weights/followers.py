@@ -12,16 +12,26 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.courier import Courier
+from millrace.weights.courier import Courier, never
 
 
 class Followers:
     def __init__(
-        self, swaps: Sequence[Callable[[WeightUpdate], Awaitable[int]]], *, version: int
+        self,
+        swaps: Sequence[Callable[[WeightUpdate], Awaitable[int]]],
+        *,
+        version: int,
+        is_lost: Callable[[WeightUpdate], Awaitable[bool]] = never,
     ) -> None:
         """`swaps`: of each follower; returns when it has taken what it needs of a version."""
         self._couriers = [
-            Courier(swap=swap, release=self._done, on_visible=lambda _: None, version=version)
+            Courier(
+                swap=swap,
+                release=self._done,
+                on_visible=lambda _: None,
+                version=version,
+                is_lost=is_lost,
+            )
             for swap in swaps
         ]
         self._readers: Counter[int] = Counter()  # by version: followers that may still read it
@@ -46,7 +56,8 @@ class Followers:
         if (unread := self._unread.get(version)) is not None:
             await unread.wait()
 
-    def _done(self, version: int) -> None:
+    def _done(self, update: WeightUpdate) -> None:
+        version = update.version
         self._readers[version] -= 1
         if self._readers[version] == 0:
             del self._readers[version]

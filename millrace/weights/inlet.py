@@ -36,11 +36,11 @@ class Staging:
         self._layout: tuple[TensorSpec, ...] = ()
         self._spare: list[torch.Tensor] = []
         self._newest: torch.Tensor | None = None
-        self._version: int | None = None
+        self._checksum: int | None = None  # of the newest
 
-    def version_like(self, update: WeightUpdate) -> int | None:
-        """Whose payload was kept last, if it has the layout of this update."""
-        return self._version if update.tensors == self._layout else None
+    def base_for(self, update: WeightUpdate) -> int | None:
+        """Checksum of the payload that was kept last, if it has the layout of this update."""
+        return self._checksum if update.tensors == self._layout else None
 
     @property
     def newest(self) -> torch.Tensor:
@@ -53,22 +53,22 @@ class Staging:
         if update.tensors != self._layout:
             self._layout = update.tensors
             self._spare.clear()
-            self._newest = self._version = None
+            self._newest = self._checksum = None
         if not self._spare:
             flat = torch.zeros(update.num_bytes, dtype=torch.uint8, device=device)
             self._spare.append(flat)
         return self._spare[-1]
 
-    def keep(self, version: int) -> None:
-        """What take() gave last now holds this version, verified."""
+    def keep(self, checksum: int) -> None:
+        """What take() gave last now holds a payload, verified by this checksum."""
         flat = self._spare.pop()
         if self._newest is not None:
             self._spare.append(self._newest)
-        self._newest, self._version = flat, version
+        self._newest, self._checksum = flat, checksum
 
     def clear(self) -> None:
         self._spare.clear()
-        self._newest = self._version = None
+        self._newest = self._checksum = None
         self._layout = ()
 
 
@@ -118,7 +118,7 @@ class StagingReceiver:
         self._staging.clear()
 
     def _stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
-        base = self._staging.version_like(update) if self._keep_base else None
+        base = self._staging.base_for(update) if self._keep_base else None
         fetched = self._inlet.fetch(update, base=base, staging=self._staging)
         payload = fetched.flat
         if fetched.kind == "delta":
@@ -134,7 +134,7 @@ class StagingReceiver:
                 " the engine keeps the weights it has."
             )
         if payload is not fetched.flat or fetched.kind == "staged":
-            self._staging.keep(update.version)
+            self._staging.keep(update.checksum)
         return packing.unpack(update.tensors, payload)
 
     def _check(self, update: WeightUpdate) -> None:

@@ -92,6 +92,7 @@ class _Slot:
     layout: tuple[TensorSpec, ...]
     payload: Memory
     version: int = -1
+    checksum: int = 0
     delta: Memory | None = None
 
     def drop_delta(self) -> None:
@@ -150,7 +151,7 @@ class PackingSender:
             slot.drop_delta()
             self._free.append(slot)
             raise
-        slot.version = version
+        slot.version, slot.checksum = version, update.checksum
         self._held[version] = slot
         if self._payload == "delta":
             previous, self._newest = self._newest, slot
@@ -201,7 +202,7 @@ class PackingSender:
         slot.delta = self._outlet.allocate(num_bytes, device=payload.device)
         delta.write(changes, into=slot.delta.flat)
         return Delta(
-            base=base.version,
+            base=base.checksum,
             num_changed=num_changed,
             word_bytes=word_bytes,
             num_bytes=num_bytes,

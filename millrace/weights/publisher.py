@@ -2,6 +2,8 @@
 
 Promise: publish() costs the trainer one copy of the weights on their own device and never waits for
 engines. Versions are emitted in order; one that is superseded before it was sent is never emitted.
+Whoever comes late may borrow the newest version besides; a version's memory is free again when it
+was released once for its emission and once for each loan.
 
 Threads: the trainer's main thread calls publish, release and close; a thread of the publisher's own
 is the only one that touches the sender. Bounds: two snapshots exist, one being sent and one
@@ -16,6 +18,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -44,6 +47,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.version = -1
+        self.is_announced = True  # False = only lent
         self.tensors: dict[str, torch.Tensor] = {}
         self._layout: object = None  # of what it has memory for
         self._parts: list[torch.Tensor] = []  # of `tensors`, what lies on this rank
@@ -108,6 +112,10 @@ class Publisher:
         # All below is guarded by the condition.
         self._spare = [Snapshot(), Snapshot()]
         self._pending: Snapshot | None = None
+        self._sending: int | None = None  # version
+        self._borrowers: list[Callable[[WeightUpdate], None]] = []  # of what lies ready next
+        self._ready: dict[int, WeightUpdate] = {}  # by version; held by somebody
+        self._holders: Counter[int] = Counter()  # by version
         self._releases: list[int] = []
         self._is_closing = False
         self._error: BaseException | None = None
@@ -116,14 +124,42 @@ class Publisher:
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take a snapshot and return; the update is emitted once it lies ready."""
+        self._take(version, tensors, is_announced=True)
+
+    def lend(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        answer: Callable[[WeightUpdate], None],
+    ) -> None:
+        """Have `answer` called with the newest version, which is this one, once it lies ready; here
+        or in the publisher's thread. It wants a release() of its own."""
+        with self._changed:
+            self.check()
+            ready = self._ready.get(version)
+            if ready is not None:
+                self._holders[version] += 1
+            else:
+                self._borrowers.append(answer)
+            is_coming = self._sending == version or self._pending is not None
+        if ready is not None:
+            answer(ready)
+        elif not is_coming:
+            self._take(version, tensors, is_announced=False)
+
+    def _take(
+        self, version: int, tensors: Mapping[str, torch.Tensor], *, is_announced: bool
+    ) -> None:
         with self._changed:
             self.check()
             snapshot = self._pending
             if snapshot is None:
                 snapshot = self._spare.pop()
             else:
-                self.superseded += 1
+                self.superseded += snapshot.is_announced
             self._pending = None  # ours while it is filled
+        snapshot.is_announced = is_announced
         try:
             snapshot.fill(version, tensors, dtype=self._sender.dtype)
         except BaseException:
@@ -133,16 +169,20 @@ class Publisher:
         with self._changed:
             if self._pending is not None:  # put back by the thread meanwhile
                 self._spare.append(self._pending)
-                self.superseded += 1
+                self.superseded += self._pending.is_announced
             self._pending = snapshot
             self._changed.notify()
 
     def release(self, version: int) -> None:
-        """No engine reads this version any more."""
+        """One of those who were given this version does not read it any more."""
         with self._changed:
             self.check()
-            self._releases.append(version)
-            self._changed.notify()
+            self._holders[version] -= 1
+            if self._holders[version] <= 0:
+                del self._holders[version]
+                self._ready.pop(version, None)
+                self._releases.append(version)
+                self._changed.notify()
 
     def close(self) -> None:
         """Finish what is being sent, drop what is pending, and give all memory back."""
@@ -177,7 +217,7 @@ class Publisher:
                 releases, self._releases = self._releases, []
                 snapshot = self._pending if self._sender.has_room else None
                 if snapshot is not None:
-                    self._pending = None
+                    self._pending, self._sending = None, snapshot.version
                 if snapshot is not None or releases:
                     return snapshot, releases
                 self._changed.wait()
@@ -192,13 +232,21 @@ class Publisher:
             return
         except Superseded:
             with self._changed:
+                self._sending = None
                 self._spare.append(snapshot)
                 self.superseded += 1
             return
         self._no_space_since_s = None
         with self._changed:
+            self._sending = None
+            borrowers, self._borrowers = self._borrowers, []
+            self._ready[update.version] = update
+            self._holders[update.version] = len(borrowers) + snapshot.is_announced
             self._spare.append(snapshot)
-        self._emit(update)
+        for answer in borrowers:
+            answer(update)
+        if snapshot.is_announced:
+            self._emit(update)
 
     def _try_later(self, snapshot: Snapshot, error: NoSpace) -> None:
         """Let it be pending again, or drop it for one that is; engines go on with what they have.
@@ -212,6 +260,7 @@ class Publisher:
         if now_s - self._no_space_since_s >= self._patience_s:
             raise error
         with self._changed:
+            self._sending = None
             if self._pending is None:
                 self._pending = snapshot
             else:

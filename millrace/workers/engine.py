@@ -88,6 +88,7 @@ def wire(
         receiver=receiver,
         timeline=timeline,
         interrupt=config.weights.interrupt,
+        report_s=config.supervision.report_s,
     )
 
 
@@ -111,7 +112,9 @@ class EngineWorker:
         receiver: WeightReceiver,
         timeline: Timeline,
         interrupt: Interrupt = "swap",
+        report_s: float = 2.0,
     ) -> None:
+        """`report_s`: how often requests at leisure are told of."""
         self._link = link
         self._arrived: deque[Call] = deque()  # during a round, not yet handled
         self._engine = engine
@@ -124,6 +127,8 @@ class EngineWorker:
         self._is_paused = False
         self._num_swaps = 0
         self._reported_s = 0.0  # monotonic
+        self._report_s = report_s
+        self._told_s = time.monotonic()  # when requests at leisure were
 
     def serve(self) -> None:
         """Generate, swap and answer until told to stop."""
@@ -135,6 +140,8 @@ class EngineWorker:
                     self._answer(self._engine.step(must_end=self._is_awaited))
                 if time.monotonic() - self._reported_s >= PROGRESS_S:
                     self._report()
+                if time.monotonic() - self._told_s >= self._report_s:
+                    self._tell_at_leisure()
         finally:
             self._stager.shutdown(wait=True, cancel_futures=True)
             self._receiver.close()
@@ -228,6 +235,11 @@ class EngineWorker:
             ]
             self._calls.pop(request.id).reply(Generated(completions=untold))
 
+    def _tell_at_leisure(self) -> None:
+        self._told_s = time.monotonic()
+        for id, pieces in self._engine.news_at_leisure().items():
+            self._calls[id].tell(Sampled(pieces=pieces))
+
     def _stage(self, update: WeightUpdate, call: Call) -> None:
         """Begin to fetch an update. Of several under way, only the newest will be applied."""
         under_way = self._staging
@@ -295,6 +307,8 @@ class EngineWorker:
                     "waiting": stats.waiting,
                     "swaps": self._num_swaps,
                 },
+                work=stats.generated_tokens + stats.prefill_tokens + self._num_swaps,
+                waits=not self._may_generate,
             )
         )
 

@@ -7,6 +7,7 @@ sends the next batch meanwhile.
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millrace.cluster.link import Call, Link, run_worker
 from millrace.cluster.messages import (
     Done,
+    Lend,
+    Lent,
     Message,
     Progress,
     Published,
@@ -89,7 +92,7 @@ class TrainerWorker:
         seed_everything(config.seed)
         # The checkpoint of an adapter is no model: that is still the one of the config.
         path = config.model.path if config.lora else message.checkpoint or config.model.path
-        self._trainer = build_trainer(config, path=path)
+        self._trainer = build_trainer(config, path=path, on_pass=self._on_pass)
         if message.checkpoint is not None:
             self._trainer.restore(Path(message.checkpoint))
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(
@@ -99,6 +102,8 @@ class TrainerWorker:
         exports = config.lora is not None and config.lora.export_merged
         self._export_at = config.trainer.steps if exports else None  # version
         self._trained_tokens = 0.0
+        self._num_passes = 0
+        self._is_stepping = False
         self._link = link
         self._timeline = timeline
         self._told_at = time.monotonic()
@@ -124,6 +129,9 @@ class TrainerWorker:
 
     def _handle(self, call: Call) -> bool:
         """Answer one call; False = stop."""
+        if isinstance(call.message, Lend):
+            self._lend(call)
+            return True
         try:
             reply = self._answer(call.message)
         except Exception as error:  # noqa: BLE001 - the controller raises it again
@@ -132,7 +140,7 @@ class TrainerWorker:
         if isinstance(call.message, Step):
             self._timeline.enter("publish", busy=True)  # the step is over before it is answered
         call.reply(reply)
-        if isinstance(call.message, Step):
+        if isinstance(call.message, Step) and call.message.publish:
             self._publish()
         return not isinstance(call.message, Stop)
 
@@ -153,13 +161,23 @@ class TrainerWorker:
     def _step(self, message: Step) -> Stepped:
         assert message.version == self._trainer.steps_done + 1, "a step makes the next version"
         self._timeline.enter("step", busy=True)
+        self._is_stepping = True
         metrics = self._trainer.step(message.batch, *message.more)
+        self._is_stepping = False
         self._trained_tokens += metrics["trained_tokens"]
         return Stepped(version=message.version, metrics=metrics, skipped=self._trainer.skipped)
 
     def _publish(self) -> None:
         self._publisher.publish(self._trainer.steps_done, self._trainer.named_weights())
         self._tell_progress()
+
+    def _lend(self, call: Call) -> None:
+        """Answered when the weights lie ready."""
+        self._publisher.lend(
+            self._trainer.steps_done,
+            self._trainer.named_weights(),
+            answer=lambda update: call.reply(Lent(update=update)),
+        )
 
     def _save(self, message: SaveCheckpoint) -> None:
         self._timeline.enter("checkpoint", busy=True)
@@ -188,11 +206,25 @@ class TrainerWorker:
             "steps": float(self._trainer.steps_done),
             "trained_tokens": self._trained_tokens,
         }
-        self._link.emit(Progress(spans=self._timeline.drain(), counters=counters))
+        progress = Progress(
+            spans=self._timeline.drain(),
+            counters=counters,
+            work=self._num_passes,
+            waits=not self._is_stepping,
+        )
+        self._link.emit(progress)
         self._told_at = time.monotonic()
 
+    def _on_pass(self) -> None:
+        """The trainer begins a forward pass."""
+        self._num_passes += 1
+        if time.monotonic() - self._told_at >= PROGRESS_S:
+            self._tell_progress()
 
-def build_trainer(config: RunConfig, *, path: str) -> Trainer:
+
+def build_trainer(
+    config: RunConfig, *, path: str, on_pass: Callable[[], None] = lambda: None
+) -> Trainer:
     """The trainer the config describes, with the weights at `path`."""
     settings = config.trainer
     model = load_to_train(config, path=path)
@@ -214,6 +246,7 @@ def build_trainer(config: RunConfig, *, path: str) -> Trainer:
         technique=technique_of(settings),
         logprob_chunk=settings.logprob_chunk,
         epochs=settings.epochs,
+        on_pass=on_pass,
     )
 
 

@@ -212,3 +212,27 @@ async def test_killing_the_controller_leaves_no_workers(tmp_path: Path):
     controller.kill()
     await wait_until_dead(*pids, timeout_s=2)
     await controller.wait()
+
+
+async def test_a_worker_that_hangs_writes_its_stacks_to_its_log_before_it_is_ended(hub: Hub):
+    worker = await hub.launch("w", "echo_worker")
+    await worker.call(ask("sleep"))
+    with pytest.raises(WorkerError, match=r"Generate within 0.1 s; its stacks are in"):
+        await worker.call(ask("echo"), timeout_s=0.1, is_deadline=True)
+    assert await worker.is_gone_within(10)
+    assert worker.log is not None
+    assert "echo_worker.py" in worker.log.read_text()
+    assert "in handle" in (await worker.dead).traceback
+
+
+async def test_a_stopped_worker_cannot_write_its_stacks_and_is_ended_all_the_same(hub: Hub):
+    worker = await hub.launch("w", "echo_worker")
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(worker.call(ask("echo")))
+    await asyncio.sleep(0)
+    await worker.give_up("made no progress")
+    with pytest.raises(WorkerError, match="made no progress; it is stopped"):
+        await waiting
+    assert await worker.is_gone_within(10)

@@ -335,12 +335,14 @@ class DeltaContract:
         first = delta_sender.publish(1, weights)
         assert first.delta is None
         assert_arrived(delta_receiver.stage(first), weights, torch.bfloat16)
+        before = first
         for version in range(2, 6):
             weights["weight"][version::700] += 1
             weights["count"][0] = -version
             update = delta_sender.publish(version, weights)
             assert update.delta is not None
-            assert update.delta.base == version - 1
+            assert update.delta.base == before.checksum
+            before = update
             assert update.delta.num_bytes < update.num_bytes / 20
             held = delta_receiver.stage(update)
             assert_arrived(held, weights, torch.bfloat16)
@@ -352,11 +354,12 @@ class DeltaContract:
         weights = {"weight": torch.zeros(1000)}
         delta_receiver.stage(delta_sender.publish(1, weights))
         weights["weight"][1] = 1
-        assert delta_sender.publish(2, weights).delta is not None  # superseded: never staged
+        superseded = delta_sender.publish(2, weights)  # never staged
+        assert superseded.delta is not None
         weights["weight"][2] = 2
         update = delta_sender.publish(3, weights)
         assert update.delta is not None
-        assert update.delta.base == 2
+        assert update.delta.base == superseded.checksum
         assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)
 
     def test_what_is_not_smaller_as_a_delta_is_not_one(

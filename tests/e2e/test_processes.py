@@ -68,15 +68,17 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.parametrize("victim", ["engine-0", pytest.param("trainer", marks=pytest.mark.slow)])
-def test_a_killed_worker_ends_the_run_with_a_sentence_and_no_orphans(start, victim):
+def test_a_worker_that_must_not_be_restarted_ends_the_run_with_a_sentence_and_no_orphans(
+    start, victim
+):
     before = shared_memory()
-    run = start()
+    run = start("--supervision.max_restarts", "0")
     run.wait_for_step(2)
     run.workers[victim].send_signal(signal.SIGKILL)
     code, _, stderr = run.finish()
     assert code == 1
-    assert victim in stderr
-    assert "SIGKILL" in stderr
+    assert f"Worker '{victim}' died once" in stderr
+    assert "was killed by SIGKILL; its log is" in stderr
     run.assert_nothing_is_left()
     assert shared_memory() <= before
 

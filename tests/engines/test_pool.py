@@ -9,9 +9,11 @@ from fakes import Listener, ScriptedEngine, make_completion, make_piece
 from in_process_engine import InProcessEngine
 
 from millrace.cluster.messages import Abort, Done, Generate, Sampled
+from millrace.core.errors import WorkerError
 from millrace.core.records import Request, Sampling
 from millrace.core.weight_update import WeightUpdate
-from millrace.engines.pool import EnginePool, RemoteEngine
+from millrace.engines.pool import EnginePool
+from millrace.engines.remote import RemoteEngine
 
 
 class HeldEngine(ScriptedEngine):
@@ -226,13 +228,109 @@ async def test_one_expired_completion_ends_its_siblings():
     assert [(c.finish, c.text) for c in completions] == [("expire", "a"), ("abort", "b")]
 
 
+class DyingEngine(ScriptedEngine):
+    """Tells the first tokens of each completion and dies when the test says so."""
+
+    def __init__(self, *told: str) -> None:
+        super().__init__("never")
+        self.told = told
+        self.dies = asyncio.Event()
+
+    async def generate(self, request, on_tokens=None):
+        self.requests.append(request)
+        for member, text in enumerate(self.told):
+            piece = make_piece(make_completion(text, version=3), member=member)
+            on_tokens(replace(piece, finish=None))
+        await self.dies.wait()
+        raise WorkerError("Worker 'engine-0' was killed.", worker="engine-0")
+
+    async def swap(self, update):
+        await self.dies.wait()
+        raise WorkerError("Worker 'engine-0' was killed.", worker="engine-0")
+
+
+async def nothing(engine):
+    """It needs no weights."""
+
+
+async def test_sequences_of_an_engine_that_dies_go_on_elsewhere_from_what_it_told():
+    dying, healthy = DyingEngine("ab"), ScriptedEngine("rest")
+    dying.dies.set()
+    pool = EnginePool([dying, healthy], replaces=True)
+    listener = Listener()
+    request = replace(make_request("r", n=2), seed=7, index=4)
+    first, second = await pool.generate(request, listener)
+    assert (first.text, second.text) == ("rest", "rest")
+    known, anew = healthy.requests
+    assert (known.n, known.seed, known.index) == (1, 7, 4)
+    assert known.partial.tokens.tolist() == [ord("a"), ord("b")]
+    assert known.partial.logprobs.tolist() == [-0.5, -0.5]
+    assert known.partial.versions.tolist() == [3, 3]
+    assert (anew.index, anew.partial) == (5, None)
+    told = [p.tokens.tolist() for p in listener.pieces if p.member == 0]
+    assert np.concatenate(told).tolist() == [ord(c) for c in "abrest"]
+    assert (pool.continued.sequences, pool.continued.tokens, pool.continued.anew) == (1, 2, 1)
+
+
+async def test_a_request_of_which_nothing_was_told_is_asked_for_anew_once_there_is_an_engine():
+    dying, other = DyingEngine(), ScriptedEngine("done")
+    dying.dies.set()
+    pool = EnginePool([dying], replaces=True)
+    (generating,) = await start(pool, make_request("r", n=3))
+    await until(lambda: pool.num_engines == 0)
+    await pool.join(other, prepare=nothing)
+    assert [completion.text for completion in await generating] == ["done"] * 3
+    assert [request.n for request in other.requests] == [3]
+    assert other.requests[0].at_leisure
+
+
+async def test_an_engine_that_joins_serves_only_once_it_is_prepared_and_knows_what_others_know():
+    first, late = HeldEngine(), HeldEngine()
+    pool = EnginePool([first], replaces=True)
+    await pool.expire(4)
+    await pool.pause()
+    has_weights = asyncio.Event()
+
+    async def prepare(engine):
+        assert (engine.is_paused, engine.expired_before) == (True, [4])
+        await has_weights.wait()
+
+    joining = asyncio.create_task(pool.join(late, prepare=prepare))
+    await start(pool, make_request("a"), make_request("b"))
+    assert [request.id for request in first.requests] == ["a", "b"]
+    await pool.resume()
+    assert not late.is_paused
+    has_weights.set()
+    await joining
+    await start(pool, make_request("c"))
+    assert [request.id for request in late.requests] == ["c"]
+
+
+async def test_a_swap_goes_on_without_the_engine_that_dies_in_it():
+    dying = DyingEngine()
+    dying.dies.set()
+    pool = EnginePool([dying, ScriptedEngine("x")], replaces=True)
+    update = WeightUpdate(
+        version=5, tensors=(), num_bytes=0, checksum=0, transport="shm", location=""
+    )
+    assert await pool.swap(update) == 5
+    assert pool.num_engines == 1
+
+
+async def test_a_death_is_raised_where_nobody_is_replaced():
+    dying = DyingEngine()
+    dying.dies.set()
+    with pytest.raises(WorkerError, match="was killed"):
+        await EnginePool([dying]).generate(make_request("r"))
+
+
 class TellingWorker:
     """A Worker that tells two pieces of a request and never answers it."""
 
     def __init__(self) -> None:
         self.calls = []
 
-    async def call(self, message, *, on_part=None):
+    async def call(self, message, *, on_part=None, **settings):
         self.calls.append(message)
         if isinstance(message, Generate):
             assert message.stream
@@ -284,3 +382,31 @@ async def test_a_completion_interrupted_on_one_engine_and_resumed_on_another_is_
     assert all(engine.stats().generated_tokens > 0 for engine in embedded)
     for task in running:
         task.cancel()
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}])
+async def test_a_completion_begun_in_an_engine_that_died_is_the_one_that_it_would_have_made(
+    sampling,
+):
+    request = letters_request(n=3, seed=3, max_new_tokens=40, **sampling)
+    expected = finish_all(make_engine(eos_ids=()), [request])[request.id]
+
+    class Doomed(ScriptedEngine):
+        async def generate(self, request, on_tokens=None):
+            engine = make_engine(eos_ids=())
+            engine.submit(request, stream=True)
+            for _ in range(15):
+                engine.step()
+            for pieces in engine.news_at_leisure().values():
+                for piece in pieces:
+                    on_tokens(piece)
+            raise WorkerError("Worker 'engine-0' was killed.", worker="engine-0")
+
+    survivor = InProcessEngine(make_engine(eos_ids=()), receiver=None)  # pyright: ignore
+    running = asyncio.create_task(survivor.run())
+    pool = EnginePool([Doomed("x"), survivor], replaces=True)
+    for completion, same in zip(await pool.generate(request), expected, strict=True):
+        assert_same(completion, same)
+    assert pool.continued.sequences == 3
+    assert 3 < pool.continued.tokens < 3 * 40
+    running.cancel()

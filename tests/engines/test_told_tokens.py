@@ -106,3 +106,30 @@ def test_completions_wanted_singly_are_handed_out_as_they_end_and_no_others(roun
     assert (id, list(ended), was_finished) == ("wanted", [1], False)
     assert finished["wanted"].completions[1] is ended[1]
     assert (finished["wanted"].told, finished["other"].told) == ({1}, frozenset())
+
+
+@PATHS
+def test_at_leisure_is_told_what_is_new_when_that_is_asked_and_nothing_once_all_have_ended(
+    round_steps,
+):
+    engine = make_engine(round_steps=round_steps, eos_ids=())
+    request = replace(make_request(n=2, max_new_tokens=24, top_p=0.9), at_leisure=True)
+    engine.submit(request, stream=True)
+    listener = Listener()
+    for _ in range(2):
+        engine.step()
+        engine.step()
+        for piece in engine.news_at_leisure()["r"]:
+            listener(piece)
+        assert not engine.news_at_leisure()
+    while not (finished := engine.step()):
+        pass
+    assert not engine.news()
+    assert not engine.news_at_leisure()
+    (done,) = finished
+    for member, completion in enumerate(done.completions):
+        told = [piece for piece in listener.pieces if piece.member == member]
+        tokens = np.concatenate([piece.tokens for piece in told])
+        assert 0 < len(tokens) < len(completion.tokens)
+        np.testing.assert_array_equal(tokens, completion.tokens[: len(tokens)])
+        assert all(piece.kept is not None for piece in told)

@@ -1,5 +1,6 @@
 import asyncio
 
+from millrace.core.errors import WeightError
 from millrace.core.weight_update import WeightUpdate
 from millrace.weights.courier import Courier
 
@@ -16,14 +17,24 @@ class Desk:
     def __init__(self):
         self.sent, self.released, self.seen = [], [], []
         self.gate = asyncio.Semaphore(0)
+        self.lost = set()
         self.courier = Courier(
-            swap=self._swap, release=self.released.append, on_visible=self.seen.append, version=0
+            swap=self._swap,
+            release=lambda update: self.released.append(update.version),
+            on_visible=self.seen.append,
+            version=0,
+            is_lost=self._is_lost,
         )
 
     async def _swap(self, update):
         self.sent.append(update.version)
         await self.gate.acquire()
+        if update.version in self.lost:
+            raise WeightError("gone")
         return update.version
+
+    async def _is_lost(self, update):
+        return update.version in self.lost
 
 
 async def settle():
@@ -59,4 +70,19 @@ async def test_a_version_is_released_only_after_the_engines_have_it():
     await settle()
     assert desk.released == [1]
     assert desk.courier.visible == 1
+    running.cancel()
+
+
+async def test_a_version_that_is_lost_with_its_trainer_is_given_up():
+    desk = Desk()
+    desk.lost.add(1)
+    running = asyncio.create_task(desk.courier.run())
+    desk.courier.submit(make_update(1))
+    desk.gate.release()
+    await settle()
+    assert (desk.courier.visible, desk.released) == (0, [1])
+    desk.courier.submit(make_update(2))
+    desk.gate.release()
+    await settle()
+    assert (desk.courier.visible, desk.released) == (2, [1, 2])
     running.cancel()

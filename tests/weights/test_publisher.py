@@ -297,3 +297,43 @@ def test_a_trainer_that_outruns_its_engines_delivers_only_whole_versions():
 def test_an_unknown_transport_is_refused(make: Callable[[], object]):
     with pytest.raises(ConfigError, match=r"weights\.transport = 'pigeon'"):
         make()
+
+
+def test_who_comes_late_is_lent_the_newest_version_and_both_must_release_it(
+    publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
+):
+    slow.may_publish.set()
+    publisher.publish(1, weights(1))
+    assert versions(emitted, 1) == [1]
+    lent: queue.Queue[WeightUpdate] = queue.Queue()
+    publisher.lend(1, weights(1), answer=lent.put)
+    assert versions(lent, 1) == [1]
+    publisher.release(1)
+    time.sleep(0.05)
+    assert slow.held == {1}
+    publisher.release(1)
+    wait_until(lambda: not slow.held)
+    # Nobody holds it any more: it is made ready once more, and not announced again.
+    publisher.lend(1, weights(1), answer=lent.put)
+    assert versions(lent, 1) == [1]
+    assert slow.held == {1}
+    assert emitted.empty()
+
+
+def test_a_loan_waits_for_the_version_that_is_on_its_way(
+    publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
+):
+    lent: queue.Queue[WeightUpdate] = queue.Queue()
+    publisher.publish(1, weights(1))
+    assert slow.is_publishing.wait(5)
+    publisher.lend(1, weights(1), answer=lent.put)
+    slow.may_publish.set()
+    assert versions(lent, 1) == versions(emitted, 1) == [1]
+    assert list(slow.published) == [1]
+
+
+def wait_until(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -234,6 +234,10 @@ class EmbeddedEngine:
         each call that returns finished requests, it has told everything about them by then."""
         return self._streams.take()
 
+    def news_at_leisure(self) -> dict[str, list[Piece]]:
+        """Likewise, of the requests that want to be told at leisure."""
+        return self._streams.take_at_leisure()
+
     def singles(self) -> dict[str, dict[int, Completion]]:
         """By request, the completions wanted singly that have ended since this was last asked,
         but for requests that are finished: these are returned with all they have."""

@@ -27,7 +27,7 @@ _POLL_S = 0.1
 class Ask(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token: str
     version: int
-    base: int | None  # the version it holds and would take a delta on
+    base: int | None  # checksum of the payload it holds and would take a delta on
 
 
 class Admission(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

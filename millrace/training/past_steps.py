@@ -1,0 +1,79 @@
+"""What the trainer has learned from since a checkpoint, to do it again after its death. Torch-free.
+
+Runs on the controller's event loop.
+"""
+
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import numpy as np
+
+from millrace.core.errors import RunFailed
+from millrace.core.microbatch import Batch
+
+MAX_BYTES = 2**31
+Batches = tuple[Batch, ...]
+
+
+class PastSteps(Protocol):
+    def note(self, version: int, batches: Batches) -> None:
+        """The step that made this version learned from these."""
+        ...
+
+    def saved(self, version: int) -> None:
+        """A checkpoint of this version was written."""
+        ...
+
+    def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
+        """The steps since this version, in order."""
+        ...
+
+
+class StepsInMemory:
+    """Steps since the checkpoint before the last, which stands in where the last is unfinished or
+    damaged. Bound: max_bytes of batches, of which the oldest are forgotten first."""
+
+    def __init__(self, *, version: int, max_bytes: int = MAX_BYTES) -> None:
+        """`version` of the trainer when it started."""
+        self._max_bytes = max_bytes
+        self._version = version
+        self._steps: dict[int, Batches] = {}  # by the version they made, oldest first
+        self._num_bytes = 0
+        self._saved = version  # the newest checkpoint
+
+    def note(self, version: int, batches: Batches) -> None:
+        self._version = version
+        self._steps[version] = batches
+        self._num_bytes += _size(batches)
+        while self._num_bytes > self._max_bytes:
+            self._forget(next(iter(self._steps)))
+
+    def saved(self, version: int) -> None:
+        for earlier in [v for v in self._steps if v <= self._saved]:
+            self._forget(earlier)
+        self._saved = version
+
+    async def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
+        for following in range(version + 1, self._version + 1):
+            if following not in self._steps:
+                raise RunFailed(
+                    f"The trainer cannot be replaced: its last checkpoint is of step {version}, and"
+                    f" step {following} is not in memory any more; go on with --resume, and lower"
+                    " checkpoint.every_steps."
+                )
+            yield following, self._steps[following]
+
+    def _forget(self, version: int) -> None:
+        self._num_bytes -= _size(self._steps.pop(version))
+
+
+def _size(value: object) -> int:
+    """Bytes of all arrays in it."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, tuple):
+        return sum(_size(part) for part in value)
+    if dataclasses.is_dataclass(value):
+        return sum(_size(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return 0

@@ -1,0 +1,99 @@
+"""Workers that are killed in the middle of a run, which goes on as if nothing had happened."""
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from project import Command, make_project, steps_in
+
+SETTINGS = {
+    "sampling": {"max_new_tokens": 150},
+    "supervision": {"report_s": 0.05, "backoff_s": 0.05},
+    "weights": {"payload": "delta"},
+}
+
+
+class Run(Command):
+    def __init__(self, project: Path) -> None:
+        super().__init__("train", "run.toml", folder=project)
+        self.path = project / "run"
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(self.path / "metrics.jsonl", lines=step)
+
+    def worker(self, name: str) -> psutil.Process:
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            command = process.cmdline()
+            if name in command and "--name" in command:
+                return process
+        raise AssertionError(f"no {name}")
+
+    def assert_finished(self, *, steps: int) -> dict:
+        code, _, stderr = self.finish()
+        assert code == 0, stderr
+        assert steps_in(self.path / "metrics.jsonl") == list(range(1, steps + 1))
+        return json.loads((self.path / "summary.json").read_text())
+
+
+@pytest.fixture
+def start(tmp_path):
+    runs: list[Run] = []
+
+    def start(**sections) -> Run:
+        runs.append(Run(make_project(tmp_path, **{**SETTINGS, **sections})))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.process.kill()
+        run.process.communicate()
+
+
+def test_a_run_outlives_its_engine_and_its_trainer_and_keeps_what_was_sampled(start):
+    run = start(trainer={"steps": 8, "groups_per_step": 2}, checkpoint={"every_steps": 2})
+    run.wait_for_step(3)
+    # At once: they come up side by side, and the engine needs the weights of the new trainer.
+    for name in ("engine-0", "trainer"):
+        run.worker(name).send_signal(signal.SIGKILL)
+    summary = run.assert_finished(steps=8)
+    assert summary["worker_restarts"] == {"engine-0": 1, "trainer": 1}
+    assert summary["sequences_continued"] > 0
+    assert Path(summary["checkpoint"]).name == "step_8"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["disk", "collective"])
+def test_a_replaced_engine_and_trainer_find_each_other_by_other_transports(start, transport):
+    run = start(
+        trainer={"steps": 12, "groups_per_step": 2},
+        checkpoint={"every_steps": 5},
+        weights={"transport": transport, "payload": "delta", "timeout_s": 5.0},
+        engine={"threads": 1, "count": 2},
+    )
+    for step, victim in ((2, "engine-1"), (5, "trainer"), (8, "engine-0")):
+        run.wait_for_step(step)
+        run.worker(victim).send_signal(signal.SIGKILL)
+    summary = run.assert_finished(steps=12)
+    assert summary["worker_restarts"] == {"engine-1": 1, "trainer": 1, "engine-0": 1}
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_counts_as_dead_and_its_sequences_go_on(start):
+    run = start(
+        trainer={"steps": 8, "groups_per_step": 2},
+        supervision={**SETTINGS["supervision"], "hang_timeout_s": 3.0},
+        cluster={"start_timeout_s": 60.0},
+    )
+    run.wait_for_step(3)
+    stopped = run.worker("engine-0")
+    stopped.send_signal(signal.SIGSTOP)
+    code, stdout, stderr = run.finish()
+    assert code == 0, stderr
+    assert not stopped.is_running()
+    assert "'engine-0' made no progress for 3 s" in stdout + stderr
+    assert "it is stopped (SIGSTOP), so its stacks are not in its log" in stdout + stderr
+    summary = json.loads((run.path / "summary.json").read_text())
+    assert summary["worker_restarts"] == {"engine-0": 1}
+    assert summary["sequences_continued"] > 0

@@ -1,0 +1,35 @@
+import numpy as np
+import pytest
+from batches import batch_of, mixed_rollouts
+
+from millrace.core.errors import RunFailed
+from millrace.training.past_steps import StepsInMemory
+
+BATCH = batch_of(mixed_rollouts(np.random.default_rng(0)))
+
+
+async def versions_after(past, version):
+    return [following async for following, _ in past.after(version)]
+
+
+async def test_steps_are_kept_since_the_checkpoint_before_the_last():
+    past = StepsInMemory(version=3)
+    for version in range(4, 9):
+        past.note(version, (BATCH,))
+    assert await versions_after(past, 3) == [4, 5, 6, 7, 8]
+    past.saved(5)
+    assert await versions_after(past, 3) == [4, 5, 6, 7, 8]
+    past.saved(7)
+    assert await versions_after(past, 5) == [6, 7, 8]
+    with pytest.raises(RunFailed, match="step 4 is not in memory any more; go on with --resume"):
+        await versions_after(past, 3)
+
+
+async def test_the_oldest_steps_are_forgotten_where_they_are_too_many_bytes():
+    arrays = [a for part in BATCH.microbatches for a in (part.tokens, part.engine_logprobs)]
+    past = StepsInMemory(version=0, max_bytes=20 * sum(array.nbytes for array in arrays))
+    for version in range(1, 41):
+        past.note(version, (BATCH,))
+    assert await versions_after(past, 39) == [40]
+    with pytest.raises(RunFailed, match="step 1 is not in memory"):
+        await versions_after(past, 0)
