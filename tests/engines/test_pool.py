@@ -236,7 +236,7 @@ class DyingEngine(ScriptedEngine):
         self.told = told
         self.dies = asyncio.Event()
 
-    async def generate(self, request, on_tokens=None):
+    async def generate(self, request, on_tokens=None, on_completion=None):
         self.requests.append(request)
         for member, text in enumerate(self.told):
             piece = make_piece(make_completion(text, version=3), member=member)
@@ -270,6 +270,30 @@ async def test_sequences_of_an_engine_that_dies_go_on_elsewhere_from_what_it_tol
     told = [p.tokens.tolist() for p in listener.pieces if p.member == 0]
     assert np.concatenate(told).tolist() == [ord(c) for c in "abrest"]
     assert (pool.continued.sequences, pool.continued.tokens, pool.continued.anew) == (1, 2, 1)
+
+
+async def test_a_completion_that_ended_before_its_engine_died_is_told_once_and_kept():
+    class Doomed(DyingEngine):
+        async def generate(self, request, on_tokens=None, on_completion=None):
+            on_completion(0, make_completion("done"))
+            return await super().generate(request, on_tokens, on_completion)
+
+    doomed, survivor = Doomed(), ScriptedEngine("rest")
+    pool = EnginePool([doomed], replaces=True)
+    told = []
+    running = asyncio.create_task(
+        pool.generate(
+            make_request("r", n=2),
+            on_completion=lambda member, completion: told.append((member, completion.text)),
+        )
+    )
+    await asyncio.sleep(0)
+    doomed.dies.set()
+    await pool.join(survivor, prepare=nothing)
+    done, other = await running
+    assert (done.text, other.text) == ("done", "rest")
+    assert told == [(0, "done"), (1, "rest")]
+    assert [(request.n, request.index) for request in survivor.requests] == [(1, 1)]
 
 
 async def test_a_request_of_which_nothing_was_told_is_asked_for_anew_once_there_is_an_engine():
@@ -392,7 +416,7 @@ async def test_a_completion_begun_in_an_engine_that_died_is_the_one_that_it_woul
     expected = finish_all(make_engine(eos_ids=()), [request])[request.id]
 
     class Doomed(ScriptedEngine):
-        async def generate(self, request, on_tokens=None):
+        async def generate(self, request, on_tokens=None, on_completion=None):
             engine = make_engine(eos_ids=())
             engine.submit(request, stream=True)
             for _ in range(15):
