@@ -1,0 +1,178 @@
+"""Kills processes of a run at random moments, and starts the run again when that ended it.
+
+Promise: the same seed draws the same roles, signals and pauses; at which moment of the run they
+fall is up to the machine. Each kill says who was alive before and when it was gone. The run gets
+on: the next kill waits until some further steps are done, but for a share of hasty ones, which
+strike at whoever is just coming up.
+"""
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from millrace.bench.mayhem.subject import Subject
+from millrace.bench.mayhem.victims import Victim, gone_after_s, strike
+from millrace.bench.mayhem.witness import Witness
+
+CONTROLLER = "controller"
+ROLES = ("engine", "scorer", "trainer", CONTROLLER)
+STOP_SHARE = 0.15  # of workers: they are stopped and not killed
+HASTY_SHARE = 0.15  # strike within HASTY_S of the last, without waiting for progress
+HASTY_S = 12.0
+PAUSE_S = 2.0  # at most, once the steps are done
+KILL_TIMEOUT_S = 10.0
+HANG_TIMEOUT_S = 240.0  # more than all that settings_of() allows a worker to hang
+STALL_S = 600.0
+LOOK_S = 0.05
+
+
+class Stuck(Exception):
+    """The run does not get on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    role: str
+    signal: signal.Signals
+    after_step: int | None  # None = hasty
+    pause_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    at_s: float  # on the monotonic clock
+    role: str
+    name: str
+    pid: int
+    signal: str
+    step: int  # the last one done then
+    gone_after_s: float | None  # None = it was still alive
+
+
+def plans(num_kills: int, *, steps: int, seed: int) -> Iterator[Plan]:
+    """Each role equally often, evenly over the steps."""
+    rng = random.Random(seed)
+    roles = [ROLES[i % len(ROLES)] for i in range(num_kills)]
+    rng.shuffle(roles)
+    for i, role in enumerate(roles):
+        is_stop = role != CONTROLLER and rng.random() < STOP_SHARE
+        is_hasty = rng.random() < HASTY_SHARE
+        yield Plan(
+            role=role,
+            signal=signal.SIGSTOP if is_stop else signal.SIGKILL,
+            after_step=None if is_hasty else i * (steps - 1) // num_kills,
+            pause_s=rng.uniform(0, HASTY_S if is_hasty else PAUSE_S),
+        )
+
+
+class Monkey:
+    def __init__(
+        self, subject: Subject, witness: Witness, *, tell: Callable[[str], None] = print
+    ) -> None:
+        self._subject = subject
+        self._witness = witness
+        self._tell = tell
+        self.kills: list[Kill] = []
+        self.num_missed = 0  # the run ended before they could strike
+
+    def torment(self, num_kills: int, *, seed: int) -> None:
+        """Until the run has finished; raises Stuck if it does not."""
+        for plan in plans(num_kills, steps=self._subject.steps, seed=seed):
+            if not self._wait(plan) or not self._carry_out(plan):
+                self.num_missed += 1
+        self._watch(lambda: False, what="its end")
+
+    def _wait(self, plan: Plan) -> bool:
+        """Until its moment has come; False = the run has ended."""
+        after_step = plan.after_step
+        if after_step is not None and not self._watch(
+            lambda: self._witness.step >= after_step, what=f"step {after_step}"
+        ):
+            return False
+        until_s = time.monotonic() + plan.pause_s
+        return self._watch(lambda: time.monotonic() >= until_s, what="a pause")
+
+    def _carry_out(self, plan: Plan) -> bool:
+        """False = the run ended before."""
+        struck: list[Kill] = []
+
+        def find() -> bool:
+            for victim in self._subject.victims():
+                if victim.role == plan.role:
+                    kill = self._strike(victim, plan.signal)
+                    if kill is not None:
+                        struck.append(kill)
+                        return True
+            return False
+
+        if not self._watch(find, what=f"a {plan.role}"):
+            return False
+        self.kills += struck
+        return True
+
+    def _strike(self, victim: Victim, number: signal.Signals) -> Kill | None:
+        self._witness.look()
+        at_s, step = time.monotonic(), self._witness.step
+        if not strike(victim, number):
+            return None
+        is_stop = number == signal.SIGSTOP
+        gone_s = (
+            self._gone_when_noticed(victim)
+            if is_stop
+            else gone_after_s(victim, timeout_s=KILL_TIMEOUT_S)
+        )
+        after = "still alive" if gone_s is None else f"gone after {gone_s:.2f} s"
+        what = f"{len(self.kills) + 1:3} {number.name} {victim.name} (pid {victim.pid})"
+        self._tell(f"{what} at step {step}: {after}")
+        if victim.role == CONTROLLER:
+            self._go_on()
+        return Kill(
+            at_s=at_s,
+            role=victim.role,
+            name=victim.name,
+            pid=victim.pid,
+            signal=number.name,
+            step=step,
+            gone_after_s=gone_s,
+        )
+
+    def _gone_when_noticed(self, victim: Victim) -> float | None:
+        """It is for the run to notice that it hangs, and to end it."""
+        start_s = time.monotonic()
+        while (waited_s := time.monotonic() - start_s) < HANG_TIMEOUT_S:
+            self._witness.look()
+            if gone_after_s(victim, timeout_s=LOOK_S) is not None:
+                return waited_s
+            if self._subject.exit_code is not None:
+                return None
+        return None
+
+    def _go_on(self) -> None:
+        self._witness.look()
+        self._subject.start()
+
+    def _watch(self, is_due: Callable[[], bool], *, what: str) -> bool:
+        """Wait for it; False if the run ends meanwhile. Raises Stuck if it fails or hangs."""
+        moved_s, step = time.monotonic(), self._witness.step
+        while True:
+            code = self._subject.exit_code
+            self._witness.look()
+            if code == 0:
+                return False
+            if code is not None:
+                raise Stuck(
+                    f"The run ended with exit code {code}. The end of what it said:\n"
+                    f"{self._subject.last_words}"
+                )
+            if is_due():
+                return True
+            if self._witness.step > step:
+                moved_s, step = time.monotonic(), self._witness.step
+            if time.monotonic() - moved_s > STALL_S:
+                raise Stuck(
+                    f"No step was done for {STALL_S:.0f} s, waiting for {what}. The end of what the"
+                    f" run said:\n{self._subject.last_words}"
+                )
+            time.sleep(LOOK_S)
