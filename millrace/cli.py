@@ -104,7 +104,8 @@ example:
 INSPECT = """\
 Summarise a run from its directory, whether it has finished, still runs, or was killed: reward,
 accuracy, speed, staleness, how busy every worker was and what it waited for, and what was dropped.
-Draws reward.png, staleness.png and timeline.png into RUN_DIR/plots.
+Draws reward.png, staleness.png and timeline.png into RUN_DIR/plots. With --ledger, tells from the
+journal what became of every task that was issued, and fails if that does not add up.
 """
 
 
@@ -198,6 +199,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     inspect.add_argument("--no-plots", action="store_true", help="print the summary only")
+    inspect.add_argument(
+        "--ledger",
+        action="store_true",
+        help="account for every task instead: trained, dropped, failed or pending",
+    )
     inspect.set_defaults(run=_inspect)
 
     if benches := _benches():
@@ -338,6 +344,17 @@ def _join(args: argparse.Namespace) -> int:
     return DONE
 
 
+def _ledger(run_dir: Path, console: Any) -> int:
+    from millrace.core.errors import JournalError
+    from millrace.watch.ledger import ledger_table, read_ledger
+
+    ledger = read_ledger(run_dir)
+    console.print(ledger_table(ledger), highlight=False)
+    if troubles := ledger.check():
+        raise JournalError(f"The ledger of {run_dir} does not add up: {' '.join(troubles)}")
+    return DONE
+
+
 def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -345,6 +362,8 @@ def _inspect(args: argparse.Namespace) -> int:
     from millrace.watch.summary import summarise, summary_table
 
     console = Console()
+    if args.ledger:
+        return _ledger(args.run_dir, console)
     console.print(summary_table(summarise(args.run_dir)), highlight=False)
     if not args.no_plots:
         for path in render_plots(args.run_dir):

@@ -21,6 +21,8 @@ from millrace.core.records import Group, Task
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.pool import EnginePool
 from millrace.envs.streams import TaskStream
+from millrace.journal import Journal, NoJournal
+from millrace.journal.resuming import redone_numbers
 from millrace.learner import Learner
 from millrace.rollout.admission import RUNNING, STALENESS, Admission
 from millrace.rollout.cancellation import Attempt
@@ -37,6 +39,7 @@ from millrace.scoring.tier.group_scoring import GroupScoring
 from millrace.staging.batches import Batches
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
+from millrace.training.past_steps import StepsOnRecord
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.skipped import SkippedSteps
 from millrace.watch.watcher import SCORES, Moment, Watcher
@@ -54,6 +57,7 @@ class Cursor:
     next_number: int = 0  # first task number never issued
     unfinished: tuple[int, ...] = ()  # issued, and neither trained nor dropped nor failed
     tasks: dict[str, Any] = field(default_factory=dict[str, Any])  # state of the task stream
+    journal: int | None = None  # its last record then; None = there was no journal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +83,7 @@ class Controller:
         watcher: Watcher,
         checkpoints: Path,
         skipped: SkippedSteps,
+        journal: Journal | NoJournal,
         cursor: Cursor,
     ) -> None:
         self._config = config
@@ -90,6 +95,9 @@ class Controller:
         self._evaluators = evaluators
         self._watcher = watcher
         self._skipped = skipped
+        self._journal = journal
+        begun = redone_numbers(journal.ledger, after=cursor.version)
+        taking = max(cursor.version, journal.ledger.last_begun)  # version of the first new take
         self._failures = Failures(max_share=config.rollout.max_failure_share)
         self._limit = config.buffer.limit
         self._admission = Admission(
@@ -97,7 +105,9 @@ class Controller:
             limit=self._limit,
             max_running=config.rollout.max_running_groups,
             version=cursor.version,
+            begun=len(begun),
         )
+        self._admission.take_next(taking)
         # With barrier, all work of a version is there before any of it begins.
         is_synchronous = config.weights.interrupt == "barrier"
         self._rounds = Rounds(self._admission, at_once=engines.at_once) if is_synchronous else None
@@ -107,16 +117,20 @@ class Controller:
             sampler=build_sampler(config.buffer.order),
             on_drop=lambda waiting: self._dispatcher.expire_waiting(waiting),
         )
-        batches = Batches(
+        self._batches = Batches(
             config,
             buffer=self._buffer,
+            journal=journal,
             in_batch=scorers.in_batch,
             on_replay=self._admission.replay,
             pairs=config.scoring.advantages["type"] == PAIRS,
             in_order=is_synchronous,  # it need not depend on the groups' speed
         )
+        if isinstance(journal, Journal):
+            trainer.past = StepsOnRecord(self._batches.redo, version=cursor.version)
         self._dispatcher = Dispatcher(
             task_of=tasks.task,
+            draw_of=tasks.draw_of,
             on_closed=tasks.finish,
             open_scoring=lambda task, attempt: scorers.open(number=attempt.number, task=task),
             play=self._play,
@@ -126,9 +140,11 @@ class Controller:
             failures=self._failures,
             filtering=Filtering(max_share=config.rollout.max_filtered_share, warn=watcher.warn),
             limit=self._limit,
-            version=cursor.version,
+            journal=journal,
+            version=taking,
             next_number=cursor.next_number,
             unfinished=cursor.unfinished,
+            begun=begun,
         )
         self._courier = Courier(
             swap=engines.swap,
@@ -166,7 +182,8 @@ class Controller:
         self._learner = Learner(
             config,
             version=cursor.version,
-            batches=batches,
+            batches=self._batches,
+            journal=journal,
             trainer=trainer,
             dispatcher=self._dispatcher,
             examiner=self._examiner,
@@ -179,12 +196,15 @@ class Controller:
             moment=self.moment,
             expire=self._expire,
             run_state=self._run_state,
+            resumed_at=cursor.journal,
         )
 
     async def run(self) -> Outcome:
+        await self._batches.restore(self._learner.version)
+        waiting = await self._journal.groups(list(self._journal.ledger.waiting))
         async with asyncio.TaskGroup() as activities:
             await self._examiner.begin(activities)
-            dispatching = activities.create_task(self._dispatcher.run())
+            dispatching = activities.create_task(self._dispatcher.run(waiting))
             delivering = activities.create_task(self._courier.run())
             following = activities.create_task(self._followers.run())
             notifying = activities.create_task(self._notifier.run())
@@ -299,7 +319,9 @@ class Controller:
 
     async def _score(self, group: Group, scoring: GroupScoring) -> Group:
         judged = await self._scorers.judge(group, scoring)
-        self._tasks.observe(group.number, judged.solve_rate(self._config.evaluate.solved_at))
+        number, solve_rate = group.number, judged.solve_rate(self._config.evaluate.solved_at)
+        self._tasks.observe(number, solve_rate)
+        self._journal.observed(number, solve_rate=solve_rate, draw=self._tasks.draw_of(number))
         return await self._scorers.shape(judged)
 
     def _engine_waits_for(self) -> str:

@@ -1,11 +1,13 @@
 """The learn loop: take a batch, step, write down what came of it, save.
 
 Promise: one batch is one step is one version, and Version counts here alone. The next batch is
-taken while this one is learned. Runs on the controller's event loop.
+taken while this one is learned. A resumed run first redoes the steps that its journal has beyond
+its checkpoint: they are taken as they were. Runs on the controller's event loop.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from millrace.core.errors import CheckpointError
 from millrace.core.microbatch import Batch
 from millrace.core.records import Group
 from millrace.engines.pool import EnginePool
+from millrace.journal import Journal, NoJournal
 from millrace.rollout.dispatcher import Dispatcher
 from millrace.rollout.examiner import Examiner
 from millrace.rollout.rounds import Rounds
@@ -36,6 +39,7 @@ class Learner:
         *,
         version: int,
         batches: Batches,
+        journal: Journal | NoJournal,
         trainer: RemoteTrainer,
         dispatcher: Dispatcher[Any],
         examiner: Examiner,
@@ -48,12 +52,15 @@ class Learner:
         moment: Callable[[], Moment],
         expire: Callable[[int], Coroutine[Any, Any, None]],
         run_state: Callable[[], dict[str, Any]],
+        resumed_at: int | None,
     ) -> None:
         """`pools` are the engines that pause during a step. `expire` is told which version the next
         take is for, and gives up what is too old for it; `run_state` is what a checkpoint holds
-        besides the trainer's own."""
+        besides the trainer's own. `resumed_at` is the journal's position of the checkpoint that
+        the run goes on from."""
         self._config = config
         self._batches = batches
+        self._journal = journal
         self._trainer = trainer
         self._dispatcher = dispatcher
         self._examiner = examiner
@@ -76,6 +83,7 @@ class Learner:
         self.version = version  # of the trainer
         self.awaits_batch = False  # the trainer has nothing to do
         self.saved: Path | None = None  # the newest checkpoint
+        self._covered = _Covered(version=version, position=resumed_at)
 
     async def run(self, activities: asyncio.TaskGroup) -> None:
         """Until the last step."""
@@ -91,9 +99,8 @@ class Learner:
             await self._record(stepped, taken)
             self.version += 1
             self._dispatcher.finish(group.number for group in taken.fresh)
-            if not stepped.skipped:
-                self._batches.trained(taken)
-            await self._after_step()
+            self._batches.applied(taken, version=self.version, was_skipped=bool(stepped.skipped))
+            await self._after_step(activities)
 
     async def _take(self, upcoming: Awaitable[Taken]) -> Taken:
         if self._rounds is not None:
@@ -140,17 +147,20 @@ class Learner:
             f" it was given is in {path}."
         )
 
-    async def _after_step(self) -> None:
+    async def _after_step(self, activities: asyncio.TaskGroup) -> None:
         """Checkpoint and evaluate when due."""
         last = self.version == self._config.trainer.steps
-        if last or _due(self.version, self._config.checkpoint.every_steps):
-            await self._save(must_succeed=last)
+        due = _due(self.version, self._config.checkpoint.every_steps)
+        if last or due or self._journal.is_too_large:
+            await self._save(activities, must_succeed=last)
         if not last:
             await self._examiner.after_step(self.version)
 
-    async def _save(self, *, must_succeed: bool) -> None:
+    async def _save(self, activities: asyncio.TaskGroup, *, must_succeed: bool) -> None:
         directory = self._checkpoints / f"step_{self.version}"
-        run_state = {"version": self.version, **self._run_state()}
+        at = _Covered(version=self.version, position=self._journal.position)
+        run_state = {"version": self.version, "journal": at.position, **self._run_state()}
+        await self._journal.settle()  # no checkpoint is ahead of it
         try:
             await self._trainer.save(directory, run_state=run_state)
         except CheckpointError as error:
@@ -159,6 +169,18 @@ class Learner:
             self._watcher.warn(f"{error} The run goes on without this checkpoint.")
         else:
             self.saved = directory
+            activities.create_task(self._cover(at))
+
+    async def _cover(self, at: "_Covered") -> None:
+        """There is a good checkpoint now. The journal still reaches back to the one before it,
+        where that is kept and there is room, should the new one be damaged later."""
+        before, self._covered = self._covered, at
+        is_only_one = self._config.checkpoint.keep == 1 or self._journal.is_too_large
+        covered = at if is_only_one else before
+        if covered.position is not None:
+            await self._journal.cover(
+                covered.version, position=covered.position, keep=self._batches.may_return
+            )
 
     def _standstill(self) -> str:
         moment = self._moment()
@@ -168,6 +190,14 @@ class Learner:
             f" {moment.buffer_depth} are buffered, and dropped so far:"
             f" {counts(moment.groups_dropped)}.{_at_scorers(moment)}"
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Covered:
+    """A checkpoint, and how far the journal was when it was made."""
+
+    version: int
+    position: int | None
 
 
 def _at_scorers(moment: Moment) -> str:

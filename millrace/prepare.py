@@ -5,7 +5,7 @@ the user's own input. It reads the model's tokenizer and configuration, never it
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from millrace.core.records import Task
 from millrace.envs.sources import load_section, load_sources, make_stream
 from millrace.envs.streams import TaskStream
 from millrace.episodes.environment import EnvironmentFunction, check_function
+from millrace.journal import Ledger, Past
+from millrace.journal.resuming import Checkpointed, recall, reissued_numbers
 from millrace.models.adapter_folders import check_resident, check_same_kind
 from millrace.models.adapters import require_peft
 from millrace.models.directory import configured_context, load_tokenizer, text_config
@@ -36,6 +38,7 @@ from millrace.training.losses import Loss
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.objectives.preference import PreferenceLoss
 from millrace.training.objectives.recipes import ADVANTAGES, DEFAULT, PREFERENCE, build_loss
+from millrace.watch.run_dir import RunDir
 
 PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
 
@@ -54,6 +57,8 @@ class Prepared:
     max_context: int
     checkpoint: Path | None  # to go on from
     cursor: Cursor
+    past: Past | None  # what the journal says; None = there is to be no journal
+    doubts: tuple[str, ...] = ()  # a sentence for each thing that is not as it should be
 
     @property
     def model_path(self) -> str:
@@ -129,8 +134,11 @@ def prepare(
     renderer.check([*train_tasks, *held_out])
     _check_prompts(renderer, train_tasks, max_context=max_context)
     checkpoint, cursor = _resume_point(config) if resume else (None, Cursor())
+    past, doubts = _past(config, cursor, resume=resume)
     stream = make_stream(sources, config.tasks, seed=config.seed)
     stream.restore(cursor.tasks)
+    if past is not None:
+        cursor = _continued(cursor, past.ledger, stream)
     prepared = Prepared(
         config=_with_threads(config),
         tasks=stream,
@@ -144,6 +152,8 @@ def prepare(
         max_context=max_context,
         checkpoint=checkpoint,
         cursor=cursor,
+        past=past,
+        doubts=doubts,
     )
     check_models(specs, prepared.facts)
     return prepared
@@ -357,7 +367,40 @@ def _resume_point(config: RunConfig) -> tuple[Path | None, Cursor]:
         next_number=state["next_number"],
         unfinished=tuple(state["unfinished"]),
         tasks=state.get("tasks", {}),
+        journal=state.get("journal"),
     )
+
+
+def _past(
+    config: RunConfig, cursor: Cursor, *, resume: bool
+) -> tuple[Past | None, tuple[str, ...]]:
+    """Where the journal goes on, if the run has one."""
+    if not config.journal.enabled:
+        return None, ()
+    if not resume:
+        return Past(ledger=Ledger.begin()), ()
+    checkpoint = Checkpointed(
+        version=cursor.version,
+        next_number=cursor.next_number,
+        unfinished=cursor.unfinished,
+        position=cursor.journal,
+    )
+    past, doubts = recall(RunDir(config.run_dir).journal, checkpoint)
+    return past, tuple(doubts)
+
+
+def _continued(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
+    """Where the run stands by its journal; the stream learns what it was told since the
+    checkpoint."""
+    for position, observed in ledger.observed:
+        if position > (cursor.journal or 0):
+            stream.remember(observed.number, observed.draw)
+            stream.observe(observed.number, observed.solve_rate)
+            stream.finish(observed.number)
+    reissued = reissued_numbers(ledger)
+    for number in ledger.open & ledger.draws.keys():
+        stream.remember(number, ledger.draws[number])
+    return replace(cursor, next_number=ledger.next_number, unfinished=tuple(reissued))
 
 
 def _with_threads(config: RunConfig) -> RunConfig:

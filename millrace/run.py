@@ -28,6 +28,7 @@ from millrace.crew import Crew
 from millrace.envs.single_turn import SingleTurn
 from millrace.episodes.environment import FunctionEnvironment, rules_of
 from millrace.episodes.loop_thread import LoopThread
+from millrace.journal import Journal, NoJournal
 from millrace.prepare import Prepared, prepare
 from millrace.rollout.evaluation import Evaluation
 from millrace.rollout.player import Player
@@ -116,6 +117,7 @@ class _Run:
         )
         self._controller: Controller | None = None
         self._crew: Crew | None = None
+        self._journal: Journal | NoJournal = NoJournal()
         self._gpu_env: dict[str, str] = {}
 
     async def run(self) -> RunResult:
@@ -140,6 +142,8 @@ class _Run:
             # Before the hub: it would take the scorers' end for their death, and replace them.
             stack.push_async_callback(scorers.close)
             environment = stack.enter_context(self._environment())
+            self._journal = self._open_journal()
+            stack.push_async_callback(self._journal.close)
             with first_cause(), self._invitation(hub):
                 outcome = await self._conduct(hub, scorers=scorers, environment=environment)
         seconds = time.monotonic() - start_s
@@ -223,6 +227,18 @@ class _Run:
             run=self._prepared.facts,
         )
 
+    def _open_journal(self) -> Journal | NoJournal:
+        for sentence in self._prepared.doubts:
+            self._watcher.warn(sentence)
+        if self._prepared.past is None:
+            return NoJournal()
+        return Journal(
+            self._run_dir.journal,
+            past=self._prepared.past,
+            task_of=self._prepared.tasks.redrawn,
+            settings=self._config.journal,
+        )
+
     def _make_controller(
         self, crew: Crew, *, scorers: ScorerPool, environment: Environment
     ) -> Controller:
@@ -247,6 +263,7 @@ class _Run:
             watcher=self._watcher,
             checkpoints=self._run_dir.checkpoints,
             skipped=SkippedSteps(self._run_dir.skipped),
+            journal=self._journal,
             cursor=prepared.cursor,
         )
 

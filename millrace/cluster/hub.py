@@ -30,7 +30,7 @@ from millrace.cluster.guests.ticket import Ticket
 from millrace.cluster.link import EVENT_ID, identity_of, read_frames
 from millrace.cluster.messages import Beat, Message
 from millrace.cluster.process import start_worker
-from millrace.cluster.wire import Decoder, WireError, encode
+from millrace.cluster.wire import WireError, encode, message_decoder
 from millrace.cluster.worker import Worker
 from millrace.core.errors import ConfigError, WorkerError
 
@@ -200,7 +200,7 @@ class Hub:
         await self._socket.send_multipart([identity, call_id, *encode(message)], copy=False)
 
     async def _read(self) -> None:
-        decoder = Decoder()
+        decoder = message_decoder()
         while True:
             frames = read_frames(await self._socket.recv_multipart(copy=False))
             identity = bytes(frames[0])

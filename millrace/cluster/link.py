@@ -28,7 +28,7 @@ from millrace.cluster.credentials import Credentials
 from millrace.cluster.dial import dial
 from millrace.cluster.lifeline import die_with
 from millrace.cluster.messages import Beat, Done, Error, Failed, Hello, Message, Part
-from millrace.cluster.wire import Decoder, Frame, WireError, encode
+from millrace.cluster.wire import Decoder, Frame, WireError, encode, message_decoder
 
 OUTBOX_MESSAGES = 64
 FLUSH_TIMEOUT_S = 10.0
@@ -156,7 +156,7 @@ class Link:
         poller = zmq.Poller()
         poller.register(dealer, zmq.POLLIN)
         poller.register(outlet, zmq.POLLIN)
-        decoder = Decoder()
+        decoder = message_decoder()
         try:
             while True:
                 ready = dict(poller.poll())
@@ -173,7 +173,9 @@ class Link:
             outlet.close(linger=0)
             dealer.close(linger=int(FLUSH_TIMEOUT_S * 1000))
 
-    def _deliver(self, frames: list[zmq.Frame], decoder: Decoder, dealer: zmq.Socket) -> None:
+    def _deliver(
+        self, frames: list[zmq.Frame], decoder: Decoder[Message], dealer: zmq.Socket
+    ) -> None:
         id, *rest = read_frames(frames)
         try:
             message = decoder.decode(rest)

@@ -8,7 +8,7 @@ Arrays come out read-only: records are frozen, and large ones are views of what 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from millrace.cluster.messages import AnyMessage, Message
 from millrace.core.errors import MillraceError
 
+T = TypeVar("T")
 Frame = bytes | memoryview
 
 ARRAY_CODE = 1  # msgpack extension type of an array
@@ -35,30 +36,32 @@ class WireError(MillraceError):
     """A message cannot be put on the wire, or what came from it is not a message."""
 
 
-def encode(message: Message) -> list[Frame]:
-    """Frames of a message. Its arrays are handed over: they must not change until they are sent."""
+def encode(message: Any) -> list[Frame]:
+    """Frames of a message, or of a record. Its arrays are handed over: they must not change until
+    they are sent."""
     arrays: list[Frame] = []
     try:
         header = msgspec.msgpack.Encoder(enc_hook=_array_collector(arrays)).encode(message)
     except (TypeError, OverflowError, RecursionError) as error:
         raise WireError(
-            f"A {type(message).__name__} message holds a value that cannot travel between"
+            f"A {type(message).__name__} holds a value that cannot travel between"
             f" processes: {error}; use plain numbers, strings, lists, dicts and numpy arrays."
         ) from None
     return [header, *arrays]
 
 
-class Decoder:
-    """Turns frames into messages. Used by one thread; building one costs more than a decode."""
+class Decoder(Generic[T]):
+    """Turns frames into messages, or records of one type. Used by one thread; building one costs
+    more than a decode."""
 
-    def __init__(self) -> None:
+    def __init__(self, of: type[T]) -> None:
         self._arrays: Sequence[Frame] = ()
         self._next = 0
         self._decoder = msgspec.msgpack.Decoder(
-            AnyMessage, ext_hook=self._extension, dec_hook=_expect_array
+            of, ext_hook=self._extension, dec_hook=_expect_array
         )
 
-    def decode(self, frames: Sequence[Frame]) -> Message:
+    def decode(self, frames: Sequence[Frame]) -> T:
         if not frames:
             raise WireError("A message has no frames.")
         header, *self._arrays = frames
@@ -83,9 +86,13 @@ class Decoder:
         return _view(self._arrays[index], dtype=dtype, shape=shape)
 
 
+def message_decoder() -> Decoder[Message]:
+    return Decoder(cast(type[Message], AnyMessage))
+
+
 def decode(frames: Sequence[Frame]) -> Message:
-    """One message, once; whoever receives many keeps a Decoder."""
-    return Decoder().decode(frames)
+    """One message, once; whoever receives many keeps a decoder."""
+    return message_decoder().decode(frames)
 
 
 def _array_collector(arrays: list[Frame]) -> Callable[[Any], Any]:

@@ -5,6 +5,7 @@ before any worker starts. Nothing is accepted and ignored. Torch-free.
 """
 
 from millrace.config.environment import EnvironmentConfig
+from millrace.config.journal import JournalConfig
 from millrace.config.loading import load_config, parse_override
 from millrace.config.run_config import RunConfig
 from millrace.config.scorer import ScorerConfig
@@ -27,6 +28,7 @@ __all__ = [
     "EnvironmentConfig",
     "EvaluateConfig",
     "Interrupt",
+    "JournalConfig",
     "LoraConfig",
     "ReplayConfig",
     "RunConfig",

@@ -6,6 +6,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from millrace.config.environment import EnvironmentConfig
+from millrace.config.journal import JournalConfig
 from millrace.config.scorer import ScorerConfig
 from millrace.config.sections import (
     BufferConfig,
@@ -55,6 +56,7 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    journal: JournalConfig = JournalConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     watch: WatchConfig = WatchConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -47,6 +47,10 @@ class CheckpointError(MillraceError):
     """A checkpoint could not be written or read; what was there before is untouched."""
 
 
+class JournalError(MillraceError):
+    """The journal could not be written or read; what it was known to hold is untouched."""
+
+
 class WorkerError(MillraceError):
     """A worker failed or died. `traceback` holds the worker's own account of it, if it gave one."""
 

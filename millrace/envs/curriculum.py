@@ -8,7 +8,7 @@ and a rate that was measured long ago is measured again.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -52,6 +52,18 @@ class Curriculum:
     def finish(self, number: int) -> None:
         self._drawn.pop(number, None)
 
+    def draw_of(self, number: int) -> int | None:
+        self.task(number)
+        return self._drawn[number]
+
+    def redrawn(self, number: int, draw: int | None) -> Task:
+        index = draw if self._is_known(draw) else self._in_turn.index(number)
+        return self._tasks[index]
+
+    def remember(self, number: int, draw: int | None) -> None:
+        if self._is_known(draw):
+            self._drawn[number] = draw
+
     def solve_rate(self, index: int) -> float | None:
         self._learn()
         rate = float(self._rates[index])
@@ -73,6 +85,10 @@ class Curriculum:
         for index, rate in state["solve_rates"].items():
             self._set_rate(int(index), rate)
         self._drawn = {int(number): index for number, index in state["drawn"].items()}
+
+    def _is_known(self, draw: int | None) -> TypeGuard[int]:
+        """False if it was drawn from other tasks than these."""
+        return draw is not None and draw < len(self._tasks)
 
     def _draw(self, number: int) -> int:
         turn = math.floor(number * self._explore_share)

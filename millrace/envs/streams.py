@@ -26,6 +26,18 @@ class TaskStream(Protocol):
         """This number will not be asked for again."""
         ...
 
+    def draw_of(self, number: int) -> int | None:
+        """What decides on its task besides the number itself, if anything does."""
+        ...
+
+    def redrawn(self, number: int, draw: int | None) -> Task:
+        """The task of a number for which this was drawn, also when it is finished."""
+        ...
+
+    def remember(self, number: int, draw: int | None) -> None:
+        """This was drawn for the number, which is not finished."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """As JSON."""
         ...
@@ -57,6 +69,15 @@ class Epochs:
 
     def finish(self, number: int) -> None:
         """Nothing is kept by number."""
+
+    def draw_of(self, number: int) -> int | None:
+        return None
+
+    def redrawn(self, number: int, draw: int | None) -> Task:
+        return self.task(number)
+
+    def remember(self, number: int, draw: int | None) -> None:
+        """The number says it all."""
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -118,6 +139,18 @@ class Mixture:
     def finish(self, number: int) -> None:
         name, own = self.place(number)
         self._streams[name].finish(own)
+
+    def draw_of(self, number: int) -> int | None:
+        name, own = self.place(number)
+        return self._streams[name].draw_of(own)
+
+    def redrawn(self, number: int, draw: int | None) -> Task:
+        name, own = self.place(number)
+        return self._streams[name].redrawn(own, draw)
+
+    def remember(self, number: int, draw: int | None) -> None:
+        name, own = self.place(number)
+        self._streams[name].remember(own, draw)
 
     def state(self) -> dict[str, Any]:
         states = {name: stream.state() for name, stream in self._streams.items()}

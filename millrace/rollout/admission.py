@@ -21,16 +21,22 @@ RUNNING = "max_running_groups"
 
 class Admission:
     def __init__(
-        self, *, groups_per_step: int, limit: StalenessLimit, max_running: int, version: int
+        self,
+        *,
+        groups_per_step: int,
+        limit: StalenessLimit,
+        max_running: int,
+        version: int,
+        begun: int = 0,
     ) -> None:
+        """`begun`: groups of steps beyond `version` that a resumed run redoes."""
         self._groups_per_step = groups_per_step
         self._limit = limit
         self._max_running = max_running
         self._version = version
         self._taking = version  # of the take that comes next
-        self._accepted = (
-            version * groups_per_step
-        )  # trained, waiting or running; not dropped or failed
+        # Trained, waiting or running; not dropped or failed.
+        self._accepted = version * groups_per_step + begun
         self._running = 0
         self._changed = asyncio.Event()
         self.held_by: str | None = None  # why the next group may not start yet
@@ -52,6 +58,11 @@ class Admission:
             self._changed.clear()
             await self._changed.wait()
         self.held_by = None
+        self._accepted += 1
+        self._running += 1
+
+    def enter_again(self) -> None:
+        """Count a group that was let in before a crash, and waits for its place in the buffer."""
         self._accepted += 1
         self._running += 1
 

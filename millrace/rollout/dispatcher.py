@@ -3,7 +3,8 @@
 Promise: one bad task or one failing reward costs its group only, is counted with its reason, and
 the run goes on until the share of failures among the last groups passes the limit. A group that can
 no longer be trained is cancelled at once and issued again, before anything new. One that a filter
-drops is done with, and its place goes to a new one.
+drops is done with, and its place goes to a new one. What becomes of each number is in the journal,
+and a group is so before it is admitted.
 
 Runs on the controller's event loop, one asyncio task per running group; their number is bounded by
 admission.
@@ -19,6 +20,8 @@ from millrace.core.errors import Filtered, RunFailed, ScoreError, TaskError
 from millrace.core.protocols import Scoring
 from millrace.core.records import Group, Task
 from millrace.core.staleness import StalenessLimit, Stamps, Waiting
+from millrace.journal import Journal, NoJournal
+from millrace.journal.records import Outcome
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import Attempt, Cancellations, Expired
 from millrace.rollout.filtering import Filtering
@@ -29,6 +32,10 @@ S = TypeVar("S", bound=Scoring)
 WINDOW = 100  # groups whose failures are weighed
 FEWEST = 20  # outcomes before the share means anything
 MAX_TRIES = 3  # of a group that becomes too old each time
+
+
+def failure_of(error: Exception) -> str:
+    return "task" if isinstance(error, TaskError) else "score"
 
 
 class Failures:
@@ -46,7 +53,7 @@ class Failures:
     def failed(self, error: Exception) -> None:
         """Count it; raises RunFailed once too many of the recent groups failed."""
         self._recent.append(True)
-        self.by_reason["task" if isinstance(error, TaskError) else "score"] += 1
+        self.by_reason[failure_of(error)] += 1
         self.last_sentence = str(error)
         share = sum(self._recent) / len(self._recent)
         if len(self._recent) >= FEWEST and share > self._max_share:
@@ -70,6 +77,7 @@ class Dispatcher(Generic[S]):
         self,
         *,
         task_of: Callable[[int], Task],
+        draw_of: Callable[[int], int | None],
         on_closed: Callable[[int], None],
         open_scoring: Callable[[Task, Attempt], S],
         play: Callable[[Task, Attempt, S], Awaitable[Group]],
@@ -79,11 +87,15 @@ class Dispatcher(Generic[S]):
         failures: Failures,
         filtering: Filtering,
         limit: StalenessLimit,
+        journal: Journal | NoJournal,
         version: int = 0,
         next_number: int = 0,
         unfinished: Iterable[int] = (),
+        begun: Iterable[int] = (),
     ) -> None:
+        """`begun`: numbers in steps that a resumed run redoes."""
         self._task_of = task_of
+        self._draw_of = draw_of
         self._on_closed = on_closed  # told of each number that will not be asked for again
         self._open_scoring = open_scoring
         self._play = play
@@ -93,10 +105,11 @@ class Dispatcher(Generic[S]):
         self._failures = failures
         self._filtering = filtering
         self._limit = limit
+        self._journal = journal
         self._version = version  # of the trainer at the next take
         self._next_number = next_number
         self._reissue = deque(sorted(unfinished))  # begun before, and to be begun again; goes first
-        self._open: set[int] = set()  # issued, and neither trained nor failed nor dropped
+        self._open = set(begun)  # issued, and neither trained nor failed nor dropped
         self._tries: dict[int, int] = {}  # of open groups that were given up before
         self._running: dict[int, _Running] = {}  # by number
         self.cancellations = Cancellations()
@@ -117,14 +130,17 @@ class Dispatcher(Generic[S]):
         stale = {"stale": self._num_stale} if self._num_stale else {}
         return Counter({**stale, **self._filtering.by_reason})
 
-    async def run(self) -> None:
-        """Start groups for ever. Ends only by cancellation or by too many failures."""
+    async def run(self, waiting: Iterable[Group] = ()) -> None:
+        """Start groups for ever. Ends only by cancellation or by too many failures. `waiting`:
+        groups that were admitted before a crash, and go back into the buffer."""
         async with asyncio.TaskGroup() as groups:
+            for group in waiting:
+                self._admission.enter_again()
+                self._open.add(group.number)
+                self._start(Attempt(group.number), groups, admitted=group)
             while True:
                 await self._admission.enter()
-                attempt = self._issue()
-                task = groups.create_task(self._one_group(attempt))
-                self._running[attempt.number] = _Running(attempt=attempt, task=task)
+                self._start(self._issue(), groups)
 
     def expire(self, version: int) -> None:
         """Cancel the groups that cannot be trained at `version`, the next take's, or ever after, as
@@ -152,19 +168,29 @@ class Dispatcher(Generic[S]):
             "unfinished": sorted([*self._open, *self._reissue]),
         }
 
-    async def _one_group(self, attempt: Attempt) -> None:
+    def _start(
+        self, attempt: Attempt, groups: asyncio.TaskGroup, *, admitted: Group | None = None
+    ) -> None:
+        task = groups.create_task(self._one_group(attempt, admitted))
+        self._running[attempt.number] = _Running(attempt=attempt, task=task)
+
+    async def _one_group(self, attempt: Attempt, admitted: Group | None) -> None:
         running = self._running[attempt.number]
         try:
-            group = await self._play_and_score(running)
-            running.stage = "waiting"
+            if admitted is None:
+                group = await self._play_and_score(running)
+                running.stage = "waiting"
+                await self._journal.admitted(group)
+            else:
+                group = self._still_fit(admitted, running)
             await self._admit(group)
         except (TaskError, ScoreError) as error:
-            self._close(attempt.number)
+            self._drop(attempt.number, outcome="failed", reason=failure_of(error))
             self._admission.give_back()
             self.waste.add(FAILED, attempt.stamps, version=self._version)
             self._failures.failed(error)
         except Filtered as filtered:
-            self._close(attempt.number)
+            self._drop(attempt.number, outcome="dropped", reason=filtered.reason)
             self._admission.give_back()
             self._failures.succeeded()
             self._filtering.dropped(filtered.reason)
@@ -194,6 +220,14 @@ class Dispatcher(Generic[S]):
         self._filtering.passed()
         return group
 
+    def _still_fit(self, group: Group, running: _Running) -> Group:
+        """A group that was admitted before; raises Expired if it has become too old."""
+        running.stage = "waiting"
+        running.stamps = Stamps.of_group(group)
+        if self._is_ruled_out(running):
+            raise Expired(f"group {group.number}")
+        return group
+
     def _is_ruled_out(self, running: _Running) -> bool:
         """True if the limit will certainly not allow it any more."""
         if running.stamps is None and not self._limit.one_token_decides:
@@ -214,12 +248,17 @@ class Dispatcher(Generic[S]):
         self._admission.give_back()
         tries = self._tries.get(number, 0) + 1
         if tries == MAX_TRIES:
-            self._close(number)
+            self._drop(number, outcome="dropped", reason="stale")
             self._num_stale += 1
             return
+        self._journal.reopened(number)
         self._open.discard(number)
         self._tries[number] = tries
         self._reissue.appendleft(number)
+
+    def _drop(self, number: int, *, outcome: Outcome, reason: str) -> None:
+        self._journal.closed(number, outcome=outcome, reason=reason)
+        self._close(number)
 
     def _close(self, number: int) -> None:
         self._open.discard(number)
@@ -233,4 +272,5 @@ class Dispatcher(Generic[S]):
             number = self._next_number
             self._next_number += 1
         self._open.add(number)
+        self._journal.issued(number, draw=self._draw_of(number))
         return Attempt(number, tries=self._tries.get(number, 0))

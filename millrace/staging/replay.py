@@ -2,14 +2,14 @@
 
 Promise: a batch holds at most `per_batch` of them, none that its own staleness limit rules out, and
 each is handed out once. What is drawn depends on the seed and the version only, given what is
-there. A run that is resumed begins without any.
+there. A run that is resumed goes on with those that its journal holds.
 
 Called from the controller's event loop only. Bound: `capacity` groups; the first in is the first to
 make room.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +29,16 @@ class Replay:
     def keep(self, groups: Iterable[Group]) -> None:
         """These were trained, for the first time."""
         self._trained.extend(Waiting(group=g, stamps=Stamps.of_group(g)) for g in groups)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [one.group.number for one in self._trained]
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """These were handed out before a crash."""
+        rest = [one for one in self._trained if one.group.number not in numbers]
+        self._trained.clear()
+        self._trained.extend(rest)
 
     def draw(self, version: int) -> list[Group]:
         """For a batch of this version, as many as may be and are there; they are gone then, as is

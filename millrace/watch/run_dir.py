@@ -32,6 +32,7 @@ class RunDir:
         self.rollouts = self.path / "rollouts"  # step_N.jsonl, for reading
         self.skipped = self.path / "skipped"  # step_N.jsonl, of steps that were not finite
         self.scorers = self.path / "scorers"  # what a scorer keeps for after a resume
+        self.journal = self.path / "journal"  # what a crash must not lose
         self.logs = self.path / "logs"  # one file per worker
         self.plots = self.path / "plots"  # made by `millrace inspect`
         self.tensorboard = self.path / "tensorboard"  # with watch.tensorboard
@@ -76,7 +77,7 @@ class RunDir:
         if self.is_running:
             raise ConfigError(f"{self.path} belongs to a run that still goes on; stop it first.")
         folders = (self.checkpoints, self.rollouts, self.skipped, self.logs, self.plots)
-        for folder in (*folders, self.scorers, self.tensorboard):
+        for folder in (*folders, self.journal, self.scorers, self.tensorboard):
             if folder.exists():
                 shutil.rmtree(folder)
         for file in (self.config, self.metrics, self.trace, self.summary, self._lock_path):

@@ -200,7 +200,7 @@ def test_what_cannot_travel_is_refused_when_it_is_sent(value: object):
     message = ScoreGroup(
         function="f", prompts=[], completions=[], completion_ids=[], columns={"answer": [value]}
     )
-    with pytest.raises(WireError, match="ScoreGroup message holds a value that cannot travel"):
+    with pytest.raises(WireError, match="ScoreGroup holds a value that cannot travel"):
         encode(message)
 
 

@@ -10,6 +10,8 @@ import pytest
 from project import Command, make_project, steps_in
 
 from millrace.cli import main
+from millrace.watch.ledger import read_ledger
+from millrace.watch.metrics import read_metrics
 
 
 @pytest.fixture
@@ -55,6 +57,12 @@ def start(project) -> Iterator[Callable[..., Run]]:
         run.process.communicate()
 
 
+def learned_in(metrics: Path) -> list[tuple[float, ...]]:
+    """What tells whether two steps were the same, bit by bit."""
+    names = ("step", "loss", "grad_norm", "reward_mean", "staleness_mean", "trained_tokens")
+    return [tuple(row[name] for name in names) for row in read_metrics(metrics)]
+
+
 def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("*")}
 
@@ -87,6 +95,7 @@ def test_a_run_outlives_its_only_scorer_resumes_after_a_kill_of_everything_and_e
     run.process.send_signal(signal.SIGKILL)
     run.process.wait(timeout=10)
     assert not psutil.wait_procs(list(run.workers.values()), timeout=10)[1]
+    lost = learned_in(run.metrics)  # in part: since the newest checkpoint
 
     shutil.rmtree(run.temp)  # nobody was left to tidy it up
     resumed = start("--resume")
@@ -99,6 +108,11 @@ def test_a_run_outlives_its_only_scorer_resumes_after_a_kill_of_everything_and_e
     assert shared_memory() <= before
     steps = steps_in(resumed.metrics)
     assert steps == list(range(1, len(steps) + 1))
+    # What was learned since the checkpoint was learned again from the same groups, not from others.
+    assert learned_in(resumed.metrics)[: len(lost)] == lost
+    ledger = read_ledger(resumed.metrics.parent)
+    assert ledger.check() == []
+    assert ledger.totals["trained"] == 4 * len(steps)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from fakes import NoScoring, make_completion, make_group
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
 from millrace.core.staleness import StalenessLimit, Stamps
+from millrace.journal import NoJournal
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import Expired
 from millrace.rollout.dispatcher import Dispatcher, Failures
@@ -44,6 +45,8 @@ class Flow:
         )
         self.dispatcher = Dispatcher(
             task_of=lambda number: Task(prompt=str(number)),
+            draw_of=lambda number: None,
+            journal=NoJournal(),
             on_closed=lambda number: None,
             open_scoring=lambda task, attempt: NoScoring(),
             play=self.play,

@@ -8,6 +8,7 @@ from fakes import NoScoring, make_completion, make_group
 
 from millrace.core.records import Task
 from millrace.core.staleness import StalenessLimit, Stamps, Waiting
+from millrace.journal import NoJournal
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import WINDOW, Attempt, Cancellations, Expired
 from millrace.rollout.dispatcher import MAX_TRIES, Dispatcher, Failures
@@ -31,6 +32,8 @@ class Bench:
         self.admission = Admission(groups_per_step=groups, limit=limit, max_running=9, version=0)
         self.dispatcher = Dispatcher(
             task_of=lambda number: Task(prompt=str(number)),
+            draw_of=lambda number: None,
+            journal=NoJournal(),
             on_closed=self.closed.append,
             open_scoring=lambda task, attempt: NoScoring(),
             play=self._play,

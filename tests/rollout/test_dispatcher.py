@@ -7,6 +7,7 @@ from fakes import NoScoring, make_completion, make_group
 from millrace.core.errors import Filtered, RunFailed, ScoreError, TaskError
 from millrace.core.records import Task
 from millrace.core.staleness import StalenessLimit
+from millrace.journal import NoJournal
 from millrace.rollout.admission import Admission
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.filtering import WINDOW, Filtering
@@ -27,6 +28,8 @@ class Bench:
         self._bad = bad
         self.dispatcher = Dispatcher(
             task_of=lambda number: Task(prompt=str(number)),
+            draw_of=lambda number: None,
+            journal=NoJournal(),
             on_closed=self.closed.append,
             open_scoring=self._open_scoring,
             play=self._play,

@@ -1,0 +1,81 @@
+"""Records as bytes, and groups as bytes behind them.
+
+    uint32 length of the record | the record, msgpack | the frames of its group, if it brings one
+
+Promise: decoding gives a valid record or raises JournalError, whatever bytes it is handed, and
+allocates no more than they are long. Nothing is ever unpickled.
+"""
+
+import struct
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from millrace.cluster.wire import Decoder, Frame, WireError, encode
+from millrace.core.errors import JournalError
+from millrace.core.records import Group, Task
+from millrace.journal.records import AnyRecord
+
+_LENGTH = struct.Struct("<I")
+_NO_TASK = Task(prompt="")
+_records = msgspec.msgpack.Decoder(AnyRecord)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A record as it was read."""
+
+    record: AnyRecord
+    group: memoryview  # encoded; empty for a record without one
+
+
+def encode_record(record: AnyRecord, *, group: bytes | memoryview = b"") -> list[Frame]:
+    header = msgspec.msgpack.encode(record)
+    return [_LENGTH.pack(len(header)), header, group]
+
+
+def decode_record(payload: memoryview) -> Entry:
+    header, rest = _cut(payload)
+    try:
+        return Entry(record=_records.decode(header), group=rest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise JournalError(f"What was read is not a record of a journal: {error}.") from None
+
+
+def encode_group(group: Group) -> bytes:
+    """All but its task, which may hold anything, and which its number stands for."""
+    try:
+        frames = encode(replace(group, task=_NO_TASK))
+    except WireError as error:
+        raise JournalError(
+            f"Group {group.number} cannot be written to the journal: {error} Or set journal.enabled"
+            " to false."
+        ) from None
+    return b"".join(part for frame in frames for part in (_LENGTH.pack(_size(frame)), frame))
+
+
+def decode_group(data: memoryview, *, task: Task) -> Group:
+    frames: list[Frame] = []
+    while len(data):
+        frame, data = _cut(data)
+        frames.append(frame)
+    try:
+        group = Decoder(Group).decode(frames)
+    except WireError as error:
+        raise JournalError(f"What was read is not a group of a journal: {error}") from None
+    return replace(group, task=task)
+
+
+def _cut(data: memoryview) -> tuple[memoryview, memoryview]:
+    """The first part, which its length precedes, and the rest."""
+    if len(data) < _LENGTH.size:
+        raise JournalError("What was read ends in the middle of a length.")
+    (length,) = _LENGTH.unpack(data[: _LENGTH.size])
+    end = _LENGTH.size + length
+    if end > len(data):
+        raise JournalError(f"What was read says that {length} bytes follow, and they do not.")
+    return data[_LENGTH.size : end], data[end:]
+
+
+def _size(frame: Frame) -> int:
+    return memoryview(frame).nbytes

@@ -1,0 +1,203 @@
+"""The journal while a run goes on: what happened is appended, and read again to redo it.
+
+Promise: admitted() and begun() return when that is durable; everything else is written in order
+with them. What is not needed any more is given up once a good checkpoint covers it, so that the
+size is bounded by what waits and by the steps since the last checkpoints.
+
+Used from the controller's event loop. Encoding and the disk are the writer's thread.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from millrace.config import JournalConfig
+from millrace.core.records import Group, Task
+from millrace.journal.encoding import decode_group
+from millrace.journal.reading import Past
+from millrace.journal.records import (
+    Admitted,
+    AnyRecord,
+    Applied,
+    Begun,
+    Carried,
+    Closed,
+    Issued,
+    Observed,
+    Outcome,
+    Reopened,
+)
+from millrace.journal.segments import FileSink, OpenSink, Place, Segments, UnsyncedSink
+from millrace.journal.writer import Content, Writer, write_failure
+
+TaskOf = Callable[[int, int | None], Task]  # of a number, and of what its stream had drawn for it
+
+
+class Journal:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        past: Past,
+        task_of: TaskOf,
+        settings: JournalConfig,
+        open_sink: OpenSink | None = None,
+    ) -> None:
+        """Goes on behind `past`; what else lies in the folder and is not part of it is removed."""
+        self.ledger = past.ledger
+        self._task_of = task_of
+        self._max_bytes = settings.max_bytes
+        self._places = past.places
+        self._admitting: set[int] = set()  # numbers whose groups are being written
+        self._position = past.position
+        self._sizes = dict(past.sizes)  # of the segments before those of the writer
+        sink = open_sink or (FileSink if settings.fsync else UnsyncedSink)
+        self._segments = Segments(folder, open_sink=sink)
+        self._reading = asyncio.Lock()  # what is read is not given up meanwhile
+        try:
+            self._writer = Writer(
+                self._segments,
+                first=self._tidy(past),
+                segment_bytes=settings.segment_bytes,
+                commit_interval_s=settings.commit_interval_s,
+            )
+        except OSError as error:
+            raise write_failure(error, folder) from None
+        self._append(self.ledger.snapshot())
+
+    def _tidy(self, past: Past) -> int:
+        """Leave whole segments only; returns the number of the next."""
+        folder = self._segments.folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ids = self._segments.ids()
+        if past.torn is not None:
+            self._segments.cut(past.torn.segment, end=past.torn.end)
+        self._segments.remove([segment for segment in ids if segment not in past.sizes])
+        return max(ids, default=0) + 1
+
+    @property
+    def num_bytes(self) -> int:
+        return sum({**self._sizes, **self._writer.sizes}.values())
+
+    @property
+    def is_too_large(self) -> bool:
+        """A checkpoint would let it shrink."""
+        return self.num_bytes > self._max_bytes
+
+    @property
+    def position(self) -> int:
+        """Of the last record so far."""
+        return self._position
+
+    def issued(self, number: int, *, draw: int | None) -> None:
+        """Nothing is written where a number is tried again."""
+        if number >= self.ledger.next_number:
+            self._append(Issued(number=number, draw=draw))
+
+    def observed(self, number: int, *, solve_rate: float, draw: int | None) -> None:
+        """Nothing is written where the stream of tasks does not learn."""
+        if draw is not None:
+            self._append(Observed(number=number, solve_rate=solve_rate, draw=draw))
+
+    async def admitted(self, group: Group) -> None:
+        """Its group may be trained, now that a crash cannot lose it."""
+        writing = self._append(Admitted(number=group.number), content=group)
+        self._admitting.add(group.number)
+        try:
+            place = await asyncio.wrap_future(writing)
+        finally:
+            self._admitting.discard(group.number)
+        assert place is not None
+        self._places[group.number] = place
+
+    def reopened(self, number: int) -> None:
+        if number in self.ledger.waiting:
+            self._append(Reopened(number=number))
+
+    def closed(self, number: int, *, outcome: Outcome, reason: str) -> None:
+        self._append(Closed(number=number, outcome=outcome, reason=reason))
+
+    async def begun(
+        self, version: int, *, fresh: Iterable[int], replayed: Iterable[int] = ()
+    ) -> None:
+        """From here on the step that makes `version` is of these groups, whatever happens."""
+        record = Begun(version=version, fresh=tuple(fresh), replayed=tuple(replayed))
+        await asyncio.wrap_future(self._append(record))
+
+    def applied(self, version: int, *, was_skipped: bool) -> None:
+        self._append(Applied(version=version, was_skipped=was_skipped))
+
+    async def groups(self, numbers: Sequence[int]) -> list[Group]:
+        """As they were admitted."""
+        tasks = [self._task_of(number, self.ledger.draws.get(number)) for number in numbers]
+        async with self._reading:
+            return await asyncio.to_thread(self._read, numbers, tasks)
+
+    async def settle(self) -> None:
+        """Returns when all that was written so far is durable."""
+        await asyncio.wrap_future(self._last)
+
+    async def cover(self, version: int, *, position: int, keep: Collection[int] = ()) -> None:
+        """There is a good checkpoint of `version`, made when `position` was the last record. Give
+        up what only an older one would need; `keep` are groups that may be trained once more."""
+        self.ledger.cover(version, position=position, keep=keep)
+        async with self._reading:
+            await self._compact()
+
+    async def close(self) -> None:
+        await self._writer.close()
+
+    def _append(self, record: AnyRecord, *, content: Content = None) -> "Future[Place | None]":
+        self._position += 1
+        self.ledger.fold(record, position=self._position)
+        self._last = self._writer.append(record, position=self._position, content=content)
+        return self._last
+
+    def _read(self, numbers: Sequence[int], tasks: Sequence[Task]) -> list[Group]:
+        return [
+            decode_group(self._segments.read_group(self._places[number]), task=task)
+            for number, task in zip(numbers, tasks, strict=True)
+        ]
+
+    async def _compact(self) -> None:
+        """Remove the segments in which little is needed, once that is elsewhere."""
+        live = self.ledger.live
+        self._places = {n: place for n, place in self._places.items() if n in live}
+        sizes = {**self._sizes, **self._writer.sizes}
+        needed = dict.fromkeys(sizes, 0)  # bytes by segment
+        for place in self._places.values():
+            needed[place.segment] += place.length
+        newest = self._writer.segment
+        dead = [s for s, size in sizes.items() if s < newest and 2 * needed[s] < size]
+        if not dead:
+            return
+        for segment in dead:
+            await self._carry(segment)
+        # What the segments said besides is said by this.
+        await asyncio.wrap_future(self._append(self.ledger.snapshot()))
+        await asyncio.to_thread(self._segments.remove, dead)
+        for segment in dead:
+            self._sizes.pop(segment, None)
+            self._writer.sizes.pop(segment, None)
+
+    async def _carry(self, segment: int) -> None:
+        """Write again what is needed of a segment."""
+        places = {n: place for n, place in self._places.items() if place.segment == segment}
+        found = await asyncio.to_thread(
+            lambda: {n: self._segments.read_group(place) for n, place in places.items()}
+        )
+        writing = {
+            number: self._append(Carried(number=number), content=content)
+            for number, content in found.items()
+            if self._is_current(number, places[number])
+        }
+        for number, future in writing.items():
+            place = await asyncio.wrap_future(future)
+            if place is not None and self._is_current(number, places[number]):
+                self._places[number] = place
+
+    def _is_current(self, number: int, place: Place) -> bool:
+        """False if it is no longer needed, or another try at it is there or on its way."""
+        is_replaced = number in self._admitting or self._places.get(number) is not place
+        return number in self.ledger.live and not is_replaced

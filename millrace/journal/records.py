@@ -1,0 +1,97 @@
+"""What a journal says, record by record. One tagged union; a record may bring a group with it.
+
+The life of a task's number: Issued, then Admitted with its group, then part of a step that has
+Begun and was Applied. Or it is Closed with a reason; or Reopened, to be played again.
+"""
+
+from typing import Literal
+
+import msgspec
+
+Outcome = Literal["dropped", "failed"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all records; the tag is the class name."""
+
+
+class Issued(Record, frozen=True):
+    """The next number is being played."""
+
+    number: int
+    draw: int | None = None  # what its task stream must be told to find the same task again
+
+
+class Observed(Record, frozen=True):
+    """Its episodes were judged; a curriculum learns from it."""
+
+    number: int
+    solve_rate: float
+    draw: int | None = None
+
+
+class Admitted(Record, frozen=True):
+    """Its group, which comes with the record, is ready to be trained."""
+
+    number: int
+
+
+class Carried(Record, frozen=True):
+    """The same group again, out of a segment that goes."""
+
+    number: int
+
+
+class Reopened(Record, frozen=True):
+    """What there was of its group has become too stale; it is played again."""
+
+    number: int
+
+
+class Closed(Record, frozen=True):
+    """It will not be trained."""
+
+    number: int
+    outcome: Outcome
+    reason: str
+
+
+class Begun(Record, frozen=True):
+    """The step that makes `version` learns from these groups, in this order, whenever it is
+    done."""
+
+    version: int
+    fresh: tuple[int, ...]  # trained for the first time
+    replayed: tuple[int, ...] = ()  # trained in an earlier step
+
+
+class Applied(Record, frozen=True):
+    """The trainer has reached `version`."""
+
+    version: int
+    was_skipped: bool = False  # in part or as a whole, as something was not finite
+
+
+class StepEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step in a Snapshot."""
+
+    begun: Begun
+    is_applied: bool
+    was_skipped: bool
+
+
+class Snapshot(Record, frozen=True):
+    """All that the records before it said, but for the groups."""
+
+    version: int  # steps up to this one need not be redone
+    next_number: int
+    open: tuple[int, ...]  # issued, and neither trained nor closed
+    waiting: tuple[int, ...]  # of these, admitted and in no step; as they came
+    totals: dict[str, int]  # numbers that are not open, by what became of them
+    steps: tuple[StepEntry, ...] = ()
+    draws: dict[int, int] = {}
+    observed: tuple[tuple[int, Observed], ...] = ()  # with the positions of their records
+    troubles: tuple[str, ...] = ()
+
+
+AnyRecord = Issued | Observed | Admitted | Carried | Reopened | Closed | Begun | Applied | Snapshot
