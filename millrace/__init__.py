@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millrace import verifiers
+    from millrace.adapters.environment_factory import EnvironmentFactory
+    from millrace.adapters.gym import GymEnvironment
     from millrace.config import RunConfig, load_config
     from millrace.core.errors import MillraceError
     from millrace.core.records import Task
@@ -23,8 +25,10 @@ __version__ = "0.1.0"
 __all__ = [
     "Agent",
     "Blackbox",
+    "EnvironmentFactory",
     "EpisodeOver",
     "Gateway",
+    "GymEnvironment",
     "McpServer",
     "MillraceError",
     "Reply",
@@ -41,8 +45,10 @@ __all__ = [
 _HOMES = {
     "Agent": "millrace.episodes.agent",
     "Blackbox": "millrace.serving.blackbox",
+    "EnvironmentFactory": "millrace.adapters.environment_factory",
     "EpisodeOver": "millrace.episodes.limits",
     "Gateway": "millrace.serving.gateway",
+    "GymEnvironment": "millrace.adapters.gym",
     "McpServer": "millrace.episodes.mcp_server",
     "MillraceError": "millrace.core.errors",
     "Reply": "millrace.episodes.agent",

@@ -39,6 +39,7 @@ from millrace.scoring.tier.group_scoring import GroupScoring
 from millrace.staging.batches import Batches
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
+from millrace.training.past_steps import StepsOnRecord
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.skipped import SkippedSteps
 from millrace.watch.watcher import SCORES, Moment, Watcher
@@ -125,6 +126,8 @@ class Controller:
             pairs=config.scoring.advantages["type"] == PAIRS,
             in_order=is_synchronous,  # it need not depend on the groups' speed
         )
+        if isinstance(journal, Journal):
+            trainer.past = StepsOnRecord(self._batches.redo, version=cursor.version)
         self._dispatcher = Dispatcher(
             task_of=tasks.task,
             draw_of=tasks.draw_of,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from millrace.adapters.seating import seated
 from millrace.config import EnvironmentConfig, McpConfig, ReplayConfig, RunConfig, ScorerConfig
 from millrace.controller import Cursor
 from millrace.core.errors import ConfigError, TaskError
@@ -114,9 +115,10 @@ def prepare(
             " evaluate.path, or pass eval_tasks=[...] to train()."
         )
     specs = _scorers(config.scorer, scorers)
-    played = _environment(config, environment)
+    all_tasks = [*train_tasks, *held_out]
+    specs, played = seated(specs, _environment(config, environment), tasks=all_tasks)
     rewards = environment is not None or config.environment.may_reward
-    check_specs(specs, [*train_tasks, *held_out], may_be_none=rewards)
+    check_specs(specs, all_tasks, may_be_none=rewards)
     check_evaluation(specs, num_held_out=len(held_out))
     config = with_distillation(_with_advantages(config), specs)
     check_room(
@@ -134,7 +136,7 @@ def prepare(
     max_context = _context(config)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
-    renderer.check([*train_tasks, *held_out])
+    renderer.check(all_tasks)
     _check_prompts(renderer, train_tasks, max_context=max_context)
     checkpoint, cursor = _resume_point(config) if resume else (None, Cursor())
     past, doubts = _past(config, cursor, resume=resume)

@@ -117,8 +117,8 @@ class _Run:
             resume_from=prepared.cursor.version if resume else None,
         )
         self._controller: Controller | None = None
-        self._journal: Journal | NoJournal = NoJournal()
         self._crew: Crew | None = None
+        self._journal: Journal | NoJournal = NoJournal()
         self._gpu_env: dict[str, str] = {}
 
     async def run(self) -> RunResult:

@@ -306,6 +306,7 @@ class StartTeacher(Message, frozen=True):
     config: dict[str, Any]  # RunConfig as plain data
     settings: dict[str, Any]  # ReaderSettings as plain data
     model_path: str
+    num_known: int | None = None  # token ids it may name; None = those of the config's model
     following: dict[str, Any] | None = None  # Following as plain data; None = it never changes
     version: int | None = None  # of one that follows the policy: the Version it begins with
     adapter_path: str | None = None  # likewise, in a LoRA run: the adapter that goes on top

@@ -17,6 +17,8 @@ Batches = tuple[Batch, ...]
 
 
 class PastSteps(Protocol):
+    """Which version the trainer has come to, and how it got there."""
+
     def note(self, version: int, batches: Batches) -> None:
         """The step that made this version learned from these."""
         ...
@@ -28,6 +30,28 @@ class PastSteps(Protocol):
     def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
         """The steps since this version, in order."""
         ...
+
+
+class Redo(Protocol):
+    def __call__(self, *, after: int, through: int) -> AsyncIterator[tuple[int, Batches]]: ...
+
+
+class StepsOnRecord:
+    """Steps that somebody else has written down."""
+
+    def __init__(self, redo: Redo, *, version: int) -> None:
+        """`version` of the trainer when it started."""
+        self._redo = redo
+        self._version = version
+
+    def note(self, version: int, batches: Batches) -> None:
+        self._version = version
+
+    def saved(self, version: int) -> None:
+        """What is not needed any more is forgotten elsewhere."""
+
+    def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
+        return self._redo(after=version, through=self._version)
 
 
 class StepsInMemory:

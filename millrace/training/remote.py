@@ -40,7 +40,7 @@ class RemoteTrainer:
         step_timeout_s: float | None = None,
         save_timeout_s: float | None = None,
     ) -> None:
-        self.past = past
+        self.past: PastSteps = past
         self.num_redone = 0  # steps that were done again, after a death
         self._step_timeout_s = step_timeout_s
         self._save_timeout_s = save_timeout_s

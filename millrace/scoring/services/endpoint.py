@@ -27,8 +27,15 @@ SHOWN = 200  # characters of an answer in an error
 
 class Endpoint:
     def __init__(
-        self, url: str, *, headers: Mapping[str, str], timeout_s: float, scorer: str
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        scorer: str,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
+        self._max_answer_bytes = max_answer_bytes
         self._scorer = scorer
         self._timeout_s = timeout_s
         self._secrets = Secrets({"url": url, **headers}, owner=f"Scorer {scorer!r}")
@@ -80,8 +87,8 @@ class Endpoint:
         data = bytearray()
         async for chunk in response.content.iter_any():
             data += chunk
-            if len(data) > MAX_ANSWER_BYTES:
-                raise self.unusable(f"answered with more than {MAX_ANSWER_BYTES} bytes")
+            if len(data) > self._max_answer_bytes:
+                raise self.unusable(f"answered with more than {self._max_answer_bytes} bytes")
         return data.decode("utf-8", errors="replace")
 
     def _refused(self, response: aiohttp.ClientResponse, text: str) -> ScoreError:
