@@ -82,12 +82,15 @@ class Learner:
         )
         self.version = version  # of the trainer
         self.awaits_batch = False  # the trainer has nothing to do
-        self.saved: Path | None = None  # the newest checkpoint
+        # The newest checkpoint; at first the one that the run goes on from.
+        self.saved: Path | None = checkpoints / f"step_{version}" if version else None
         self._covered = _Covered(version=version, position=resumed_at)
 
     async def run(self, activities: asyncio.TaskGroup) -> None:
         """Until the last step."""
         steps = self._config.trainer.steps
+        if self.version == steps:
+            return  # all but the end of the run was done before a crash
         upcoming = activities.create_task(self._batches.next(self.version))
         while self.version < steps:
             taken = await self._take(upcoming)

@@ -38,7 +38,7 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
             "steps": steps,
             "groups_per_step": GROUPS_PER_STEP,
             "threads": 1,
-            "learning_rate": 3e-4,
+            "learning_rate": 1e-3,
             "microbatch_tokens": 2048,
         },
         "scoring": {"workers": 1},
