@@ -16,13 +16,13 @@ from millrace.cluster.messages import Progress, StartEngine, StartTrainer
 from millrace.cluster.mps import behind
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
-from millrace.core.errors import ConfigError, WeightError
+from millrace.core.errors import ConfigError, WeightError, WorkerError
 from millrace.core.protocols import Engine
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.pool import EnginePool
 from millrace.engines.remote import RemoteEngine
 from millrace.prepare import Prepared
-from millrace.supervision.deaths import RestartLimits
+from millrace.supervision.deaths import Deaths, RestartLimits
 from millrace.supervision.keeper import Keeper
 from millrace.supervision.pulse import Pulse
 from millrace.training.checkpoints import latest_checkpoint, read_run_state
@@ -105,11 +105,13 @@ class Crew:
             bring_weights=self._bring_newest,
             swap_timeout_s=self._config.supervision.swap_timeout_s,
         )
-        worker = await place.open()
+        worker = await self._first(name, place.open)
         self._keep(worker, replace=place.replace, on_death=place.on_death)
 
     async def _enlist_trainer(self) -> None:
-        worker = await self._start_trainer(self._prepared.checkpoint)
+        worker = await self._first(
+            "trainer", lambda: self._start_trainer(self._prepared.checkpoint)
+        )
         past = StepsInMemory(version=self._prepared.cursor.version)
         trainer = self._trainer = RemoteTrainer(
             worker,
@@ -118,6 +120,20 @@ class Crew:
             save_timeout_s=self._config.supervision.save_timeout_s,
         )
         self._keep(worker, replace=self._replace_trainer, on_death=trainer.lose)
+
+    async def _first(self, name: str, start: Callable[[], Awaitable[Worker]]) -> Worker:
+        """Start it, and again if it is killed meanwhile. What it says itself is for the user, and
+        no retry mends it."""
+        deaths = Deaths(name, limits=self._limits)
+        while True:
+            try:
+                return await start()
+            except WorkerError as error:
+                if not error.was_killed:
+                    raise
+                delay_s = deaths.note(error)
+                self._on_restart(name, str(error))
+                await asyncio.sleep(delay_s)
 
     async def _replace_trainer(self) -> Worker:
         checkpoint = latest_checkpoint(self._run_dir) or self._prepared.checkpoint
@@ -137,19 +153,22 @@ class Crew:
         replace: Callable[[], Awaitable[Worker]],
         on_death: Callable[[], None],
     ) -> None:
-        settings = self._config.supervision
-        limits = RestartLimits(
-            max_restarts=settings.max_restarts,
-            window_s=settings.window_s,
-            backoff_s=settings.backoff_s,
-        )
         self._keepers[worker.name] = Keeper(
             worker,
             replace=replace,
             on_death=on_death,
-            limits=limits,
+            limits=self._limits,
             make_pulse=self._make_pulse,
             on_restart=self._on_restart,
+        )
+
+    @property
+    def _limits(self) -> RestartLimits:
+        settings = self._config.supervision
+        return RestartLimits(
+            max_restarts=settings.max_restarts,
+            window_s=settings.window_s,
+            backoff_s=settings.backoff_s,
         )
 
     def _make_pulse(self) -> Pulse:
