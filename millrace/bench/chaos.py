@@ -32,7 +32,7 @@ from millrace.bench.mayhem.task import NUM_DIGITS
 from millrace.bench.mayhem.witness import Witness
 
 FEWEST_STEPS, STEPS_PER_KILL = 40, 2
-NUM_EXAMPLES = 3200  # of the model's warm start
+NUM_EXAMPLES = 9600  # of the model's warm start
 
 
 def main(argv: Sequence[str] | None = None) -> int:

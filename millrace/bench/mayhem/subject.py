@@ -38,7 +38,9 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
             "steps": steps,
             "groups_per_step": GROUPS_PER_STEP,
             "threads": 1,
-            "learning_rate": 1e-3,
+            "learning_rate": 3e-4,
+            "schedule": "linear",  # a run that ends in small steps ends near its best
+            "warmup_steps": 5,
             "microbatch_tokens": 2048,
         },
         "scoring": {"workers": 1},
