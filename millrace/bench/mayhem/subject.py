@@ -19,6 +19,7 @@ from millrace.watch.run_dir import RunDir
 
 GROUPS_PER_STEP = 8
 MAX_STALENESS = 2
+EXIT_S = 60.0  # for the system to be done with a process that was killed
 
 
 def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str, Any]:
@@ -80,7 +81,8 @@ class Subject:
 
     def start(self) -> None:
         """For the first time, or where it was killed."""
-        assert self._process is None or self._process.poll() is not None
+        if self._process is not None:
+            self._process.wait(timeout=EXIT_S)
         command = [sys.executable, "-m", "millrace.cli", "train", str(self._config)]
         command += ["--resume"] if self.run_dir.exists else []
         with self.console.open("ab") as console:
