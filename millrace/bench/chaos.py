@@ -31,7 +31,7 @@ from millrace.bench.mayhem.subject import Subject
 from millrace.bench.mayhem.task import NUM_DIGITS
 from millrace.bench.mayhem.witness import Witness
 
-FEWEST_STEPS, STEPS_PER_KILL = 40, 2
+FEWEST_STEPS, STEPS_PER_KILL = 60, 5
 NUM_EXAMPLES = 9600  # of the model's warm start
 
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--kills", type=int, default=20, help="how many (20); 200 is a soak")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the run and the kills")
-    parser.add_argument("--steps", type=int, help="of the run; by default 2 for each kill")
+    parser.add_argument("--steps", type=int, help="of the run; by default 5 for each kill")
     parser.add_argument("--json", metavar="FILE", help="write the result here")
     parser.add_argument("--keep", metavar="DIR", help="keep both run directories here")
     args = parser.parse_args(argv)
@@ -80,11 +80,11 @@ def torment(folder: Path, *, num_kills: int, steps: int, seed: int) -> Result:
 
     make_model(folder / "model", seed, num_examples=NUM_EXAMPLES, num_digits=NUM_DIGITS)
     calm = _Observed(folder / "undisturbed", model=folder / "model", steps=steps, seed=seed)
-    calm.run(0)
+    calm.run()
     pace = Pace.of(calm.witness.sightings, began_s=calm.began_s, ended_s=calm.ended_s)
     print(f"undisturbed: {steps} steps in {pace.wall_s:.0f} s, {pace.step_s:.2f} s each")
     wild = _Observed(folder / "disturbed", model=folder / "model", steps=steps, seed=seed)
-    wild.run(num_kills)
+    wild.run(num_kills, step_s=pace.step_s)
     books = account(
         wild.witness.sightings,
         wild.monkey.kills,
@@ -119,11 +119,11 @@ class _Observed:
         self.witness = Witness(self.subject.run_dir)
         self.monkey = Monkey(self.subject, self.witness)
 
-    def run(self, num_kills: int) -> None:
+    def run(self, num_kills: int = 0, *, step_s: float = 0.0) -> None:
         self.began_s = time.monotonic()
         try:
             self.subject.start()
-            self.monkey.torment(num_kills, seed=self._seed)
+            self.monkey.torment(num_kills, step_s=step_s, seed=self._seed)
             self.ended_s = time.monotonic()
             self.witness.conclude()
             self.leftovers = check_leftovers(self.subject)

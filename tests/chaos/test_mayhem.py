@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace.bench.mayhem.losses import Pace, account
-from millrace.bench.mayhem.monkey import CONTROLLER, HASTY_S, ROLES, Kill, plans
+from millrace.bench.mayhem.monkey import CONTROLLER, ROLES, Kill, plans
 from millrace.bench.mayhem.promises import check_account, check_accuracy, check_kills
 from millrace.bench.mayhem.victims import gone_after_s, is_alive, strike, workers_of
 from millrace.bench.mayhem.witness import Sighting, Witness
@@ -41,12 +41,11 @@ def test_kills_fall_on_each_role_equally_often_and_over_all_steps():
     )
     waiting = [plan.after_step for plan in drawn if plan.after_step is not None]
     assert waiting == sorted(waiting)
-    assert waiting[-1] > 390
+    assert 310 < waiting[-1] <= 320
     assert 10 < sum(plan.after_step is None for plan in drawn) < 60
     stopped = [plan.role for plan in drawn if plan.signal == signal.SIGSTOP]
     assert len(stopped) > 5
     assert CONTROLLER not in stopped
-    assert all(plan.pause_s <= HASTY_S for plan in drawn)
     assert drawn == list(plans(200, steps=400, seed=1))
 
 

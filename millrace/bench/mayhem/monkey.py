@@ -2,8 +2,8 @@
 
 Promise: the same seed draws the same roles, signals and pauses; at which moment of the run they
 fall is up to the machine. Each kill says who was alive before and when it was gone. The run gets
-on: the next kill waits until some further steps are done, but for a share of hasty ones, which
-strike at whoever is just coming up.
+on: a kill waits until some steps are done since the last, but for a share of hasty ones, which
+strike while those who were killed are coming up.
 """
 
 import random
@@ -19,9 +19,10 @@ from millrace.bench.mayhem.witness import Witness
 CONTROLLER = "controller"
 ROLES = ("engine", "scorer", "trainer", CONTROLLER)
 STOP_SHARE = 0.15  # of workers: they are stopped and not killed
-HASTY_SHARE = 0.15  # strike within HASTY_S of the last, without waiting for progress
+HASTY_SHARE = 0.15  # strike within HASTY_S of the last, or when a step is done
 HASTY_S = 12.0
-PAUSE_S = 2.0  # at most, once the steps are done
+PAUSE_STEPS = 2.0  # at most, beyond the step that a kill waits for
+LAST_STEP = 0.8  # of all, that a kill waits for: the run shall not be over before
 KILL_TIMEOUT_S = 10.0
 HANG_TIMEOUT_S = 240.0  # more than all that settings_of() allows a worker to hang
 STALL_S = 600.0
@@ -37,7 +38,7 @@ class Plan:
     role: str
     signal: signal.Signals
     after_step: int | None  # None = hasty
-    pause_s: float
+    pause: float  # of the longest, from 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +63,8 @@ def plans(num_kills: int, *, steps: int, seed: int) -> Iterator[Plan]:
         yield Plan(
             role=role,
             signal=signal.SIGSTOP if is_stop else signal.SIGKILL,
-            after_step=None if is_hasty else i * (steps - 1) // num_kills,
-            pause_s=rng.uniform(0, HASTY_S if is_hasty else PAUSE_S),
+            after_step=None if is_hasty else int(LAST_STEP * steps * i / num_kills),
+            pause=rng.random(),
         )
 
 
@@ -77,21 +78,25 @@ class Monkey:
         self.kills: list[Kill] = []
         self.num_missed = 0  # the run ended before they could strike
 
-    def torment(self, num_kills: int, *, seed: int) -> None:
-        """Until the run has finished; raises Stuck if it does not."""
+    def torment(self, num_kills: int, *, step_s: float, seed: int) -> None:
+        """Until the run has finished; raises Stuck if it does not. `step_s`: how long a step takes
+        when nobody disturbs it."""
         for plan in plans(num_kills, steps=self._subject.steps, seed=seed):
-            if not self._wait(plan) or not self._carry_out(plan):
+            if not self._wait(plan, step_s=step_s) or not self._carry_out(plan):
                 self.num_missed += 1
         self._watch(lambda: False, what="its end")
 
-    def _wait(self, plan: Plan) -> bool:
+    def _wait(self, plan: Plan, *, step_s: float) -> bool:
         """Until its moment has come; False = the run has ended."""
-        after_step = plan.after_step
-        if after_step is not None and not self._watch(
-            lambda: self._witness.step >= after_step, what=f"step {after_step}"
-        ):
+        after_step, begun = plan.after_step, self._witness.step
+        if after_step is None:
+            until_s = time.monotonic() + plan.pause * HASTY_S
+            return self._watch(
+                lambda: time.monotonic() >= until_s or self._witness.step > begun, what="a step"
+            )
+        if not self._watch(lambda: self._witness.step >= after_step, what=f"step {after_step}"):
             return False
-        until_s = time.monotonic() + plan.pause_s
+        until_s = time.monotonic() + plan.pause * PAUSE_STEPS * step_s
         return self._watch(lambda: time.monotonic() >= until_s, what="a pause")
 
     def _carry_out(self, plan: Plan) -> bool:
@@ -99,6 +104,8 @@ class Monkey:
         struck: list[Kill] = []
 
         def find() -> bool:
+            if plan.signal == signal.SIGSTOP and not self._has_begun():
+                return False  # one that hangs while the run starts ends it, as it should
             for victim in self._subject.victims():
                 if victim.role == plan.role:
                     kill = self._strike(victim, plan.signal)
@@ -111,6 +118,11 @@ class Monkey:
             return False
         self.kills += struck
         return True
+
+    def _has_begun(self) -> bool:
+        """It has done a step since it was started."""
+        sightings = self._witness.sightings
+        return bool(sightings) and sightings[-1].at_s > self._subject.started_s
 
     def _strike(self, victim: Victim, number: signal.Signals) -> Kill | None:
         self._witness.look()

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
             "step_timeout_s": 120.0,
             "save_timeout_s": 120.0,
         },
-        "cluster": {"start_timeout_s": 120.0},
+        "cluster": {"start_timeout_s": 60.0},
         "weights": {"timeout_s": 60.0},
         "watch": {"progress": "lines", "samples_per_step": GROUPS_PER_STEP},  # one of each group
     }
@@ -78,6 +79,7 @@ class Subject:
             tomli_w.dumps(settings_of(folder, model=model, steps=steps, seed=seed))
         )
         self._process: subprocess.Popen[bytes] | None = None
+        self.started_s = 0.0  # the last time
 
     def start(self) -> None:
         """For the first time, or where it was killed."""
@@ -93,6 +95,7 @@ class Subject:
                 stderr=console,
                 env={**os.environ, "TMPDIR": str(self.temp), "PYTHONUNBUFFERED": "1"},
             )
+        self.started_s = time.monotonic()
         self.controllers.append(self._process.pid)
 
     @property

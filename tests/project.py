@@ -12,7 +12,7 @@ from typing import Any
 import tomli_w
 from tiny_model import make_tiny_model
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 SETTINGS: dict[str, Any] = {
     "run_dir": "run",
     "model": "model",
