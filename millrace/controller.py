@@ -10,6 +10,7 @@ everything heavy is a call to a worker.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
-from millrace.core.errors import CheckpointError, RunFailed
+from millrace.core.errors import RunFailed
 from millrace.core.microbatch import Batch
 from millrace.core.records import Group, Task
 from millrace.core.weight_update import WeightUpdate
@@ -39,6 +40,7 @@ from millrace.staging.batches import Batches
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
 from millrace.staging.packing import minibatches_of
+from millrace.training.checkpointing import Checkpointing
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.scoring import where_text
 from millrace.watch.skipped import SkippedSteps
@@ -95,11 +97,10 @@ class Controller:
         self._evaluators = evaluators
         self._trainer = trainer
         self._watcher = watcher
-        self._checkpoints = checkpoints
         self._skipped = skipped
         self._version = cursor.version
         self._awaits_batch = False  # the trainer has nothing to do
-        self._saved: Path | None = None
+        self._checkpointing = Checkpointing(trainer, folder=checkpoints, warn=watcher.warn)
         self._failures = Failures(max_share=config.rollout.max_failure_share)
         self._limit = config.buffer.limit
         self._admission = Admission(
@@ -171,6 +172,10 @@ class Controller:
         )
 
     async def run(self) -> Outcome:
+        with contextlib.closing(self._checkpointing):
+            return await self._run()
+
+    async def _run(self) -> Outcome:
         async with asyncio.TaskGroup() as activities:
             await self._examiner.begin(activities)
             dispatching = activities.create_task(self._dispatcher.run())
@@ -192,7 +197,7 @@ class Controller:
             following.cancel()
             notifying.cancel()
             watching.cancel()
-        checkpoint = self._saved
+        checkpoint = self._checkpointing.newest
         assert checkpoint is not None
         return Outcome(
             steps=self._version,
@@ -302,22 +307,14 @@ class Controller:
         """Checkpoint and evaluate when due."""
         last = self._version == self._config.trainer.steps
         if last or _due(self._version, self._config.checkpoint.every_steps):
-            await self._save(must_succeed=last)
+            await self._save(is_last=last)
         if not last:
             await self._examiner.after_step(self._version)
 
-    async def _save(self, *, must_succeed: bool) -> None:
-        directory = self._checkpoints / f"step_{self._version}"
+    async def _save(self, *, is_last: bool) -> None:
         cursor = {**self._dispatcher.cursor(), "tasks": self._tasks.state()}
-        run_state = {"version": self._version, **cursor}
-        try:
-            await self._trainer.save(directory, run_state=run_state)
-        except CheckpointError as error:
-            if must_succeed:
-                raise
-            self._watcher.warn(f"{error} The run goes on without this checkpoint.")
-        else:
-            self._saved = directory
+        save = self._checkpointing.save_last if is_last else self._checkpointing.save
+        await save(self._version, run_state={"version": self._version, **cursor})
 
     async def _evaluate(self, step: int) -> Evaluation | None:
         evaluation = await self._held_out.evaluate(step)

@@ -132,6 +132,8 @@ class _Run:
         cluster = self._config.cluster
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._watcher.close)
+            for sentence in self._prepared.passed_over:
+                self._watcher.warn(sentence)
             self._gpu_env = await stack.enter_async_context(self._shared_gpu())
             private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-")))
             hub = await stack.enter_async_context(

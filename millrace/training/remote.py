@@ -1,10 +1,11 @@
 """The trainer as the controller sees it: a process that takes batches. Torch-free."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from millrace.cluster.hub import Worker
-from millrace.cluster.messages import Release, SaveCheckpoint, Step, Stepped
+from millrace.cluster.messages import Release, SaveCheckpoint, Saved, Step, Stepped
 from millrace.core.microbatch import Batch
 
 
@@ -23,5 +24,11 @@ class RemoteTrainer:
     async def release(self, version: int) -> None:
         await self._worker.call(Release(version=version))
 
-    async def save(self, directory: Path, *, run_state: dict[str, Any]) -> None:
-        await self._worker.call(SaveCheckpoint(directory=str(directory), run_state=run_state))
+    async def save(
+        self, directory: Path, *, run_state: dict[str, Any], on_copied: Callable[[], None]
+    ) -> Saved:
+        """Returns when the checkpoint is on the disk; steps may go on after `on_copied`."""
+        message = SaveCheckpoint(directory=str(directory), run_state=run_state)
+        reply = await self._worker.call(message, on_part=lambda _: on_copied())
+        assert isinstance(reply, Saved)
+        return reply
