@@ -25,7 +25,7 @@ from millrace.prepare import Prepared
 from millrace.supervision.deaths import RestartLimits
 from millrace.supervision.keeper import Keeper
 from millrace.supervision.pulse import Pulse
-from millrace.training.checkpoints import latest_checkpoint, read_run_state
+from millrace.training.checkpoints import newest_checkpoint, read_run_state
 from millrace.training.past_steps import StepsInMemory
 from millrace.training.remote import RemoteTrainer
 
@@ -120,7 +120,8 @@ class Crew:
         self._keep(worker, replace=self._replace_trainer, on_death=trainer.lose)
 
     async def _replace_trainer(self) -> Worker:
-        checkpoint = latest_checkpoint(self._run_dir) or self._prepared.checkpoint
+        found = await asyncio.to_thread(newest_checkpoint, self._run_dir)
+        checkpoint = found.directory or self._prepared.checkpoint
         version = 0 if checkpoint is None else int(read_run_state(checkpoint)["version"])
         worker = await self._start_trainer(checkpoint)
         try:
