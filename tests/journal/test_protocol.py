@@ -47,6 +47,7 @@ class Trainer:
 
     weights: list[str] = field(default_factory=lambda: ["start"])
     learned: list[tuple[int, ...]] = field(default_factory=list)  # fresh numbers by step
+    relearned: list[int] = field(default_factory=list)
 
     @property
     def version(self) -> int:
@@ -63,6 +64,15 @@ class Trainer:
                 digest.update(microbatch.tokens.tobytes() + microbatch.advantages.tobytes())
         self.weights.append(digest.hexdigest()[:12])
         self.learned.append(tuple(group.number for group in taken.fresh))
+        self.relearned += taken.replayed
+
+    def copy(self) -> "Trainer":
+        return replace(
+            self,
+            weights=list(self.weights),
+            learned=list(self.learned),
+            relearned=list(self.relearned),
+        )
 
 
 @dataclass(kw_only=True)
@@ -84,7 +94,7 @@ class Process:
     ) -> None:
         state = {} if checkpoint is None else checkpoint.run_state
         saved = Trainer() if checkpoint is None else checkpoint.trainer
-        self.trainer = Trainer(weights=list(saved.weights), learned=list(saved.learned))
+        self.trainer = saved.copy()
         version = self.visible = self.trainer.version
         at = Checkpointed(
             version=version,
@@ -288,9 +298,11 @@ class Protocol(RuleBasedStateMachine):
         self._crash(seed)
 
     @invariant()
-    def nothing_is_trained_twice(self) -> None:
-        trained = [number for step in self.process.trainer.learned for number in step]
+    def nothing_is_trained_twice_or_replayed_twice(self) -> None:
+        trainer = self.process.trainer
+        trained = [number for step in trainer.learned for number in step]
         assert len(trained) == len(set(trained))
+        assert len(trainer.relearned) == len(set(trainer.relearned))
 
     @invariant()
     def a_version_is_the_same_however_often_it_is_made(self) -> None:
@@ -353,8 +365,7 @@ class Protocol(RuleBasedStateMachine):
         position = process.journal.position
         cursor = process.dispatcher.cursor()
         state = {"journal": position, **cursor, "tasks": process.tasks.state()}
-        trainer = process.trainer
-        kept = Trainer(weights=list(trainer.weights), learned=list(trainer.learned))
+        kept = process.trainer.copy()
         await process.journal.settle()
         if ends == "unsaved":
             return
