@@ -76,7 +76,7 @@ def bytes_of(batches: tuple[Batch, ...]) -> bytes:
 
 
 @pytest.fixture
-async def learned(tmp_path) -> tuple[Path, list]:
+async def learned(tmp_path) -> tuple[Path, list, list[int]]:
     """Six steps of a run that then ended, some of their groups replayed."""
     stage = Stage(tmp_path)
     for number in range(12):
@@ -84,14 +84,15 @@ async def learned(tmp_path) -> tuple[Path, list]:
     done = await stage.learn(range(6))
     await stage.journal.close()
     assert any(replayed for _, replayed, _ in done)
-    return tmp_path, done
+    return tmp_path, done, list(stage.batches.may_return)
 
 
 async def test_a_resumed_run_takes_the_steps_it_had_taken_and_goes_on_as_it_would_have(learned):
-    folder, done = learned
+    folder, done, may_return = learned
     stage = Stage(folder)
     await stage.batches.restore(2)
     assert await stage.learn(range(2, 6)) == done[2:]
+    assert stage.batches.may_return == may_return
     assert stage.replays == [len(replayed) for _, replayed, _ in done[2:]]
     trained = [n for numbers, replayed, _ in done for n in numbers if n not in replayed]
     waiting = await stage.journal.groups(list(stage.journal.ledger.waiting))
@@ -104,7 +105,7 @@ async def test_a_resumed_run_takes_the_steps_it_had_taken_and_goes_on_as_it_woul
 
 
 async def test_redo_gives_the_same_batches_and_changes_nothing(learned):
-    folder, done = learned
+    folder, done, _ = learned
     stage = Stage(folder)
     before = stage.journal.position
     again = [(v, bytes_of(batches)) async for v, batches in stage.batches.redo(after=3, through=5)]
