@@ -148,7 +148,7 @@ def prepare(
     stream = make_stream(sources, config.tasks, seed=config.seed)
     stream.restore(cursor.tasks)
     if past is not None:
-        cursor = _continued(cursor, past.ledger, stream)
+        cursor = continued(cursor, past.ledger, stream)
     prepared = Prepared(
         config=_with_threads(config),
         tasks=stream,
@@ -419,7 +419,7 @@ def _past(
     return past, tuple(doubts)
 
 
-def _continued(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
+def continued(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
     """Where the run stands by its journal; the stream learns what it was told since the
     checkpoint."""
     for position, observed in ledger.observed:
