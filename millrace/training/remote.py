@@ -23,7 +23,7 @@ from millrace.cluster.messages import (
     Stepped,
 )
 from millrace.cluster.worker import Worker
-from millrace.core.errors import WorkerError
+from millrace.core.errors import CheckpointError, WorkerError
 from millrace.core.microbatch import Batch
 from millrace.core.weight_update import WeightUpdate
 from millrace.training.past_steps import PastSteps
@@ -59,8 +59,10 @@ class RemoteTrainer:
         return reply
 
     async def save(self, directory: Path, *, run_state: dict[str, Any]) -> None:
+        """Raises CheckpointError also if the trainer dies over it and steps were done meanwhile:
+        another cannot go back to the version it was to be of."""
         save = SaveCheckpoint(directory=str(directory), run_state=run_state)
-        await self._call(save, timeout_s=self._save_timeout_s)
+        await self._call(save, timeout_s=self._save_timeout_s, of=run_state["version"])
         self.past.saved(run_state["version"])
 
     def published(self, update: WeightUpdate) -> None:
@@ -122,12 +124,22 @@ class RemoteTrainer:
         return reply.update
 
     async def _call(
-        self, message: Message, *, timeout_s: float | None = None, is_pulsed: bool = False
+        self,
+        message: Message,
+        *,
+        timeout_s: float | None = None,
+        is_pulsed: bool = False,
+        of: int | None = None,
     ) -> Message:
+        """`of`: ask only a trainer of this version."""
         while True:
             while (worker := self._worker) is None:
                 self._came.clear()
                 await self._came.wait()
+            if of not in (None, self.past.version):
+                raise CheckpointError(
+                    f"The checkpoint of step {of} was lost with the trainer, which has died."
+                )
             try:
                 return await worker.call(
                     message, timeout_s=timeout_s, is_deadline=True, is_pulsed=is_pulsed
