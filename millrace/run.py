@@ -24,6 +24,7 @@ from millrace.controller import Controller, Outcome
 from millrace.core.causes import first_cause
 from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
+from millrace.crew.control import controlled
 from millrace.crew.crew import Crew
 from millrace.crew.launcher import Launcher
 from millrace.envs.single_turn import SingleTurn
@@ -146,11 +147,15 @@ class _Run:
             self._journal = self._open_journal()
             stack.push_async_callback(self._journal.close)
             with first_cause(), self._invitation(hub):
-                outcome = await self._conduct(hub, scorers=scorers, environment=environment)
+                outcome = await self._conduct(
+                    hub, scorers=scorers, environment=environment, private=private
+                )
         seconds = time.monotonic() - start_s
         return self._conclude(outcome, seconds=seconds)
 
-    async def _conduct(self, hub: Hub, *, scorers: ScorerPool, environment: Environment) -> Outcome:
+    async def _conduct(
+        self, hub: Hub, *, scorers: ScorerPool, environment: Environment, private: Path
+    ) -> Outcome:
         """Start all workers side by side, then let the controller run until it ends."""
         launcher = Launcher(
             self._prepared, hub=hub, remote_threads=self._threads, gpu_env=self._gpu_env
@@ -167,7 +172,8 @@ class _Run:
         self._controller = self._make_controller(crew, scorers=scorers, environment=environment)
         async with asyncio.TaskGroup() as activities:
             keeping = activities.create_task(crew.run())
-            outcome = await self._controller.run()
+            async with controlled(crew, pointer=self._run_dir.control, private=private):
+                outcome = await self._controller.run()
             keeping.cancel()
         return outcome
 

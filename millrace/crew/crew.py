@@ -112,7 +112,7 @@ class Crew:
         if name not in self._places:
             raise ConfigError(f"The run has no engine {name!r}, but {', '.join(self._places)}.")
         if len(self._places) == 1:
-            raise ConfigError(f"{name!r} is the run's last engine; add another one first.")
+            raise ConfigError(f"{name!r} is the run's last engine; add another first.")
         place = self._places.pop(name)
         self._tasks.pop(name).cancel()
         del self._keepers[name]
