@@ -268,6 +268,7 @@ class Controller:
             trainer_waits_for=self._trainer_waits_for(),
             scorers=self._scorers.loads(),
             sequences_continued=self._engines.continued.sequences,
+            scorers_lost=self._scorers.workers_lost,
         )
 
     async def _expire(self, version: int) -> None:

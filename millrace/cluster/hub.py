@@ -133,8 +133,9 @@ class Hub:
             await worker.start(process, timeout_s=self._start_timeout_s)
         return worker
 
-    async def expect(self, name: str, *, timeout_s: float) -> Worker:
-        """Wait for another host to bring the worker `name`, and for its Hello."""
+    async def expect(self, name: str, *, timeout_s: float | None) -> Worker:
+        """Wait for another host to bring the worker `name`, and for its Hello; None = however long
+        that takes."""
         token = secrets.token_hex(16)
         identity = identity_of(name, token=token)
         async with self._enrolled(name, identity=identity) as worker:
