@@ -19,9 +19,10 @@ from millrace.core.causes import first_cause
 from millrace.core.errors import ConfigError
 from millrace.engines.pool import EnginePool, RemoteEngine
 from millrace.episodes.tool_calls import format_of
+from millrace.serving.listening import listening
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.served import Served
-from millrace.serving.server import listening, make_app
+from millrace.serving.server import make_app
 from millrace.serving.settings import ServeSettings
 
 
@@ -77,7 +78,9 @@ async def _serve(settings: ServeSettings) -> None:
 @contextlib.asynccontextmanager
 async def _listening(app: web.Application, settings: ServeSettings) -> AsyncIterator[int]:
     try:
-        async with listening(app, host=settings.host, port=settings.port) as port:
+        async with listening(
+            app, host=settings.host, port=settings.port, limits=settings.limits
+        ) as port:
             yield port
     except OSError as error:
         raise ConfigError(
