@@ -79,4 +79,6 @@ class InProcessEngine:
                 self._listeners[id](piece)
         for request in finished:
             self._listeners.pop(request.id, None)
-            self._waiting.pop(request.id).set_result(request.completions)
+            waiting = self._waiting.pop(request.id)
+            if not waiting.cancelled():
+                waiting.set_result(request.completions)

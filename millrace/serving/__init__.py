@@ -3,7 +3,7 @@
 | module | owns |
 |---|---|
 | `options.py`, `settings.py`, `command.py` | `millrace serve`, from its options to its end |
-| `server.py`, `rate.py`, `listening.py` | routes, keys, limits, errors; how often one may ask; the socket |
+| `server.py`, `rate.py`, `listening.py` | routes, keys, errors; how often; the socket |
 | `openapi.py`, `replies.py` | the server's description of itself |
 | `served.py` | a model behind engines: prompts in, completions or pieces out |
 | `chat.py`, `completions.py`, `generate.py` | an endpoint each, whole and as a stream |

@@ -28,11 +28,11 @@ from millrace.serving.served import Served
 from millrace.serving.server import make_app
 
 KEY = "a-key"
-CONTEXT = 64  # tokens; so that no answer takes long
+CONTEXT = 48  # tokens; so that no answer takes long
 
 
 async def serve(model: Path, *, ready: "Future[tuple[str, asyncio.Event]]") -> None:
-    config = EngineConfig(device="cpu", max_sequences=16, block_tokens=8)
+    config = EngineConfig(device="cpu", max_sequences=128, block_tokens=8)
     engine = build_engine(str(model), config=config, trust_remote_code=False, version=0)
     remote = InProcessEngine(engine, receiver=None)  # type: ignore[arg-type]
     served = Served(
@@ -95,6 +95,8 @@ def to_this_model(case: schemathesis.Case) -> schemathesis.Case:
             body.pop("chat_template_kwargs", None)
         if "stream_options" in body:
             body["stream"] = True
+        if case.operation.path == "/v1/completions":
+            body["prompt"] = ["Count.", "Go on."]
         if case.operation.path == "/generate":
             body["prompt"] = [token % 128 for token in body["prompt"]]
     return case
@@ -112,7 +114,7 @@ def try_out(operation: schemathesis.APIOperation, address: str, *, max_examples:
         @given(operation.as_strategy(generation_mode=mode).map(adjust))
         def every_answer_is_as_described(case: schemathesis.Case) -> None:
             response = case.call_and_validate(
-                base_url=address, headers=HEADERS, excluded_checks=EXCLUDED, timeout=20
+                base_url=address, headers=HEADERS, excluded_checks=EXCLUDED, timeout=100
             )
             statuses[response.status_code] += 1
 
@@ -123,7 +125,7 @@ def try_out(operation: schemathesis.APIOperation, address: str, *, max_examples:
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
 def test_every_answer_is_as_described(operation, address: str):
-    try_out(operation, address, max_examples=8)
+    try_out(operation, address, max_examples=6)
 
 
 @pytest.mark.slow
