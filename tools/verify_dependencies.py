@@ -92,7 +92,10 @@ def has_known_holes() -> bool:
     if "known vulnerabilit" in done.stderr and done.stderr.lstrip().startswith("Found"):
         print(f"WARNING: {done.stderr}{done.stdout}", file=sys.stderr)
         return True
-    if done.returncode != 0:
+    num_unknown = done.stdout.count("could not be audited")
+    if num_unknown > 10:  # a few may be nobody's but ours; so many means that it knows nothing
+        _skipped(f"it does not know {num_unknown} of the packages")
+    elif done.returncode != 0:
         _skipped((done.stderr.strip() or "no reason given").splitlines()[-1])
     return False
 
