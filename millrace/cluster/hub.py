@@ -33,6 +33,7 @@ from millrace.cluster.process import start_worker
 from millrace.cluster.wire import WireError, encode, message_decoder
 from millrace.cluster.worker import Worker
 from millrace.core.errors import ConfigError, WorkerError
+from millrace.core.file_names import check_file_name
 
 RECEIVE_MESSAGES = 1000
 MAX_SOCKET_PATH = 100  # bytes; the operating system's limit is 104 or 108
@@ -119,6 +120,7 @@ class Hub:
 
         The name may be that of a worker that died.
         """
+        check_file_name(name, of="A worker")
         token = secrets.token_hex(16)
         async with self._enrolled(name, identity=identity_of(name, token=token)) as worker:
             keys = None if self._keys is None else self._keys.client
