@@ -26,6 +26,7 @@ PIECES = (*DIGITS, "+", "=", ";")
 STEP = ";"
 CARE = 0.4  # of the teacher, at each step
 GOOD = 1  # the judge's label of a right step
+EXAMINED_EVERY = 50  # batches of the judge's training
 
 Result = Callable[[int, int, random.Random], int]  # running sum, digit -> what is written down
 
@@ -111,38 +112,39 @@ def make_judge(
     seed: int,
     num_steps: int,
     num_examples: int,
+    enough: float = 1.0,
     hidden_size: int = 64,
     num_layers: int = 2,
 ) -> float:
-    """Trains and saves the judge; returns the share of steps it judges rightly, on held-out
-    numbers."""
+    """Trains the judge on as many examples, or until it judges `enough` of the steps of held-out
+    numbers rightly, and saves it; returns that share."""
     tokenizer = build_tokenizer(PIECES)
     torch.manual_seed(seed)
     config = small_config(len(tokenizer), hidden_size=hidden_size, num_layers=num_layers)
     config.num_labels = 2
     model = Qwen3ForTokenClassification(config)
-    rng = random.Random(f"judge {seed}")
-    numbers = [
-        task["prompt"][:-1] for task in make_tasks(num_examples, seed=seed + 1, num_steps=num_steps)
-    ]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    num_batches = num_examples // 64
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 3e-3, total_steps=max(num_batches, 2), pct_start=0.1
+    numbers, unseen = (
+        [task["prompt"][:-1] for task in make_tasks(num, seed=of, num_steps=num_steps, held_out=h)]
+        for num, of, h in ((num_examples, seed + 1, False), (256, seed, True))
     )
-    model.train()
-    for at in range(num_batches):
-        loss = _judge_loss(model, tokenizer, numbers[at * 64 : at * 64 + 64], rng)
+    rng, rightly = random.Random(f"judge {seed}"), 0.0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.02, total_iters=50)
+    for at in range(0, num_examples, 64):
+        loss = _judge_loss(model.train(), tokenizer, numbers[at : at + 64], rng)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    model.eval()
+        is_last = at + 64 >= num_examples
+        if is_last or (at // 64 + 1) % EXAMINED_EVERY == 0:
+            rightly = _accuracy(model.eval(), tokenizer, unseen, random.Random(seed))
+            if rightly >= enough:
+                break
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    unseen = make_tasks(256, seed=seed, num_steps=num_steps, held_out=True)
-    return _accuracy(model, tokenizer, [task["prompt"][:-1] for task in unseen], rng)
+    return rightly
 
 
 def small_config(vocab_size: int, *, hidden_size: int = 64, num_layers: int = 2) -> Qwen3Config:

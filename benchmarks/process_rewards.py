@@ -23,7 +23,8 @@ from millrace.watch.metrics import read_metrics
 NUM_STEPS = 5  # of a chain
 TARGET = 0.9
 EPISODES_PER_STEP = 64
-SIZES = {"steps": 80, "examples": 9600, "judged": 25_600, "held_out": 128}
+ENOUGH = 0.95  # of the steps of held-out numbers that the judge must be right about
+SIZES = {"steps": 80, "examples": 9600, "judged": 96_000, "held_out": 128}
 QUICK = {"steps": 2, "examples": 128, "judged": 128, "held_out": 8}
 
 
@@ -56,7 +57,9 @@ def measure(folder: Path, rewards: str, *, seed: int, sizes: dict[str, int]) -> 
     policy, judge = folder / f"policy-{seed}", folder / f"judge-{seed}"
     if not policy.exists():
         make_policy(policy, seed=seed, num_steps=NUM_STEPS, num_examples=sizes["examples"])
-        rightly = make_judge(judge, seed=seed, num_steps=NUM_STEPS, num_examples=sizes["judged"])
+        rightly = make_judge(
+            judge, seed=seed, num_steps=NUM_STEPS, num_examples=sizes["judged"], enough=ENOUGH
+        )
         print(f"seed {seed}: the judge is right about {rightly:.3f} of the steps", flush=True)
     run_dir = folder / f"{rewards}-{seed}"
     result = mr.train(

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millrace import verifiers
+    from millrace.adapters.environment_factory import EnvironmentFactory
+    from millrace.adapters.gym import GymEnvironment
     from millrace.config import RunConfig, load_config
     from millrace.core.errors import MillraceError
     from millrace.core.records import Task
     from millrace.episodes.agent import Agent, Reply
-    from millrace.episodes.play import EpisodeOver
+    from millrace.episodes.limits import EpisodeOver
+    from millrace.episodes.mcp_server import McpServer
+    from millrace.episodes.tools import ToolError
     from millrace.run import RunResult, train
     from millrace.serving.blackbox import Blackbox
     from millrace.serving.gateway import Gateway
@@ -21,13 +25,17 @@ __version__ = "0.1.0"
 __all__ = [
     "Agent",
     "Blackbox",
+    "EnvironmentFactory",
     "EpisodeOver",
     "Gateway",
+    "GymEnvironment",
+    "McpServer",
     "MillraceError",
     "Reply",
     "RunConfig",
     "RunResult",
     "Task",
+    "ToolError",
     "__version__",
     "load_config",
     "train",
@@ -37,13 +45,17 @@ __all__ = [
 _HOMES = {
     "Agent": "millrace.episodes.agent",
     "Blackbox": "millrace.serving.blackbox",
-    "EpisodeOver": "millrace.episodes.play",
+    "EnvironmentFactory": "millrace.adapters.environment_factory",
+    "EpisodeOver": "millrace.episodes.limits",
     "Gateway": "millrace.serving.gateway",
+    "GymEnvironment": "millrace.adapters.gym",
+    "McpServer": "millrace.episodes.mcp_server",
     "MillraceError": "millrace.core.errors",
     "Reply": "millrace.episodes.agent",
     "RunConfig": "millrace.config",
     "RunResult": "millrace.run",
     "Task": "millrace.core.records",
+    "ToolError": "millrace.episodes.tools",
     "load_config": "millrace.config",
     "train": "millrace.run",
 }

@@ -1,4 +1,4 @@
-"""The command line: demo, init, train, serve, join, inspect, bench.
+"""The command line: demo, init, train, serve, join, inspect, replay, bench.
 
 Promise: what goes wrong is told in one sentence on stderr and by the exit code; only a failing
 worker's own traceback follows it. Nothing heavy is imported before a command needs it.
@@ -114,6 +114,19 @@ journal what became of every task that was issued, and fails if that does not ad
 """
 
 
+REPLAY = """\
+Read episodes that a run recorded (setting watch.record_episodes), without an engine: as they were,
+or with --environment played again on the recorded replies and tool results, which tells where the
+environment has come to ask something else. Prints a line of JSON for each.
+"""
+
+REPLAY_MORE = """\
+examples:
+  millrace replay run/episodes/step_3.jsonl --score my_rewards.py:strict
+  millrace replay run/episodes/step_3.jsonl --environment envs.py:guess --tool-result 0=13
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -212,6 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.set_defaults(run=_inspect)
 
+    _add_replay(commands)
     if benches := _benches():
         _add_bench(commands, benches)
     return parser
@@ -246,6 +260,43 @@ def _add_engines(commands: Any) -> None:
         "--remove", action="append", default=[], metavar="NAME", help="by name; may be repeated"
     )
     engines.set_defaults(run=_engines)
+
+
+def _add_replay(commands: Any) -> None:
+    replay = _new_parser(
+        commands.add_parser,
+        REPLAY,
+        REPLAY_MORE,
+        name="replay",
+        help="read recorded episodes, play and score them again",
+    )
+    replay.add_argument("path", type=Path, metavar="FILE")
+    replay.add_argument("--environment", metavar="MODULE:NAME", help="play them again with it")
+    replay.add_argument(
+        "--model", metavar="DIR", help="whose tokenizer to use (default: the recorded one)"
+    )
+    replay.add_argument(
+        "--score",
+        dest="scores",
+        action="append",
+        default=[],
+        metavar="MODULE:NAME",
+        help="score them anew with a reward function, or a verifier by its type",
+    )
+    replay.add_argument(
+        "--config", type=Path, metavar="RUN.toml", help="score them with its [[scorer]] tables"
+    )
+    replay.add_argument(
+        "--tool-result",
+        dest="tool_results",
+        action="append",
+        default=[],
+        metavar="N=TEXT",
+        help="let tool call N have returned this; without =TEXT, nothing",
+    )
+    replay.add_argument("--reward", type=float, help="instead of the environment's")
+    replay.add_argument("--out", type=Path, metavar="FILE", help="write what came of it there")
+    replay.set_defaults(run=_replay)
 
 
 def _add_bench(commands: Any, benches: Mapping[str, str]) -> None:
@@ -397,6 +448,18 @@ def _inspect(args: argparse.Namespace) -> int:
     if not args.no_plots:
         for path in render_plots(args.run_dir):
             console.print(f"drew {path}", highlight=False, soft_wrap=True)
+    return DONE
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from millrace.cluster.own_loop import run_on_own_loop
+    from millrace.episodes.replay.command import ReplayOptions, replay
+
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
+    options = ReplayOptions(
+        **{**given, "scores": tuple(args.scores), "tool_results": tuple(args.tool_results)}
+    )
+    run_on_own_loop(lambda: replay(options))
     return DONE
 
 

@@ -9,15 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from millrace.config import EnvironmentConfig, ReplayConfig, RunConfig, ScorerConfig
+from millrace.adapters.seating import seated
+from millrace.config import EnvironmentConfig, McpConfig, ReplayConfig, RunConfig, ScorerConfig
 from millrace.controller import Cursor
-from millrace.core.errors import ConfigError, TaskError
+from millrace.core.errors import CheckpointError, ConfigError, TaskError
 from millrace.core.machine import available_cores
 from millrace.core.protocols import Advantages
 from millrace.core.records import Task
 from millrace.envs.sources import load_section, load_sources, make_stream
 from millrace.envs.streams import TaskStream
 from millrace.episodes.environment import EnvironmentFunction, check_function
+from millrace.episodes.mcp_server import McpServer
+from millrace.episodes.tool_environment import WithServers, use_tools
 from millrace.journal import Ledger, Past
 from millrace.journal.resuming import Checkpointed, recall, reissued_numbers
 from millrace.models.adapter_folders import check_resident, check_same_kind
@@ -33,7 +36,12 @@ from millrace.scoring.shaping import Shaping, build_shaping
 from millrace.serving.blackbox import PROGRAM_TIMEOUT_S, Blackbox
 from millrace.staging.orders import check_room
 from millrace.teachers import check_evaluation, check_models, check_teaching, with_distillation
-from millrace.training.checkpoints import check_same_critic, latest_checkpoint, read_run_state
+from millrace.training.checkpoints import (
+    Found,
+    check_same_critic,
+    newest_checkpoint,
+    read_run_state,
+)
 from millrace.training.losses import Loss
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.objectives.preference import PreferenceLoss
@@ -112,8 +120,10 @@ def prepare(
             " evaluate.path, or pass eval_tasks=[...] to train()."
         )
     specs = _scorers(config.scorer, scorers)
-    played = _environment(config, environment)
-    check_specs(specs, [*train_tasks, *held_out], may_be_none=played is not None)
+    all_tasks = [*train_tasks, *held_out]
+    specs, played = seated(specs, _environment(config, environment), tasks=all_tasks)
+    rewards = environment is not None or config.environment.may_reward
+    check_specs(specs, all_tasks, may_be_none=rewards)
     check_evaluation(specs, num_held_out=len(held_out))
     config = with_distillation(_with_advantages(config), specs)
     check_room(
@@ -131,9 +141,9 @@ def prepare(
     max_context = _context(config)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
-    renderer.check([*train_tasks, *held_out])
+    renderer.check(all_tasks)
     _check_prompts(renderer, train_tasks, max_context=max_context)
-    checkpoint, cursor = _resume_point(config) if resume else (None, Cursor())
+    found, cursor = _resume_point(config) if resume else (Found(), Cursor())
     past, doubts = _past(config, cursor, resume=resume)
     stream = make_stream(sources, config.tasks, seed=config.seed)
     stream.restore(cursor.tasks)
@@ -150,10 +160,10 @@ def prepare(
         renderer=renderer,
         environment=played,
         max_context=max_context,
-        checkpoint=checkpoint,
+        checkpoint=found.directory,
         cursor=cursor,
         past=past,
-        doubts=doubts,
+        doubts=(*found.refused, *doubts),
     )
     check_models(specs, prepared.facts)
     return prepared
@@ -163,16 +173,30 @@ def _environment(config: RunConfig, given: Callable[..., Any] | None) -> Environ
     settings = config.environment
     if given is None and settings.command:
         return _program(settings, log=Path(config.run_dir) / "logs" / "programs.log")
-    reference = settings.function
-    if given is None and reference is None:
+    servers = [_server(row, logs=Path(config.run_dir) / "logs") for row in settings.mcp]
+    if given is None and settings.function is None:
+        if servers:
+            return WithServers(use_tools, servers)
         if config.rollout.redundancy:
             raise ConfigError(
                 f"rollout.redundancy = {config.rollout.redundancy} is for episodes that are played"
                 " one by one, and there is no environment.function or command; use"
                 " rollout.oversample."
             )
+        if config.watch.record_episodes:
+            raise ConfigError(
+                f"watch.record_episodes = {config.watch.record_episodes} records what an"
+                " environment plays, and there is no environment.function or command; read"
+                " rollouts/ instead, or write one."
+            )
         return None
-    return check_function(given if given is not None else resolve_function(str(reference)))
+    function = given if given is not None else resolve_function(str(settings.function))
+    check_function(function)
+    return WithServers(function, servers) if servers else function
+
+
+def _server(settings: McpConfig, *, logs: Path) -> McpServer:
+    return McpServer(**settings.model_dump(), log=logs / "mcp.log")
 
 
 def _program(settings: EnvironmentConfig, *, log: Path) -> Blackbox:
@@ -349,11 +373,17 @@ def _check_prompts(renderer: Renderer, tasks: Sequence[Task], *, max_context: in
         )
 
 
-def _resume_point(config: RunConfig) -> tuple[Path | None, Cursor]:
-    """The newest complete checkpoint; a run that never wrote one starts from the beginning."""
-    checkpoint = latest_checkpoint(Path(config.run_dir))
+def _resume_point(config: RunConfig) -> tuple[Found, Cursor]:
+    """The newest good checkpoint; a run that never wrote one starts from the beginning."""
+    found = newest_checkpoint(Path(config.run_dir))
+    checkpoint = found.directory
     if checkpoint is None:
-        return None, Cursor()
+        if found.refused:
+            raise CheckpointError(
+                f"{config.run_dir} holds no checkpoint to go on from: {' '.join(found.refused)}"
+                " Bring one back from a copy, or start anew in another run_dir."
+            )
+        return found, Cursor()
     state = read_run_state(checkpoint)
     check_same_kind(checkpoint, config.lora)
     check_same_critic(checkpoint, has_critic=config.critic is not None)
@@ -362,7 +392,7 @@ def _resume_point(config: RunConfig) -> tuple[Path | None, Cursor]:
             f"{config.run_dir} already did its {state['version']} steps; to go on, raise"
             f" trainer.steps (now {config.trainer.steps})."
         )
-    return checkpoint, Cursor(
+    return found, Cursor(
         version=state["version"],
         next_number=state["next_number"],
         unfinished=tuple(state["unfinished"]),

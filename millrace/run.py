@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from millrace.crew.crew import Crew
 from millrace.crew.launcher import Launcher
 from millrace.envs.single_turn import SingleTurn
 from millrace.episodes.environment import FunctionEnvironment, rules_of
+from millrace.episodes.lifetime import lifetime
 from millrace.episodes.loop_thread import LoopThread
 from millrace.journal import Journal, NoJournal
 from millrace.prepare import Prepared, prepare
@@ -143,7 +144,7 @@ class _Run:
             scorers = self._make_scorers(hub, private=private)
             # Before the hub: it would take the scorers' end for their death, and replace them.
             stack.push_async_callback(scorers.close)
-            environment = stack.enter_context(self._environment())
+            environment = await stack.enter_async_context(self._environment())
             self._journal = self._open_journal()
             stack.push_async_callback(self._journal.close)
             with first_cause(), self._invitation(hub):
@@ -188,21 +189,25 @@ class _Run:
             warn=self._watcher.warn,
         )
 
-    @contextlib.contextmanager
-    def _environment(self) -> Iterator[Environment]:
+    @contextlib.asynccontextmanager
+    async def _environment(self) -> AsyncIterator[Environment]:
         """The user's own runs on a thread of its own while the run lasts."""
         if self._prepared.environment is None:
             yield SingleTurn()
             return
         with LoopThread("environments") as thread:
-            yield FunctionEnvironment(
+            environment = FunctionEnvironment(
                 self._prepared.environment,
                 renderer=self._prepared.renderer,
                 rules=rules_of(
-                    self._config.environment, redundancy=self._config.rollout.redundancy
+                    self._config.environment,
+                    redundancy=self._config.rollout.redundancy,
+                    records=self._config.watch.record_episodes > 0,
                 ),
                 thread=thread,
             )
+            async with lifetime(self._prepared.environment, thread=thread):
+                yield environment
 
     @contextlib.contextmanager
     def _invitation(self, hub: Hub) -> Iterator[None]:

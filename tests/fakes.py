@@ -5,7 +5,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from millrace.core.protocols import OnTokens
+from millrace.core.protocols import OnCompletion, OnTokens
 from millrace.core.records import (
     Completion,
     Episode,
@@ -82,13 +82,18 @@ class ScriptedEngine:
         self.is_paused = False
 
     async def generate(
-        self, request: Request, on_tokens: OnTokens | None = None
+        self,
+        request: Request,
+        on_tokens: OnTokens | None = None,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         self.requests.append(request)
         done = [make_completion(self.texts[i % len(self.texts)]) for i in range(request.n)]
         if on_tokens is not None:
             for member, completion in enumerate(done):
                 on_tokens(make_piece(completion, member=member))
+        for member, completion in enumerate(done if on_completion else []):
+            on_completion(member, completion)  # pyright: ignore
         return done
 
     async def swap(self, update: WeightUpdate) -> int:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from millrace.config import Interrupt
-from millrace.core.protocols import OnTokens, WeightReceiver
+from millrace.core.protocols import OnCompletion, OnTokens, WeightReceiver
 from millrace.core.records import Completion, Request
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.embedded.engine import EmbeddedEngine
@@ -27,14 +27,21 @@ class InProcessEngine:
         self._receiver = receiver
         self._waiting: dict[str, asyncio.Future[list[Completion]]] = {}
         self._listeners: dict[str, OnTokens] = {}
+        self._completed: dict[str, OnCompletion] = {}
         self._arrived = asyncio.Event()
         self._may_run = asyncio.Event()
         self._may_run.set()
 
     async def generate(
-        self, request: Request, on_tokens: OnTokens | None = None
+        self,
+        request: Request,
+        on_tokens: OnTokens | None = None,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
-        self._engine.submit(request, stream=on_tokens is not None)
+        singly = on_completion is not None
+        self._engine.submit(request, stream=on_tokens is not None, singly=singly)
+        if on_completion is not None:
+            self._completed[request.id] = on_completion
         if on_tokens is not None:
             self._listeners[request.id] = on_tokens
         self._waiting[request.id] = asyncio.get_running_loop().create_future()
@@ -77,6 +84,13 @@ class InProcessEngine:
         for id, pieces in self._engine.news().items():
             for piece in pieces:
                 self._listeners[id](piece)
+        for id, completions in self._engine.singles().items():
+            for member, completion in completions.items():
+                self._completed[id](member, completion)
         for request in finished:
+            if (tell := self._completed.pop(request.id, None)) is not None:
+                for member, completion in enumerate(request.completions):
+                    if member not in request.told:
+                        tell(member, completion)
             self._listeners.pop(request.id, None)
             self._waiting.pop(request.id).set_result(request.completions)

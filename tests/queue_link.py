@@ -15,9 +15,14 @@ class FakeCall:
     def __init__(self, message: Message) -> None:
         self.message = message
         self._answers: queue.Queue[Message | BaseException] = queue.Queue()
+        self.parts: list[Message] = []
 
     def reply(self, message: Message | None = None) -> None:
         self._answers.put(message or Done())
+
+    def tell(self, part: Message) -> None:
+        assert self._answers.empty(), "a part comes before the reply"
+        self.parts.append(part)
 
     def fail(self, error: BaseException) -> None:
         self._answers.put(error)

@@ -84,6 +84,9 @@ def test_a_reference_serves_the_divergence_from_it(folder):
     [
         ([{"type": "teacher", "model": "stranger"}], {}, "they differ in 'a', for one"),
         ([{"type": "teacher", "model": "nothing"}], {}, "does not exist"),
+        ([{"type": "teacher"}], {}, "either a model or behind a url; set one of the two"),
+        ([{**TEACHER, "url": "http://here"}], {}, "either a model or behind a url"),
+        ([{"type": "teacher", "url": "here"}], {}, "write 'http://HOST:PORT/PATH'"),
         ([{**TEACHER, "topk": 4}], {}, "did you mean 'top_k'?"),
         ([{**TEACHER, "loss": "kl"}], {}, "loss = 'kl' must be one of 'reverse_kl'"),
         ([{**TEACHER, "loss": "jsd", "top_k": 27}], {}, "knows 27 tokens, and top_k = 27"),

@@ -125,11 +125,12 @@ class StartEngine(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """-> Generated, once all n completions are finished or aborted; if it streams, Sampled before
-    that"""
+    """-> Generated, once all n completions are finished or aborted. Before that, if it streams,
+    Sampled; and Completed, if each completion is wanted as soon as it has ended"""
 
     request: Request
     stream: bool = False
+    singly: bool = False
 
 
 class Sampled(Part, frozen=True):
@@ -138,8 +139,14 @@ class Sampled(Part, frozen=True):
     pieces: list[Piece]
 
 
+class Completed(Part, frozen=True):
+    """Completions that have ended before others of their request."""
+
+    completions: dict[int, Completion]  # by their number in the request
+
+
 class Generated(Message, frozen=True):
-    completions: list[Completion]
+    completions: list[Completion | None]  # None = it was told before
 
 
 class Swap(Message, frozen=True):
@@ -224,10 +231,21 @@ class Release(Message, frozen=True):
 
 
 class SaveCheckpoint(Message, frozen=True):
-    """Write an atomic checkpoint directory. -> Done"""
+    """Copy the state, say Copied, and write an atomic checkpoint directory. -> Saved"""
 
     directory: str
     run_state: dict[str, Any]  # the controller's share: task cursor and the like
+
+
+class Copied(Part, frozen=True):
+    """The next step may come; what it changes is not part of the checkpoint."""
+
+
+class Saved(Message, frozen=True):
+    """The checkpoint is on the disk."""
+
+    version: int
+    complaint: str | None = None  # why older ones could not be removed
 
 
 # Scorer worker
@@ -299,6 +317,7 @@ class StartTeacher(Message, frozen=True):
     config: dict[str, Any]  # RunConfig as plain data
     settings: dict[str, Any]  # ReaderSettings as plain data
     model_path: str
+    num_known: int | None = None  # token ids it may name; None = those of the config's model
     following: dict[str, Any] | None = None  # Following as plain data; None = it never changes
     version: int | None = None  # of one that follows the policy: the Version it begins with
     adapter_path: str | None = None  # likewise, in a LoRA run: the adapter that goes on top
@@ -331,6 +350,7 @@ AnyMessage = (
     | StartEngine
     | Generate
     | Sampled
+    | Completed
     | Generated
     | Swap
     | Swapped
@@ -346,6 +366,8 @@ AnyMessage = (
     | Lent
     | Release
     | SaveCheckpoint
+    | Copied
+    | Saved
     | StartScorer
     | ScoreGroup
     | Scored

@@ -4,7 +4,7 @@ Promise: a wrong key, type or combination fails here, with the field, the value 
 before any worker starts. Nothing is accepted and ignored. Torch-free.
 """
 
-from millrace.config.environment import EnvironmentConfig
+from millrace.config.environment import EnvironmentConfig, McpConfig
 from millrace.config.journal import JournalConfig
 from millrace.config.loading import load_config, parse_override
 from millrace.config.run_config import RunConfig
@@ -13,13 +13,12 @@ from millrace.config.sections import (
     ALL_LINEAR,
     CriticConfig,
     EngineConfig,
-    EvaluateConfig,
     Interrupt,
     LoraConfig,
     ReplayConfig,
-    TasksConfig,
     TrainerConfig,
 )
+from millrace.config.tasks import EvaluateConfig, TaskPlace, TasksConfig
 
 __all__ = [
     "ALL_LINEAR",
@@ -30,9 +29,11 @@ __all__ = [
     "Interrupt",
     "JournalConfig",
     "LoraConfig",
+    "McpConfig",
     "ReplayConfig",
     "RunConfig",
     "ScorerConfig",
+    "TaskPlace",
     "TasksConfig",
     "TrainerConfig",
     "load_config",

@@ -7,6 +7,22 @@ from pydantic import Field, model_validator
 from millrace.config.sections import Float, PositiveFloat, PositiveInt, Section
 
 
+class McpConfig(Section):
+    command: tuple[str, ...] = ()
+    """A program and its arguments, which speaks MCP by its input and output."""
+    url: str | None = None
+    """Or where one listens, by streamable HTTP."""
+    name: str | None = None
+    """In messages and logs; by default the url, or what the command ends with."""
+    env: dict[str, str] = Field(default={})
+    """What the program finds in its environment besides PATH, HOME and the like; values may hold
+    "env:NAME"."""
+    headers: dict[str, str] = Field(default={})
+    """Of requests to the url; values may hold "env:NAME"."""
+    tools: tuple[str, ...] | None = None
+    """Which of its tools are offered; by default all."""
+
+
 class EnvironmentConfig(Section):
     function: str | None = None
     """ "module:name" or "file.py:name" of a coroutine `play(task, agent)`; by default one prompt
@@ -20,6 +36,9 @@ class EnvironmentConfig(Section):
     """Of a command: columns of the task that the program is told besides the prompt."""
     max_programs: PositiveInt = 32
     """Of a command: how many run at once; the others wait."""
+    mcp: tuple[McpConfig, ...] = ()
+    """MCP servers, whose tools are `agent.tools`; without a function, the model chats and calls
+    them until it calls none, and the scorers judge. Needs the extra millrace[mcp]."""
     max_turns: PositiveInt = 32
     """Replies of the model in an episode, at most."""
     episode_timeout_s: PositiveFloat | None = None
@@ -41,10 +60,20 @@ class EnvironmentConfig(Section):
     """What the chat template is told besides messages and tools, such as {enable_thinking =
     false}."""
 
+    @property
+    def may_reward(self) -> bool:
+        """True if there is someone besides the scorers who can."""
+        return self.function is not None or bool(self.command)
+
     @model_validator(mode="after")
     def _is_one_thing(self) -> Self:
         if self.command and self.function is not None:
             raise ValueError("a command and a function cannot both be the environment; keep one")
+        if self.command and self.mcp:
+            raise ValueError("a command runs its tools itself; leave out mcp, or the command")
+        for server in self.mcp:
+            if bool(server.command) == (server.url is not None):
+                raise ValueError("each of mcp has either a command or a url; set one of the two")
         for key in ("score", "columns"):
             if getattr(self, key) and not self.command:
                 raise ValueError(f"{key} is for a command, and there is none; leave it out")

@@ -12,6 +12,7 @@ from typing import Any, cast, get_args
 from pydantic import BaseModel, ValidationError
 
 from millrace.config.run_config import RunConfig
+from millrace.config.tasks import HUB
 from millrace.core.errors import ConfigError
 
 # Settings that are paths.
@@ -24,6 +25,9 @@ _PATHS = (
     "cluster.ticket",
     "weights.directory",
 )
+
+# Of these, words that are files beside the TOML.
+_COMMANDS = ("environment.command", "environment.mcp.command")
 
 
 def load_config(
@@ -84,9 +88,9 @@ def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
         return value
     # A model may also be a hub name, which is no path at all; a reference to a file holds ".py:".
     # What a command names is a file beside the TOML, or anything else.
-    may_be_path = ("model", "model.path", "critic.path", "scorer.model", "environment.command")
+    may_be_path = ("model", "model.path", "critic.path", "scorer.model", *_COMMANDS)
     is_found = key in may_be_path and (folder / value).exists()
-    is_path = key in _PATHS or key.startswith("engine.adapters.")
+    is_path = (key in _PATHS and not value.startswith(HUB)) or key.startswith("engine.adapters.")
     return str(folder / value) if is_found or is_path or ".py:" in value else value
 
 

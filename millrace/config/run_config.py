@@ -15,7 +15,6 @@ from millrace.config.sections import (
     CriticConfig,
     Dtype,
     EngineConfig,
-    EvaluateConfig,
     Int,
     LoraConfig,
     ModelConfig,
@@ -23,12 +22,12 @@ from millrace.config.sections import (
     SamplingConfig,
     ScoringConfig,
     Section,
-    TasksConfig,
     TrainerConfig,
     WatchConfig,
     WeightsConfig,
 )
 from millrace.config.supervision import SupervisionConfig
+from millrace.config.tasks import EvaluateConfig, TasksConfig
 
 
 class RunConfig(Section):
@@ -119,16 +118,17 @@ class RunConfig(Section):
 
     def _tasks_come_from_one_place(self) -> None:
         tables = [("tasks", self.tasks), ("evaluate", self.evaluate)]
-        for section, table in [*tables, *(("tasks.source", row) for row in self.tasks.source)]:
-            if table.path is not None and table.function is not None:
-                raise ValueError(f"{section}.path and {section}.function are both set; keep one")
-        if self.tasks.source and (self.tasks.path or self.tasks.function):
+        for section, place in [*tables, *(("tasks.source", row) for row in self.tasks.source)]:
+            place.check(section)
+        if self.tasks.source and self.tasks.is_named:
             raise ValueError(
-                "tasks.source is set beside tasks.path or tasks.function; make that one a"
+                "tasks.source is set beside tasks.path, function or generator; make that one a"
                 " [[tasks.source]], too"
             )
-        if any(row.path is None and row.function is None for row in self.tasks.source):
-            raise ValueError("a [[tasks.source]] has neither path nor function; set one of them")
+        if not all(row.is_named for row in self.tasks.source):
+            raise ValueError(
+                "a [[tasks.source]] has neither path nor function nor generator; set one of them"
+            )
 
     def _can_be_evaluated(self) -> None:
         """Raise ValueError if evaluation is asked for what it cannot give."""

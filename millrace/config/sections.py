@@ -41,34 +41,6 @@ class ModelConfig(Section):
     """Run Python code that the model directory brings along."""
 
 
-class TaskSourceConfig(Section):
-    path: str | None = None
-    """JSONL file of tasks."""
-    function: str | None = None
-    """Or "module:name" of a function that returns a list of tasks."""
-    weight: PositiveFloat = 1.0
-    """Its share of all groups, beside the weights of the other sources."""
-    name: str | None = None
-    """Name in metrics; the file's or the function's own if not given."""
-
-
-class TasksConfig(Section):
-    path: str | None = None
-    """JSONL file, one task a line: "prompt" (text or chat messages) and any further columns."""
-    function: str | None = None
-    """Or "module:name" of a function that returns a list of such tasks."""
-    source: tuple[TaskSourceConfig, ...] = ()
-    """Or several sources at once, mixed by their weights; see docs/shaping.md."""
-    order: Literal["shuffle", "sequential", "curriculum"] = "shuffle"
-    """"shuffle" = a new order each epoch, fixed by the seed; "sequential" = as they come;
-    "curriculum" = those whose recent solve rate is near target_solve_rate more often."""
-    target_solve_rate: Share = 0.5
-    """Of "curriculum"."""
-    explore_share: Annotated[Float, Field(gt=0, le=1)] = 0.25
-    """With "curriculum", the share of groups that go through all tasks in turn, so that none is
-    forgotten."""
-
-
 class SamplingConfig(Section):
     max_new_tokens: PositiveInt = 256
     temperature: PositiveFloat = 1.0
@@ -310,25 +282,6 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 3
 
 
-class EvaluateConfig(Section):
-    path: str | None = None
-    """JSONL file of held-out tasks."""
-    function: str | None = None
-    """Or "module:name" of a function that returns a list of tasks."""
-    every_steps: NonNegativeInt = 0
-    """Besides before the first and after the last step; 0 = only then."""
-    solved_at: Float = 1.0
-    """An episode counts as solved when its score reaches this."""
-    max_tasks: PositiveInt = 256
-    samples: PositiveInt = 1
-    """Episodes per task, for mean@k and pass@k."""
-    temperature: NonNegativeFloat | None = None
-    """0 = greedy; by default that for one sample, and sampling.temperature for several."""
-    engines: NonNegativeInt = 0
-    """Further engine processes that only evaluate, each time with exactly one version; 0 = the
-    engines of the rollouts do it, with whatever versions they hold meanwhile."""
-
-
 class WatchConfig(Section):
     progress: Literal["auto", "live", "lines", "off"] = "auto"
     """Terminal progress: "auto" is live in a terminal and lines elsewhere."""
@@ -336,6 +289,8 @@ class WatchConfig(Section):
     """Also write TensorBoard files (needs the extra millrace[tensorboard])."""
     samples_per_step: NonNegativeInt = 1
     """Episodes written to rollouts/ each step, for reading."""
+    record_episodes: NonNegativeInt = 0
+    """Episodes of an environment written to episodes/ each step, whole, for `millrace replay`."""
 
 
 class ClusterConfig(Section):

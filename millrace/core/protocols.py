@@ -22,17 +22,23 @@ from millrace.core.staleness import Waiting
 from millrace.core.weight_update import WeightUpdate
 
 OnTokens = Callable[[Piece], None]
+OnCompletion = Callable[[int, Completion], None]  # which of the n it is
+OnReply = Callable[[int, Turn, Rollout], None]  # likewise
 
 
 class Generator(Protocol):
     """Generates tokens. Called from the controller's event loop."""
 
     async def generate(
-        self, request: Request, on_tokens: OnTokens | None = None
+        self,
+        request: Request,
+        on_tokens: OnTokens | None = None,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
-        """All n completions, when the last has ended. Meanwhile `on_tokens` is told, on this loop,
-        what each has sampled: every token once and in order, and all of them before generate()
-        returns. What it raises ends the request and is raised here."""
+        """All n completions, when the last has ended. Meanwhile, on this loop, `on_tokens` is told
+        what each has sampled, every token once and in order, and `on_completion` each completion
+        once, as soon as it has ended; both everything before generate() returns. What they raise
+        ends the request and is raised here."""
         ...
 
 
@@ -206,12 +212,18 @@ class Policy(Protocol):
     def max_context(self) -> int: ...
 
     @property
+    def seed(self) -> int:
+        """That all draws of the group depend on."""
+        ...
+
+    @property
     def is_trained(self) -> bool:
         """True if what is sampled is for training."""
         ...
 
-    async def complete(self, prompt: Prompt, n: int) -> list[tuple[Turn, Rollout]]:
-        """n whole episodes of one turn; they share the prompt's prefill."""
+    async def complete(self, prompt: Prompt, n: int, *, on_reply: OnReply) -> None:
+        """n whole episodes of one turn; they share the prompt's prefill. `on_reply` is told each of
+        them once before this returns: as soon as it has ended, if somebody cares."""
         ...
 
     async def sample(
@@ -224,6 +236,7 @@ class Policy(Protocol):
         session: str,  # unique within the group, see Request
         adapter: str | None = None,
         is_trained: bool = True,
+        pinned: bool = False,
     ) -> Completion:
         """One turn of one episode."""
         ...

@@ -59,6 +59,23 @@ class Kept:
     offsets: np.ndarray  # [rows + 1] int64
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVOrigin:
+    """Which weights computed the KV that a completion was sampled with."""
+
+    spans: tuple[tuple[int, int], ...]  # (first token, Version), ascending; the first begins at 0
+    block_tokens: int  # of what an engine shares between sequences: whole blocks
+
+    def num_other(self, other: "KVOrigin", *, num_tokens: int) -> int:
+        """Of the first `num_tokens`, those whose KV another version computed there."""
+        return int((self.versions(num_tokens) != other.versions(num_tokens)).sum())
+
+    def versions(self, num_tokens: int) -> np.ndarray:  # [num_tokens] int64
+        starts, versions = zip(*self.spans, strict=True)
+        ends = np.clip([*starts[1:], num_tokens], 0, num_tokens)
+        return np.repeat(versions, ends - np.clip(starts, 0, num_tokens))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Completion:
     """What an engine sampled after a prompt; may carry several versions."""
@@ -69,6 +86,7 @@ class Completion:
     kept: Kept | None = None  # rows = N; present when sampling truncates
     finish: Finish
     text: str  # decoded tokens, without the eos token and without the matched stop string
+    kv: KVOrigin | None = None  # of prompt and completion; None = its engine does not say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -105,6 +123,7 @@ class Request:
     # Turns of one conversation name the same: they go to the engine that has their KV, and with
     # kv = "keep" go on from it even if weights have changed since.
     session: str | None = None
+    pinned: bool = False  # stays with that engine however loaded it is
     expires: bool = False  # its tokens are for training: worthless once they are too old
     piece_tokens: int = 1  # if it streams: of a Piece at least, unless the completion ends
     # If it streams: a Piece now and then will do, and none for what its answer is about to say.
@@ -172,6 +191,7 @@ class Episode:
     reward: float | dict[str, float] | None = None
     ending: Ending = "done"
     counts: dict[str, int] = field(default_factory=dict[str, int])  # what happened, by name
+    recording: bytes | None = field(default=None, repr=False)  # JSON, see episodes/replay/schema.py
 
     @property
     def was_cut(self) -> bool:

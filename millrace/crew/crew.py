@@ -25,7 +25,7 @@ from millrace.engines.pool import EnginePool
 from millrace.supervision.deaths import RestartLimits
 from millrace.supervision.keeper import Keeper
 from millrace.supervision.pulse import Pulse
-from millrace.training.checkpoints import latest_checkpoint, read_run_state
+from millrace.training.checkpoints import newest_checkpoint, read_run_state
 from millrace.training.past_steps import StepsInMemory
 from millrace.training.remote import RemoteTrainer
 
@@ -172,7 +172,8 @@ class Crew:
         self._keep(worker, replace=self._replace_trainer, on_death=self._trainer.lose)
 
     async def _replace_trainer(self) -> Worker:
-        checkpoint = latest_checkpoint(Path(self._config.run_dir)) or self._checkpoint
+        found = await asyncio.to_thread(newest_checkpoint, Path(self._config.run_dir))
+        checkpoint = found.directory or self._checkpoint
         version = 0 if checkpoint is None else int(read_run_state(checkpoint)["version"])
         worker = await self._launcher.start_trainer(checkpoint)
         try:

@@ -1,7 +1,8 @@
 """Routes requests to engines: the least loaded first.
 
 Turns of one session go to the engine that served it last, which has their KV, unless that one is
-clearly more loaded: it has more than twice the sequences of the least loaded engine, and 8.
+clearly more loaded: it has more than twice the sequences of the least loaded engine, and 8. A
+request that is pinned goes there in any case.
 
 Promise: what an engine gave up half-way because new weights came is resumed, on whichever engine
 has the least to do then; generate() returns whole completions, or those its caller wanted ended.
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from millrace.core.errors import WorkerError
-from millrace.core.protocols import Engine, OnTokens
+from millrace.core.protocols import Engine, OnCompletion, OnTokens
 from millrace.core.records import Completion, Request
 from millrace.core.weight_update import WeightUpdate
 from millrace.engines.transcript import Audience, Transcript
@@ -117,10 +118,14 @@ class EnginePool:
             self._lose(seat)
 
     async def generate(
-        self, request: Request, on_tokens: OnTokens | None = None
+        self,
+        request: Request,
+        on_tokens: OnTokens | None = None,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         assert request.id not in self._open, f"{request.id!r} is already under way"
-        opened = self._open[request.id] = _Open(audience=Audience(on_tokens))
+        audience = Audience(on_tokens, on_completion)
+        opened = self._open[request.id] = _Open(audience=audience)
         try:
             completions = await self._place(request, opened)
             while not opened.is_aborted and all(_is_untouched(c) for c in completions):
@@ -141,8 +146,9 @@ class EnginePool:
         """Resume one completion of a request as often as it is interrupted."""
         while completion.finish == "interrupt":
             if opened.is_aborted:  # its engine gave it up before it heard of the abort
-                opened.audience.tell_end(member=member, finish="abort")
-                return replace(completion, finish="abort")
+                completion = replace(completion, finish="abort")
+                opened.audience.tell_abort(completion, member=member)
+                return completion
             rest = replace(
                 request,
                 id=f"{request.id}:{member}",
@@ -156,15 +162,17 @@ class EnginePool:
         return completion
 
     async def _place(self, request: Request, opened: _Open, *, first: int = 0) -> list[Completion]:
-        seat = await self._choose(request.session)
-        transcript = Transcript(request, audience=opened.audience, first=first)
-        hear = transcript.hear if opened.audience.is_there or self._replaces else None
-        if hear is not None and not opened.audience.is_there:
+        seat = await self._choose(request.session, pinned=request.pinned)
+        audience = opened.audience
+        transcript = Transcript(request, audience=audience, first=first)
+        hear = transcript.hear if audience.wants_tokens or self._replaces else None
+        if hear is not None and not audience.wants_tokens:
             request = replace(request, at_leisure=True)
+        hear_end = transcript.hear_end if audience.wants_completions else None
         seat.num_sequences += request.n
         opened.placed[request.id] = seat
         try:
-            return await seat.engine.generate(request, hear)
+            return await seat.engine.generate(request, hear, hear_end)
         except WorkerError:
             if not self._replaces:
                 raise
@@ -177,12 +185,14 @@ class EnginePool:
 
     def _noted(self, known: list[Completion]) -> list[Completion]:
         for completion in known:
+            if completion.finish != "interrupt":
+                continue
             self.continued.sequences += len(completion.tokens) > 0
             self.continued.tokens += len(completion.tokens)
             self.continued.anew += len(completion.tokens) == 0
         return known
 
-    async def _choose(self, session: str | None) -> _Seat:
+    async def _choose(self, session: str | None, *, pinned: bool) -> _Seat:
         # Without a wait where there is an engine: see at_once().
         while not (serving := [seat for seat in self._seats if seat.serves]):
             self._came.clear()
@@ -192,7 +202,7 @@ class EnginePool:
             return idlest
         home = self._homes.pop(session, idlest)
         is_clear = home.num_sequences > 2 * idlest.num_sequences + _SPARE_SEQUENCES
-        chosen = idlest if is_clear or home not in serving else home
+        chosen = home if home in serving and (pinned or not is_clear) else idlest
         self._homes[session] = chosen
         if len(self._homes) > self._max_sessions:
             self._homes.popitem(last=False)

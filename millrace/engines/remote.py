@@ -8,11 +8,12 @@ Runs on the controller's event loop; torch-free.
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from millrace.cluster.messages import (
     Abort,
+    Completed,
     Expire,
     Generate,
     Generated,
@@ -26,7 +27,7 @@ from millrace.cluster.messages import (
 )
 from millrace.cluster.worker import Worker
 from millrace.core.errors import MillraceError, WorkerError
-from millrace.core.protocols import OnTokens
+from millrace.core.protocols import OnCompletion, OnTokens
 from millrace.core.records import Completion, Request
 from millrace.core.weight_update import WeightUpdate
 
@@ -38,22 +39,27 @@ class RemoteEngine:
         self._aborting: set[asyncio.Task[None]] = set()
 
     async def generate(
-        self, request: Request, on_tokens: OnTokens | None = None
+        self,
+        request: Request,
+        on_tokens: OnTokens | None = None,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
-        generate = Generate(request=request, stream=on_tokens is not None)
-        on_part = None if on_tokens is None else functools.partial(_tell, on_tokens)
+        generate = Generate(
+            request=request, stream=on_tokens is not None, singly=on_completion is not None
+        )
+        heard = _Heard(on_tokens=on_tokens, on_completion=on_completion)
         try:
-            reply = await self._worker.call(generate, is_pulsed=True, on_part=on_part)
+            reply = await self._worker.call(generate, is_pulsed=True, on_part=heard)
+            assert isinstance(reply, Generated)
+            return heard.completed(reply.completions)
         except WorkerError:
             self._worker.kill()
             raise
         except MillraceError:  # the engine refused it
             raise
-        except BaseException:  # cancelled, or on_tokens raised
+        except BaseException:  # cancelled, or who listens raised
             self._abort_later(request.id)
             raise
-        assert isinstance(reply, Generated)
-        return reply.completions
 
     async def swap(self, update: WeightUpdate) -> int:
         reply = await self._call(Swap(update=update), timeout_s=self._swap_timeout_s)
@@ -90,7 +96,34 @@ class RemoteEngine:
         task.add_done_callback(self._aborting.discard)
 
 
-def _tell(on_tokens: OnTokens, part: Part) -> None:
-    assert isinstance(part, Sampled)
-    for piece in part.pieces:
-        on_tokens(piece)
+@dataclass(kw_only=True, slots=True)
+class _Heard:
+    """What an engine says of a request before its reply, passed on."""
+
+    on_tokens: OnTokens | None
+    on_completion: OnCompletion | None
+    told: dict[int, Completion] = field(default_factory=dict[int, Completion])  # by member
+
+    def __call__(self, part: Part) -> None:
+        match part:
+            case Sampled(pieces=pieces):
+                assert self.on_tokens is not None
+                for piece in pieces:
+                    self.on_tokens(piece)
+            case Completed(completions=completions):
+                for member, completion in completions.items():
+                    self._tell(member, completion)
+            case _:
+                raise AssertionError(f"{type(part).__name__} is no part of a Generate call")
+
+    def completed(self, rest: Sequence[Completion | None]) -> list[Completion]:
+        """All of them; those of the reply are told, too."""
+        for member, completion in enumerate(rest):
+            if completion is not None:
+                self._tell(member, completion)
+        return [self.told[member] for member in range(len(rest))]
+
+    def _tell(self, member: int, completion: Completion) -> None:
+        self.told[member] = completion
+        if self.on_completion is not None:
+            self.on_completion(member, completion)

@@ -1,8 +1,8 @@
 """What a pool knows of a request that its engine has not answered yet.
 
 Promise: if the engine is lost, what it has told is enough to go on from: tokens, logprobs, versions
-and kept ids. Who listens hears every token once, and each end once, however often a completion
-changes its engine.
+and kept ids. Who listens hears every token once, and each end and each completion once, however
+often a completion changes its engine.
 
 Runs on the controller's event loop; torch-free.
 """
@@ -12,16 +12,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from millrace.core.protocols import OnTokens
-from millrace.core.records import Completion, Finish, Kept, Piece, Request
+from millrace.core.protocols import OnCompletion, OnTokens
+from millrace.core.records import Completion, Kept, Piece, Request
 
 
 class Audience:
     """Who listens to a request of n completions, if anybody does."""
 
-    def __init__(self, on_tokens: OnTokens | None) -> None:
-        self.is_there = on_tokens is not None
+    def __init__(self, on_tokens: OnTokens | None, on_completion: OnCompletion | None) -> None:
+        self.wants_tokens = on_tokens is not None
+        self.wants_completions = on_completion is not None
         self._on_tokens = on_tokens
+        self._on_completion = on_completion
         self._ended: set[int] = set()  # members whose end was told
 
     def tell(self, piece: Piece) -> None:
@@ -33,14 +35,20 @@ class Audience:
         if len(piece.tokens) or finish is not None:
             self._on_tokens(replace(piece, finish=finish))
 
-    def tell_end(self, *, member: int, finish: Finish) -> None:
+    def tell_completion(self, completion: Completion, *, member: int) -> None:
+        if self._on_completion is not None:
+            self._on_completion(member, completion)
+
+    def tell_abort(self, completion: Completion, *, member: int) -> None:
+        """Nobody resumes this one."""
+        self.tell_completion(completion, member=member)
         self.tell(
             Piece(
                 member=member,
                 tokens=np.empty(0, dtype=np.int32),
                 logprobs=np.empty(0, dtype=np.float32),
                 versions=np.empty(0, dtype=np.int32),
-                finish=finish,
+                finish="abort",
             )
         )
 
@@ -54,15 +62,24 @@ class Transcript:
         self._audience = audience
         self._first = first
         self._pieces: list[list[Piece]] = [[] for _ in range(request.n)]  # by member
+        self._ended: dict[int, Completion] = {}  # likewise, of those that are told when they end
 
     def hear(self, piece: Piece) -> None:
         self._pieces[piece.member].append(piece)
         self._audience.tell(replace(piece, member=self._first + piece.member))
 
+    def hear_end(self, member: int, completion: Completion) -> None:
+        if completion.finish != "interrupt":  # it will be resumed
+            self._ended[member] = completion
+            self._audience.tell_completion(completion, member=self._first + member)
+
     def completions(self) -> list[Completion]:
-        """All members as far as they are known, to be resumed. One that has ended is not told
-        apart: whoever resumes it finds that out, and says how."""
-        return [self._joined(pieces) for pieces in self._pieces]
+        """All members as far as they are known, to be resumed. One that has ended without that
+        being told is not told apart: whoever resumes it finds that out, and says how."""
+        return [
+            self._ended.get(member) or self._joined(pieces)
+            for member, pieces in enumerate(self._pieces)
+        ]
 
     def _joined(self, pieces: Sequence[Piece]) -> Completion:
         known = [*([] if self._request.partial is None else [self._request.partial]), *pieces]

@@ -3,15 +3,18 @@
 from dataclasses import dataclass
 
 from millrace.core.protocols import Policy
-from millrace.core.records import Episode, Task
+from millrace.core.records import Episode, Rollout, Task, Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SingleTurn:
     async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
         """n episodes of the task; they share the prompt's prefill."""
-        replies = await policy.complete(task.prompt, n)
-        episodes = [Episode(turns=(turn,), rollouts=(rollout,)) for turn, rollout in replies]
-        for index, episode in enumerate(episodes):
-            policy.finished(index, episode)
-        return episodes
+        episodes: dict[int, Episode] = {}
+
+        def end(index: int, turn: Turn, rollout: Rollout) -> None:
+            episodes[index] = Episode(turns=(turn,), rollouts=(rollout,))
+            policy.finished(index, episodes[index])
+
+        await policy.complete(task.prompt, n, on_reply=end)
+        return [episodes[index] for index in range(n)]

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from millrace.config import EvaluateConfig, TasksConfig
+from millrace.config import TaskPlace, TasksConfig
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
 from millrace.envs.curriculum import Curriculum
+from millrace.envs.generators import build_generator
 from millrace.envs.streams import Epochs, Mixture, Source, TaskStream
-from millrace.envs.tasks import load_tasks
+from millrace.envs.tasks import Fields, load_path, load_tasks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +30,10 @@ def load_sources(settings: TasksConfig, given: Sequence[Any] | None) -> list[Tas
         raise ConfigError("Tasks come both from Python and from [[tasks.source]]; keep one.")
     sources: list[TaskList] = []
     for row in settings.source:
-        place = row.path or row.function
-        assert place is not None, "checked with the config"
-        name = row.name or (Path(row.path).stem if row.path else place.rpartition(":")[2])
+        name = row.name or row.own_name
         if name in {source.name for source in sources}:
             raise ConfigError(f"Two of [[tasks.source]] are named {name!r}; give one another name.")
-        tasks = [replace(task, source=name) for task in load_tasks(place)]
+        tasks = [replace(task, source=name) for task in _load(row, section="tasks.source")]
         sources.append(TaskList(name=name, weight=row.weight, tasks=tasks))
     return sources
 
@@ -64,12 +62,20 @@ def make_stream(sources: Sequence[TaskList], settings: TasksConfig, *, seed: int
     )
 
 
-def load_section(
-    settings: TasksConfig | EvaluateConfig, given: Sequence[Any] | None, *, section: str
-) -> list[Task]:
-    source = settings.path or settings.function
-    if given is not None and source is not None:
-        raise ConfigError(f"Tasks come both from Python and from {section} = {source!r}; keep one.")
-    if given is not None:
-        return load_tasks(given)
-    return load_tasks(source) if source is not None else []
+def load_section(place: TaskPlace, given: Sequence[Any] | None, *, section: str) -> list[Task]:
+    if given is None:
+        return _load(place, section=section) if place.is_named else []
+    if place.is_named:
+        named = place.path or place.function or place.generator
+        raise ConfigError(f"Tasks come both from Python and from {section} = {named!r}; keep one.")
+    return load_tasks(given)
+
+
+def _load(place: TaskPlace, *, section: str) -> list[Task]:
+    if place.path is not None:
+        fields = Fields(prompt=place.prompt, kept=place.columns)
+        return load_path(place.path, fields=fields, subset=place.subset, split=place.split)
+    if place.generator is not None:
+        return load_tasks(build_generator(place.generator, section=f"{section}.generator"))
+    assert place.function is not None, "checked with the config"
+    return load_tasks(place.function)

@@ -1,4 +1,4 @@
-"""Where tasks come from: JSONL files, functions, Python lists.
+"""Where tasks come from: files, datasets, functions, Python lists.
 
 Promise: what load_tasks returns can be played and scored, as far as data can tell. Anything else is
 a ConfigError that names the file and line, or the task, before any worker starts.
@@ -6,12 +6,15 @@ a ConfigError that names the file and line, or the task, before any worker start
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace.config.tasks import HUB
 from millrace.core.errors import ConfigError
 from millrace.core.records import Prompt, Task
 from millrace.core.references import load_reference
+from millrace.envs.tables import Rows, folder_rows, hub_rows, parquet_rows
 
 Row = Mapping[str, Any] | Task
 TaskSource = str | Path | Iterable[Row] | Callable[[], Iterable[Row]]
@@ -24,45 +27,85 @@ RESERVED = (
 INT_RANGE = range(-(2**63), 2**64)  # what a message between processes can carry
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fields:
+    """Which columns of a row a task is made of."""
+
+    prompt: str = "prompt"
+    kept: tuple[str, ...] | None = None  # besides; None = all
+
+    @property
+    def read(self) -> tuple[str, ...] | None:
+        """Columns that need to be read; None = all."""
+        return None if self.kept is None else tuple(dict.fromkeys((self.prompt, *self.kept)))
+
+
 def load_tasks(source: TaskSource) -> list[Task]:
-    """Tasks from a JSONL file, a "module:function" reference, a function, or dicts and Tasks."""
+    """Tasks from a path, a "module:function" reference, a function, or dicts and Tasks."""
     if isinstance(source, Path):
-        return _from_file(source)
+        return load_path(str(source))
     if isinstance(source, str):
         # A file may have a colon in its name, so what exists on disk wins.
-        if ":" not in source or Path(source).is_file():
-            return _from_file(Path(source))
+        if ":" not in source or source.startswith(HUB) or Path(source).exists():
+            return load_path(source)
         return _from_function(load_reference(source), where=repr(source))
     if callable(source):
         return _from_function(source, where=repr(getattr(source, "__name__", source)))
     return _from_rows(source, where="The list of tasks")
 
 
-def _from_file(path: Path) -> list[Task]:
+def load_path(
+    path: str, *, fields: Fields | None = None, subset: str | None = None, split: str | None = None
+) -> list[Task]:
+    """Tasks from a JSONL or Parquet file, a folder, or "hub:NAME"."""
+    fields = fields or Fields()
+    rows = _rows(path, columns=fields.read, subset=subset, split=split)
+    tasks = [_task(row, where=where, fields=fields) for where, row in rows]
+    if not tasks:
+        raise ConfigError(f"{path!r} is empty; at least one task is needed.")
+    return tasks
+
+
+def _rows(
+    path: str, *, columns: tuple[str, ...] | None, subset: str | None, split: str | None
+) -> Rows:
+    file = Path(path)
+    is_on_hub = path.startswith(HUB) and not file.exists()
+    if subset is not None and not is_on_hub:
+        raise ConfigError(f"subset = {subset!r} is for {HUB}NAME, not for {path!r}; leave it out.")
+    if is_on_hub:
+        name = path.removeprefix(HUB)
+        return hub_rows(name, columns=columns, subset=subset, split=split)
+    if file.is_dir():
+        return folder_rows(file, columns=columns, split=split)
+    if split is not None:
+        raise ConfigError(f"split = {split!r} is for datasets, not for {path!r}; leave it out.")
+    if file.suffix == ".parquet":
+        return parquet_rows(file, columns=columns)
+    return _jsonl_rows(file)
+
+
+def _jsonl_rows(path: Path) -> Rows:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"No task file {str(path)!r}; check the path.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Task file {str(path)!r} cannot be read: {error}.") from None
-    tasks: list[Task] = []
     # Not splitlines(): it also breaks at characters that JSON strings may hold, such as U+2028.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            tasks.append(_parse_line(line, where=f"{path}, line {number}"))
-    if not tasks:
-        raise ConfigError(f"Task file {str(path)!r} is empty; write one JSON object per line.")
-    return tasks
+            where = f"{path}, line {number}"
+            yield where, _parse_line(line, where=where)
 
 
-def _parse_line(line: str, *, where: str) -> Task:
+def _parse_line(line: str, *, where: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{where} is not valid JSON ({error}): {_shown(line)}; write one object per line."
         ) from None
-    return _task(row, where=where)
 
 
 def _from_function(function: Any, *, where: str) -> list[Task]:
@@ -89,17 +132,19 @@ def _from_rows(rows: Any, *, where: str) -> list[Task]:
     return tasks
 
 
-def _task(row: Any, *, where: str) -> Task:
+def _task(row: Any, *, where: str, fields: Fields = Fields()) -> Task:  # noqa: B008 - frozen
     if isinstance(row, Task):
         prompt, columns = row.prompt, row.columns
     elif isinstance(row, Mapping):
-        if "prompt" not in row:
-            raise ConfigError(
-                f"{where} has no 'prompt', only {_shown(list(row))}; add one: a text, or a list of"
-                " messages."
-            )
-        columns = {key: value for key, value in row.items() if key != "prompt"}
-        prompt = row["prompt"]
+        for name in fields.read or (fields.prompt,):
+            if name not in row:
+                raise ConfigError(
+                    f"{where} has no {name!r}, only {_shown(list(row))}; every task needs one"
+                    f"{': a text, or a list of messages' if name == fields.prompt else ''}."
+                )
+        kept = [key for key in row if key != fields.prompt] if fields.kept is None else fields.kept
+        columns = {key: row[key] for key in kept}
+        prompt = row[fields.prompt]
     else:
         raise ConfigError(
             f"{where} is {_shown(row)}; a task is an object with a 'prompt' and any columns."

@@ -6,9 +6,13 @@
 | `conversation.py` | which messages those tokens are; the tokens of what is new |
 | `tool_calls.py` | calls in the text of a model, by model family |
 | `tools.py` | Python functions as tools: schema, execution |
-| `play.py` | one episode while it is played: its limits, what happened in it |
+| `limits.py` | what an episode may use |
+| `play.py` | one episode while it is played: what it has used, what happened in it |
+| `tape.py` | that, in order: turns and tool results |
 | `agent.py` | what an environment talks to: chat, complete, tools, forks |
 | `cast.py` | the agents of one episode, by role |
+| `performing.py` | one episode from a user's coroutine to its reward |
+| `replay/` | recorded episodes: files, played again, edited |
 | `environment.py` | a user's coroutine, played n times side by side |
 | `loop_thread.py` | the thread on which users' coroutines run |
 

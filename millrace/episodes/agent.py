@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from millrace.core.errors import TaskError
-from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling, Turn
+from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling
 from millrace.episodes.conversation import Beginning, Conversation
-from millrace.episodes.play import EpisodeOver, Play
+from millrace.episodes.limits import EpisodeOver
+from millrace.episodes.play import Play, Voice
 from millrace.episodes.record import Exchange, TokenRecord
 from millrace.episodes.tool_calls import Parsed, ToolCall, ToolFormat
-from millrace.episodes.tools import Tool, run_tool, tools_of
+from millrace.episodes.tools import Tool, tools_of
 
 MALFORMED = "malformed_calls"
 
@@ -34,11 +35,29 @@ class Reply:
     inherited: str = ""  # of a fork: what it shares with the reply that was forked
     exchange: Exchange = field(repr=False)
     tools: Mapping[str, Tool] = field(repr=False, default_factory=dict[str, Tool])
+    forked: Exchange | None = field(repr=False, default=None)  # of a fork: that of the first reply
 
     @property
     def wants_tools(self) -> bool:
         """True if call_tools() has something to say to it."""
         return bool(self.tool_calls or self.problems)
+
+    @property
+    def num_recomputed(self) -> int:
+        """Of a fork: tokens before it whose KV other weights computed than for the first reply."""
+        if self.forked is None:
+            return 0
+        ours, theirs = self.exchange.completion.kv, self.forked.completion.kv
+        if ours is None or theirs is None:
+            return 0
+        return ours.num_other(theirs, num_tokens=self.exchange.start)
+
+    @property
+    def recomputed(self) -> bool:
+        """True if a fork goes on from other KV than the first reply did, because weights have
+        changed and the KV is gone. What fills no whole block is computed anew in any case."""
+        kv = self.exchange.completion.kv
+        return kv is not None and self.num_recomputed >= kv.block_tokens
 
 
 class Agent:
@@ -64,7 +83,9 @@ class Agent:
         self._sampling = sampling
         self._cast = cast
         self._record = TokenRecord()
+        self._voice = Voice(agent=name, adapter=adapter, is_trained=is_trained, record=self._record)
         self._num_forks = 0  # with KV of their own
+        self.tools: tuple[Tool, ...] = ()  # what the run offers the agent of an environment
 
     def role(
         self, name: str, *, adapter: str | None = None, trained: bool | None = None
@@ -92,6 +113,12 @@ class Agent:
     def sampling(self) -> Sampling:
         """How it samples where chat() is told nothing else."""
         return self._sampling
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """For what its environment leaves to chance: seeded by the run, the group and the number of
+        the episode, and the same in a replay. One for all agents of the episode."""
+        return self._play.rng
 
     @property
     def decode(self) -> Callable[[np.ndarray], str]:
@@ -130,13 +157,17 @@ class Agent:
         exchange = await self._exchange(beginning, prompt=prompt, sampling=sampling)
         return self._reply(prompt, exchange)
 
-    async def fork(self, reply: Reply, *, at: int, pinned: bool = True, **sampling: Any) -> Reply:
+    async def fork(
+        self, reply: Reply, *, at: int = 0, pinned: bool = True, **sampling: Any
+    ) -> Reply:
         """Another reply that begins with the first `at` tokens that were sampled for this one,
         and with what this one, if it is a fork itself, shares with another.
 
-        It takes the KV of these tokens as it lies in the engine, if it does, and costs no prefill
-        then; with kv = "keep" also KV of the weights that sampled them, after a swap. With `pinned`
-        = False only KV of the weights served now.
+        `pinned`: it goes to the engine that sampled these tokens, and on from their KV as it lies
+        there, which costs no prefill; with kv = "keep" also if weights have changed since. Where
+        the engine has given it up, it is computed by the weights served now, and the fork says so
+        (`recomputed`). Else it goes anywhere, and uses KV of the weights served now only. What is
+        new in it is sampled by these in either case.
         """
         num_sampled = len(reply.exchange.completion.tokens)
         if not 0 <= at < num_sampled:
@@ -148,16 +179,22 @@ class Agent:
         self._num_forks += 0 if pinned else 1
         session = self.name if pinned else f"{self.name}/unpinned {self._num_forks}"
         exchange = await self._exchange(
-            beginning, prompt=reply.prompt, sampling=sampling, session=session
+            beginning, prompt=reply.prompt, sampling=sampling, session=session, pinned=pinned
         )
         inherited = reply.inherited + kept
-        return self._reply(reply.prompt, exchange, inherited=inherited, tools=reply.tools)
+        fork = self._reply(
+            reply.prompt, exchange, inherited=inherited, tools=reply.tools, forked=reply.exchange
+        )
+        self._play.counts["forks"] += 1
+        self._play.counts["forks_recomputed"] += pinned and fork.recomputed
+        return fork
 
     async def call_tools(self, reply: Reply) -> list[Message]:
         """Run what a reply calls, one after the other; returns what the model is told of it."""
         messages: list[Message] = []
         for call in reply.tool_calls:
-            messages.append(self._format.result(call, await self._run(call, reply.tools)))
+            told = await self._play.call_tool(call, reply.tools)
+            messages.append(self._format.result(call, told))
         self._play.counts[MALFORMED] += len(reply.problems)
         if reply.problems:
             messages.append({"role": "user", "content": "\n".join(reply.problems)})
@@ -195,6 +232,7 @@ class Agent:
         *,
         inherited: str = "",
         tools: Mapping[str, Tool] | None = None,
+        forked: Exchange | None = None,
     ) -> Reply:
         """Of an exchange, from which later prompts may go on now."""
         tools = tools or {}
@@ -217,6 +255,7 @@ class Agent:
             inherited=inherited,
             exchange=exchange,
             tools=tools,
+            forked=forked,
         )
 
     async def _exchange(
@@ -226,27 +265,16 @@ class Agent:
         prompt: Prompt,
         sampling: Mapping[str, Any],
         session: str | None = None,
+        pinned: bool = False,
     ) -> Exchange:
-        settings = self._settings(sampling)
-        completion = await self._play.sample(
-            beginning.tokens,
-            sampling=settings,
+        return await self._play.turn(
+            beginning,
+            voice=self._voice,
+            prompt=prompt,
+            sampling=self._settings(sampling),
             session=self.name if session is None else session,
-            adapter=self.adapter,
-            is_trained=self.is_trained,
+            pinned=pinned,
         )
-        exchange = self._record.add(
-            beginning.given,
-            completion,
-            sampling=settings,
-            parent=beginning.parent,
-            at=beginning.at,
-        )
-        turn = Turn(
-            prompt=prompt, completion=completion.text, finish=completion.finish, agent=self.name
-        )
-        self._play.turns.append(turn)
-        return exchange
 
     def _settings(self, changes: Mapping[str, Any]) -> Sampling:
         if not changes:
@@ -267,23 +295,6 @@ class Agent:
                 "agent.chat was given temperature = 0, which leaves nothing to learn; raise it."
             )
         return changed
-
-    async def _run(self, call: ToolCall, tools: Mapping[str, Tool]) -> str:
-        limits = self._play.limits
-        self._play.check()
-        self._play.counts["tool_calls"] += 1
-        if call.name not in tools:
-            self._play.counts["tool_errors"] += 1
-            return f"Error: there is no tool {call.name!r}; there are {', '.join(tools)}."
-        result = await run_tool(
-            tools[call.name],
-            call.arguments,
-            timeout_s=limits.tool_timeout_s,
-            max_chars=limits.tool_result_chars,
-        )
-        if result.fault is not None:
-            self._play.counts[result.fault] += 1
-        return result.text
 
 
 def _schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:

@@ -3,6 +3,8 @@
 Belongs to the event loop of the environments.
 """
 
+from typing import Any
+
 from millrace.core.errors import TaskError
 from millrace.core.records import Rollout, Sampling
 from millrace.episodes.agent import Agent
@@ -24,11 +26,11 @@ class Cast:
         tool_format: ToolFormat,
         sampling: Sampling,
     ) -> None:
+        self.history: History = history
+        self.tool_format = tool_format
+        self.sampling = sampling
         self._play = play
         self._renderer = renderer
-        self._history: History = history
-        self._format = tool_format
-        self._sampling = sampling
         self._agents: dict[str, Agent] = {}
 
     def agent(
@@ -39,9 +41,9 @@ class Cast:
         if found is None:
             found = self._agents[name] = Agent(
                 play=self._play,
-                conversation=Conversation(self._renderer, history=self._history),
-                tool_format=self._format,
-                sampling=self._sampling,
+                conversation=Conversation(self._renderer, history=self.history),
+                tool_format=self.tool_format,
+                sampling=self.sampling,
                 name=name,
                 adapter=adapter,
                 is_trained=is_trained,
@@ -53,6 +55,14 @@ class Cast:
                 f" {found.is_trained}; take it in the same way each time."
             )
         return found
+
+    @property
+    def agents(self) -> list[Agent]:
+        return list(self._agents.values())
+
+    @property
+    def template_settings(self) -> dict[str, Any]:
+        return self._renderer.template_settings
 
     @property
     def trained(self) -> set[str]:

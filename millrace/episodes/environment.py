@@ -12,27 +12,21 @@ are given up.
 
 import asyncio
 import inspect
-import math
-import traceback
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 from millrace.config import EnvironmentConfig
-from millrace.core.errors import ConfigError, MillraceError, TaskError
+from millrace.core.errors import ConfigError, TaskError
 from millrace.core.protocols import Policy
 from millrace.core.records import Episode, Task
-from millrace.episodes.agent import Agent
 from millrace.episodes.cast import Cast
 from millrace.episodes.conversation import History
+from millrace.episodes.limits import Limits
 from millrace.episodes.loop_thread import LoopThread, on_loop
-from millrace.episodes.play import EpisodeOver, Limits, Play
+from millrace.episodes.performing import EnvironmentFunction, name_of, perform
+from millrace.episodes.play import Play
 from millrace.episodes.tool_calls import ToolFormatName, format_of
-from millrace.rollout.cancellation import Expired
 from millrace.rollout.renderer import Renderer
-
-EnvironmentFunction = Callable[[Task, Agent], Awaitable[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +38,10 @@ class Rules:
     ended_reward: float = 0.0  # of an episode that came to a limit
     tool_format: ToolFormatName = "auto"
     history: History = "template"
+    records: bool = False  # what happened is kept, so that it can be replayed
 
 
-def rules_of(settings: EnvironmentConfig, *, redundancy: int) -> Rules:
+def rules_of(settings: EnvironmentConfig, *, redundancy: int, records: bool = False) -> Rules:
     return Rules(
         limits=Limits(
             max_turns=settings.max_turns,
@@ -59,6 +54,7 @@ def rules_of(settings: EnvironmentConfig, *, redundancy: int) -> Rules:
         ended_reward=settings.ended_reward,
         tool_format=settings.tool_format,
         history=settings.history,
+        records=records,
     )
 
 
@@ -114,6 +110,7 @@ class FunctionEnvironment:
             sample=lambda prompt, **settings: on_loop(home, policy.sample(prompt, **settings)),
             max_context=policy.max_context,
             limits=self._rules.limits,
+            seed=policy.seed,
         )
         cast = Cast(
             play,
@@ -122,68 +119,23 @@ class FunctionEnvironment:
             tool_format=self._format,
             sampling=policy.sampling,
         )
-        episode = await self._thread.run(self._played(task, play, cast))
+        episode = await self._thread.run(
+            perform(
+                self._function,
+                task,
+                play=play,
+                cast=cast,
+                ended_reward=self._rules.ended_reward,
+                records=self._rules.records,
+            )
+        )
         if not episode.rollouts and policy.is_trained:
             raise TaskError(
-                f"{policy.name}: episode {index} of environment {_name(self._function)!r} ended"
+                f"{policy.name}: episode {index} of environment {name_of(self._function)!r} ended"
                 f" ({play.ending}) before the model had said anything to be trained on; call"
                 " agent.chat or agent.complete."
             )
         return episode
-
-    async def _played(self, task: Task, play: Play, cast: Cast) -> Episode:
-        """Runs on the loop of the environments."""
-        try:
-            reward = await self._rewarded(task, play, cast)
-        finally:
-            play.close()  # what the environment has left running gets nothing more
-        counts = {**play.counts, **cast.counts()}
-        return Episode(
-            turns=tuple(play.turns),
-            rollouts=cast.rollouts(),
-            reward=reward,
-            ending=play.ending,
-            counts={name: count for name, count in counts.items() if count},
-        )
-
-    async def _rewarded(
-        self, task: Task, play: Play, cast: Cast
-    ) -> float | dict[str, float] | None:
-        """What the user's function returns."""
-        limit = asyncio.timeout(self._rules.limits.episode_timeout_s)
-        try:
-            async with limit:
-                returned = await self._function(task, cast.agent())
-        except EpisodeOver:
-            return self._rules.ended_reward
-        except (MillraceError, Expired):
-            raise
-        except Exception as error:
-            if limit.expired():
-                play.end("timeout")
-                return self._rules.ended_reward
-            raise self._raised(error, play) from error
-        if isinstance(returned, Mapping) and returned and cast.trained <= set(returned):
-            return {
-                str(name): self._checked(value, play) or 0.0 for name, value in returned.items()
-            }
-        return self._checked(returned, play)
-
-    def _raised(self, error: Exception, play: Play) -> TaskError:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return TaskError(
-            f"{play.name}: environment {_name(self._function)!r} raised {type(error).__name__}:"
-            f" {error} (episode {play.index}, {last.filename}:{last.lineno}); mend it."
-        )
-
-    def _checked(self, returned: Any, play: Play) -> float | None:
-        if returned is None or (isinstance(returned, Real) and math.isfinite(returned)):
-            return None if returned is None else float(returned)
-        raise TaskError(
-            f"{play.name}: environment {_name(self._function)!r} returned {returned!r:.60};"
-            " return a finite number as the reward, None to leave it to the scorers, or a dict with"
-            " a number for each role that is trained."
-        )
 
 
 def check_function(function: Any) -> EnvironmentFunction:
@@ -193,18 +145,14 @@ def check_function(function: Any) -> EnvironmentFunction:
     )
     if not is_async:
         raise ConfigError(
-            f"Environment {_name(function)!r} is no coroutine; define it with `async def"
+            f"Environment {name_of(function)!r} is no coroutine; define it with `async def"
             " play(task, agent)`."
         )
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
         raise ConfigError(
-            f"Environment {_name(function)!r} cannot be called with a task and an agent; define it"
-            " with `async def play(task, agent)`."
+            f"Environment {name_of(function)!r} cannot be called with a task and an agent; define"
+            " it with `async def play(task, agent)`."
         ) from None
     return function
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)

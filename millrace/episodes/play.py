@@ -6,34 +6,24 @@ however often its environment asks. Belongs to one event loop, that of the envir
 """
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 
 from millrace.core.errors import TaskError
-from millrace.core.records import Completion, Ending, Sampling, Turn
-
-
-class EpisodeOver(Exception):
-    """The episode has come to a limit. An environment may let it pass, or catch it to return a
-    reward."""
-
-    def __init__(self, ending: Ending) -> None:
-        super().__init__(f"the episode has ended: {ending}")
-        self.ending = ending
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    max_turns: int = 32  # of all agents together
-    episode_timeout_s: float | None = None
-    turn_timeout_s: float | None = None
-    tool_timeout_s: float = 30.0
-    tool_result_chars: int = 16384
+from millrace.core.records import Completion, Ending, Prompt, Sampling, Turn
+from millrace.episodes.conversation import Beginning
+from millrace.episodes.limits import EpisodeOver, Limits
+from millrace.episodes.record import Exchange, TokenRecord
+from millrace.episodes.tape import Tape
+from millrace.episodes.tool_calls import ToolCall
+from millrace.episodes.tools import Tool, ToolResult, run_tool
 
 
 class Sample(Protocol):
@@ -49,56 +39,145 @@ class Sample(Protocol):
         session: str,
         adapter: str | None,
         is_trained: bool,
+        pinned: bool,
     ) -> Awaitable[Completion]: ...
+
+
+class RunTool(Protocol):
+    """As tools.run_tool."""
+
+    def __call__(
+        self, tool: Tool, arguments: Mapping[str, Any], *, timeout_s: float, max_chars: int
+    ) -> Awaitable[ToolResult]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Voice:
+    """Who speaks in a turn."""
+
+    agent: str
+    adapter: str | None
+    is_trained: bool
+    record: TokenRecord
 
 
 class Play:
     def __init__(
-        self, *, name: str, index: int, sample: Sample, max_context: int, limits: Limits
+        self,
+        *,
+        name: str,
+        index: int,
+        sample: Sample,
+        max_context: int,
+        limits: Limits,
+        seed: int = 0,
+        run_tool: RunTool = run_tool,
     ) -> None:
         self.name = name  # of its group, for messages
         self.index = index  # within the group
         self.limits = limits
+        self.max_context = max_context
+        self.seed = seed  # of the group
         self.turns: list[Turn] = []
         self.counts: Counter[str] = Counter()
         self.ending: Ending = "done"
+        self.tape = Tape()
         self._sample = sample
-        self._max_context = max_context
+        self._run_tool = run_tool
         self._calls = itertools.count()
         self._is_closed = False
+        self._limit: asyncio.Timeout | None = None  # of the whole episode, while it is played
 
-    async def sample(
+    @contextlib.asynccontextmanager
+    async def timed(self) -> AsyncIterator[asyncio.Timeout]:
+        """The time that the episode has; ends what runs inside when it has passed."""
+        async with asyncio.timeout(self.limits.episode_timeout_s) as self._limit:
+            yield self._limit
+
+    def expire(self) -> None:
+        """Its time has passed now."""
+        assert self._limit is not None
+        self._limit.reschedule(asyncio.get_running_loop().time())
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """What an environment leaves to chance; the same each time the episode is played."""
+        return np.random.default_rng((self.seed, self.index))
+
+    async def turn(
         self,
-        prompt: np.ndarray,
+        beginning: Beginning,
         *,
+        voice: Voice,
+        prompt: Prompt,
         sampling: Sampling,
         session: str,
-        adapter: str | None,
-        is_trained: bool,
-    ) -> Completion:
-        """One turn; raises EpisodeOver."""
+        pinned: bool = False,
+    ) -> Exchange:
+        """The model goes on after `beginning`, which is what `prompt` says; raises EpisodeOver."""
         self.check()
         call = next(self._calls)
         if call >= self.limits.max_turns:
             raise self.end("turns")
-        if len(prompt) >= self._max_context:
-            raise self._too_long(len(prompt))
+        tokens = beginning.tokens
+        if len(tokens) >= self.max_context:
+            raise self._too_long(len(tokens))
+        with self.tape.turn(call, agent=voice.agent) as noted:
+            completion = await self._sampled(
+                tokens, call=call, voice=voice, sampling=sampling, session=session, pinned=pinned
+            )
+            exchange = voice.record.add(
+                beginning.given,
+                completion,
+                sampling=sampling,
+                parent=beginning.parent,
+                at=beginning.at,
+            )
+            noted(exchange, prompt=prompt)
+        turn = Turn(
+            prompt=prompt, completion=completion.text, finish=completion.finish, agent=voice.agent
+        )
+        self.turns.append(turn)
+        return exchange
+
+    async def _sampled(
+        self, tokens: np.ndarray, *, call: int, voice: Voice, session: str, **settings: Any
+    ) -> Completion:
         limit = asyncio.timeout(self.limits.turn_timeout_s)
         try:
             async with limit:
                 return await self._sample(
-                    prompt,
+                    tokens,
                     episode=self.index,
                     call=call,
-                    sampling=sampling,
                     session=f"{self.index}/{session}",
-                    adapter=adapter,
-                    is_trained=is_trained,
+                    adapter=voice.adapter,
+                    is_trained=voice.is_trained,
+                    **settings,
                 )
         except TimeoutError:
             if not limit.expired():
                 raise
             raise self.end("timeout") from None
+
+    async def call_tool(self, call: ToolCall, tools: Mapping[str, Tool]) -> str:
+        """What the model is told of it."""
+        self.check()
+        self.counts["tool_calls"] += 1
+        if call.name not in tools:
+            self.counts["tool_errors"] += 1
+            return f"Error: there is no tool {call.name!r}; there are {', '.join(tools)}."
+        with self.tape.tool(call.name, call.arguments) as noted:
+            result = await self._run_tool(
+                tools[call.name],
+                call.arguments,
+                timeout_s=self.limits.tool_timeout_s,
+                max_chars=self.limits.tool_result_chars,
+            )
+            noted(result)
+        if result.fault is not None:
+            self.counts[result.fault] += 1
+        return result.text
 
     def check(self) -> None:
         """Raise EpisodeOver if nothing more may happen."""
@@ -119,5 +198,5 @@ class Play:
             return self.end("length")
         return TaskError(
             f"{self.name}: its prompt has {num_tokens} tokens, but the context holds"
-            f" {self._max_context}; shorten the prompt or raise engine.max_context."
+            f" {self.max_context}; shorten the prompt or raise engine.max_context."
         )

@@ -105,7 +105,8 @@ def _rollouts(
     fresh: dict[Exchange, np.ndarray] = {}  # [N] bool
     for exchange, end in path:
         is_here = np.arange(len(exchange.completion.tokens)) < _num_sampled(exchange, end)
-        fresh[exchange] = is_here & ~is_trained[exchange]
+        is_known = exchange.completion.versions >= 0  # of a replay that was edited, not all are
+        fresh[exchange] = is_here & is_known & ~is_trained[exchange]
         is_trained[exchange] |= is_here
     temperatures = {e.sampling.temperature: e.sampling for e in fresh if fresh[e].any()}
     for temperature, sampling in temperatures.items():

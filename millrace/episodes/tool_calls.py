@@ -181,6 +181,10 @@ def format_of(name: ToolFormatName, *, template: str) -> ToolFormat:
     return FORMATS[next((key for key, mark in marks.items() if mark in template), "hermes")]
 
 
+def name_of(form: ToolFormat) -> str:
+    return next(name for name, known in FORMATS.items() if known is form)
+
+
 def _after_thinking(text: str) -> int:
     """Where the answer begins: a call that is only thought of is none."""
     end = text.rfind("</think>")

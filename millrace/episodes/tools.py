@@ -46,6 +46,10 @@ class Tool:
         return {"type": "function", "function": function}
 
 
+class ToolError(Exception):
+    """What a tool tells the model when it fails, in the words it is told."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolResult:
     text: str
@@ -98,7 +102,8 @@ async def run_tool(
         if limit.expired():
             text = f"Error: {tool.name} took longer than {timeout_s:g} s and was given up."
             return ToolResult(text=text, fault="tool_timeouts")
-        text = _cut(f"Error: {type(error).__name__}: {error}", max_chars=max_chars)
+        kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
+        text = _cut(f"Error: {kind}{error}", max_chars=max_chars)
         return ToolResult(text=text, fault="tool_errors")
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from millrace.core.protocols import Generator, OnTokens
+from millrace.core.protocols import Generator, OnCompletion, OnTokens
 from millrace.core.records import Completion, Piece, Request
 
-PIECE_TOKENS = 16  # telling every single one would cost a small model as much as sampling it
+PIECE_TOKENS = 32  # telling every single one would cost a small model as much as sampling it
 Listen = Callable[[Request], OnTokens | None]  # who hears what a request samples, if anybody
 
 
@@ -16,17 +16,20 @@ class Overheard:
         self._listen = listen
 
     async def generate(
-        self, request: Request, on_tokens: OnTokens | None = None
+        self,
+        request: Request,
+        on_tokens: OnTokens | None = None,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         listener = self._listen(request)
         if listener is None:
-            return await self._engine.generate(request, on_tokens)
+            return await self._engine.generate(request, on_tokens, on_completion)
         if on_tokens is None:
             request = replace(request, piece_tokens=PIECE_TOKENS)
-            return await self._engine.generate(request, listener)
+            return await self._engine.generate(request, listener, on_completion)
 
         def tell_both(piece: Piece) -> None:
             on_tokens(piece)
             listener(piece)
 
-        return await self._engine.generate(request, tell_both)
+        return await self._engine.generate(request, tell_both, on_completion)

@@ -10,14 +10,13 @@ from dataclasses import replace
 import numpy as np
 
 from millrace.core.errors import TaskError
-from millrace.core.protocols import Engine, Environment, Generator
+from millrace.core.protocols import Engine, Environment, Generator, OnReply
 from millrace.core.records import (
     Completion,
     Episode,
     Group,
     Prompt,
     Request,
-    Rollout,
     Sampling,
     Task,
     Turn,
@@ -49,7 +48,7 @@ class GroupPolicy:
         self.sampling = sampling
         self.max_context = max_context
         self.name = name
-        self._seed = seed
+        self.seed = seed
         self._attempt = attempt
         self._on_episode = on_episode
         self._calls = itertools.count()
@@ -58,7 +57,7 @@ class GroupPolicy:
     def is_trained(self) -> bool:
         return self._attempt is not None
 
-    async def complete(self, prompt: Prompt, n: int) -> list[tuple[Turn, Rollout]]:
+    async def complete(self, prompt: Prompt, n: int, *, on_reply: OnReply) -> None:
         tokens = self._renderer.render(prompt)
         if len(tokens) >= self.max_context:
             raise TaskError(
@@ -71,19 +70,30 @@ class GroupPolicy:
             prompt=tokens,
             sampling=self.sampling,
             n=n,
-            seed=self._seed + call,
+            seed=self.seed + call,
             expires=self.is_trained,
         )
-        completions = await self._engine.generate(request)
+        told: set[int] = set()
+
+        def tell(member: int, completion: Completion) -> None:
+            turn = Turn(prompt=prompt, completion=completion.text, finish=completion.finish)
+            rollout = self._renderer.rollout(tokens, completion, sampling=self.sampling)
+            told.add(member)
+            on_reply(member, turn, rollout)
+
+        def tell_early(member: int, completion: Completion) -> None:
+            if completion.finish in ("stop", "length"):  # else it may come to nothing
+                tell(member, completion)
+
+        is_awaited = self._on_episode is not None
+        completions = await self._engine.generate(
+            request, on_completion=tell_early if is_awaited else None
+        )
         if self._attempt is not None:
             self._attempt.record(completions)
-        return [
-            (
-                Turn(prompt=prompt, completion=completion.text, finish=completion.finish),
-                self._renderer.rollout(tokens, completion, sampling=self.sampling),
-            )
-            for completion in completions
-        ]
+        for member, completion in enumerate(completions):
+            if member not in told:
+                tell(member, completion)
 
     async def sample(
         self,
@@ -95,14 +105,16 @@ class GroupPolicy:
         session: str,
         adapter: str | None = None,
         is_trained: bool = True,
+        pinned: bool = False,
     ) -> Completion:
         request = Request(
             id=f"{self.name}/{episode}.{call}",
             prompt=prompt,
             sampling=sampling,
-            seed=self._seed + call,
+            seed=self.seed + call,
             index=episode,
             session=f"{self.name}/{session}",
+            pinned=pinned,
             expires=self.is_trained and is_trained,
             adapter=adapter,
         )

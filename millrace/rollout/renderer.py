@@ -24,7 +24,7 @@ class Renderer:
     ) -> None:
         """`template_settings`: what the chat template is told besides the messages."""
         self._tokenizer = tokenizer
-        self._template_settings = dict(template_settings or {})
+        self.template_settings = dict(template_settings or {})
 
     @property
     def chat_template(self) -> str:
@@ -89,7 +89,7 @@ class Renderer:
                 tools=list(tools) if tools else None,
                 add_generation_prompt=answers,
                 tokenize=False,
-                **self._template_settings,
+                **self.template_settings,
             )
         except Exception as error:
             # A template is a program that comes with the model and may refuse in any way it likes.

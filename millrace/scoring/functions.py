@@ -19,7 +19,8 @@ from millrace.core.protocols import NeedsColumns
 from millrace.core.records import Prompt, Task
 
 RESERVED = ("prompts", "completions", "completion_ids")  # what every reward function is offered
-NOT_PASSED = ("trainer_state", "environments", "log_extra", "log_metric")  # what TRL offers besides
+ENVIRONMENTS = "environments"  # passed where these are: see adapters/environment_factory.py
+NOT_PASSED = ("trainer_state", "log_extra", "log_metric")  # what TRL offers besides
 REMEDY = "return a list with one number per completion, or None where the reward does not apply"
 
 
@@ -32,6 +33,7 @@ class RewardFunction:
     takes: frozenset[str] | None  # argument names; None = everything, it has **kwargs
     needs: frozenset[str]  # argument names without a default
     is_async: bool
+    wants_environments: bool = False  # by name, not as part of **kwargs
 
     def __call__(
         self,
@@ -52,14 +54,20 @@ class RewardFunction:
             offered = {name: value for name, value in offered.items() if name in self.takes}
         return self.call(**offered)
 
-    def check_columns(self, tasks: Sequence[Task]) -> None:
+    def check_columns(self, tasks: Sequence[Task], *, has_environments: bool = False) -> None:
         """Raise ConfigError if some task lacks a column that the function cannot do without."""
         for name in sorted(self.needs.intersection(NOT_PASSED)):
             raise ConfigError(
                 f"Reward {self.name!r} needs {name!r}, which TRL passes and Millrace does not (see"
                 f" docs/scoring.md); give the parameter a default."
             )
-        needed = sorted(self.needs.difference(RESERVED))
+        if ENVIRONMENTS in self.needs and not has_environments:
+            raise ConfigError(
+                f"Reward {self.name!r} needs 'environments', which there are only with"
+                " environment=mr.EnvironmentFactory(...) (see docs/adapters.md); give the parameter"
+                " a default."
+            )
+        needed = sorted(self.needs.difference(RESERVED, [ENVIRONMENTS]))
         for index, task in enumerate(tasks if needed else ()):
             for column in needed:
                 if column not in task.columns:
@@ -89,6 +97,7 @@ def inspect_reward(function: Callable[..., Any], *, name: str) -> RewardFunction
         name=name,
         call=function,
         takes=None if takes_all else frozenset(p.name for p in named),
+        wants_environments=any(p.name == ENVIRONMENTS for p in named),
         needs=frozenset([*columns, *(p.name for p in named if p.default is p.empty)]),
         # A callable object is async if its __call__ is.
         is_async=inspect.iscoroutinefunction(function)

@@ -5,13 +5,13 @@ Promise: no process outlives the command. An engine that dies ends it, with that
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NoReturn
 
 from aiohttp import web
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Message, Progress, StartEngine
+from millrace.cluster.messages import Message, Progress, StartEngine, StartTeacher
 from millrace.cluster.own_loop import run_on_own_loop
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
@@ -20,10 +20,15 @@ from millrace.core.errors import ConfigError
 from millrace.engines.pool import EnginePool
 from millrace.engines.remote import RemoteEngine
 from millrace.episodes.tool_calls import format_of
+from millrace.scoring.teachers.process import TeacherProcess
+from millrace.scoring.teachers.settings import ReaderSettings
 from millrace.serving.metrics import ServerMetrics
+from millrace.serving.score import NoEngine, Readers, ReadModel
 from millrace.serving.served import Served
 from millrace.serving.server import listening, make_app
 from millrace.serving.settings import ServeSettings
+
+READ_TIMEOUT_S = 300.0  # of the passages of one request
 
 
 def serve(settings: ServeSettings) -> None:
@@ -45,13 +50,14 @@ async def _serve(settings: ServeSettings) -> None:
             async with asyncio.TaskGroup() as starting:
                 engines = [
                     starting.create_task(_start_engine(hub, f"engine-{i}", config=config))
-                    for i in range(config.engine.count)
+                    for i in range(settings.engines)
                 ]
                 reading = starting.create_task(asyncio.to_thread(_read_model, config))
         workers = [task.result() for task in engines]
         tokenizer, max_context = reading.result()
+        engine = EnginePool([RemoteEngine(worker) for worker in workers]) if workers else NoEngine()
         served = Served(
-            EnginePool([RemoteEngine(worker) for worker in workers]),
+            engine,
             tokenizer=tokenizer,
             name=settings.name,
             adapters=tuple(config.engine.adapters),
@@ -59,20 +65,67 @@ async def _serve(settings: ServeSettings) -> None:
             tool_format=format_of("auto", template=str(tokenizer.chat_template or "")),
             metrics=metrics,
         )
-        app = make_app(
-            served,
-            key=settings.key,
-            limits=settings.limits,
-            is_healthy=lambda: not any(worker.dead.done() for worker in workers),
-        )
-        with contextlib.closing(served):
-            async with _listening(app, settings) as port:
-                host = f"[{settings.host}]" if ":" in settings.host else settings.host
-                print(f"Serving {settings.name} at http://{host}:{port}/v1", flush=True)
-                died, _ = await asyncio.wait(
-                    [worker.dead for worker in workers], return_when=asyncio.FIRST_COMPLETED
-                )
-        raise died.pop().result()
+        async with _reading(hub, settings, tokenizer=tokenizer, max_context=max_context) as readers:
+            app = make_app(
+                served,
+                key=settings.key,
+                limits=settings.limits,
+                is_healthy=lambda: not any(worker.dead.done() for worker in workers),
+                readers=readers,
+            )
+            with contextlib.closing(served):
+                async with _listening(app, settings) as port:
+                    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+                    print(f"Serving {settings.name} at http://{host}:{port}/v1", flush=True)
+                    await _until_one_dies(workers)
+
+
+async def _until_one_dies(workers: Sequence[Worker]) -> NoReturn:
+    """Raises why."""
+    if not workers:
+        await asyncio.Event().wait()
+    died, _ = await asyncio.wait(
+        [worker.dead for worker in workers], return_when=asyncio.FIRST_COMPLETED
+    )
+    raise died.pop().result()
+
+
+@contextlib.asynccontextmanager
+async def _reading(
+    hub: Hub, settings: ServeSettings, *, tokenizer: Any, max_context: int
+) -> AsyncIterator[Readers | None]:
+    """The processes that answer /score, if there are to be any. One that is lost is replaced."""
+    if settings.scorers == 0:
+        yield None
+        return
+    from millrace.models.vocabulary import vocabulary_checksum
+
+    engine, num_tokens = settings.config.engine, max(tokenizer.get_vocab().values()) + 1
+    reader = ReaderSettings(
+        device=engine.device, dtype=engine.dtype, threads=engine.threads or 1
+    ).plain()
+    start = StartTeacher(
+        config=settings.config.model_dump(mode="json"),
+        settings=reader,
+        model_path=settings.config.model.path,
+        num_known=num_tokens,
+    )
+    timeout_s = settings.config.cluster.start_timeout_s
+    processes = [
+        TeacherProcess(f"scorer-{i}", start=start, launch=hub.launch, start_timeout_s=timeout_s)
+        for i in range(settings.scorers)
+    ]
+    model = ReadModel(
+        vocabulary=vocabulary_checksum(tokenizer), num_tokens=num_tokens, max_context=max_context
+    )
+    try:
+        with first_cause():
+            async with asyncio.TaskGroup() as starting:
+                for process in processes:
+                    starting.create_task(process.start())
+        yield Readers(processes, model=model, timeout_s=READ_TIMEOUT_S)
+    finally:
+        await asyncio.gather(*(process.close() for process in processes))
 
 
 @contextlib.asynccontextmanager

@@ -28,7 +28,7 @@ from aiohttp import web
 
 from millrace.core.errors import TaskError
 from millrace.episodes.agent import Agent, Reply
-from millrace.episodes.play import EpisodeOver
+from millrace.episodes.limits import EpisodeOver
 from millrace.episodes.tools import Tool
 from millrace.serving.bodies import ChatBody, CompletionBody, OpenAIBody
 from millrace.serving.chat import ChatReply, logprob_rows

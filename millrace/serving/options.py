@@ -6,8 +6,8 @@ from pathlib import Path
 
 SERVE = """\
 Serve a model over HTTP: the OpenAI API (/v1/chat/completions, /v1/completions, /v1/models), tokens
-in and out (/generate), /health and /metrics. Any setting of the engines can be given as
---engine.key value.
+in and out (/generate), /health and /metrics; with --scorers also how likely given tokens are
+(/score). Any setting of the engines can be given as --engine.key value.
 
 It listens on this machine only. Beyond that it wants a key, which clients must show: in the
 environment as MILLRACE_API_KEY, or in a file.
@@ -18,6 +18,7 @@ examples:
   millrace serve Qwen/Qwen3-0.6B
   millrace serve runs/run/checkpoints/step_100 --engines 2 --engine.dtype bfloat16
   millrace serve my-model --host 0.0.0.0 --api-key-file key.txt
+  millrace serve my-teacher --engines 0 --scorers 2
 """
 
 
@@ -31,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = Limits()
     parser.add_argument("model", metavar="MODEL", help="model directory or hub name")
     parser.add_argument("--engines", type=int, default=1, metavar="N", help="(default: 1)")
+    parser.add_argument(
+        "--scorers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes for /score, with a copy of the model each (default: 0)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="0 = any free one (default: 8000)")
     parser.add_argument("--name", help="by which clients ask for it (default: MODEL's last part)")

@@ -17,7 +17,7 @@ import numpy as np
 
 from millrace.core.causes import first_cause
 from millrace.core.errors import MillraceError
-from millrace.core.protocols import Engine
+from millrace.core.protocols import Generator
 from millrace.core.records import Completion, Finish, Message, Piece, Request
 from millrace.episodes.tool_calls import ToolFormat
 from millrace.rollout.renderer import Renderer
@@ -44,7 +44,7 @@ class Usage:
 class Served:
     def __init__(
         self,
-        engine: Engine,
+        engine: Generator,
         *,
         tokenizer: Any,
         name: str,

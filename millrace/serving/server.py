@@ -22,6 +22,7 @@ from millrace.serving.errors import ApiError, as_api_error, json_response
 from millrace.serving.generate import answer_generate, stream_generate
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import Limits
+from millrace.serving.score import Readers, ScoreBody
 from millrace.serving.served import Served
 from millrace.serving.sse import send_events
 
@@ -34,9 +35,15 @@ B = TypeVar("B", ChatBody, CompletionBody, GenerateBody)
 
 
 def make_app(
-    served: Served, *, key: str | None, limits: Limits, is_healthy: Callable[[], bool]
+    served: Served,
+    *,
+    key: str | None,
+    limits: Limits,
+    is_healthy: Callable[[], bool],
+    readers: Readers | None = None,
 ) -> web.Application:
-    """`key`: what clients must show; None lets in all who can reach the server."""
+    """`key`: what clients must show; None lets in all who can reach the server. `readers` answer
+    /score, where there are any."""
 
     async def health(_request: web.Request) -> web.Response:
         is_well = is_healthy()
@@ -70,6 +77,8 @@ def make_app(
     completion = _endpoint(served, busy, CompletionBody, answer_completion, stream_completion)
     post("/v1/completions", completion)
     post("/generate", _endpoint(served, busy, GenerateBody, answer_generate, stream_generate))
+    if readers is not None:
+        post("/score", _scoring(readers, busy))
     return app
 
 
@@ -111,6 +120,15 @@ def _endpoint(
             if body.stream:
                 return await send_events(request, stream(served, body))
             return json_response(await answer(served, body))
+
+    return handle
+
+
+def _scoring(readers: Readers, busy: _Busy) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        body = await read_request(request, ScoreBody)
+        with busy.one_more():
+            return json_response(await readers.answer(body))
 
     return handle
 

@@ -20,6 +20,8 @@ _NOT_HERE = ("engine.count", "engine.remote", "model.path")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
     config: RunConfig  # of the model and its engines; the rest is not used
+    engines: int  # processes that write,
+    scorers: int  # and that read
     name: str
     host: str
     port: int
@@ -35,12 +37,20 @@ def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> Se
             raise ConfigError(
                 f"--{key} is no setting of a server; it has --engine.KEY, as a run, and --engines."
             )
-    overrides = {"engine.count": args.engines, **settings, "model.path": args.model}
-    config = load_config(overrides=overrides)
+    if min(args.engines, args.scorers) < 0 or args.engines + args.scorers == 0:
+        raise ConfigError(
+            f"--engines {args.engines} --scorers {args.scorers} leave nobody to answer; give one of"
+            " them a number above 0."
+        )
+    # A run has an engine at least, and this is a run's config.
+    count = max(args.engines, 1)
+    config = load_config(overrides={"engine.count": count, **settings, "model.path": args.model})
     key = _key(args.api_key_file, os.environ)
     _check_reach(args.host, key=key)
     return ServeSettings(
-        config=_with_threads(config),
+        config=_with_threads(config, processes=args.engines + args.scorers),
+        engines=args.engines,
+        scorers=args.scorers,
         name=args.name or Path(args.model).name,
         host=args.host,
         port=args.port,
@@ -80,7 +90,7 @@ def _is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
 
 
-def _with_threads(config: RunConfig) -> RunConfig:
-    share = max(1, available_cores() // max(1, config.engine.count))
+def _with_threads(config: RunConfig, *, processes: int) -> RunConfig:
+    share = max(1, available_cores() // processes)
     engine = config.engine.model_copy(update={"threads": config.engine.threads or share})
     return config.model_copy(update={"engine": engine})

@@ -17,6 +17,7 @@ from millrace.verifiers.json_schema import JsonSchema
 from millrace.verifiers.math import Math
 from millrace.verifiers.numeric import Numeric
 from millrace.verifiers.python_tests import PythonTests
+from millrace.verifiers.reasoning_gym import ReasoningGym
 from millrace.verifiers.regex import Regex
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Math",
     "Numeric",
     "PythonTests",
+    "ReasoningGym",
     "Regex",
     "build_verifier",
 ]
@@ -37,6 +39,7 @@ VERIFIERS: dict[str, type] = {
     "json_schema": JsonSchema,
     "math": Math,
     "python_tests": PythonTests,
+    "reasoning_gym": ReasoningGym,
 }
 
 

@@ -30,6 +30,7 @@ class RunDir:
         self.summary = self.path / "summary.json"  # only once the run has finished
         self.checkpoints = self.path / "checkpoints"  # step_N/
         self.rollouts = self.path / "rollouts"  # step_N.jsonl, for reading
+        self.episodes = self.path / "episodes"  # step_N.jsonl, with watch.record_episodes
         self.skipped = self.path / "skipped"  # step_N.jsonl, of steps that were not finite
         self.scorers = self.path / "scorers"  # what a scorer keeps for after a resume
         self.journal = self.path / "journal"  # what a crash must not lose
@@ -77,8 +78,8 @@ class RunDir:
             return
         if self.is_running:
             raise ConfigError(f"{self.path} belongs to a run that still goes on; stop it first.")
-        folders = (self.checkpoints, self.rollouts, self.skipped, self.logs, self.plots)
-        for folder in (*folders, self.journal, self.scorers, self.tensorboard):
+        folders = (self.checkpoints, self.rollouts, self.episodes, self.skipped, self.logs)
+        for folder in (*folders, self.plots, self.journal, self.scorers, self.tensorboard):
             if folder.exists():
                 shutil.rmtree(folder)
         files = (self.config, self.metrics, self.trace, self.summary, self.control)

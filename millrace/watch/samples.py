@@ -26,14 +26,14 @@ class SampleLog:
         """Groups must be scored."""
         lines = [
             json.dumps(_readable(group, index), ensure_ascii=False)
-            for group, index in islice(_picks(groups), self._per_step)
+            for group, index in islice(picks(groups), self._per_step)
         ]
         if lines:
             path = self._directory / f"step_{step}.jsonl"
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _picks(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
+def picks(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
     """The first episode of each group, then the second of each, and so on."""
     largest = max((len(group.episodes) for group in groups), default=0)
     for index in range(largest):

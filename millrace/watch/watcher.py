@@ -20,6 +20,7 @@ from millrace.core.spans import Span
 from millrace.watch.activity import Activity, Shares, mean_by_role, role_of
 from millrace.watch.metrics import MetricsLog, read_metrics
 from millrace.watch.progress import make_progress
+from millrace.watch.recordings import EpisodeLog
 from millrace.watch.run_dir import RunDir
 from millrace.watch.samples import SampleLog
 from millrace.watch.scoring import ScorerRates, limit_text
@@ -72,6 +73,9 @@ class Watcher:
         self._metrics = MetricsLog(run_dir.metrics, resume_from=resume_from)
         self._trace = TraceWriter(run_dir.trace, resume=resume_from is not None)
         self._samples = SampleLog(run_dir.rollouts, per_step=config.watch.samples_per_step)
+        self._recordings = EpisodeLog(
+            run_dir.episodes, per_step=config.watch.record_episodes, model=config.model.path
+        )
         self._tensorboard = (
             TensorBoardLog(run_dir.tensorboard, resume_from=resume_from)
             if config.watch.tensorboard
@@ -159,6 +163,7 @@ class Watcher:
         self._staleness = (row["staleness_mean"], row["staleness_max"])
         self._metrics.write(row)
         self._samples.write(step, fresh)
+        self._recordings.write(step, fresh)
         if self._tensorboard is not None:
             self._tensorboard.write(step, row)
 

@@ -20,6 +20,7 @@ import torch
 from millrace.cluster.link import Call, Link, run_worker
 from millrace.cluster.messages import (
     Abort,
+    Completed,
     Expire,
     Generate,
     Generated,
@@ -198,9 +199,9 @@ class EngineWorker:
 
     def _handle(self, call: Call) -> None:
         match call.message:
-            case Generate(request=request, stream=stream):
+            case Generate(request=request, stream=stream, singly=singly):
                 try:
-                    self._engine.submit(request, stream=stream)
+                    self._engine.submit(request, stream=stream, singly=singly)
                 except TaskError as error:
                     call.fail(error)
                 else:
@@ -225,8 +226,14 @@ class EngineWorker:
     def _answer(self, finished: list[Finished]) -> None:
         for id, pieces in self._engine.news().items():
             self._calls[id].tell(Sampled(pieces=pieces))
+        for id, completions in self._engine.singles().items():
+            self._calls[id].tell(Completed(completions=completions))
         for request in finished:
-            self._calls.pop(request.id).reply(Generated(completions=request.completions))
+            untold = [
+                None if member in request.told else completion
+                for member, completion in enumerate(request.completions)
+            ]
+            self._calls.pop(request.id).reply(Generated(completions=untold))
 
     def _tell_at_leisure(self) -> None:
         self._told_s = time.monotonic()

@@ -67,7 +67,8 @@ def start(message: StartTeacher, link: Link, timeline: Timeline) -> "TeacherWork
             " to bfloat16, or use another device."
         ) from None
     policy = text_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    engine = ScoringEngine(model, logprob_chunk=settings.logprob_chunk, num_known=policy.vocab_size)
+    num_known = policy.vocab_size if message.num_known is None else message.num_known
+    engine = ScoringEngine(model, logprob_chunk=settings.logprob_chunk, num_known=num_known)
     followed = None
     if message.following is not None:
         assert message.version is not None

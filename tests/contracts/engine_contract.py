@@ -126,6 +126,23 @@ class EngineContract:
             listener.assert_heard(completions)
             assert len(listener.pieces) > len(completions)
 
+    async def test_a_completion_is_told_as_soon_as_it_has_ended_and_once(self, engine: Engine):
+        told: list[tuple[int, Completion]] = []
+        heard = asyncio.Event()
+
+        def tell(member: int, completion: Completion) -> None:
+            told.append((member, completion))
+            heard.set()
+
+        # With this seed the second ends after a few tokens, and the first has many.
+        request = make_request("pair", n=2, seed=1, max_new_tokens=MAX_CONTEXT)
+        generating = asyncio.create_task(engine.generate(request, on_completion=tell))
+        await heard.wait()
+        await engine.abort(["pair"])
+        first, second = await generating
+        assert (first.finish, second.finish) == ("abort", "stop")
+        assert told == [(1, second), (0, first)]
+
     async def test_an_aborted_request_tells_its_end_and_a_resumed_one_only_what_is_new(
         self, engine: Engine
     ):

@@ -11,6 +11,7 @@ import pytest
 
 from millrace.config import load_config
 from millrace.core.records import Task
+from millrace.episodes.environment import check_function
 from millrace.scoring.function_scorer import Function
 from millrace.scoring.registry import check_specs, spec_of
 from millrace.scoring.scorer_kind import CallRules, ScorerKind
@@ -84,6 +85,19 @@ def test_the_settings_in_the_page_on_shaping_can_be_built():
             seed=0,
             scorers=(),
         )
+
+
+def test_the_settings_in_the_page_on_tasks_are_settings():
+    for toml in examples("tasks", "toml"):
+        assert load_config({"model": "m", **tomllib.loads(toml)}).tasks.is_named
+
+
+def test_the_environments_in_the_page_on_adapters_can_be_made():
+    pytest.importorskip("gymnasium")
+    for code in examples("adapters", "python"):
+        names: dict[str, Any] = {}
+        exec(code, names)
+        check_function(names["play"])
 
 
 def test_the_settings_in_the_page_on_the_buffer_are_settings():

@@ -1,10 +1,17 @@
 """One whole run of an environment with two turns, and nobody else to score it."""
 
+import asyncio
+
+import numpy as np
 import pytest
 from tiny_model import make_tiny_model
 
 import millrace as mr
 from millrace.core.errors import ConfigError
+from millrace.episodes.replay.episodes import episode_of
+from millrace.episodes.replay.files import read_recordings
+from millrace.episodes.replay.rerun import rerun
+from millrace.models.directory import load_tokenizer
 from millrace.watch.metrics import read_metrics
 
 
@@ -26,7 +33,7 @@ def test_an_environment_is_trained_with_its_own_rewards(tmp_path):
         rollout={"group_size": 4, "redundancy": 1},
         trainer={"steps": 2, "groups_per_step": 2, "learning_rate": 1e-3},
         scoring={"workers": 1},
-        watch={"progress": "off"},
+        watch={"progress": "off", "record_episodes": 2},
     )
     assert result.episodes == 2 * 2 * 4
     assert result.accuracy_after is not None
@@ -37,6 +44,14 @@ def test_an_environment_is_trained_with_its_own_rewards(tmp_path):
         assert set(row["score_parts"]) == {"environment.asker", "environment.answerer"}
         # Staler weights aside, the trainer says what the engine said.
         assert row["staleness_max"] > 0 or row["logprob_mismatch"] < 1e-5
+    for step in (1, 2):
+        lines = list(read_recordings(result.run_dir / "episodes" / f"step_{step}.jsonl"))
+        assert [line.score for line in lines] == [np.mean([*line.parts.values()]) for line in lines]
+        tokenizer = load_tokenizer(str(lines[0].model))
+        for line in lines:
+            again = asyncio.run(rerun(line.episode, two_turns, tokenizer=tokenizer))
+            assert again.reward == line.episode.reward
+            assert len(again.rollouts) == len(episode_of(line.episode).rollouts) == 2
 
 
 def test_redundant_episodes_of_one_request_are_refused_before_the_run(tmp_path):

@@ -192,8 +192,8 @@ def test_a_swap_between_rounds_reaches_the_captured_graphs():
 
 
 def test_what_truncation_keeps_beyond_the_capacity_is_drawn_singly_and_complete():
-    logits = torch.zeros(2, 5000)
-    logits[:, 4000:] = -20.0
+    logits = torch.zeros(2, 9000)
+    logits[:, 5000:] = -20.0
     settings = {
         "temperatures": torch.ones(2),
         "top_k": torch.tensor([3000, 10]),
@@ -206,4 +206,4 @@ def test_what_truncation_keeps_beyond_the_capacity_is_drawn_singly_and_complete(
         logits.cuda(), DrawRows(**on_gpu, positions=torch.zeros(2).long().cuda()), truncates=True
     )
     assert drawn.num_kept is not None
-    assert drawn.num_kept.tolist() == [4000, 4000]  # ties with the last kept one stay
+    assert drawn.num_kept.tolist() == [5000, 5000]  # ties with the last kept one stay

@@ -17,6 +17,7 @@ from queue_link import FakeLink, in_thread
 
 from millrace.cluster.messages import (
     Abort,
+    Completed,
     Done,
     Generate,
     Generated,
@@ -225,6 +226,23 @@ def test_an_abort_answers_the_request_with_what_it_has(link: FakeLink, model_pat
         reply = call.result()
         assert isinstance(reply, Generated)
         assert [completion.finish for completion in reply.completions] == ["abort"]
+
+
+def test_completions_that_end_before_others_are_told_once_and_only_if_wanted(
+    link: FakeLink, model_path: Path
+):
+    start(link, model_path)
+    request = make_request("r", n=2, seed=1, max_new_tokens=200)  # the second has 4 tokens
+    silent = link.call(Generate(request=dataclasses.replace(request, id="silent")))
+    singly = link.call(Generate(request=request, singly=True))
+    first, second = silent.result().completions
+    assert silent.parts == []
+    rest, told_before = singly.result().completions
+    (part,) = singly.parts
+    assert isinstance(part, Completed)
+    assert told_before is None
+    assert {1: second.text} == {n: done.text for n, done in part.completions.items()}
+    assert rest.text == first.text
 
 
 def test_a_request_that_does_not_fit_fails_alone(link: FakeLink, model_path: Path):

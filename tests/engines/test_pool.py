@@ -25,19 +25,23 @@ class HeldEngine(ScriptedEngine):
         self.finish = "stop"
         self.ready = ready or {}  # request id -> completions
 
-    async def generate(self, request, on_tokens=None):
+    async def generate(self, request, on_tokens=None, on_completion=None):
         if request.id in self.ready:
             return self.ready[request.id]
         completions = await super().generate(request)
         await self.gate.wait()
         ended = [replace(completion, finish=self.finish) for completion in completions]
-        for member, completion in enumerate(ended if on_tokens else []):
-            on_tokens(make_piece(completion, member=member))
+        for member, completion in enumerate(ended):
+            if on_tokens is not None:
+                on_tokens(make_piece(completion, member=member))
+            if on_completion is not None:
+                on_completion(member, completion)
         return ended
 
 
-def make_request(name, *, n=1, session=None):
-    return Request(id=name, prompt=np.zeros(1, np.int32), sampling=Sampling(), n=n, session=session)
+def make_request(name, *, n=1, session=None, pinned=False):
+    prompt, sampling = np.zeros(1, np.int32), Sampling()
+    return Request(id=name, prompt=prompt, sampling=sampling, n=n, session=session, pinned=pinned)
 
 
 async def until(done):
@@ -79,6 +83,8 @@ async def test_a_session_stays_with_its_engine_until_that_is_clearly_more_loaded
     # The second engine keeps it while it has up to 2 * 2 + 8 sequences, and then gives it away.
     await start(pool, make_request("c", n=11, session="s"), make_request("d", session="s"))
     assert [r.id for r in engines[1].requests] == ["b", "c", "d"]
+    await start(pool, make_request("pinned", session="s", pinned=True))
+    assert engines[1].requests[-1].id == "pinned"
     await start(pool, make_request("e", session="s"), make_request("f", session="s"))
     assert [r.id for r in engines[0].requests] == ["a", "e", "f"]
 
@@ -134,9 +140,13 @@ class YieldingEngine(ScriptedEngine):
         super().__init__("whole")
         self.answers = list(answers)
 
-    async def generate(self, request, on_tokens=None):
+    async def generate(self, request, on_tokens=None, on_completion=None):
         completions = await super().generate(request, on_tokens)
-        return self.answers.pop(0) if self.answers else completions
+        if self.answers:
+            completions = self.answers.pop(0)
+        for member, completion in enumerate(completions if on_completion else []):
+            on_completion(member, completion)
+        return completions
 
 
 def interrupted(text):
@@ -147,8 +157,12 @@ async def test_what_new_weights_interrupted_is_resumed_as_often_as_it_takes():
     cut = interrupted("ab")
     engine = YieldingEngine([make_completion("done"), interrupted("a")], [cut])
     request = replace(make_request("r", n=2), seed=7, index=4)
-    first, second = await EnginePool([engine]).generate(request)
+    told = []
+    first, second = await EnginePool([engine]).generate(
+        request, on_completion=lambda member, completion: told.append((member, completion))
+    )
     assert (first.text, second.text) == ("done", "whole")
+    assert told == [(0, first), (1, second)]
     _, *resumed = engine.requests
     assert [(r.n, r.seed, r.index) for r in resumed] == [(1, 7, 5), (1, 7, 5)]
     assert resumed[1].partial is cut
@@ -178,14 +192,19 @@ async def test_a_request_that_its_caller_aborted_is_not_resumed():
     engine = HeldEngine()
     engine.texts = ("a",)
     pool = EnginePool([engine])
-    listener = Listener()
-    task = asyncio.create_task(pool.generate(make_request("r"), listener))
+    listener, told = Listener(), []
+
+    def ended(member, completion):
+        told.append((member, completion.finish))
+
+    task = asyncio.create_task(pool.generate(make_request("r"), listener, ended))
     await asyncio.sleep(0)
     await pool.abort(["r"])  # the engine gives it up before it hears of this
     engine.finish = "interrupt"
     engine.gate.set()
     assert [(c.finish, c.text) for c in await task] == [("abort", "a")]
     listener.assert_heard(await task)
+    assert told == [(0, "abort")]
     assert len(engine.requests) == 1
 
 
@@ -217,7 +236,7 @@ class DyingEngine(ScriptedEngine):
         self.told = told
         self.dies = asyncio.Event()
 
-    async def generate(self, request, on_tokens=None):
+    async def generate(self, request, on_tokens=None, on_completion=None):
         self.requests.append(request)
         for member, text in enumerate(self.told):
             piece = make_piece(make_completion(text, version=3), member=member)
@@ -251,6 +270,30 @@ async def test_sequences_of_an_engine_that_dies_go_on_elsewhere_from_what_it_tol
     told = [p.tokens.tolist() for p in listener.pieces if p.member == 0]
     assert np.concatenate(told).tolist() == [ord(c) for c in "abrest"]
     assert (pool.continued.sequences, pool.continued.tokens, pool.continued.anew) == (1, 2, 1)
+
+
+async def test_a_completion_that_ended_before_its_engine_died_is_told_once_and_kept():
+    class Doomed(DyingEngine):
+        async def generate(self, request, on_tokens=None, on_completion=None):
+            on_completion(0, make_completion("done"))
+            return await super().generate(request, on_tokens, on_completion)
+
+    doomed, survivor = Doomed(), ScriptedEngine("rest")
+    pool = EnginePool([doomed], replaces=True)
+    told = []
+    running = asyncio.create_task(
+        pool.generate(
+            make_request("r", n=2),
+            on_completion=lambda member, completion: told.append((member, completion.text)),
+        )
+    )
+    await asyncio.sleep(0)
+    doomed.dies.set()
+    await pool.join(survivor, prepare=nothing)
+    done, other = await running
+    assert (done.text, other.text) == ("done", "rest")
+    assert told == [(0, "done"), (1, "rest")]
+    assert [(request.n, request.index) for request in survivor.requests] == [(1, 1)]
 
 
 async def test_a_request_of_which_nothing_was_told_is_asked_for_anew_once_there_is_an_engine():
@@ -386,7 +429,7 @@ async def test_a_completion_begun_in_an_engine_that_died_is_the_one_that_it_woul
     expected = finish_all(make_engine(eos_ids=()), [request])[request.id]
 
     class Doomed(ScriptedEngine):
-        async def generate(self, request, on_tokens=None):
+        async def generate(self, request, on_tokens=None, on_completion=None):
             engine = make_engine(eos_ids=())
             engine.submit(request, stream=True)
             for _ in range(15):

@@ -92,6 +92,23 @@ def test_what_was_told_does_not_change_while_its_lane_goes_on():
 
 
 @PATHS
+def test_completions_wanted_singly_are_handed_out_as_they_end_and_no_others(round_steps):
+    engine = make_engine(round_steps=round_steps)
+    # The second of these ends after 4 tokens, the first goes on.
+    wanted = make_request("wanted", n=2, seed=1, max_new_tokens=60)
+    engine.submit(wanted, singly=True)
+    engine.submit(make_request("other", n=2, seed=1, max_new_tokens=60))
+    finished, singles = {}, []
+    while engine.has_work:
+        finished |= {request.id: request for request in engine.step()}
+        singles += [(id, ended, id in finished) for id, ended in engine.singles().items()]
+    ((id, ended, was_finished),) = singles
+    assert (id, list(ended), was_finished) == ("wanted", [1], False)
+    assert finished["wanted"].completions[1] is ended[1]
+    assert (finished["wanted"].told, finished["other"].told) == ({1}, frozenset())
+
+
+@PATHS
 def test_at_leisure_is_told_what_is_new_when_that_is_asked_and_nothing_once_all_have_ended(
     round_steps,
 ):

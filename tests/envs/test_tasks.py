@@ -69,7 +69,7 @@ def test_a_missing_file_is_named():
 @pytest.mark.parametrize("text", ["", "\n \n"])
 def test_an_empty_file_is_refused(write, text):
     path = write(text)
-    with pytest.raises(ConfigError, match=rf"{path}' is empty; write one JSON object per line"):
+    with pytest.raises(ConfigError, match=rf"{path}' is empty; at least one task is needed"):
         load_tasks(path)
 
 
@@ -78,7 +78,10 @@ def test_an_empty_file_is_refused(write, text):
     [
         ('{"prompt": ', r"tasks.jsonl, line 2 is not valid JSON \(.*\): .*; write one object"),
         ('["1+1="]', r"line 2 is \['1\+1='\]; a task is an object with a 'prompt'"),
-        ('{"question": "1+1="}', r"line 2 has no 'prompt', only \['question'\]; add one"),
+        (
+            '{"question": "1+1="}',
+            r"line 2 has no 'prompt', only \['question'\]; every",
+        ),
         ('{"prompt": 3}', r"line 2 has the prompt 3; it must be a text or a non-empty list"),
         ('{"prompt": []}', r"line 2 has the prompt \[\]; it must be"),
         ('{"prompt": ""}', r"line 2 has an empty 'prompt'"),

@@ -15,7 +15,8 @@ from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
 from millrace.episodes.agent import Agent
 from millrace.episodes.cast import Cast
-from millrace.episodes.play import Limits, Play
+from millrace.episodes.limits import Limits
+from millrace.episodes.play import Play
 from millrace.episodes.tool_calls import FORMATS
 from millrace.rollout.player import GroupPolicy
 from millrace.rollout.renderer import Renderer

@@ -10,8 +10,8 @@ from chat_engine import TOKENIZERS, ChatEngine, player_of
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
 from millrace.episodes.environment import check_function
+from millrace.episodes.limits import EpisodeOver, Limits
 from millrace.episodes.loop_thread import LoopThread
-from millrace.episodes.play import EpisodeOver, Limits
 from millrace.rollout.cancellation import Attempt, Expired
 
 TASK = Task(prompt="a", columns={"value": "12"})

@@ -11,8 +11,8 @@ from families import FAMILIES
 
 from millrace.core.errors import WorkerError
 from millrace.core.records import Task
+from millrace.episodes.limits import Limits
 from millrace.episodes.loop_thread import LoopThread
-from millrace.episodes.play import Limits
 from millrace.rollout.cancellation import Attempt
 from millrace.serving.gateway import Gateway
 

@@ -141,6 +141,9 @@ async def test_a_fork_costs_no_prefill_of_what_it_shares(swaps: bool):
             before = engine.stats().prefill_tokens
             fork = await agent.fork(reply, at=at)
             assert engine.stats().prefill_tokens - before <= BLOCK
+            assert fork.num_recomputed < BLOCK  # what fills no whole block
+            assert not fork.recomputed
+            assert set(fork.exchange.completion.versions) == {1 if swaps else 0}
             begun = reply.exchange.tokens()[: -num_sampled + at or None]
             np.testing.assert_array_equal(fork.exchange.tokens()[: len(begun)], begun)
         trained = [r.num_sampled for r in cast.rollouts()]
@@ -156,6 +159,25 @@ async def test_a_fork_that_is_not_pinned_is_computed_by_the_weights_served_now()
         fork = await agent.fork(reply, at=5, pinned=False)
         assert engine.stats().prefill_tokens - before == fork.exchange.start
         assert set(fork.exchange.completion.versions) == {1}
+
+
+@pytest.mark.parametrize("held", ["kept", "given up"])
+async def test_a_pinned_fork_says_whether_weights_that_are_gone_computed_what_it_shares(held: str):
+    engine = make_engine(kv="keep" if held == "kept" else "recompute")
+    async with agent_on(engine, max_new_tokens=20) as (agent, _):
+        reply = await agent.chat([user("hello there " * 5)])
+        same = await agent.fork(reply)
+        engine.swap(weights(1), version=1)
+        fork = await agent.fork(reply, at=5)
+        assert (same.recomputed, fork.recomputed) == (False, held == "given up")
+        shared = fork.exchange.start
+        whole = shared - shared % BLOCK if held == "kept" else 0
+        assert fork.num_recomputed == shared - whole
+        assert fork.exchange.completion.kv.spans[0] == (0, 0 if held == "kept" else 1)
+        again = await agent.fork(fork, at=3)  # compared with what it forks itself
+        assert not again.recomputed
+        expected = {"forks": 3} | ({"forks_recomputed": 1} if held == "given up" else {})
+        assert {k: v for k, v in agent._play.counts.items() if v} == expected
 
 
 async def test_a_fork_is_a_reply_from_which_a_conversation_goes_on():

@@ -1,3 +1,4 @@
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -96,7 +97,7 @@ async def test_what_is_for_training_may_expire_and_an_evaluation_may_not():
 
 async def test_a_group_whose_request_expired_ends_and_knows_its_tokens():
     class Expiring(ScriptedEngine):
-        async def generate(self, request, on_tokens=None):
+        async def generate(self, request, on_tokens=None, on_completion=None):
             done, cut = await super().generate(request, on_tokens)
             return [done, replace(cut, finish="expire")]
 
@@ -124,3 +125,55 @@ async def test_who_wants_to_hears_what_a_group_samples_and_an_evaluation_is_not_
     assert [request.id for request in asked] == [r.id for r in engine.requests[:2]]
     assert [request.piece_tokens > 1 for request in engine.requests] == [True, False, False]
     listener.assert_heard([make_completion("12"), make_completion("3")])
+
+
+class Ending(ScriptedEngine):
+    """Tells its completions one by one, each when the test lets it end."""
+
+    def __init__(self, *completions):
+        super().__init__()
+        self.completions = completions
+        self.may_end = [asyncio.Event() for _ in completions]
+
+    async def generate(self, request, on_tokens=None, on_completion=None):
+        self.requests.append(request)
+        for member in reversed(range(request.n)):
+            await self.may_end[member].wait()
+            if on_completion is not None:
+                on_completion(member, self.completions[member])
+        return list(self.completions)
+
+
+async def test_an_episode_is_handed_over_as_soon_as_it_has_ended_and_once():
+    engine, heard = Ending(make_completion("long one"), make_completion("1")), []
+    playing = asyncio.create_task(
+        make_player(engine).try_group(
+            Task(prompt="x"),
+            attempt=Attempt(0),
+            group_size=2,
+            on_episode=lambda index, episode: heard.append((index, episode)),
+        )
+    )
+    engine.may_end[1].set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [index for index, _ in heard] == [1]
+    assert not playing.done()
+    engine.may_end[0].set()
+    group = await playing
+    assert heard == [(1, group.episodes[1]), (0, group.episodes[0])]
+
+
+async def test_a_completion_that_was_ended_from_outside_is_handed_over_to_nobody():
+    cut = replace(make_completion("de"), finish="expire")
+    engine, heard = Ending(make_completion("abc"), cut), []
+    for event in engine.may_end:
+        event.set()
+    with pytest.raises(Expired):
+        await make_player(engine).try_group(
+            Task(prompt="x"),
+            attempt=Attempt(0),
+            group_size=2,
+            on_episode=lambda index, _: heard.append(index),
+        )
+    assert heard == [0]

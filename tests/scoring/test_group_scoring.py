@@ -6,11 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from engine_rig import letter_tokenizer, make_engine
 from fakes import Listener, make_completion, make_piece
+from in_process_engine import InProcessEngine
 from scripted_scorer import ScriptedScorer, group, settle
 
 from millrace.core.errors import ScoreError
-from millrace.core.records import Request, Sampling
+from millrace.core.records import Request, Sampling, Task
+from millrace.engines.pool import EnginePool
+from millrace.envs.single_turn import SingleTurn
+from millrace.rollout.cancellation import Attempt
+from millrace.rollout.player import Player
+from millrace.rollout.renderer import Renderer
 from millrace.scoring.scorer_kind import CallRules
 from millrace.scoring.tier.desk import Desk, Ticket
 from millrace.scoring.tier.gates import parse_gate
@@ -167,3 +174,41 @@ async def test_scorers_that_begin_early_hear_what_is_sampled_unless_a_gate_is_be
         tell(piece)
         assert s.listen(replace(request, n=2)) is None
     assert (early.heard.pieces, gated.heard.pieces) == ([piece], [])
+
+
+async def test_a_short_completion_is_judged_before_the_long_one_of_its_group_has_ended():
+    class Watching(ScriptedScorer):
+        async def score(self, group):
+            ended.append(playing.done())
+            return await super().score(group)
+
+    scorer, ended = Watching(), []
+    engine = InProcessEngine(make_engine(max_context=128), receiver=None)  # pyright: ignore
+    running = asyncio.create_task(engine.run())
+    player = Player(
+        environment=SingleTurn(),
+        engine=EnginePool([engine]),
+        renderer=Renderer(letter_tokenizer()),
+        sampling=Sampling(max_new_tokens=100),
+        max_context=128,
+        seed=0,
+    )
+    task, attempt = Task(prompt="abcdef"), Attempt(0)
+    with scoring(station(scorer)) as going:
+        assert going.takes_episodes
+        playing = asyncio.create_task(
+            player.try_group(task, attempt=attempt, group_size=4, on_episode=going.add)
+        )
+        played = await playing
+        await going.verdicts(played)
+    lengths = [rollout.num_sampled for rollout in played.rollouts]
+    assert min(lengths) + 20 < max(lengths), "or this test shows nothing"
+    assert ended[0] is False
+    assert scorer.calls[0] == [played.episodes[lengths.index(min(lengths))].turns[0].completion]
+    assert len(scorer.calls) == 4
+    running.cancel()
+
+
+async def test_a_group_whose_scorers_all_compare_it_has_no_use_for_single_episodes():
+    with scoring(station(ScriptedScorer(), batch=0)) as going:
+        assert not going.takes_episodes

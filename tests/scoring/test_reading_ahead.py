@@ -94,6 +94,12 @@ async def test_short_steps_wait_until_enough_tokens_have_come_or_the_sequence_en
     assert await rig.values("p=a;b;c;d", [3, 5, 7, 8]) == [3.0, 5.0, 7.0, 8.0]
 
 
+async def test_tokens_of_a_step_under_way_count_for_the_next_call():
+    rig = Rig(min_tokens=4)
+    await rig.hear("a;bcd")
+    assert rig.process.asked == [("p=a;", 0, True)]
+
+
 async def test_only_what_begins_alike_is_found():
     rig = Rig(n=2)
     await rig.hear("a;")

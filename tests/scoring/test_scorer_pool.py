@@ -13,12 +13,14 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Progress
 from millrace.core.errors import ConfigError, Filtered, RunFailed, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
+from millrace.envs.generators import Puzzles
+from millrace.envs.tasks import load_tasks
 from millrace.scoring import workers as scorer_workers
 from millrace.scoring.advantages import BatchAdvantages, GroupAdvantages
 from millrace.scoring.pool import build_scorer_pool
 from millrace.scoring.registry import ScorerSpec, check_specs, spec_of_function
 from millrace.scoring.shaping import build_shaping
-from millrace.verifiers import Numeric, PythonTests
+from millrace.verifiers import Numeric, PythonTests, ReasoningGym
 
 
 def group(*completions: str, number: int = 12, prompt="1+1=", **columns) -> Group:
@@ -160,6 +162,15 @@ async def test_verifiers_score_in_the_workers_and_leave_nothing_behind(open_pool
             await scoring
         while any(judge.is_running() for judge in judges):  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # they die with the worker
+
+
+async def test_answers_to_puzzles_are_scored_in_the_workers(open_pool):
+    pytest.importorskip("reasoning_gym")
+    (task,) = load_tasks(Puzzles(dataset="leg_counting", size=1))
+    pool = await open_pool(function_spec(ReasoningGym()))
+    right = f"<answer>{task.columns['answer']}</answer>"
+    scored = await pool.score(group(right, "no idea", prompt=task.prompt, **task.columns))
+    assert [score.total for score in scored.scores] == [1.0, 0.0]
 
 
 async def test_none_is_left_out_of_the_total(open_pool):

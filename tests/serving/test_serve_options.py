@@ -10,7 +10,7 @@ from millrace.cli import main
         (["--host", "no.such.host.invalid"], "is no address of this machine"),
         (["--trainer.steps", "3"], "--trainer.steps is no setting of a server"),
         (["--engine.count", "3"], "--engines"),
-        (["--engines", "0"], "raise one"),
+        (["--engines", "0"], "leave nobody to answer"),
         (["--engine.max_seqs", "3"], "Unknown setting 'engine.max_seqs'"),
         (["--engine.dtype"], "--engine.dtype needs a value"),
         (["--api-key-file", "nowhere.txt"], "cannot be read"),

@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 from batches import batch_of, mixed_rollouts
 
-from millrace.cluster.messages import Done, Lend, Lent, Release, SaveCheckpoint, Step, Stepped
+from millrace.cluster.messages import (
+    Copied,
+    Done,
+    Lend,
+    Lent,
+    Release,
+    SaveCheckpoint,
+    Saved,
+    Step,
+    Stepped,
+)
 from millrace.core.errors import CheckpointError, WorkerError
 from millrace.core.weight_update import WeightUpdate
 from millrace.training.past_steps import StepsInMemory
@@ -24,14 +34,17 @@ class FakeWorker:
 
     name = "trainer"
 
-    def __init__(self, *, version=0, dies_at=None, stumbles_at=None) -> None:
+    def __init__(self, *, version=0, dies_at=None, stumbles_at=None, copies=False) -> None:
         self.dead = asyncio.get_running_loop().create_future()
         self.version = version
         self.dies_at, self.stumbles_at = dies_at, stumbles_at
+        self.copies = copies
         self.asked = []
 
-    async def call(self, message, **settings):
+    async def call(self, message, *, on_part=None, **settings):
         self.asked.append(message)
+        if self.copies and on_part is not None:
+            on_part(Copied())
         error = WorkerError("It failed.", worker=self.name)
         if isinstance(message, self.stumbles_at or ()):
             raise error
@@ -43,6 +56,8 @@ class FakeWorker:
                 assert message.version == self.version + 1
                 self.version += 1
                 return Stepped(version=message.version, metrics={})
+            case SaveCheckpoint():
+                return Saved(version=self.version)
             case Lend():
                 return Lent(update=make_update(self.version))
             case _:
@@ -103,20 +118,36 @@ async def test_what_a_dead_trainer_published_is_lost_and_no_business_of_the_next
     assert isinstance(second.asked[-1], Release)
 
 
-async def test_a_checkpoint_is_asked_for_again_only_of_a_trainer_of_its_version(tmp_path):
+async def test_a_checkpoint_is_asked_for_again_unless_steps_may_have_gone_on_since(tmp_path):
     first = FakeWorker(dies_at=SaveCheckpoint)
     trainer = make_trainer(first)
-    saving = asyncio.create_task(trainer.save(tmp_path, run_state={"version": 0}))
-    await settle()
-    second = FakeWorker()
-    await trainer.replace(second, version=0)  # pyright: ignore
-    await saving
-    assert isinstance(second.asked[-1], SaveCheckpoint)
+    copied = []
 
-    second.dies_at = SaveCheckpoint
-    saving = asyncio.create_task(trainer.save(tmp_path, run_state={"version": 0}))
-    trainer.past.note(1, (BATCH,))
+    def save(*, is_last):
+        return asyncio.create_task(
+            trainer.save(
+                tmp_path,
+                run_state={"version": 0},
+                is_last=is_last,
+                on_copied=lambda: copied.append(is_last),
+            )
+        )
+
+    saving = save(is_last=False)
     await settle()
     await trainer.replace(FakeWorker(), version=0)  # pyright: ignore
-    with pytest.raises(CheckpointError, match="The checkpoint of step 0 was lost with the trainer"):
-        await saving
+    assert (await saving).version == 0
+
+    for is_last in (True, False):
+        dying = FakeWorker(dies_at=SaveCheckpoint, copies=True)
+        trainer.lose()
+        await trainer.replace(dying, version=0)  # pyright: ignore
+        saving = save(is_last=is_last)
+        await settle()
+        await trainer.replace(FakeWorker(), version=0)  # pyright: ignore
+        if is_last:
+            assert (await saving).version == 0
+        else:
+            with pytest.raises(CheckpointError, match="The trainer died before"):
+                await saving
+    assert copied == [True, False]

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.core.errors import RunFailed, TaskError
-from millrace.core.records import Finish, Piece, Request, Sampling
+from millrace.core.records import Completion, Finish, Piece, Request, Sampling
 from millrace.engines.embedded.adapter_bank import AdapterBank
 from millrace.engines.embedded.blocks import BlockPool, BlockTables
 from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, sample_rows
@@ -131,7 +131,7 @@ class EmbeddedEngine:
         self._has_new = False  # requests came since the last round
         stopping = Stopping(tokenizer, eos_ids=eos_ids)
         self._endings = Endings(self._lanes, stopping)
-        self._outcomes = Outcomes(stopping)
+        self._outcomes = Outcomes(stopping, block_tokens=block_tokens)
         self._streams = Streams(self._lanes)
         self._num_arrived = 0
         self._num_generated = 0
@@ -173,17 +173,18 @@ class EmbeddedEngine:
         """What a swap must bring."""
         return self._weights.shapes
 
-    def submit(self, request: Request, *, stream: bool = False) -> None:
+    def submit(self, request: Request, *, stream: bool = False, singly: bool = False) -> None:
         """Queue a request; step() will return it. Raises TaskError if it can never be served.
 
-        Of one that streams, news() tells the tokens as they come."""
+        Of one that streams, news() tells the tokens as they come; of one whose completions are
+        wanted `singly`, singles() those that end before others."""
         if request.id in self._outcomes:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
         slot = adapter_slot(request, self._bank)
         sequences = sequences_of(request, first_arrival=self._num_arrived, adapter_slot=slot)
         self._num_arrived += request.n
-        self._outcomes.expect(request)
+        self._outcomes.expect(request, singly=singly)
         if stream:
             self._streams.open(sequences)
         if request.partial is not None:
@@ -236,6 +237,11 @@ class EmbeddedEngine:
     def news_at_leisure(self) -> dict[str, list[Piece]]:
         """Likewise, of the requests that want to be told at leisure."""
         return self._streams.take_at_leisure()
+
+    def singles(self) -> dict[str, dict[int, Completion]]:
+        """By request, the completions wanted singly that have ended since this was last asked,
+        but for requests that are finished: these are returned with all they have."""
+        return self._outcomes.take_singles()
 
     def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[Finished]:
         """End these requests with what they have; those that are not here are left out."""

@@ -131,25 +131,24 @@ class Lanes:
     def keep(self, lanes: np.ndarray, *, ids: np.ndarray, offsets: list[int]) -> None:
         """Record the ids that one token of each of these lanes was drawn from, row by row."""
         for row in np.flatnonzero(self.truncates[lanes]):
-            own = ids[offsets[row] : offsets[row + 1]]
             # A copy: a view would keep the ids of the whole batch alive.
-            self.sequence(lanes[row]).kept.append(own.copy())
+            own = ids[offsets[row] : offsets[row + 1]].copy()
+            self.sequence(lanes[row]).kept.append(own, sizes=np.array([len(own)]))
 
     def keep_round(
         self,
         lanes: np.ndarray,  # [R]
         *,
-        ids: np.ndarray,  # step after step, and in each lane after lane
-        num_kept: np.ndarray,  # [N, R]
+        ids: np.ndarray,  # lane after lane, and in each step after step
+        num_kept: np.ndarray,  # [R, N]
         counts: np.ndarray,  # [R]; of each lane, the first so many steps are recorded
     ) -> None:
         """Record the ids that the tokens of a round were drawn from."""
-        ends = num_kept.cumsum().reshape(num_kept.shape)
+        starts = np.concatenate([[0], num_kept.sum(1).cumsum()])
         for row in np.flatnonzero(self.truncates[lanes]):
-            kept = self.sequence(lanes[row]).kept
-            for step in range(counts[row]):
-                end = ends[step, row]
-                kept.append(ids[end - num_kept[step, row] : end].copy())
+            sizes = num_kept[row, : counts[row]].astype(np.int64)
+            own = ids[starts[row] : starts[row] + sizes.sum()].copy()
+            self.sequence(lanes[row]).kept.append(own, sizes=sizes)
 
     def sampling_rows(
         self, lanes: np.ndarray, *, vocab_size: int, device: torch.device

@@ -1,10 +1,11 @@
-"""Requests and what they came to: completions are gathered here until all of a request are there.
+"""Requests and what they came to: completions are gathered here until all of a request are there,
+or are told one by one, where that is wanted.
 
 Making a record takes host time (text is decoded), so what ends in a round is noted first and
 recorded while the device works. Called by the engine's thread.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,13 +20,23 @@ class Finished:
 
     id: str
     completions: list[Completion]
+    told: frozenset[int] = frozenset()  # of these, which were told before
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Expected:
+    completions: list[Completion | None]  # None = not yet
+    singly: bool  # each is wanted as soon as it has ended
+    told: set[int] = field(default_factory=set[int])
 
 
 class Outcomes:
-    def __init__(self, stopping: Stopping) -> None:
+    def __init__(self, stopping: Stopping, *, block_tokens: int) -> None:
         self._stopping = stopping
+        self._block_tokens = block_tokens
         self._ended: list[tuple[Sequence, Finish]] = []  # to be recorded
-        self._unfinished: dict[str, list[Completion | None]] = {}  # by request; None = not yet
+        self._unfinished: dict[str, _Expected] = {}  # by request
+        self._singles: dict[str, dict[int, Completion]] = {}  # of these requests; to be told
         self._finished: list[Finished] = []  # not yet handed out
 
     @property
@@ -36,8 +47,9 @@ class Outcomes:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._unfinished
 
-    def expect(self, request: Request) -> None:
-        self._unfinished[request.id] = [None] * request.n
+    def expect(self, request: Request, *, singly: bool = False) -> None:
+        expected = _Expected(completions=[None] * request.n, singly=singly)
+        self._unfinished[request.id] = expected
 
     def note(self, sequence: Sequence, *, finish: Finish) -> None:
         """This sequence has ended; record() will make its record."""
@@ -54,16 +66,30 @@ class Outcomes:
         sequence.finish = finish
         id, sampled = sequence.request.id, sequence.tokens[sequence.num_prompt :]
         text = self._stopping.text(sampled, sequence.request.sampling.stop)
-        completions = self._unfinished[id]
-        completions[sequence.member] = sequence.completion(finish=finish, text=text)
-        done = [completion for completion in completions if completion is not None]
-        if len(done) == len(completions):
+        expected = self._unfinished[id]
+        completion = sequence.completion(finish=finish, text=text, block_tokens=self._block_tokens)
+        expected.completions[sequence.member] = completion
+        done = [completion for completion in expected.completions if completion is not None]
+        if len(done) == len(expected.completions):
             del self._unfinished[id]
-            self._finished.append(Finished(id=id, completions=done))
+            self._singles.pop(id, None)
+            told = frozenset(expected.told)
+            self._finished.append(Finished(id=id, completions=done, told=told))
+        elif expected.singly:
+            self._singles.setdefault(id, {})[sequence.member] = completion
 
     def versions_of(self, request_id: str) -> list[np.ndarray]:
         """Of the completions that an unfinished request has already."""
-        return [done.versions for done in self._unfinished[request_id] if done is not None]
+        completions = self._unfinished[request_id].completions
+        return [done.versions for done in completions if done is not None]
+
+    def take_singles(self) -> dict[str, dict[int, Completion]]:
+        """By request that is not finished and wants them singly: what ended and was not handed
+        out."""
+        singles, self._singles = self._singles, {}
+        for id, ended in singles.items():
+            self._unfinished[id].told.update(ended)
+        return singles
 
     def take(self) -> list[Finished]:
         """What is finished and was not handed out."""

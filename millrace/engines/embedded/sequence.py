@@ -4,11 +4,11 @@ P = prompt tokens, N = sampled tokens so far.
 """
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
-from millrace.core.records import Completion, Finish, Kept, Request
+from millrace.core.records import Completion, Finish, KVOrigin, Request
+from millrace.engines.embedded.kept_ids import KeptIds
 from millrace.engines.embedded.lineage import Lineage
 
 
@@ -23,7 +23,7 @@ class Sequence:
     tokens: np.ndarray  # [P + N] int32
     logprobs: np.ndarray  # [N] float32
     versions: np.ndarray  # [N] int32
-    kept: list[np.ndarray]  # N rows of int32 ids, if the request truncates
+    kept: KeptIds  # N rows, if the request truncates
     lane: int | None = None
     # Members of the same request that wait for this one's prefill, to share it.
     followers: list["Sequence"] = field(default_factory=list)
@@ -43,15 +43,17 @@ class Sequence:
         """True if it has sampled tokens, as far as it knows without its lane."""
         return len(self.tokens) > self.num_prompt
 
-    def completion(self, *, finish: Finish, text: str) -> Completion:
+    def completion(self, *, finish: Finish, text: str, block_tokens: int) -> Completion:
         """What it has so far, as a record."""
+        spans = tuple((span.start, span.origin.version) for span in self.lineage)
         return Completion(
             tokens=self.tokens[self.num_prompt :],
             logprobs=self.logprobs,
             versions=self.versions,
-            kept=kept_rows(self.kept) if self.request.sampling.truncates else None,
+            kept=self.kept.since(0) if self.request.sampling.truncates else None,
             finish=finish,
             text=text,
+            kv=KVOrigin(spans=spans, block_tokens=block_tokens) if spans else None,
         )
 
 
@@ -76,21 +78,7 @@ def sequences_of(request: Request, *, first_arrival: int, adapter_slot: int = 0)
             tokens=np.concatenate([prompt, done.tokens.astype(np.int32)]),
             logprobs=done.logprobs,
             versions=done.versions,
-            kept=_rows(done.kept),
+            kept=KeptIds(done.kept),
         )
         for member in range(request.n)
     ]
-
-
-def kept_rows(rows: list[np.ndarray]) -> Kept:
-    sizes = [len(row) for row in rows]
-    return Kept(
-        ids=np.concatenate(rows) if rows else np.empty(0, dtype=np.int32),
-        offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64),
-    )
-
-
-def _rows(kept: Kept | None) -> list[np.ndarray]:
-    if kept is None:
-        return []
-    return [kept.ids[start:stop] for start, stop in pairwise(kept.offsets.tolist())]

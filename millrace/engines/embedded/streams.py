@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from millrace.core.records import Piece
 from millrace.engines.embedded.lanes import Lanes
-from millrace.engines.embedded.sequence import Sequence, kept_rows
+from millrace.engines.embedded.sequence import Sequence
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -74,6 +74,6 @@ class Streams:
             tokens=tokens[start:].copy(),
             logprobs=logprobs[start:].copy(),
             versions=versions[start:].copy(),
-            kept=kept_rows(sequence.kept[start:]) if truncates else None,
+            kept=sequence.kept.since(start) if truncates else None,
             finish=sequence.finish,
         )

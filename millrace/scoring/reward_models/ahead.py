@@ -48,7 +48,7 @@ class ReadingAhead:
     def __init__(
         self, reader: StepReader, *, steps: Steps, tokenizer: Any, min_tokens: int = 1
     ) -> None:
-        """`min_tokens`: of a call, unless the sequence has ended."""
+        """`min_tokens`: sampled from one call to the next, unless the sequence has ended."""
         self._min_tokens = min_tokens
         self._reader = reader
         self._steps = steps
@@ -98,7 +98,8 @@ class ReadingAhead:
             ends += one.cutter.finish()
         one.held += [one.num_prompt + end for end in ends]
         last = one.ends[-1] if one.ends else one.num_prompt - 1
-        if not one.held or not (one.is_over or one.held[-1] - last >= self._min_tokens):
+        num_new = len(one.tokens) - 1 - last
+        if not one.held or not (one.is_over or num_new >= self._min_tokens):
             return
         for end in one.held:
             self._begin(one, end)

@@ -47,7 +47,7 @@ class ProcessRewardModel(ModelSettings):
     pipelined: bool = True
     """Read steps as soon as they are finished, while the rest is still being generated."""
     ahead_tokens: int = 64
-    """That are read together at least, until a sequence has ended."""
+    """That are sampled from one read to the next, until a sequence has ended."""
     kept_tokens: int = 65_536
     """Whose keys and values a causal model keeps in memory until the next step is there."""
 

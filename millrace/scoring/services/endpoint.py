@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 
 from millrace.core.errors import ConfigError, ScoreError, TransientScoreError
-from millrace.scoring.services.secrets import Secrets, check_headers
+from millrace.core.secrets import Secrets, check_headers
 
 MAX_ANSWER_BYTES = 8 * 2**20
 MAX_RETRY_AFTER_S = 600.0
@@ -27,11 +27,18 @@ SHOWN = 200  # characters of an answer in an error
 
 class Endpoint:
     def __init__(
-        self, url: str, *, headers: Mapping[str, str], timeout_s: float, scorer: str
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        scorer: str,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
+        self._max_answer_bytes = max_answer_bytes
         self._scorer = scorer
         self._timeout_s = timeout_s
-        self._secrets = Secrets({"url": url, **headers}, scorer=scorer)
+        self._secrets = Secrets({"url": url, **headers}, owner=f"Scorer {scorer!r}")
         self._url = self._secrets.filled(url)
         self._headers = {name: self._secrets.filled(value) for name, value in headers.items()}
         self._session: aiohttp.ClientSession | None = None
@@ -80,8 +87,8 @@ class Endpoint:
         data = bytearray()
         async for chunk in response.content.iter_any():
             data += chunk
-            if len(data) > MAX_ANSWER_BYTES:
-                raise self.unusable(f"answered with more than {MAX_ANSWER_BYTES} bytes")
+            if len(data) > self._max_answer_bytes:
+                raise self.unusable(f"answered with more than {self._max_answer_bytes} bytes")
         return data.decode("utf-8", errors="replace")
 
     def _refused(self, response: aiohttp.ClientResponse, text: str) -> ScoreError:
@@ -110,8 +117,8 @@ def check_texts(**settings: object) -> None:
 
 def check_endpoint(url: str, headers: Mapping[str, str], *, scorer: str) -> None:
     """Raise ConfigError for what can be known to be wrong before anything is sent."""
-    check_headers(headers, scorer=scorer)
-    filled = Secrets({"url": url, **headers}, scorer=scorer).filled(url)
+    check_headers(headers, owner=f"Scorer {scorer!r}")
+    filled = Secrets({"url": url, **headers}, owner=f"Scorer {scorer!r}").filled(url)
     parts = urlsplit(filled)
     if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(parts):
         shown = url if filled == url else "what its variable holds"

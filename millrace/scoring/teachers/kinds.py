@@ -1,11 +1,12 @@
 """The kinds of [[scorer]] that are language models: "teacher", "self_teacher", "reference".
 
-Each is a model in a process of its own, except a reference in a LoRA run: there the trainer has the
-starting weights beneath its adapter, and asks them itself (see Trainer).
+Each is a model in a process of its own, except a teacher that is served elsewhere (remote.py), and
+a reference in a LoRA run: there the trainer has the starting weights beneath its adapter, and asks
+them itself (see Trainer).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.cluster.messages import StartTeacher
@@ -13,8 +14,11 @@ from millrace.core.errors import ConfigError
 from millrace.core.protocols import Scorer
 from millrace.core.records import Group, Task, Verdict
 from millrace.models.directory import load_tokenizer, text_config
+from millrace.models.vocabulary import vocabulary_checksum
 from millrace.scoring.scorer_kind import CallRules, RunFacts, ScorerTools
+from millrace.scoring.services.endpoint import Endpoint, check_endpoint, check_texts
 from millrace.scoring.teachers.process import TeacherProcess
+from millrace.scoring.teachers.remote import MAX_ANSWER_BYTES, RemoteTeacher
 from millrace.scoring.teachers.scorers import (
     FollowingScorer,
     ReferenceScorer,
@@ -26,32 +30,69 @@ from millrace.scoring.teachers.settings import ReaderSettings, TeachingSettings,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Teacher(TeachingSettings):
-    """A model that never changes, with the policy's tokenizer."""
+    """A model that never changes, with the policy's tokenizer: here, or served elsewhere."""
 
-    model: str
-    """Directory or hub name."""
+    model: str | None = None
+    """Directory or hub name ..."""
+    url: str | None = None
+    """... or where `millrace serve MODEL --scorers N` answers, up to /score."""
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    """Sent there; their values may hold env:NAME."""
+
+    def __post_init__(self) -> None:
+        TeachingSettings.__post_init__(self)
+        if (self.model is None) == (self.url is None):
+            raise ValueError("a teacher is either a model or behind a url; set one of the two")
+        if self.url is not None:
+            check_texts(url=self.url)
 
     @property
     def default_name(self) -> str:
         return "teacher"
 
     def rules(self, *, num_workers: int) -> CallRules:
-        return call_rules()
+        return call_rules() if self.url is None else CallRules(timeout_s=300.0, batch=0)
 
     def check(self, tasks: Sequence[Task], *, name: str) -> None:
         check_tasks(self, tasks, name=name)
+        if self.url is not None:
+            check_endpoint(self.url, self.headers, scorer=name)
 
     def check_model(self, run: RunFacts, *, name: str) -> None:
-        check_same_tokens(self.model, run, num_top=self.num_top, name=name)
+        """One behind a url is checked when it is first asked, as the run starts."""
+        if self.model is not None:
+            check_same_tokens(self.model, run, num_top=self.num_top, name=name)
 
     def make(self, *, name: str, weight: float, rules: CallRules, tools: ScorerTools) -> Scorer:
+        if self.model is None:
+            reader, max_context = self._remote(name, rules=rules, run=tools.facts), None
+        else:
+            reader = _process(self, name=name, model=self.model, tools=tools)
+            max_context = _context(self.model, tools.facts)
         return TeacherScorer(
-            _process(self, name=name, model=self.model, tools=tools),
+            reader,
             self,
             weight=weight,
             timeout_s=rules.timeout_s,
-            max_context=_context(self.model, tools.facts),
+            max_context=max_context,
             render=tools.facts.render,
+        )
+
+    def _remote(self, name: str, *, rules: CallRules, run: RunFacts) -> RemoteTeacher:
+        assert self.url is not None
+        endpoint = Endpoint(
+            self.url,
+            headers=self.headers,
+            timeout_s=rules.timeout_s,
+            scorer=name,
+            max_answer_bytes=MAX_ANSWER_BYTES,
+        )
+        return RemoteTeacher(
+            name,
+            endpoint=endpoint,
+            vocabulary=vocabulary_checksum(run.tokenizer),
+            num_known=run.vocab_size,
+            num_top=self.num_top,
         )
 
 

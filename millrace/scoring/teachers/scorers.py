@@ -7,6 +7,7 @@ L = tokens of a rollout, P = those before its first sampled one.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +21,22 @@ from millrace.scoring.teachers.settings import TeachingSettings
 Render = Callable[[Prompt], np.ndarray]  # -> [P] int32
 
 
+class Reader(Protocol):
+    """A model that says how likely tokens are, wherever it is."""
+
+    name: str
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def likelihoods(
+        self, passages: Sequence[Passage], *, timeout_s: float
+    ) -> list[Likelihoods]:
+        """Raises ScoreError."""
+        ...
+
+
 class TeacherScorer:
     """Notes what a teacher says of each sampled token. Runs on the controller's event loop."""
 
@@ -27,27 +44,28 @@ class TeacherScorer:
 
     def __init__(
         self,
-        process: TeacherProcess,
+        reader: Reader,
         settings: TeachingSettings,
         *,
         weight: float,
         timeout_s: float,
-        max_context: int,
+        max_context: int | None,
         render: Render,
     ) -> None:
-        self.name = process.name
+        """`max_context`: the longest sequence it reads; None = the reader itself refuses more."""
+        self.name = reader.name
         self.weight = weight
-        self._process = process
+        self._reader = reader
         self._settings = settings
         self._timeout_s = timeout_s
         self._max_context = max_context
         self._render = render
 
     async def start(self) -> None:
-        await self._process.start()
+        await self._reader.start()
 
     async def close(self) -> None:
-        await self._process.close()
+        await self._reader.close()
 
     async def score(self, group: Group) -> list[Verdict]:
         settings = self._settings
@@ -66,7 +84,7 @@ class TeacherScorer:
             for rollout in group.rollouts
         ]
         check_lengths(passages, max_context=self._max_context, scorer=self.name, group=group)
-        told = await self._process.likelihoods(passages, timeout_s=self._timeout_s)
+        told = await self._reader.likelihoods(passages, timeout_s=self._timeout_s)
         notes = [
             Notes(teaching=_teaching(rollout, likelihoods, has_top=settings.num_top > 0))
             for rollout, likelihoods in zip(group.rollouts, told, strict=True)
@@ -76,6 +94,10 @@ class TeacherScorer:
 
 class FollowingScorer(TeacherScorer):
     """One whose teacher is made of the policy's own versions."""
+
+    def __init__(self, process: TeacherProcess, settings: TeachingSettings, **rest: Any) -> None:
+        super().__init__(process, settings, **rest)
+        self._process = process
 
     async def swap(self, update: WeightUpdate) -> int:
         return await self._process.swap(update)
@@ -165,10 +187,10 @@ def passage_of(
 
 
 def check_lengths(
-    passages: Sequence[Passage], *, max_context: int, scorer: str, group: Group
+    passages: Sequence[Passage], *, max_context: int | None, scorer: str, group: Group
 ) -> None:
     longest = max(len(passage.read) for passage in passages)
-    if longest > max_context:
+    if max_context is not None and longest > max_context:
         raise ScoreError(
             f"Teacher {scorer!r} reads {max_context} tokens; group {group.number} has {longest}:"
             " lower engine.max_context or sampling.max_new_tokens."

@@ -52,6 +52,11 @@ class GroupScoring:
         """In the order of their columns."""
         return tuple(station.desk.scorer for station in self._stations.values())
 
+    @property
+    def takes_episodes(self) -> bool:
+        """Some scorer begins with an episode while its siblings are still generating."""
+        return any(not station.desk.takes_groups for station in self._stations.values())
+
     def add(self, index: int, episode: Episode) -> None:
         """This episode is finished. `index`: its number among those that were begun."""
         assert index not in self._episodes, f"episode {index} is finished once"

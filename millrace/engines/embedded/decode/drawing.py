@@ -14,7 +14,7 @@ from torch import Tensor
 from millrace.engines.embedded.sampler import Drawn, DrawRows, SamplingRows, sample
 from millrace.models.logprobs import KeptRows
 
-KEPT_CAPACITY = 1024  # kept ids a row has room for, unless told otherwise
+KEPT_CAPACITY = 4096  # kept ids a row has room for, unless told otherwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -111,12 +111,13 @@ class RoundState:
         return out[:, 0], out[:, 1].view(np.float32)
 
     def read_kept(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of what read() returned: all kept ids, and how many belong to each token [N, count]."""
+        """Of what read() returned: all kept ids, row after row, and how many belong to each token
+        [count, N]."""
         num_steps, count = tokens.shape
-        sizes = self._out_num_kept[:num_steps, :count].cpu().numpy() * (tokens != NOTHING)
+        sizes = self._out_num_kept[:num_steps, :count].T.cpu().numpy() * (tokens.T != NOTHING)
         places = torch.arange(self._kept_capacity, device=self._out.device)
         sizes_there = torch.from_numpy(sizes).to(self._out.device)
-        ids = self._kept()[:num_steps, :count][places < sizes_there[..., None]]
+        ids = self._kept()[:num_steps, :count].transpose(0, 1)[places < sizes_there[..., None]]
         return ids.cpu().numpy(), sizes
 
     def _kept(self) -> Tensor:

@@ -16,16 +16,17 @@ SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key",
 
 
 class Secrets:
-    """The values behind the names in a scorer's settings."""
+    """The values behind the names in someone's settings."""
 
-    def __init__(self, settings: Mapping[str, str], *, scorer: str) -> None:
-        """Raises ConfigError for a variable that is not set."""
+    def __init__(self, settings: Mapping[str, str], *, owner: str) -> None:
+        """`owner` needs them, as "Scorer 'judge'". Raises ConfigError for a variable that is not
+        set."""
         self._values: dict[str, str] = {}
         for name in (name for text in settings.values() for name in VARIABLE.findall(text)):
             value = os.environ.get(name, "").strip()  # a newline at its end is no part of a key
             if not value:
                 raise ConfigError(
-                    f"Scorer {scorer!r} needs the environment variable {name!r}, which is not set;"
+                    f"{owner} needs the environment variable {name!r}, which is not set;"
                     " set it before the run starts."
                 )
             self._values[name] = value
@@ -40,12 +41,12 @@ class Secrets:
         return text
 
 
-def check_headers(headers: Mapping[str, str], *, scorer: str) -> None:
+def check_headers(headers: Mapping[str, str], *, owner: str) -> None:
     for name, value in headers.items():
         if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"Scorer {scorer!r} has a header {name!r} that is no text.")
+            raise ConfigError(f"{owner} has a header {name!r} that is no text.")
         if name.lower() in SECRET_HEADERS and not VARIABLE.search(value):
             raise ConfigError(
-                f"Scorer {scorer!r} has its {name!r} header in the settings, which are kept with"
+                f"{owner} has its {name!r} header in the settings, which are kept with"
                 " the run; put the value into an environment variable and write 'env:NAME'."
             )

@@ -1,0 +1,41 @@
+"""A recording with something changed in it: what a tool said, or the reward.
+
+Promise: what the model said after a tool said something else is not known. Those turns stay, to be
+read and scored, and are marked; their tokens are context from then on, and never trained.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from millrace.core.errors import ConfigError
+from millrace.episodes.replay.schema import CutRow, Entry, Recording, ToolRow
+
+
+def with_reward(recording: Recording, reward: float | dict[str, float] | None) -> Recording:
+    return msgspec.structs.replace(recording, reward=reward)
+
+
+def with_tool_results(recording: Recording, texts: Mapping[int, str | None]) -> Recording:
+    """Other results of tool calls, by their number; None = it is dropped, and the model is told
+    nothing. The edited recording is to be run again: its rewards are those of before."""
+    known = {row.number for row in recording.tool_runs}
+    for number in texts:
+        if number not in known:
+            raise ConfigError(
+                f"There is no tool call {number} in the recording of {recording.name}, episode"
+                f" {recording.index}; it has {len(known)}."
+            )
+    entries: list[Entry] = []
+    is_recorded = True
+    for entry in recording.entries:
+        if isinstance(entry, CutRow):
+            entries.append(entry)
+            continue
+        changes: dict[str, Any] = {"is_recorded": entry.is_recorded and is_recorded}
+        if isinstance(entry, ToolRow) and entry.number in texts:
+            changes |= {"text": texts[entry.number] or "", "fault": None}
+            is_recorded = False
+        entries.append(msgspec.structs.replace(entry, **changes))
+    return msgspec.structs.replace(recording, entries=entries)

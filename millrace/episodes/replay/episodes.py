@@ -1,0 +1,64 @@
+"""A recording -> its episode, exactly as it was played. Needs neither engine nor tokenizer."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from millrace.core.records import Completion, Episode, Kept, Rollout, Task, Turn
+from millrace.episodes.record import Exchange, TokenRecord
+from millrace.episodes.replay.schema import Recording, TurnRow
+
+
+def task_of(recording: Recording) -> Task:
+    """Without the columns that could not be recorded."""
+    row = recording.task
+    return Task(prompt=row.prompt, columns=row.columns, source=row.source)
+
+
+def episode_of(recording: Recording) -> Episode:
+    return Episode(
+        turns=tuple(
+            Turn(prompt=row.prompt, completion=row.text, finish=row.finish, agent=row.agent)
+            for row in recording.turns
+        ),
+        rollouts=_rollouts(recording),
+        reward=recording.reward,
+        ending=recording.ending,
+        counts=recording.counts,
+    )
+
+
+def completion_of(row: TurnRow) -> Completion:
+    """Tokens behind an edit belong to no version: they are context, and never trained."""
+    versions = row.versions if row.is_recorded else [-1] * len(row.tokens)
+    kept = row.kept
+    return Completion(
+        tokens=np.array(row.tokens, np.int32),
+        logprobs=np.array(row.logprobs, np.float32),
+        versions=np.array(versions, np.int32),
+        kept=None
+        if kept is None
+        else Kept(ids=np.array(kept.ids, np.int32), offsets=np.array(kept.offsets, np.int64)),
+        finish=row.finish,
+        text=row.text,
+        kv=row.kv,
+    )
+
+
+def _rollouts(recording: Recording) -> tuple[Rollout, ...]:
+    records = {agent.name: TokenRecord() for agent in recording.agents}
+    exchanges: dict[int, Exchange] = {}  # by number of the turn
+    for row in recording.turns:
+        exchanges[row.number] = records[row.agent].add(
+            np.array(row.given, np.int32),
+            completion_of(row),
+            sampling=row.sampling,
+            parent=None if row.parent is None else exchanges[row.parent],
+            at=row.start,
+        )
+    return tuple(
+        replace(rollout, agent=agent.name)
+        for agent in recording.agents
+        if agent.is_trained
+        for rollout in records[agent.name].rollouts()
+    )

@@ -1,0 +1,118 @@
+"""An episode that was played -> its recording. Runs on the loop of the environments."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from millrace.core.records import Episode, Kept, Task
+from millrace.episodes.cast import Cast
+from millrace.episodes.play import Play
+from millrace.episodes.record import Exchange
+from millrace.episodes.replay.schema import (
+    AgentRow,
+    CutRow,
+    Entry,
+    KeptRow,
+    Recording,
+    TaskRow,
+    ToolRow,
+    TurnRow,
+    encode,
+)
+from millrace.episodes.tape import CutTurn, TakenTurn, ToolRun
+from millrace.episodes.tool_calls import name_of
+
+
+def record(episode: Episode, task: Task, *, play: Play, cast: Cast, ended_reward: float) -> Episode:
+    """The episode with its recording."""
+    recording = Recording(
+        name=play.name,
+        index=play.index,
+        seed=play.seed,
+        task=_task(task),
+        limits=play.limits,
+        max_context=play.max_context,
+        ended_reward=ended_reward,
+        tool_format=name_of(cast.tool_format),
+        history=cast.history,
+        template=cast.template_settings,
+        sampling=cast.sampling,
+        agents=[
+            AgentRow(name=agent.name, adapter=agent.adapter, is_trained=agent.is_trained)
+            for agent in cast.agents
+        ],
+        entries=_entries(play),
+        reward=episode.reward,
+        ending=episode.ending,
+        counts=episode.counts,
+    )
+    return replace(episode, recording=encode(recording))
+
+
+def _task(task: Task) -> TaskRow:
+    sayable = {name: value for name, value in task.columns.items() if _is_json(value)}
+    return TaskRow(
+        prompt=task.prompt,
+        columns=sayable,
+        left_out=[name for name in task.columns if name not in sayable],
+        source=task.source,
+    )
+
+
+def _is_json(value: Any) -> bool:
+    """True if it is the same after it was written and read."""
+    try:
+        return msgspec.json.decode(msgspec.json.encode(value)) == value
+    except (TypeError, ValueError):  # of an array, == has no single answer
+        return False
+
+
+def _entries(play: Play) -> list[Entry]:
+    entries = play.tape.entries
+    numbers = {e.exchange: e.number for e in entries if isinstance(e, TakenTurn)}
+    rows: list[Entry] = []
+    for entry in entries:
+        if isinstance(entry, TakenTurn):
+            rows.append(_turn(entry, numbers))
+        elif isinstance(entry, CutTurn):
+            rows.append(CutRow(number=entry.number, agent=entry.agent, ending=entry.ending))
+        else:
+            rows.append(_tool(entry))
+    return rows
+
+
+def _turn(entry: TakenTurn, numbers: dict[Exchange, int]) -> TurnRow:
+    exchange, completion = entry.exchange, entry.exchange.completion
+    return TurnRow(
+        number=entry.number,
+        agent=entry.agent,
+        prompt=entry.prompt,
+        parent=None if exchange.parent is None else numbers[exchange.parent],
+        start=exchange.start,
+        given=exchange.given.tolist(),
+        tokens=completion.tokens.tolist(),
+        logprobs=np.asarray(completion.logprobs, np.float32).tolist(),
+        versions=completion.versions.tolist(),
+        kept=None if completion.kept is None else _kept(completion.kept),
+        finish=completion.finish,
+        text=completion.text,
+        kv=completion.kv,
+        sampling=exchange.sampling,
+        is_recorded=bool((completion.versions >= 0).any()) or not len(completion.tokens),
+    )
+
+
+def _kept(kept: Kept) -> KeptRow:
+    return KeptRow(ids=kept.ids.tolist(), offsets=kept.offsets.tolist())
+
+
+def _tool(entry: ToolRun) -> ToolRow:
+    return ToolRow(
+        number=entry.number,
+        name=entry.name,
+        arguments=dict(entry.arguments),
+        text=None if entry.result is None else entry.result.text,
+        fault=None if entry.result is None else entry.result.fault,
+    )

@@ -1,0 +1,220 @@
+"""A teacher behind /score: a server on a real socket, and who asks it."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import numpy as np
+import pytest
+from architectures import VOCAB, tiny_model
+from engine_rig import letter_tokenizer, save_model
+from scoring_service import Service, running
+
+from millrace.core.errors import ConfigError, ScoreError, TransientScoreError
+from millrace.core.passages import Likelihoods, Passage
+from millrace.engines.embedded.scoring import ScoringEngine
+from millrace.episodes.tool_calls import FORMATS
+from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.models.vocabulary import vocabulary_checksum
+from millrace.scoring.services.endpoint import Endpoint
+from millrace.scoring.teachers import remote
+from millrace.scoring.teachers.remote import RemoteTeacher
+from millrace.serving.metrics import ServerMetrics
+from millrace.serving.options import Limits
+from millrace.serving.score import NoEngine, Readers, ReadModel
+from millrace.serving.served import Served
+from millrace.serving.server import listening, make_app
+
+VOCABULARY = vocabulary_checksum(letter_tokenizer())
+KEY = "a-key"
+
+
+def local_engine() -> ScoringEngine:
+    model = tiny_model("qwen3")
+    model.set_attn_implementation(PACKED_ATTENTION)
+    return ScoringEngine(model)
+
+
+class LocalReader:
+    """What a teacher process computes, without the process."""
+
+    def __init__(self) -> None:
+        self.engine = local_engine()
+        self.calls: list[int] = []
+
+    async def likelihoods(
+        self, passages: Sequence[Passage], *, timeout_s: float
+    ) -> list[Likelihoods]:
+        self.calls.append(len(passages))
+        (told,) = self.engine.read([list(passages)], version=None)
+        return told
+
+
+@contextlib.asynccontextmanager
+async def serving(reader: LocalReader, *, vocabulary: str = VOCABULARY) -> AsyncIterator[str]:
+    served = Served(
+        NoEngine(),
+        tokenizer=letter_tokenizer(),
+        name="teacher",
+        max_context=64,
+        tool_format=FORMATS["hermes"],
+        metrics=ServerMetrics(),
+    )
+    model = ReadModel(vocabulary=vocabulary, num_tokens=VOCAB, max_context=64)
+    readers = Readers([reader], model=model, timeout_s=9)  # pyright: ignore
+    app = make_app(served, key=KEY, limits=Limits(), is_healthy=lambda: True, readers=readers)
+    async with listening(app, host="127.0.0.1", port=0) as port:
+        yield f"http://127.0.0.1:{port}/score"
+    served.close()
+
+
+@contextlib.asynccontextmanager
+async def asking(url: str, monkeypatch: pytest.MonkeyPatch, *, num_top: int = 3):
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    headers = {"Authorization": "Bearer env:TEACHER_KEY"}
+    endpoint = Endpoint(url, headers=headers, timeout_s=9, scorer="teacher")
+    teacher = RemoteTeacher(
+        "teacher", endpoint=endpoint, vocabulary=VOCABULARY, num_known=VOCAB, num_top=num_top
+    )
+    try:
+        yield teacher
+    finally:
+        await teacher.close()
+
+
+def passages() -> list[Passage]:
+    """Of one group: two that begin alike, of which one has two turns."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, VOCAB, 8)
+    tokens = [np.concatenate([prompt, rng.integers(3, VOCAB, n)]).astype(np.int32) for n in (9, 20)]
+    places = [np.arange(8, 17), np.concatenate([np.arange(8, 12), np.arange(20, 26)])]
+    return [
+        Passage(tokens=t, positions=p.astype(np.int32), top_k=k, temperature=0.7)
+        for t, p, k in zip(tokens, places, (3, 0), strict=True)
+    ]
+
+
+def assert_equal(told: list[Likelihoods], asked: list[Passage]) -> None:
+    (expected,) = local_engine().read([asked], version=None)
+    for one, other in zip(told, expected, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(one.top_ids, other.top_ids)
+        np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, rtol=0, atol=1e-5)
+        assert one.version is None
+
+
+async def test_it_says_what_a_teacher_here_would_say(monkeypatch):
+    async with serving(LocalReader()) as url, asking(url, monkeypatch) as teacher:
+        await teacher.start()
+        assert_equal(await teacher.likelihoods(passages(), timeout_s=9), passages())
+
+
+async def test_what_is_too_much_for_one_request_is_asked_in_several(monkeypatch):
+    monkeypatch.setattr(remote, "MAX_TOKENS", 40)
+    reader = LocalReader()
+    async with serving(reader) as url, asking(url, monkeypatch) as teacher:
+        await teacher.start()
+        several = [*passages(), *passages()]
+        assert_equal(await teacher.likelihoods(several, timeout_s=9), several)
+    assert reader.calls == [1, 1, 1, 1]
+
+
+async def test_a_model_with_another_tokenizer_is_refused_when_the_run_starts(monkeypatch):
+    async with (
+        serving(LocalReader(), vocabulary="another") as url,
+        asking(url, monkeypatch) as teacher,
+    ):
+        with pytest.raises(ConfigError, match="'teacher': the model at its url has another token"):
+            await teacher.start()
+
+
+async def test_more_top_tokens_than_there_are_is_refused_when_the_run_starts(monkeypatch):
+    async with serving(LocalReader()) as url, asking(url, monkeypatch, num_top=VOCAB) as teacher:
+        with pytest.raises(ConfigError, match=f"knows {VOCAB} tokens, and top_k = {VOCAB}"):
+            await teacher.start()
+
+
+@pytest.mark.parametrize(
+    ("passage", "said"),
+    [
+        (
+            Passage(tokens=np.full(80, 3, np.int32), positions=np.arange(70, 80, dtype=np.int32)),
+            "read up to token 80, but the context holds 64",
+        ),
+        (
+            Passage(tokens=np.full(8, VOCAB, np.int32), positions=np.array([4], np.int32)),
+            f"has token {VOCAB}, but the model knows {VOCAB}",
+        ),
+        (
+            Passage(tokens=np.full(8, 3, np.int32), positions=np.array([0], np.int32)),
+            "greater than or equal to 1",
+        ),
+    ],
+)
+async def test_what_it_cannot_read_costs_its_group_with_the_servers_sentence(
+    monkeypatch, passage, said
+):
+    async with serving(LocalReader()) as url, asking(url, monkeypatch) as teacher:
+        await teacher.start()
+        with pytest.raises(ScoreError, match=said) as raised:
+            await teacher.likelihoods([passage], timeout_s=9)
+        assert not isinstance(raised.value, TransientScoreError)
+
+
+FACTS = {"vocabulary": VOCABULARY, "num_tokens": VOCAB, "max_context": 64}
+ZERO, NAN = "AAAAAA==", "AADAfw=="  # one float32 each
+TOLD = {"logprobs": ZERO, "top_ids": "", "top_logprobs": "", "version": None}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({}, "something else: Object missing required field `vocabulary`"),
+        ({**FACTS, "passages": []}, "answered about 0 passages of 1"),
+        ({**FACTS, "passages": [{**TOLD, "logprobs": 3}]}, "Expected `str`, got `int`"),
+        ({**FACTS, "passages": [{**TOLD, "logprobs": "?"}]}, "an array that is none"),
+        ({**FACTS, "passages": [{**TOLD, "logprobs": ZERO[:-2]}]}, "an array that is none"),
+        ({**FACTS, "passages": [{**TOLD, "logprobs": ""}]}, "0 numbers instead of 1"),
+        ({**FACTS, "passages": [{**TOLD, "logprobs": NAN}]}, "logprobs that are not finite"),
+    ],
+)
+async def test_an_answer_that_is_none_is_asked_for_again(monkeypatch, answer, said):
+    passage = Passage(tokens=np.full(8, 3, np.int32), positions=np.array([4], np.int32))
+    service = Service(lambda _: answer)
+    service.first.append({**FACTS, "passages": []})  # when it starts
+    async with running(service), asking(service.url, monkeypatch) as teacher:
+        await teacher.start()
+        with pytest.raises(TransientScoreError, match=re.escape(said)):
+            await teacher.likelihoods([passage], timeout_s=9)
+
+
+@pytest.fixture
+def served_url(tmp_path) -> Iterator[str]:
+    """Of a server that reads and does not write."""
+    save_model(tmp_path / "model")
+    command = [sys.executable, "-m", "millrace.cli", "serve", str(tmp_path / "model")]
+    options = ["--engines", "0", "--scorers", "1", "--port", "0", "--log-dir", str(tmp_path)]
+    process = subprocess.Popen(
+        [*command, *options, "--engine.device", "cpu"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "MILLRACE_API_KEY": KEY},
+    )
+    assert process.stdout is not None
+    found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+    assert found
+    yield found[0]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 130
+    process.stdout.close()
+
+
+@pytest.mark.slow
+async def test_millrace_serve_answers_as_a_teacher_here_would(monkeypatch, served_url):
+    async with asking(f"{served_url}/score", monkeypatch) as teacher:
+        await teacher.start()
+        assert_equal(await teacher.likelihoods(passages(), timeout_s=60), passages())
