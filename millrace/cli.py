@@ -247,6 +247,21 @@ def _add_join(commands: Any) -> None:
     join.set_defaults(run=_join)
 
 
+def _add_engines(commands: Any) -> None:
+    engines = _new_parser(
+        commands.add_parser,
+        ENGINES,
+        name="engines",
+        help="add engines to a running job, or remove some",
+    )
+    engines.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    engines.add_argument("--add", type=int, default=0, metavar="N", help="start N more")
+    engines.add_argument(
+        "--remove", action="append", default=[], metavar="NAME", help="by name; may be repeated"
+    )
+    engines.set_defaults(run=_engines)
+
+
 def _add_replay(commands: Any) -> None:
     replay = _new_parser(
         commands.add_parser,
@@ -282,21 +297,6 @@ def _add_replay(commands: Any) -> None:
     replay.add_argument("--reward", type=float, help="instead of the environment's")
     replay.add_argument("--out", type=Path, metavar="FILE", help="write what came of it there")
     replay.set_defaults(run=_replay)
-
-
-def _add_engines(commands: Any) -> None:
-    engines = _new_parser(
-        commands.add_parser,
-        ENGINES,
-        name="engines",
-        help="add engines to a running job, or remove some",
-    )
-    engines.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    engines.add_argument("--add", type=int, default=0, metavar="N", help="start N more")
-    engines.add_argument(
-        "--remove", action="append", default=[], metavar="NAME", help="by name; may be repeated"
-    )
-    engines.set_defaults(run=_engines)
 
 
 def _add_bench(commands: Any, benches: Mapping[str, str]) -> None:

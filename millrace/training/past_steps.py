@@ -17,10 +17,7 @@ Batches = tuple[Batch, ...]
 
 
 class PastSteps(Protocol):
-    """How the trainer has come to `version`."""
-
-    @property
-    def version(self) -> int: ...
+    """How the trainer has come to where it is."""
 
     def note(self, version: int, batches: Batches) -> None:
         """The step that made this version learned from these."""
@@ -45,16 +42,16 @@ class StepsOnRecord:
     def __init__(self, redo: Redo, *, version: int) -> None:
         """`version` of the trainer when it started."""
         self._redo = redo
-        self.version = version
+        self._version = version
 
     def note(self, version: int, batches: Batches) -> None:
-        self.version = version
+        self._version = version
 
     def saved(self, version: int) -> None:
         """What is not needed any more is forgotten elsewhere."""
 
     def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
-        return self._redo(after=version, through=self.version)
+        return self._redo(after=version, through=self._version)
 
 
 class StepsInMemory:
@@ -64,13 +61,13 @@ class StepsInMemory:
     def __init__(self, *, version: int, max_bytes: int = MAX_BYTES) -> None:
         """`version` of the trainer when it started."""
         self._max_bytes = max_bytes
-        self.version = version
+        self._version = version
         self._steps: dict[int, Batches] = {}  # by the version they made, oldest first
         self._num_bytes = 0
         self._saved = version  # the newest checkpoint
 
     def note(self, version: int, batches: Batches) -> None:
-        self.version = version
+        self._version = version
         self._steps[version] = batches
         self._num_bytes += _size(batches)
         while self._num_bytes > self._max_bytes:
@@ -82,7 +79,7 @@ class StepsInMemory:
         self._saved = version
 
     async def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
-        for following in range(version + 1, self.version + 1):
+        for following in range(version + 1, self._version + 1):
             if following not in self._steps:
                 raise RunFailed(
                     f"The trainer cannot be replaced: its last checkpoint is of step {version}, and"
