@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check format bench wheelhouse clean
+.PHONY: demo test check audit format bench wheelhouse clean
 
 demo: $(VENV)/.installed
 	$(BIN)/millrace demo
@@ -18,6 +18,11 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python tools/verify_dependencies.py
+
+# As check does, but known vulnerabilities fail it.
+audit: $(VENV)/.installed-dev
+	$(BIN)/python tools/verify_dependencies.py --strict
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

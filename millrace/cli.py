@@ -101,6 +101,11 @@ example:
   scp controller:ticket.json . && millrace join ticket.json --count 2
 """
 
+ENGINES = """\
+Change the engines of a run that goes on, on its own machine, and list those it has then. One that
+is added serves once it has the newest weights; one that is removed finishes its sequences first.
+"""
+
 INSPECT = """\
 Summarise a run from its directory, whether it has finished, still runs, or was killed: reward,
 accuracy, speed, staleness, how busy every worker was and what it waited for, and what was dropped.
@@ -206,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(serve)
 
     _add_join(commands)
+    _add_engines(commands)
 
     inspect = _new_parser(
         commands.add_parser, INSPECT, name="inspect", help="summarise a run and draw its plots"
@@ -239,6 +245,21 @@ def _add_join(commands: Any) -> None:
         help="what the engines print (default: logs)",
     )
     join.set_defaults(run=_join)
+
+
+def _add_engines(commands: Any) -> None:
+    engines = _new_parser(
+        commands.add_parser,
+        ENGINES,
+        name="engines",
+        help="add engines to a running job, or remove some",
+    )
+    engines.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    engines.add_argument("--add", type=int, default=0, metavar="N", help="start N more")
+    engines.add_argument(
+        "--remove", action="append", default=[], metavar="NAME", help="by name; may be repeated"
+    )
+    engines.set_defaults(run=_engines)
 
 
 def _add_replay(commands: Any) -> None:
@@ -403,6 +424,14 @@ def _ledger(run_dir: Path, console: Any) -> int:
     console.print(ledger_table(ledger), highlight=False)
     if troubles := ledger.check():
         raise JournalError(f"The ledger of {run_dir} does not add up: {' '.join(troubles)}")
+    return DONE
+
+
+def _engines(args: argparse.Namespace) -> int:
+    from millrace.crew.asking import ask
+
+    for name in ask(args.run_dir, add=args.add, remove=tuple(args.remove)):
+        print(name)
     return DONE
 
 

@@ -10,6 +10,7 @@ everything heavy is a call to a worker.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,6 +201,10 @@ class Controller:
         )
 
     async def run(self) -> Outcome:
+        with contextlib.closing(self._learner):
+            return await self._run()
+
+    async def _run(self) -> Outcome:
         await self._batches.restore(self._learner.version)
         waiting = await self._journal.groups(list(self._journal.ledger.waiting))
         async with asyncio.TaskGroup() as activities:
@@ -223,7 +228,7 @@ class Controller:
             following.cancel()
             notifying.cancel()
             watching.cancel()
-        checkpoint = self._learner.saved
+        checkpoint = self._learner.newest_checkpoint
         assert checkpoint is not None
         return Outcome(
             steps=self._learner.version,
@@ -263,6 +268,7 @@ class Controller:
             trainer_waits_for=self._trainer_waits_for(),
             scorers=self._scorers.loads(),
             sequences_continued=self._engines.continued.sequences,
+            scorers_lost=self._scorers.workers_lost,
         )
 
     async def _expire(self, version: int) -> None:

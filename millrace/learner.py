@@ -13,7 +13,6 @@ from typing import Any
 
 from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
-from millrace.core.errors import CheckpointError
 from millrace.core.microbatch import Batch
 from millrace.core.records import Group
 from millrace.engines.pool import EnginePool
@@ -24,6 +23,7 @@ from millrace.rollout.rounds import Rounds
 from millrace.staging.batches import Batches, Taken
 from millrace.staging.packing import minibatches_of
 from millrace.supervision.stalls import Stalls
+from millrace.training.checkpointing import Checkpointing
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.scoring import where_text
 from millrace.watch.skipped import SkippedSteps
@@ -69,7 +69,6 @@ class Learner:
         self._pools = pools
         self._watcher = watcher
         self._skipped = skipped
-        self._checkpoints = checkpoints
         self._moment = moment
         self._expire = expire
         self._run_state = run_state
@@ -82,12 +81,22 @@ class Learner:
         )
         self.version = version  # of the trainer
         self.awaits_batch = False  # the trainer has nothing to do
-        # The newest checkpoint; at first the one that the run goes on from.
-        self.saved: Path | None = checkpoints / f"step_{version}" if version else None
+        self._checkpointing = Checkpointing(
+            trainer, folder=checkpoints, version=version, warn=watcher.warn
+        )
         self._covered = _Covered(version=version, position=resumed_at)
+        self._activities: asyncio.TaskGroup | None = None  # once it runs
+
+    @property
+    def newest_checkpoint(self) -> Path | None:
+        return self._checkpointing.newest
+
+    def close(self) -> None:
+        self._checkpointing.close()
 
     async def run(self, activities: asyncio.TaskGroup) -> None:
         """Until the last step."""
+        self._activities = activities
         steps = self._config.trainer.steps
         if self.version == steps:
             return  # all but the end of the run was done before a crash
@@ -103,7 +112,7 @@ class Learner:
             self.version += 1
             self._dispatcher.finish(group.number for group in taken.fresh)
             self._batches.applied(taken, version=self.version, was_skipped=bool(stepped.skipped))
-            await self._after_step(activities)
+            await self._after_step()
 
     async def _take(self, upcoming: Awaitable[Taken]) -> Taken:
         if self._rounds is not None:
@@ -150,29 +159,26 @@ class Learner:
             f" it was given is in {path}."
         )
 
-    async def _after_step(self, activities: asyncio.TaskGroup) -> None:
+    async def _after_step(self) -> None:
         """Checkpoint and evaluate when due."""
         last = self.version == self._config.trainer.steps
         due = _due(self.version, self._config.checkpoint.every_steps)
-        if last or due or self._journal.is_too_large:
-            await self._save(activities, must_succeed=last)
+        is_large = self._journal.is_too_large and not self._checkpointing.is_writing
+        if last or due or is_large:
+            await self._save(is_last=last)
         if not last:
             await self._examiner.after_step(self.version)
 
-    async def _save(self, activities: asyncio.TaskGroup, *, must_succeed: bool) -> None:
-        directory = self._checkpoints / f"step_{self.version}"
+    async def _save(self, *, is_last: bool) -> None:
         at = _Covered(version=self.version, position=self._journal.position)
         run_state = {"version": self.version, "journal": at.position, **self._run_state()}
         await self._journal.settle()  # no checkpoint is ahead of it
-        try:
-            await self._trainer.save(directory, run_state=run_state)
-        except CheckpointError as error:
-            if must_succeed:
-                raise
-            self._watcher.warn(f"{error} The run goes on without this checkpoint.")
-        else:
-            self.saved = directory
-            activities.create_task(self._cover(at))
+        save = self._checkpointing.save_last if is_last else self._checkpointing.save
+        await save(self.version, run_state=run_state, on_saved=lambda: self._begin_cover(at))
+
+    def _begin_cover(self, at: "_Covered") -> None:
+        assert self._activities is not None
+        self._activities.create_task(self._cover(at))
 
     async def _cover(self, at: "_Covered") -> None:
         """There is a good checkpoint now. The journal still reaches back to the one before it,

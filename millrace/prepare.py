@@ -12,7 +12,7 @@ from typing import Any
 from millrace.adapters.seating import seated
 from millrace.config import EnvironmentConfig, McpConfig, ReplayConfig, RunConfig, ScorerConfig
 from millrace.controller import Cursor
-from millrace.core.errors import ConfigError, TaskError
+from millrace.core.errors import CheckpointError, ConfigError, TaskError
 from millrace.core.machine import available_cores
 from millrace.core.protocols import Advantages
 from millrace.core.records import Task
@@ -36,7 +36,12 @@ from millrace.scoring.shaping import Shaping, build_shaping
 from millrace.serving.blackbox import PROGRAM_TIMEOUT_S, Blackbox
 from millrace.staging.orders import check_room
 from millrace.teachers import check_evaluation, check_models, check_teaching, with_distillation
-from millrace.training.checkpoints import check_same_critic, latest_checkpoint, read_run_state
+from millrace.training.checkpoints import (
+    Found,
+    check_same_critic,
+    newest_checkpoint,
+    read_run_state,
+)
 from millrace.training.losses import Loss
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.objectives.preference import PreferenceLoss
@@ -138,12 +143,12 @@ def prepare(
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)
     _check_prompts(renderer, train_tasks, max_context=max_context)
-    checkpoint, cursor = _resume_point(config) if resume else (None, Cursor())
+    found, cursor = _resume_point(config) if resume else (Found(), Cursor())
     past, doubts = _past(config, cursor, resume=resume)
     stream = make_stream(sources, config.tasks, seed=config.seed)
     stream.restore(cursor.tasks)
     if past is not None:
-        cursor = _continued(cursor, past.ledger, stream)
+        cursor = continued(cursor, past.ledger, stream)
     prepared = Prepared(
         config=_with_threads(config),
         tasks=stream,
@@ -155,10 +160,10 @@ def prepare(
         renderer=renderer,
         environment=played,
         max_context=max_context,
-        checkpoint=checkpoint,
+        checkpoint=found.directory,
         cursor=cursor,
         past=past,
-        doubts=doubts,
+        doubts=(*found.refused, *doubts),
     )
     check_models(specs, prepared.facts)
     return prepared
@@ -368,11 +373,17 @@ def _check_prompts(renderer: Renderer, tasks: Sequence[Task], *, max_context: in
         )
 
 
-def _resume_point(config: RunConfig) -> tuple[Path | None, Cursor]:
-    """The newest complete checkpoint; a run that never wrote one starts from the beginning."""
-    checkpoint = latest_checkpoint(Path(config.run_dir))
+def _resume_point(config: RunConfig) -> tuple[Found, Cursor]:
+    """The newest good checkpoint; a run that never wrote one starts from the beginning."""
+    found = newest_checkpoint(Path(config.run_dir))
+    checkpoint = found.directory
     if checkpoint is None:
-        return None, Cursor()
+        if found.refused:
+            raise CheckpointError(
+                f"{config.run_dir} holds no checkpoint to go on from: {' '.join(found.refused)}"
+                " Bring one back from a copy, or start anew in another run_dir."
+            )
+        return found, Cursor()
     state = read_run_state(checkpoint)
     check_same_kind(checkpoint, config.lora)
     check_same_critic(checkpoint, has_critic=config.critic is not None)
@@ -382,7 +393,7 @@ def _resume_point(config: RunConfig) -> tuple[Path | None, Cursor]:
             f"{config.run_dir} already did its {state['version']} steps; to go on, raise"
             f" trainer.steps (now {config.trainer.steps})."
         )
-    return checkpoint, Cursor(
+    return found, Cursor(
         version=state["version"],
         next_number=state["next_number"],
         unfinished=tuple(state["unfinished"]),
@@ -409,7 +420,7 @@ def _past(
     return past, tuple(doubts)
 
 
-def _continued(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
+def continued(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
     """Where the run stands by its journal; the stream learns what it was told since the
     checkpoint."""
     for position, observed in ledger.observed:

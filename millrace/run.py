@@ -24,7 +24,9 @@ from millrace.controller import Controller, Outcome
 from millrace.core.causes import first_cause
 from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
-from millrace.crew import Crew
+from millrace.crew.control import controlled
+from millrace.crew.crew import Crew
+from millrace.crew.launcher import Launcher
 from millrace.envs.single_turn import SingleTurn
 from millrace.episodes.environment import FunctionEnvironment, rules_of
 from millrace.episodes.lifetime import lifetime
@@ -146,18 +148,24 @@ class _Run:
             self._journal = self._open_journal()
             stack.push_async_callback(self._journal.close)
             with first_cause(), self._invitation(hub):
-                outcome = await self._conduct(hub, scorers=scorers, environment=environment)
+                outcome = await self._conduct(
+                    hub, scorers=scorers, environment=environment, private=private
+                )
         seconds = time.monotonic() - start_s
         return self._conclude(outcome, seconds=seconds)
 
-    async def _conduct(self, hub: Hub, *, scorers: ScorerPool, environment: Environment) -> Outcome:
+    async def _conduct(
+        self, hub: Hub, *, scorers: ScorerPool, environment: Environment, private: Path
+    ) -> Outcome:
         """Start all workers side by side, then let the controller run until it ends."""
+        launcher = Launcher(
+            self._prepared, hub=hub, remote_threads=self._threads, gpu_env=self._gpu_env
+        )
         crew = self._crew = Crew(
-            self._prepared,
-            hub=hub,
-            remote_threads=self._threads,
-            gpu_env=self._gpu_env,
-            run_dir=self._run_dir.path,
+            self._config,
+            launcher=launcher,
+            checkpoint=self._prepared.checkpoint,
+            version=self._prepared.cursor.version,
             on_restart=self._watcher.restarted,
             on_restored=lambda update: self._controlled.on_restored(update),
         )
@@ -165,7 +173,8 @@ class _Run:
         self._controller = self._make_controller(crew, scorers=scorers, environment=environment)
         async with asyncio.TaskGroup() as activities:
             keeping = activities.create_task(crew.run())
-            outcome = await self._controller.run()
+            async with controlled(crew, pointer=self._run_dir.control, private=private):
+                outcome = await self._controller.run()
             keeping.cancel()
         return outcome
 
@@ -297,6 +306,7 @@ class _Run:
             before=outcome.before,
             after=outcome.after,
         )
+        moment = self._controlled.moment()
         self._run_dir.write_summary(
             {
                 "accuracy_before": result.accuracy_before,
@@ -309,8 +319,8 @@ class _Run:
                 "steps": result.steps,
                 "checkpoint": str(result.checkpoint),
                 "run_dir": str(result.run_dir),
-                "worker_restarts": self._watcher.restarts,
-                "sequences_continued": self._controlled.moment().sequences_continued,
+                "worker_restarts": self._watcher.restarts(moment),
+                "sequences_continued": moment.sequences_continued,
             }
         )
         return result

@@ -93,4 +93,6 @@ class InProcessEngine:
                     if member not in request.told:
                         tell(member, completion)
             self._listeners.pop(request.id, None)
-            self._waiting.pop(request.id).set_result(request.completions)
+            waiting = self._waiting.pop(request.id)
+            if not waiting.cancelled():
+                waiting.set_result(request.completions)

@@ -58,6 +58,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # so that all of it can be killed at once
             env={
                 "PATH": os.environ["PATH"],
                 "PYTHONPATH": str(REPOSITORY),
@@ -74,6 +75,6 @@ class Command:
             assert time.monotonic() < deadline, f"no {path.name}"
             time.sleep(0.05)
 
-    def finish(self) -> tuple[int, str, str]:
-        stdout, stderr = self.process.communicate(timeout=90)
+    def finish(self, *, timeout_s: float = 90) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, stdout, stderr

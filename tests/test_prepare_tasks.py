@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from fake_checkpoint import write_fake_checkpoint
 from tiny_model import make_tiny_model
 
 from millrace.config import load_config
-from millrace.core.errors import ConfigError
+from millrace.core.errors import CheckpointError, ConfigError
 from millrace.envs.curriculum import Curriculum
 from millrace.episodes.tool_environment import WithServers
 from millrace.prepare import Prepared, prepare
@@ -115,11 +116,8 @@ def test_a_resumed_run_goes_on_with_the_tasks_and_solve_rates_of_its_checkpoint(
         first.finish(number)
     open_tasks = [first.task(number) for number in (40, 41)]
     checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
-    checkpoint.mkdir(parents=True)
-    for name in ("config.json", "trainer_state.pt"):
-        (checkpoint / name).touch()
     cursor = {"version": 3, "next_number": 42, "unfinished": [40, 41], "tasks": first.state()}
-    (checkpoint / "run_state.json").write_text(json.dumps(cursor))
+    write_fake_checkpoint(checkpoint, run_state=cursor)
     config = load_config(
         {"model": str(folder / "model"), "run_dir": str(tmp_path / "run"), "tasks": tasks}
     )
@@ -127,6 +125,29 @@ def test_a_resumed_run_goes_on_with_the_tasks_and_solve_rates_of_its_checkpoint(
     assert resumed.cursor.unfinished == (40, 41)
     assert [resumed.tasks.task(number) for number in (40, 41)] == open_tasks
     assert [resumed.tasks.task(n) for n in range(42, 80)] == [first.task(n) for n in range(42, 80)]
+
+
+def test_a_resumed_run_passes_over_damaged_checkpoints_and_says_so(folder, tmp_path):
+    config = load_config(
+        {
+            "model": str(folder / "model"),
+            "run_dir": str(tmp_path),
+            "tasks": {"path": str(folder / "sums.jsonl")},
+        }
+    )
+    steps = [tmp_path / "checkpoints" / f"step_{step}" for step in (1, 2, 3)]
+    for version, directory in enumerate(steps, start=1):
+        cursor = {"version": version, "next_number": 8, "unfinished": []}
+        write_fake_checkpoint(directory, run_state=cursor)
+    for directory in steps[1:]:
+        (directory / "trainer_state.pt").write_text("[]")
+    resumed = prepare(config, scorers=[length], resume=True)
+    assert (resumed.checkpoint, resumed.cursor.version) == (steps[0], 1)
+    for path, told in zip(steps[:0:-1], resumed.doubts, strict=True):
+        assert str(path) in told
+    (steps[0] / "trainer_state.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint .*step_3.*step_2.*step_1.*"):
+        prepare(config, scorers=[length], resume=True)
 
 
 def test_engines_that_only_evaluate_need_tasks_for_it(folder):

@@ -25,7 +25,7 @@ from millrace.adapters.confined import Confined, Instances
 from millrace.core.errors import ConfigError, ScoreError, TaskError
 from millrace.core.records import Message, Prompt, Task
 from millrace.episodes.agent import Agent
-from millrace.episodes.play import EpisodeOver
+from millrace.episodes.limits import EpisodeOver
 from millrace.episodes.tool_environment import messages_of
 from millrace.episodes.tools import Tool, tool_of
 from millrace.scoring.functions import ENVIRONMENTS, RewardFunction, check_rewards

@@ -17,7 +17,7 @@ from millrace.adapters.confined import Confined, Instances
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Message, Task
 from millrace.episodes.agent import Agent
-from millrace.episodes.play import EpisodeOver
+from millrace.episodes.limits import EpisodeOver
 from millrace.episodes.tool_environment import messages_of
 
 CUT = ("turns", "length")  # endings at which what was earned so far counts

@@ -33,6 +33,7 @@ from millrace.cluster.process import start_worker
 from millrace.cluster.wire import WireError, encode, message_decoder
 from millrace.cluster.worker import Worker
 from millrace.core.errors import ConfigError, WorkerError
+from millrace.core.file_names import check_file_name
 
 RECEIVE_MESSAGES = 1000
 MAX_SOCKET_PATH = 100  # bytes; the operating system's limit is 104 or 108
@@ -118,6 +119,7 @@ class Hub:
 
         The name may be that of a worker that died.
         """
+        check_file_name(name, of="A worker")
         token = secrets.token_hex(16)
         async with self._enrolled(name, identity=identity_of(name, token=token)) as worker:
             keys = None if self._keys is None else self._keys.client
@@ -132,8 +134,9 @@ class Hub:
             await worker.start(process, timeout_s=self._start_timeout_s)
         return worker
 
-    async def expect(self, name: str, *, timeout_s: float) -> Worker:
-        """Wait for another host to bring the worker `name`, and for its Hello."""
+    async def expect(self, name: str, *, timeout_s: float | None) -> Worker:
+        """Wait for another host to bring the worker `name`, and for its Hello; None = however long
+        that takes."""
         token = secrets.token_hex(16)
         identity = identity_of(name, token=token)
         async with self._enrolled(name, identity=identity) as worker:

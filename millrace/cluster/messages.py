@@ -231,10 +231,21 @@ class Release(Message, frozen=True):
 
 
 class SaveCheckpoint(Message, frozen=True):
-    """Write an atomic checkpoint directory. -> Done"""
+    """Copy the state, say Copied, and write an atomic checkpoint directory. -> Saved"""
 
     directory: str
     run_state: dict[str, Any]  # the controller's share: task cursor and the like
+
+
+class Copied(Part, frozen=True):
+    """The next step may come; what it changes is not part of the checkpoint."""
+
+
+class Saved(Message, frozen=True):
+    """The checkpoint is on the disk."""
+
+    version: int
+    complaint: str | None = None  # why older ones could not be removed
 
 
 # Scorer worker
@@ -355,6 +366,8 @@ AnyMessage = (
     | Lent
     | Release
     | SaveCheckpoint
+    | Copied
+    | Saved
     | StartScorer
     | ScoreGroup
     | Scored

@@ -24,7 +24,7 @@ class SupervisionConfig(Section):
     step_timeout_s: PositiveFloat = 3600.0
     """How long the trainer may take for one step."""
     save_timeout_s: PositiveFloat = 1800.0
-    """How long it may take to answer that it saves a checkpoint."""
+    """How long it may take until a checkpoint is on the disk."""
     stall_warning_s: PositiveFloat = 120.0
     """If no step completes for this long, the run says which stage waits for which; again after
     twice that time, four times, and so on."""

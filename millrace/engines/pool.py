@@ -76,6 +76,7 @@ class EnginePool:
         self._max_sessions = max_sessions
         self._seats = [_Seat(engine=engine) for engine in engines]
         self._came = asyncio.Event()  # set when an engine begins to serve
+        self._answered = asyncio.Event()  # set when a request is
         self._homes: OrderedDict[str, _Seat] = OrderedDict()  # by session; last = latest
         self._open: dict[str, _Open] = {}  # by the caller's request id
         self._is_paused = False
@@ -101,6 +102,15 @@ class EnginePool:
             raise
         seat.serves = seat in self._seats
         self._came.set()
+
+    async def leave(self, engine: Engine) -> None:
+        """Give it no more requests; returns once it has answered those it has, and is out."""
+        for seat in [seat for seat in self._seats if seat.engine is engine]:
+            seat.serves = False
+            while seat.num_sequences and seat in self._seats:
+                self._answered.clear()
+                await self._answered.wait()
+            self._lose(seat)
 
     def lose(self, engine: Engine) -> None:
         """It is dead, or to be taken for dead; no matter if that is known already."""
@@ -171,6 +181,7 @@ class EnginePool:
         finally:
             seat.num_sequences -= request.n
             del opened.placed[request.id]
+            self._answered.set()
 
     def _noted(self, known: list[Completion]) -> list[Completion]:
         for completion in known:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from millrace.config import JournalConfig
+from millrace.core.errors import JournalError
 from millrace.core.records import Group, Task
 from millrace.journal.encoding import decode_group
 from millrace.journal.reading import Past
@@ -71,10 +72,21 @@ class Journal:
         folder = self._segments.folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         ids = self._segments.ids()
+        if past.sizes and past.sizes != self._whole_sizes(ids, past):
+            raise JournalError(
+                f"The journal in {str(folder)!r} was written to while it was read; start again."
+            )
         if past.torn is not None:
             self._segments.cut(past.torn.segment, end=past.torn.end)
         self._segments.remove([segment for segment in ids if segment not in past.sizes])
         return max(ids, default=0) + 1
+
+    def _whole_sizes(self, ids: Sequence[int], past: Past) -> dict[int, int]:
+        """Bytes by segment, without the torn end that is known."""
+        sizes = {segment: self._segments.path(segment).stat().st_size for segment in ids}
+        if past.torn is not None and past.torn.segment in sizes:
+            sizes[past.torn.segment] -= past.torn.num_bytes
+        return sizes
 
     @property
     def num_bytes(self) -> int:

@@ -34,7 +34,7 @@ class Past:
     ledger: Ledger
     places: dict[int, Place] = field(default_factory=dict[int, Place])  # by number
     position: int = 0  # of the last record
-    sizes: dict[int, int] = field(default_factory=dict[int, int])  # bytes by segment
+    sizes: dict[int, int] = field(default_factory=dict[int, int])  # bytes by segment; whole ones
     torn: Torn | None = None
 
 
@@ -80,6 +80,7 @@ class _Reading:
 
     def _read(self, segment: int, *, is_last: bool) -> None:
         data = self._segments.read(segment)
+        self._sizes[segment] = len(data)
         end = 0 if bytes(data[: len(SEGMENT_MAGIC)]) != SEGMENT_MAGIC else len(SEGMENT_MAGIC)
         try:
             for found in scan(data):
@@ -88,11 +89,11 @@ class _Reading:
         except JournalError as error:  # what a checksum vouches for is not what we write
             self._damaged(segment, f"at byte {end}: {error}")
             return
-        self._sizes[segment] = end
         if end == len(data):
             return
         if is_last and is_torn(data, end):
             self._torn = Torn(segment=segment, end=end, num_bytes=len(data) - end)
+            self._sizes[segment] = end
         else:
             self._damaged(segment, f"is damaged at byte {end}")
 

@@ -128,9 +128,9 @@ class Writer:
         self.num_commits += 1
         if self._size < self._segment_bytes:
             return
-        self._sink.close()
+        sealed, self._sink = self._sink, self._segments.begin(self.segment + 1)
+        sealed.close()
         self.segment += 1
-        self._sink = self._segments.begin(self.segment)
         self._size, self._synced = len(SEGMENT_MAGIC), 0
         self.sizes[self.segment] = self._size
 

@@ -7,8 +7,9 @@ load, in one sentence.
 T = tokens of one forward pass, D = hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,3 +123,11 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if was_enabled:
             transformers_logging.enable_progress_bar()
+
+
+def write_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write these weights, by the model's names, as a Hugging Face directory of its kind.
+
+    Reads nothing of the model that training changes, so that another thread may do it."""
+    with without_progress_bars():
+        model.save_pretrained(folder, state_dict=dict(weights))

@@ -3,7 +3,7 @@
 Promise: PeftModel.from_pretrained loads what save() writes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from millrace.models.adapters import (
     require_peft,
     tensor_names,
 )
-from millrace.models.loading import without_progress_bars
 
 _ADAPTER = "default"  # PEFT's name for the only adapter of a model
 
@@ -76,8 +75,12 @@ class TrainedAdapter:
                 layer.enable_adapters(True)
 
     def save(self, folder: Path) -> None:
+        self.write(self.named_weights(), folder)
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Save these instead, which are the weights of another moment. Any thread may do so."""
         self._settings.save_pretrained(str(folder))
-        tensors = {f"{NAME_PREFIX}{n}": w.cpu() for n, w in self.named_weights().items()}
+        tensors = {f"{NAME_PREFIX}{name}": weight.cpu() for name, weight in weights.items()}
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     def load(self, folder: Path) -> None:
@@ -91,8 +94,8 @@ class TrainedAdapter:
                 )
             own[name].copy_(saved[name])
 
-    def save_merged(self, folder: Path) -> None:
-        """Write the model with the adapter in its weights, as a Hugging Face directory."""
+    def merged_weights(self) -> dict[str, Tensor]:
+        """Of the model with the adapter in its weights, by the names it has without one."""
         weights: dict[str, Tensor] = {}
         for name, tensor in self._model.state_dict().items():
             layer, is_own, ending = name.partition(".base_layer.")
@@ -106,5 +109,4 @@ class TrainedAdapter:
             with torch.no_grad():
                 weight = merged(layer.base_layer.weight, factors, scale=adapter.scale)
             weights[f"{name}.weight"] = weight.cpu()
-        with without_progress_bars():
-            self._model.save_pretrained(folder, state_dict=weights)
+        return weights

@@ -11,6 +11,7 @@ from typing import Any
 
 from millrace.config import ScorerConfig
 from millrace.core.errors import ConfigError
+from millrace.core.file_names import check_file_name
 from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Scorer
 from millrace.core.records import Task
@@ -84,6 +85,7 @@ def check_specs(
             "There is no scorer; add a [[scorer]] table, or pass scorers=[...] to train()."
         )
     for name in names:
+        check_file_name(name, of="A scorer")
         if names.count(name) > 1:
             raise ConfigError(f"Two scorers are named {name!r}; give each a name of its own.")
     check_gates({spec.name: spec.gate for spec in specs})

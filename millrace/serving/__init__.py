@@ -3,7 +3,8 @@
 | module | owns |
 |---|---|
 | `options.py`, `settings.py`, `command.py` | `millrace serve`, from its options to its end |
-| `server.py` | routes, keys, limits, errors |
+| `server.py`, `rate.py`, `listening.py` | routes, keys, errors; how often; the socket |
+| `openapi.py`, `replies.py` | the server's description of itself |
 | `served.py` | a model behind engines: prompts in, completions or pieces out |
 | `chat.py`, `completions.py`, `generate.py` | an endpoint each, whole and as a stream |
 | `bodies.py`, `messages.py`, `errors.py`, `sse.py` | the API's forms |

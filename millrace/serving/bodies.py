@@ -6,6 +6,7 @@ its makers' own service (whom to bill, what to log) are taken and ignored.
 """
 
 import json
+import re
 import secrets
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -15,17 +16,45 @@ from millrace.core.records import Sampling
 from millrace.serving.errors import ApiError
 
 MAX_CHOICES = 128
+MAX_PROMPTS = 256
+# Below these, float32 has no room for logits or shares; what is meant is the likeliest token.
+LEAST_TEMPERATURE = 1e-5
+LEAST_TOP_P = 1e-6
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+T = TypeVar("T")
+Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS)]
 B = TypeVar("B", bound="Body")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a character, if the other is not there
+# Of apply_chat_template: with these a client would bring a template of its own, or another result.
+NOT_FOR_CLIENTS = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Strict: "yes" is no truth value and "1" no number, as the description at /openapi.json says.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class StreamOptions(Body):
@@ -39,7 +68,7 @@ class SamplingBody(Body):
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(strict=True, ge=0)] | None = None  # not in the OpenAI API
+    top_k: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # not in the OpenAI API
     min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None  # nor this
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
@@ -54,10 +83,11 @@ class SamplingBody(Body):
 
     def sampling(self, *, max_new_tokens: int) -> Sampling:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
             max_new_tokens=max_new_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
+            temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
+            top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),
             top_k=self.top_k or 0,
             min_p=self.min_p or 0.0,
             stop=tuple(stop),
@@ -124,6 +154,12 @@ class ChatBody(OpenAIBody):
         return [] if self.tool_choice == "none" else self.tools or []
 
     @model_validator(mode="after")
+    def _template_is_the_models(self) -> Self:
+        for name in sorted(NOT_FOR_CLIENTS.intersection(self.chat_template_kwargs or ())):
+            raise ValueError(f"chat_template_kwargs cannot set {name!r}; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _tools_are_functions(self) -> Self:
         for tool in self.tools or []:
             Tool.model_validate(tool)
@@ -133,7 +169,7 @@ class ChatBody(OpenAIBody):
 class CompletionBody(OpenAIBody):
     """Of /v1/completions."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | Prompts[str] | TokenIds | Prompts[TokenIds]
     max_tokens: Count | None = 16
     logprobs: Literal[0] | None = None
     echo: Literal[False] | None = None
@@ -161,8 +197,10 @@ class GenerateBody(SamplingBody):
 def read_body(kind: type[B], data: bytes) -> B:
     """What a client sent, or an ApiError that says what is wrong with it."""
     try:
-        table = json.loads(data)
-    except (ValueError, RecursionError) as error:  # also bytes that are no text
+        table = json.loads(data, parse_constant=_no_number)
+        if _SURROGATE.search(data):
+            json.dumps(table, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # also bytes that are no text, and halves of it
         raise ApiError(f"The body is not valid JSON: {error}.") from None
     if not isinstance(table, dict):
         raise ApiError(f"The body is a JSON {type(table).__name__}; send an object.")
@@ -170,6 +208,10 @@ def read_body(kind: type[B], data: bytes) -> B:
         return kind.model_validate(table)
     except ValidationError as error:
         raise _refusal(error) from None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _refusal(error: ValidationError) -> ApiError:

@@ -22,10 +22,11 @@ from millrace.engines.remote import RemoteEngine
 from millrace.episodes.tool_calls import format_of
 from millrace.scoring.teachers.process import TeacherProcess
 from millrace.scoring.teachers.settings import ReaderSettings
+from millrace.serving.listening import listening
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.score import NoEngine, Readers, ReadModel
 from millrace.serving.served import Served
-from millrace.serving.server import listening, make_app
+from millrace.serving.server import make_app
 from millrace.serving.settings import ServeSettings
 
 READ_TIMEOUT_S = 300.0  # of the passages of one request
@@ -131,7 +132,9 @@ async def _reading(
 @contextlib.asynccontextmanager
 async def _listening(app: web.Application, settings: ServeSettings) -> AsyncIterator[int]:
     try:
-        async with listening(app, host=settings.host, port=settings.port) as port:
+        async with listening(
+            app, host=settings.host, port=settings.port, limits=settings.limits
+        ) as port:
             yield port
     except OSError as error:
         raise ConfigError(

@@ -33,9 +33,10 @@ from millrace.episodes.tools import Tool
 from millrace.serving.bodies import ChatBody, CompletionBody, OpenAIBody
 from millrace.serving.chat import ChatReply, logprob_rows
 from millrace.serving.errors import ApiError, json_response
+from millrace.serving.listening import listening
 from millrace.serving.messages import read_messages
 from millrace.serving.served import Usage
-from millrace.serving.server import check_key, listening, read_request, telling_errors
+from millrace.serving.server import check_key, read_request, telling_errors
 from millrace.serving.sse import send_events
 
 _REMEMBERED = 4096  # doors that are closed, to tell those who come late from strangers

@@ -26,6 +26,9 @@ examples:
 class Limits:
     body_bytes: int = 4 * 2**20
     requests: int = 1024  # at once
+    rate: float = 1000.0  # requests each second, of one client
+    connections: int = 4096  # at once
+    patience_s: float = 60.0  # for a request to arrive, and for a client to take what it gets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=limits.requests,
         metavar="N",
         help=f"answered at once; others are told to come later (default: {limits.requests})",
+    )
+    parser.add_argument(
+        "--max-rate",
+        type=float,
+        default=limits.rate,
+        metavar="N",
+        help=f"requests each second, of one client (default: {limits.rate:g})",
     )
     parser.add_argument(
         "--max-body-bytes",

@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -21,12 +22,13 @@ from millrace.serving.completions import answer_completion, stream_completion
 from millrace.serving.errors import ApiError, as_api_error, json_response
 from millrace.serving.generate import answer_generate, stream_generate
 from millrace.serving.metrics import ServerMetrics
+from millrace.serving.openapi import describe
 from millrace.serving.options import Limits
+from millrace.serving.rate import RateLimit
 from millrace.serving.score import Readers, ScoreBody
 from millrace.serving.served import Served
 from millrace.serving.sse import send_events
 
-READ_TIMEOUT_S = 60.0  # for a body to arrive
 _log = logging.getLogger(__name__)
 _OPEN = ("/health",)  # paths that need no key
 
@@ -44,6 +46,7 @@ def make_app(
 ) -> web.Application:
     """`key`: what clients must show; None lets in all who can reach the server. `readers` answer
     /score, where there are any."""
+    described = describe(needs_key=key is not None, scores=readers is not None)
 
     async def health(_request: web.Request) -> web.Response:
         is_well = is_healthy()
@@ -59,11 +62,18 @@ def make_app(
             raise ApiError(f"There is no model {name!r}.", status=404, kind="not_found_error")
         return json_response(_model(served, name))
 
+    async def description(_request: web.Request) -> web.Response:
+        return json_response(described)
+
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(text=served.metrics.text(), content_type="text/plain")
 
     app = web.Application(
-        middlewares=[_counting(served.metrics), telling_errors, _guarding(key)],
+        middlewares=[
+            _counting(served.metrics),
+            telling_errors,
+            _guarding(key, RateLimit(limits.rate)),
+        ],
         client_max_size=limits.body_bytes,
     )
     busy = _Busy(served.metrics, limit=limits.requests)
@@ -71,12 +81,19 @@ def make_app(
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{name:.+}", model)
     app.router.add_get("/metrics", metrics)
+    app.router.add_get("/openapi.json", description)
     post = app.router.add_post
-    chat = _endpoint(served, busy, ChatBody, answer_chat, stream_chat)
+    patience_s = limits.patience_s
+    chat = _endpoint(served, busy, ChatBody, answer_chat, stream_chat, patience_s=patience_s)
     post("/v1/chat/completions", chat)
-    completion = _endpoint(served, busy, CompletionBody, answer_completion, stream_completion)
+    completion = _endpoint(
+        served, busy, CompletionBody, answer_completion, stream_completion, patience_s=patience_s
+    )
     post("/v1/completions", completion)
-    post("/generate", _endpoint(served, busy, GenerateBody, answer_generate, stream_generate))
+    generate = _endpoint(
+        served, busy, GenerateBody, answer_generate, stream_generate, patience_s=patience_s
+    )
+    post("/generate", generate)
     if readers is not None:
         post("/score", _scoring(readers, busy))
     return app
@@ -96,6 +113,7 @@ class _Busy:
                 f"The server is busy with {self._limit} requests; try again later.",
                 status=429,
                 kind="rate_limit_error",
+                retry_after_s=1,
             )
         self._metrics.running += 1
         try:
@@ -113,12 +131,14 @@ def _endpoint(
     kind: type[B],
     answer: Callable[[Served, B], Awaitable[dict[str, Any]]],
     stream: Callable[[Served, B], AsyncGenerator[dict[str, Any]]],
+    *,
+    patience_s: float,
 ) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        body = await read_request(request, kind)
+        body = await read_request(request, kind, patience_s=patience_s)
         with busy.one_more():
             if body.stream:
-                return await send_events(request, stream(served, body))
+                return await send_events(request, stream(served, body), patience_s=patience_s)
             return json_response(await answer(served, body))
 
     return handle
@@ -136,7 +156,9 @@ def _scoring(readers: Readers, busy: _Busy) -> Handler:
 Checked = TypeVar("Checked", bound=Body)
 
 
-async def read_request(request: web.Request, kind: type[Checked]) -> Checked:
+async def read_request(
+    request: web.Request, kind: type[Checked], *, patience_s: float = Limits().patience_s
+) -> Checked:
     # Browsers send other types to any server they can reach, without asking it first.
     if request.content_type != "application/json":
         raise ApiError(
@@ -144,12 +166,10 @@ async def read_request(request: web.Request, kind: type[Checked]) -> Checked:
             status=415,
         )
     try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
+        async with asyncio.timeout(patience_s):
             data = await request.read()
     except TimeoutError:
-        raise ApiError(
-            f"The body did not arrive within {READ_TIMEOUT_S:g} s.", status=408
-        ) from None
+        raise ApiError(f"The body did not arrive within {patience_s:g} s.", status=408) from None
     return read_body(kind, data)
 
 
@@ -187,21 +207,37 @@ async def telling_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return ApiError("The server failed.", status=500, kind="server_error").response()
 
 
-def _guarding(key: str | None) -> Any:
+def _guarding(key: str | None, rate: RateLimit) -> Any:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if key is not None and request.path not in _OPEN:
+        if request.path in _OPEN:
+            return await handler(request)
+        is_known = key is not None and shows_key(request, key)
+        # Whoever has no key is counted apart, and cannot use up what those who have one may ask.
+        wait_s = rate.wait_s("the key" if is_known else f"from {request.remote}")
+        if wait_s > 0:
+            raise ApiError(
+                "Too many requests in a short time; try again later.",
+                status=429,
+                kind="rate_limit_error",
+                retry_after_s=math.ceil(wait_s),
+            )
+        if key is not None:
             check_key(request, key)
         return await handler(request)
 
     return guard
 
 
-def check_key(request: web.Request, key: str) -> None:
+def shows_key(request: web.Request, key: str) -> bool:
     scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
     # Compared in constant time, so that nobody finds out a key letter by letter.
     is_right = hmac.compare_digest(shown.strip().encode(errors="replace"), key.encode())
-    if scheme.lower() != "bearer" or not is_right:
+    return is_right and scheme.lower() == "bearer"
+
+
+def check_key(request: web.Request, key: str) -> None:
+    if not shows_key(request, key):
         raise ApiError(
             "The API key is missing or wrong; send it as Authorization: Bearer KEY.",
             status=401,
@@ -212,21 +248,3 @@ def check_key(request: web.Request, key: str) -> None:
 
 def _model(served: Served, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": served.created, "owned_by": "millrace"}
-
-
-@contextlib.asynccontextmanager
-async def listening(app: web.Application, *, host: str, port: int) -> AsyncIterator[int]:
-    """Serve `app` meanwhile; yields the port, which the system chooses if it is 0."""
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,  # a client that goes away ends what it asked for
-        access_log=None,
-        shutdown_timeout=1.0,
-    )
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host, port, backlog=1024)
-        await site.start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()

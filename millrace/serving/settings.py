@@ -2,6 +2,7 @@
 
 import argparse
 import ipaddress
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -55,9 +56,21 @@ def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> Se
         host=args.host,
         port=args.port,
         key=key,
-        limits=Limits(body_bytes=args.max_body_bytes, requests=args.max_requests),
+        limits=_limits(args),
         log_dir=args.log_dir,
     )
+
+
+def _limits(args: argparse.Namespace) -> Limits:
+    found = {
+        "--max-requests": args.max_requests,
+        "--max-rate": args.max_rate,
+        "--max-body-bytes": args.max_body_bytes,
+    }
+    for option, value in found.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{option} {value:g} lets nobody in; give a number above 0.")
+    return Limits(body_bytes=args.max_body_bytes, requests=args.max_requests, rate=args.max_rate)
 
 
 def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:

@@ -29,10 +29,12 @@ class Keeper:
         on_death: Callable[[], None],
         limits: RestartLimits,
         make_pulse: Callable[[], Pulse],
+        remedy: str,
         on_restart: Callable[[str, str], None],
     ) -> None:
         """`replace` starts another, and returns once it does all that the worker did; `on_death` is
-        called before. `on_restart` is told the worker's name and what happened to it."""
+        called before. `on_restart` is told the worker's name, what happened to it, and the `remedy`
+        in a sentence of its own."""
         self.name = worker.name
         self._worker = worker
         self._replace = replace
@@ -40,6 +42,7 @@ class Keeper:
         self._deaths = Deaths(worker.name, limits=limits)
         self._make_pulse = make_pulse
         self._pulse = make_pulse()
+        self._remedy = remedy
         self._on_restart = on_restart
 
     async def run(self) -> NoReturn:
@@ -68,7 +71,7 @@ class Keeper:
     async def _replaced(self, error: Exception) -> Worker:
         while True:
             delay_s = self._deaths.note(error)
-            self._on_restart(self.name, str(error))
+            self._on_restart(self.name, f"{error} {self._remedy}")
             await asyncio.sleep(delay_s)
             try:
                 return await self._replace()

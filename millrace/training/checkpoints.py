@@ -2,13 +2,15 @@
 
 Promise: a directory called step_N is complete and on the disk. It is written under a hidden name
 beside its place, synced, and renamed; whatever goes wrong before that leaves no trace, and what was
-there before is untouched. One process writes; any process may look.
+there before is untouched. Its manifest comes last and is checked before anybody goes on from it, so
+that one that was damaged later is passed over. One process writes; any process may look.
 """
 
 import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from safetensors import SafetensorError
 
 from millrace.core import storage
 from millrace.core.errors import CheckpointError, ConfigError
+from millrace.training.manifest import damage_in, write_manifest
 
 CHECKPOINTS = "checkpoints"
 RUN_STATE_FILE = "run_state.json"
@@ -44,6 +47,7 @@ def write_checkpoint(
         unfinished.mkdir()
         write(unfinished)
         (unfinished / RUN_STATE_FILE).write_text(json.dumps(run_state, indent=2) + "\n")
+        write_manifest(unfinished)
         storage.sync_all(unfinished)
         _move_into_place(unfinished, directory)
     except BaseException as error:
@@ -57,26 +61,38 @@ def write_checkpoint(
         ) from error
 
 
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The complete checkpoint of the most steps."""
-    complete = [path for _, path in _numbered(run_dir / CHECKPOINTS) if not _missing_files(path)]
-    return complete[-1] if complete else None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a run can go on from."""
+
+    directory: Path | None = None  # the good checkpoint of the most steps
+    refused: tuple[str, ...] = ()  # a sentence about each newer one, the newest first
+
+
+def newest_checkpoint(run_dir: Path) -> Found:
+    """The newest good checkpoint of a run; reads all of its files."""
+    refused: list[str] = []
+    for _, path in reversed(_numbered(run_dir / CHECKPOINTS)):
+        damage = damage_to(path)
+        if damage is None:
+            return Found(directory=path, refused=tuple(refused))
+        refused.append(f"Checkpoint {str(path)!r} is not used: it {damage}.")
+    return Found(directory=None, refused=tuple(refused))
+
+
+def damage_to(directory: Path) -> str | None:
+    """Why a checkpoint is not to be used, to go on from "it ..."; None = it is as it was written.
+
+    Reads all of its files."""
+    is_adapter = any((directory / name).is_file() for name in _ADAPTER_FILES)
+    return damage_in(
+        directory, required=(*(_ADAPTER_FILES if is_adapter else _MODEL_FILES), *_REQUIRED_FILES)
+    )
 
 
 def read_run_state(directory: Path) -> dict[str, Any]:
-    """What the controller put into a checkpoint; the checkpoint is whole if this returns."""
-    if missing := _missing_files(directory):
-        raise CheckpointError(
-            f"{str(directory)!r} is not a complete checkpoint: it has no {missing[0]};"
-            " resume from another step, or start anew without --resume."
-        )
-    try:
-        return json.loads((directory / RUN_STATE_FILE).read_text())
-    except ValueError as error:
-        raise CheckpointError(
-            f"{str(directory / RUN_STATE_FILE)!r} is damaged ({error});"
-            " remove that checkpoint to resume from the one before it."
-        ) from error
+    """What the controller put into a checkpoint that newest_checkpoint() found."""
+    return json.loads((directory / RUN_STATE_FILE).read_text())
 
 
 def check_same_critic(directory: Path, *, has_critic: bool) -> None:
@@ -90,19 +106,33 @@ def check_same_critic(directory: Path, *, has_critic: bool) -> None:
         )
 
 
-def prune_checkpoints(folder: Path, *, keep: int) -> None:
-    """Remove all but the `keep` checkpoints of the most steps from RUN_DIR/checkpoints."""
-    for _, path in _numbered(folder)[:-keep]:
-        # Renamed first: a crash half-way must not leave a step_N that lacks files.
-        hidden = folder / f"{_HIDDEN}{path.name}"
-        try:
-            path.rename(hidden)
-            shutil.rmtree(hidden)
-        except OSError as error:
-            raise CheckpointError(
-                f"The old checkpoint {str(path)!r} could not be removed ({storage.reason(error)});"
-                " remove it by hand, or raise checkpoint.keep."
-            ) from error
+def prune_checkpoints(folder: Path, *, keep: int, good: set[str]) -> None:
+    """Remove what is older than the `keep` newest good checkpoints in RUN_DIR/checkpoints.
+
+    `good` names those that are known to be; the others are read, and it grows by what is found.
+    A damaged one does not count, so it never costs a good one its place.
+    """
+    num_kept = 0
+    for _, path in reversed(_numbered(folder)):
+        if num_kept == keep:
+            good.discard(path.name)
+            _remove(path)
+        elif path.name in good or damage_to(path) is None:
+            good.add(path.name)
+            num_kept += 1
+
+
+def _remove(checkpoint: Path) -> None:
+    # Renamed first: a crash half-way must not leave a step_N that lacks files.
+    hidden = checkpoint.parent / f"{_HIDDEN}{checkpoint.name}"
+    try:
+        checkpoint.rename(hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        raise CheckpointError(
+            f"The old checkpoint {str(checkpoint)!r} could not be removed"
+            f" ({storage.reason(error)}); remove it by hand, or raise checkpoint.keep."
+        ) from error
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
@@ -111,12 +141,6 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
         return []
     matches = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in folder.iterdir())
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
-
-
-def _missing_files(directory: Path) -> list[str]:
-    is_adapter = any((directory / name).is_file() for name in _ADAPTER_FILES)
-    required = (*(_ADAPTER_FILES if is_adapter else _MODEL_FILES), *_REQUIRED_FILES)
-    return [name for name in required if not (directory / name).is_file()]
 
 
 def _remove_unfinished(folder: Path) -> None:

@@ -128,18 +128,15 @@ class Critic:
         chosen = as_tensor(rows, np.int64, backbone.device)
         return self.model.values(hidden.index_select(0, chosen))
 
-    def save(self, folder: Path) -> None:
-        """Write the weights; state() is for the caller to keep."""
-        weights = {name: p.detach().contiguous() for name, p in self.model.named_parameters()}
-        folder.mkdir(exist_ok=True)
-        save_file(weights, folder / WEIGHTS_FILE)
+    def named_weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().contiguous() for name, p in self.model.named_parameters()}
 
     def state(self) -> dict[str, Any]:
         return {"optimizer": self._optimizer.state_dict()}
 
     def restore(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Go on where save() and state() were called; raises KeyError or RuntimeError if they were
-        those of another model."""
+        """Go on where named_weights() and state() were asked; raises KeyError or RuntimeError if
+        they were those of another model."""
         weights = load_file(folder / WEIGHTS_FILE)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -182,3 +179,9 @@ class Critic:
                 parts.append(self._estimation.estimate(part, values=before, last_values=after))
             else:
                 return dataclasses.replace(batch, microbatches=tuple(parts))
+
+
+def write_critic(weights: dict[str, Tensor], folder: Path) -> None:
+    """What restore() reads; state() is for the caller to keep."""
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / WEIGHTS_FILE)

@@ -17,7 +17,7 @@ Batches = tuple[Batch, ...]
 
 
 class PastSteps(Protocol):
-    """Which version the trainer has come to, and how it got there."""
+    """How the trainer has come to where it is."""
 
     def note(self, version: int, batches: Batches) -> None:
         """The step that made this version learned from these."""

@@ -1,5 +1,6 @@
 """The trainer as the controller sees it: a process that takes batches. Torch-free.
 
+
 Promise: while the trainer is being replaced, whoever asks it for something waits, and asks the new
 one. Each update of the weights belongs to the trainer that published it: what became of it is the
 business of no other.
@@ -9,7 +10,7 @@ Runs on the controller's event loop.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from millrace.cluster.messages import (
     Lend,
     Lent,
     Message,
+    Part,
     Release,
     SaveCheckpoint,
+    Saved,
     Step,
     Stepped,
 )
 from millrace.cluster.worker import Worker
-from millrace.core.errors import WorkerError
+from millrace.core.errors import CheckpointError, WorkerError
 from millrace.core.microbatch import Batch
 from millrace.core.weight_update import WeightUpdate
 from millrace.training.past_steps import PastSteps
@@ -58,10 +61,37 @@ class RemoteTrainer:
         self.past.note(version, (batch, *more))
         return reply
 
-    async def save(self, directory: Path, *, run_state: dict[str, Any]) -> None:
-        save = SaveCheckpoint(directory=str(directory), run_state=run_state)
-        await self._call(save, timeout_s=self._save_timeout_s)
-        self.past.saved(run_state["version"])
+    async def save(
+        self,
+        directory: Path,
+        *,
+        run_state: dict[str, Any],
+        is_last: bool,
+        on_copied: Callable[[], None],
+    ) -> Saved:
+        """Returns when the checkpoint is on the disk; steps may go on after `on_copied`, unless it
+        is the last. One that is lost with its trainer is written by the next if that stands where
+        the copy was made; else that is a CheckpointError."""
+        is_copied = False
+
+        def hear(_: Part) -> None:
+            nonlocal is_copied
+            is_copied = True
+            on_copied()
+
+        def is_lost() -> None:
+            if is_copied and not is_last:
+                raise CheckpointError(f"The trainer died before {str(directory)!r} was written.")
+
+        reply = await self._call(
+            SaveCheckpoint(directory=str(directory), run_state=run_state),
+            timeout_s=self._save_timeout_s,
+            on_part=hear,
+            on_death=is_lost,
+        )
+        assert isinstance(reply, Saved)
+        self.past.saved(reply.version)
+        return reply
 
     def published(self, update: WeightUpdate) -> None:
         """The trainer has told of this update."""
@@ -123,21 +153,33 @@ class RemoteTrainer:
         return reply.update
 
     async def _call(
-        self, message: Message, *, timeout_s: float | None = None, is_pulsed: bool = False
+        self,
+        message: Message,
+        *,
+        timeout_s: float | None = None,
+        is_pulsed: bool = False,
+        on_part: Callable[[Part], None] | None = None,
+        on_death: Callable[[], None] = lambda: None,
     ) -> Message:
+        """`on_death` may raise; else the next trainer is asked."""
         while True:
             while (worker := self._worker) is None:
                 self._came.clear()
                 await self._came.wait()
             try:
                 return await worker.call(
-                    message, timeout_s=timeout_s, is_deadline=True, is_pulsed=is_pulsed
+                    message,
+                    timeout_s=timeout_s,
+                    is_deadline=True,
+                    is_pulsed=is_pulsed,
+                    on_part=on_part,
                 )
             except WorkerError:
                 if not await _dies(worker):
                     raise
                 if self._worker is worker:
                     self.lose()
+                on_death()
 
 
 async def _dies(worker: Worker) -> bool:

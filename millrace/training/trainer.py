@@ -15,6 +15,7 @@ Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidd
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -28,22 +29,22 @@ from transformers import PreTrainedModel
 from millrace.core.errors import CheckpointError
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.fused_logprobs import chunked_distributions
-from millrace.models.loading import without_progress_bars
+from millrace.models.loading import write_model
 from millrace.models.logprobs import KeptRows
 from millrace.models.trained_adapter import TrainedAdapter
 from millrace.training.checkpoints import CRITIC
-from millrace.training.critic import Critic
+from millrace.training.critic import Critic, write_critic
 from millrace.training.layers import arrange_layers
 from millrace.training.loss_scale import LossScale
 from millrace.training.losses import Adapts, Anchored, Distils, Loss, Refers, TokenBatch
 from millrace.training.metrics import StepMetrics
 from millrace.training.noting import noted
 from millrace.training.optimizer import Schedule, build_optimizer
+from millrace.training.snapshot import STATE_FILE, Snapshot, host_copy
 from millrace.training.splitting import RowLimit
 from millrace.training.technique import Technique
 from millrace.training.token_batches import as_tensor, packed_hidden_states, token_batch
 
-STATE_FILE = "trainer_state.pt"
 # What torch and safetensors raise for files that are missing, damaged, or of another model.
 _READING_ERRORS = (
     OSError,
@@ -176,37 +177,21 @@ class Trainer:
             return self._adapter.named_weights()
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
-    def save(self, folder: Path) -> None:
-        """Write the model as a Hugging Face directory, or the adapter as a PEFT one, and beside it
-        what a resumed run needs."""
-        if self._adapter is not None:
-            self._adapter.save(folder)
-        else:
-            with without_progress_bars():
-                self.model.save_pretrained(folder)
-        random = {"cpu": torch.get_rng_state()}
-        if self.model.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self.model.device)
-        state = {
-            "steps_done": self.steps_done,
-            "optimizer": self._optimizer.state_dict(),
-            "random": random,
-            "loss": self._loss.state() if isinstance(self._loss, Adapts) else {},
-        }
-        if self._critic is not None:
-            self._critic.save(folder / CRITIC)
-            state["critic"] = self._critic.state()
-        # To a file object: given a path, torch.save loses the reason why a write failed.
-        with (folder / STATE_FILE).open("wb") as file:
-            torch.save(state, file)
+    def snapshot(self, *, merged_into: str | None = None) -> Snapshot:
+        """What a resumed run needs, and the model as a Hugging Face directory or the adapter as a
+        PEFT one; with `merged_into` also the model with its adapter merged, in a folder of that
+        name."""
+        return Snapshot(
+            version=self.steps_done, state=host_copy(self._state()), parts=self._parts(merged_into)
+        )
 
-    def save_merged(self, folder: Path) -> None:
-        """Write the model with its adapter merged into it, as a Hugging Face directory."""
-        assert self._adapter is not None, "only adapters can be merged"
-        self._adapter.save_merged(folder)
+    def save(self, folder: Path) -> None:
+        """Write what restore() reads, and wait for it."""
+        self.snapshot().write(folder)
 
     def restore(self, folder: Path) -> None:
-        """Go on where save() was called; a model without an adapter was loaded from that folder."""
+        """Go on where snapshot() was called; a model without an adapter was loaded from that
+        folder."""
         if self._adapter is not None:
             self._adapter.load(folder)
         try:
@@ -229,12 +214,13 @@ class Trainer:
             torch.cuda.set_rng_state(state["random"]["cuda"], self.model.device)
 
     def state_bytes(self) -> int:
-        """About what save() writes: the weights, and the optimizer's two moments of each."""
+        """About what a snapshot is, in memory and on the disk: the weights, and the optimizer's
+        two moments of each."""
         of_policy = 3 * sum(w.numel() * w.element_size() for w in self.named_weights().values())
         return of_policy + (0 if self._critic is None else self._critic.state_bytes())
 
     def merged_bytes(self) -> int:
-        """About what save_merged() writes."""
+        """About what the model with its adapter merged adds to that."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     def accumulate(self, batch: Batch) -> tuple[StepMetrics, int]:
@@ -254,6 +240,36 @@ class Trainer:
             else:
                 self._scale.unscale(p.grad for p in self.model.parameters() if p.grad is not None)
                 return metrics, num_splits
+
+    def _parts(self, merged_into: str | None) -> tuple[Callable[[Path], None], ...]:
+        """Writers of the weights, each with its own copy of them."""
+        parts: list[Callable[[Path], None]] = []
+        if self._adapter is None:
+            parts.append(partial(write_model, self.model, host_copy(self.model.state_dict())))
+        else:
+            parts.append(partial(self._adapter.write, host_copy(self._adapter.named_weights())))
+        if merged_into is not None:
+            assert self._adapter is not None, "only adapters can be merged"
+            merged = host_copy(self._adapter.merged_weights())
+            parts.append(lambda folder: write_model(self.model, merged, folder / merged_into))
+        if self._critic is not None:
+            critic = host_copy(self._critic.named_weights())
+            parts.append(lambda folder: write_critic(critic, folder / CRITIC))
+        return tuple(parts)
+
+    def _state(self) -> dict[str, Any]:
+        random = {"cpu": torch.get_rng_state()}
+        if self.model.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.model.device)
+        state = {
+            "steps_done": self.steps_done,
+            "optimizer": self._optimizer.state_dict(),
+            "random": random,
+            "loss": self._loss.state() if isinstance(self._loss, Adapts) else {},
+        }
+        if self._critic is not None:
+            state["critic"] = self._critic.state()
+        return state
 
     @property
     def _policy_waits(self) -> bool:

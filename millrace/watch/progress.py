@@ -148,6 +148,8 @@ def progress_line(shot: RunSnapshot) -> str:
         parts.append(f"failed {counts(shot.failed)}")
     if shot.steps_skipped:
         parts.append(f"steps skipped {shot.steps_skipped}")
+    if shot.restarts:
+        parts.append(f"restarts {counts(shot.restarts)}")
     if shot.scoring:
         parts.append(shot.scoring)
     left = "" if shot.eta_s is None else f", {duration(shot.eta_s)} left"

@@ -37,6 +37,7 @@ class RunDir:
         self.logs = self.path / "logs"  # one file per worker
         self.plots = self.path / "plots"  # made by `millrace inspect`
         self.tensorboard = self.path / "tensorboard"  # with watch.tensorboard
+        self.control = self.path / "control"  # where a running run can be asked to change
         self._lock_path = self.path / "run.lock"
         self._lock: IO[str] | None = None
 
@@ -81,7 +82,8 @@ class RunDir:
         for folder in (*folders, self.plots, self.journal, self.scorers, self.tensorboard):
             if folder.exists():
                 shutil.rmtree(folder)
-        for file in (self.config, self.metrics, self.trace, self.summary, self._lock_path):
+        files = (self.config, self.metrics, self.trace, self.summary, self.control)
+        for file in (*files, self._lock_path):
             file.unlink(missing_ok=True)
 
     @property

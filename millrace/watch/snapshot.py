@@ -32,3 +32,4 @@ class RunSnapshot:
     failed: dict[str, int] = field(default_factory=dict)  # groups, by reason
     steps_skipped: int = 0  # their loss or gradient was not finite
     scoring: str = ""  # that it limits the run, while it does
+    restarts: dict[str, int] = field(default_factory=dict)  # by worker, of those that died

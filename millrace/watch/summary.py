@@ -48,6 +48,8 @@ class RunSummary:
     replayed: int  # groups trained a second time
     failed: dict[str, int]
     steps_skipped: int  # an update or more of these was not finite
+    restarts: dict[str, int]  # by worker, of those that died
+    sequences_continued: int  # after their engine had died
     scorers: dict[str, dict[str, float]]  # as the last row has them
     files: tuple[Path, ...]  # what lies in the run directory
 
@@ -93,6 +95,8 @@ def summarise(path: str | Path) -> RunSummary:
         replayed=sum(row.get("replayed_groups", 0) for row in rows),
         failed=last.get("groups_failed", {}),
         steps_skipped=sum(row.get("updates_skipped", 0) > 0 for row in rows),
+        restarts=last.get("worker_restarts", {}),
+        sequences_continued=last.get("sequences_continued", 0),
         scorers=last.get("scorers", {}),
         files=tuple(_files(run_dir)),
     )
@@ -140,6 +144,12 @@ def _rows(run: RunSummary) -> Iterator[tuple[str, str]]:
     yield "groups failed", counts(run.failed)
     if run.steps_skipped:
         yield "steps skipped", f"{run.steps_skipped}, with a loss or gradient that was not finite"
+    if run.restarts:
+        continued = f"; {run.sequences_continued} sequences went on elsewhere"
+        yield (
+            "workers restarted",
+            counts(run.restarts) + (continued if run.sequences_continued else ""),
+        )
     if run.replayed:
         yield "groups replayed", str(run.replayed)
     yield "tokens wasted", counts(run.tokens_wasted)

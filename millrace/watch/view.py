@@ -122,6 +122,8 @@ def _numbers(shot: RunSnapshot) -> Iterator[Text]:
         yield Text.assemble(_label(name), (counts(reasons), colour if reasons else "dim"))
     if shot.scoring:
         yield Text.assemble(_label("scoring"), (shot.scoring, WAITING))
+    if shot.restarts:
+        yield Text.assemble(_label("restarts"), (counts(shot.restarts), WAITING))
     if shot.steps_skipped:
         yield Text.assemble(_label("skipped"), (f"steps {shot.steps_skipped} (not finite)", BAD))
 

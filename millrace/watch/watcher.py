@@ -53,6 +53,7 @@ class Moment:
     trainer_waits_for: str
     scorers: dict[str, ScorerLoad]
     sequences_continued: int = 0  # so far: that went on after their engine had died
+    scorers_lost: int = 0  # processes so far that hung or died, and were replaced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +95,7 @@ class Watcher:
         self._staleness = (0.0, 0)
         self._failures_noted = 0
         self._moment: Callable[[], Moment] | None = None
-        self.restarts: Counter[str] = Counter()  # by worker, of those that died
+        self._restarts: Counter[str] = Counter()  # by worker, of those that died
 
     async def run(self, moment: Callable[[], Moment]) -> None:
         """Keep the progress view up to date. Ends only by cancellation."""
@@ -153,7 +154,7 @@ class Watcher:
             "replayed_groups": len(groups) - len(fresh),
             "scorers": self._scorer_rates.row(moment.scorers),
             "scores_waited": self._waited_for_scores(),
-            "worker_restarts": dict(self.restarts),
+            "worker_restarts": self.restarts(moment),
             "sequences_continued": moment.sequences_continued,
         }
         row |= self._new_evaluation
@@ -178,8 +179,13 @@ class Watcher:
 
     def restarted(self, worker: str, reason: str) -> None:
         """A worker died, and is started again."""
-        self.restarts[worker] += 1
-        self.warn(f"{reason} It is started again (restart {self.restarts[worker]}).")
+        self._restarts[worker] += 1
+        self.warn(f"{reason} (restart {self._restarts[worker]} of {worker})")
+
+    def restarts(self, moment: Moment) -> dict[str, int]:
+        """How often each worker had to be started again; the scorers' together."""
+        scorers = {"scorers": moment.scorers_lost} if moment.scorers_lost else {}
+        return {**self._restarts, **scorers}
 
     def warn(self, sentence: str) -> None:
         self._progress.note(f"warning: {sentence}")
@@ -227,6 +233,7 @@ class Watcher:
                 failed=moment.groups_failed,
                 steps_skipped=moment.steps_skipped,
                 scoring=limit_text(moment.scorers, waited=self._waited_for_scores()),
+                restarts=self.restarts(moment),
             )
         )
 

@@ -1,8 +1,8 @@
 """Trainer process: steps on the batches it is sent, and publishes the weights of each step.
 
-Threads: the main thread takes calls, steps and writes checkpoints; the link and the publisher have
-threads of their own. A step is answered before its weights are published: the controller packs and
-sends the next batch meanwhile.
+Threads: the main thread takes calls, steps and copies what a checkpoint will hold; the link, the
+publisher and the writing of a checkpoint have threads of their own. A step is answered before its
+weights are published: the controller packs and sends the next batch meanwhile.
 """
 
 import random
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.cluster.link import Call, Link, run_worker
 from millrace.cluster.messages import (
+    Copied,
     Done,
     Lend,
     Lent,
@@ -24,22 +25,26 @@ from millrace.cluster.messages import (
     Published,
     Release,
     SaveCheckpoint,
+    Saved,
     StartTrainer,
     Step,
     Stepped,
     Stop,
 )
 from millrace.config import CriticConfig, RunConfig, TrainerConfig
+from millrace.core import storage
+from millrace.core.errors import CheckpointError
 from millrace.core.spans import Timeline
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model, resolve_device
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.models.trained_adapter import TrainedAdapter
-from millrace.training.checkpoints import prune_checkpoints, write_checkpoint
+from millrace.training.checkpoint_writer import CheckpointWriter, Ending
 from millrace.training.critic import Critic
 from millrace.training.estimation import Estimation
 from millrace.training.objectives.recipes import build_loss
 from millrace.training.optimizer import Schedule
+from millrace.training.snapshot import Snapshot
 from millrace.training.technique import Technique
 from millrace.training.trainer import Trainer
 from millrace.weights.publisher import Publisher, Sender
@@ -60,7 +65,9 @@ def main(link: Link, name: str) -> None:
         worker.close()
 
 
-def start(link: Link, timeline: Timeline) -> "TrainerWorker | None":
+def start(
+    link: Link, timeline: Timeline, *, make_writer: type[CheckpointWriter] = CheckpointWriter
+) -> "TrainerWorker | None":
     """Wait for StartTrainer and load everything; None = stopped before that."""
     while True:
         call = link.receive()
@@ -68,7 +75,9 @@ def start(link: Link, timeline: Timeline) -> "TrainerWorker | None":
         match call.message:
             case StartTrainer() as message:
                 try:
-                    worker = TrainerWorker(message, link=link, timeline=timeline)
+                    worker = TrainerWorker(
+                        message, link=link, timeline=timeline, make_writer=make_writer
+                    )
                 except Exception as error:  # noqa: BLE001 - the controller raises it again
                     call.fail(error)
                 else:
@@ -85,7 +94,14 @@ def start(link: Link, timeline: Timeline) -> "TrainerWorker | None":
 class TrainerWorker:
     """A loaded trainer and what it talks to."""
 
-    def __init__(self, message: StartTrainer, *, link: Link, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        message: StartTrainer,
+        *,
+        link: Link,
+        timeline: Timeline,
+        make_writer: type[CheckpointWriter] = CheckpointWriter,
+    ) -> None:
         config = RunConfig.model_validate(message.config)
         if config.trainer.threads is not None:
             torch.set_num_threads(config.trainer.threads)
@@ -98,7 +114,7 @@ class TrainerWorker:
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(
             path, trust_remote_code=config.model.trust_remote_code
         )
-        self._keep_checkpoints = config.checkpoint.keep
+        self._writer = make_writer(keep=config.checkpoint.keep)
         exports = config.lora is not None and config.lora.export_merged
         self._export_at = config.trainer.steps if exports else None  # version
         self._trained_tokens = 0.0
@@ -125,6 +141,7 @@ class TrainerWorker:
                 self._tell_progress()
 
     def close(self) -> None:
+        self._writer.wait()
         self._publisher.close()
 
     def _handle(self, call: Call) -> bool:
@@ -133,6 +150,9 @@ class TrainerWorker:
             self._lend(call)
             return True
         try:
+            if isinstance(call.message, SaveCheckpoint):
+                self._save(call, call.message)  # whose thread replies
+                return True
             reply = self._answer(call.message)
         except Exception as error:  # noqa: BLE001 - the controller raises it again
             call.fail(error)
@@ -150,8 +170,6 @@ class TrainerWorker:
                 return self._step(message)
             case Release():
                 self._publisher.release(message.version)
-            case SaveCheckpoint():
-                self._save(message)
             case Stop():
                 pass
             case _:
@@ -179,26 +197,34 @@ class TrainerWorker:
             answer=lambda update: call.reply(Lent(update=update)),
         )
 
-    def _save(self, message: SaveCheckpoint) -> None:
+    def _save(self, call: Call, message: SaveCheckpoint) -> None:
+        """Copy the state; it is written, and the call answered, while steps go on."""
         self._timeline.enter("checkpoint", busy=True)
-        directory = Path(message.directory)
-        version = self._trainer.steps_done
+        self._writer.wait()  # before the copy: the host has room for one
+        directory, version = Path(message.directory), self._trainer.steps_done
+        is_exported = version == self._export_at
+        try:
+            snapshot = self._trainer.snapshot(merged_into=MERGED if is_exported else None)
+        except (MemoryError, RuntimeError) as error:
+            raise CheckpointError(
+                f"Checkpoint {str(directory)!r} could not be made: the trainer's state could not be"
+                f" copied to the host ({storage.reason(error)}); it needs"
+                f" {self._trainer.state_bytes()} bytes of memory there."
+            ) from error
         needed_bytes = self._trainer.state_bytes()
-        if version == self._export_at:
-            needed_bytes += self._trainer.merged_bytes()
-        write_checkpoint(
+        call.tell(Copied())
+        self._writer.begin(
             directory,
-            write=self._write,
+            write=lambda folder: self._write(snapshot, folder, exported=is_exported),
             run_state={"step": version, "version": version, **message.run_state},
-            needed_bytes=needed_bytes,
+            needed_bytes=needed_bytes + (self._trainer.merged_bytes() if is_exported else 0),
+            tell=lambda ending: _answer_saved(call, version, ending),
         )
-        prune_checkpoints(directory.parent, keep=self._keep_checkpoints)
 
-    def _write(self, folder: Path) -> None:
-        self._trainer.save(folder)
+    def _write(self, snapshot: Snapshot, folder: Path, *, exported: bool) -> None:
+        snapshot.write(folder)
         self._tokenizer.save_pretrained(folder)
-        if self._trainer.steps_done == self._export_at:
-            self._trainer.save_merged(folder / MERGED)
+        if exported:
             self._tokenizer.save_pretrained(folder / MERGED)
 
     def _tell_progress(self) -> None:
@@ -220,6 +246,13 @@ class TrainerWorker:
         self._num_passes += 1
         if time.monotonic() - self._told_at >= PROGRESS_S:
             self._tell_progress()
+
+
+def _answer_saved(call: Call, version: int, ending: Ending) -> None:
+    if ending.error is not None:
+        call.fail(ending.error)
+    else:
+        call.reply(Saved(version=version, complaint=ending.complaint))
 
 
 def build_trainer(

@@ -35,6 +35,12 @@ def test_the_configuration_page_is_what_its_script_writes():
     assert (ROOT / "docs" / "configuration.md").read_text() == written
 
 
+def test_every_test_that_a_document_names_is_there():
+    for document in (ROOT / "docs").glob("*.md"):
+        for name in re.findall(r"`(tests/[\w/]+\.py)", document.read_text()):
+            assert (ROOT / name).is_file(), (document.name, name)
+
+
 def test_every_link_between_documents_leads_somewhere():
     for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)", document.read_text()):

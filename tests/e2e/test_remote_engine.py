@@ -68,17 +68,21 @@ def test_a_run_whose_only_engine_joined_trains_to_its_end(project, commands, tra
 
 
 @pytest.mark.slow
-def test_the_death_of_a_joined_engine_ends_the_run_with_a_sentence(project, commands):
-    run, host = start(project, commands, "--weights.transport", "disk", "--trainer.steps", "100000")
+def test_the_place_of_a_joined_engine_that_died_is_open_to_another_host(project, commands):
+    run, host = start(project, commands, "--weights.transport", "disk", "--trainer.steps", "8")
     run.wait_for(project / "run" / "metrics.jsonl", lines=2)
-    workers = psutil.Process(run.process.pid).children(recursive=True)
     (engine,) = psutil.Process(host.process.pid).children()
     engine.kill()
-    code, _, stderr = run.finish()
-    assert code == 1
-    assert "'engine-0' was killed by SIGKILL" in stderr
-    assert not (project / "secret" / "ticket.json").exists()
-    assert not psutil.wait_procs(workers, timeout=10)[1]
+    host_code, _, host_stderr = host.finish()
+    assert host_code == 1
+    assert "SIGKILL" in host_stderr
+    ticket = project / "secret" / "ticket.json"
+    commands.append(Command("join", ticket, folder=project.parent / "elsewhere"))
+    code, stdout, stderr = run.finish()
+    assert code == 0, stderr
+    assert "'engine-0' was killed by SIGKILL" in stdout + stderr
+    assert "Its place is open to another host: run `millrace join` there." in stdout + stderr
+    assert steps_in(project / "run" / "metrics.jsonl") == list(range(1, 9))
 
 
 @pytest.mark.slow

@@ -97,3 +97,26 @@ def test_an_engine_that_is_stopped_counts_as_dead_and_its_sequences_go_on(start)
     summary = json.loads((run.path / "summary.json").read_text())
     assert summary["worker_restarts"] == {"engine-0": 1}
     assert summary["sequences_continued"] > 0
+
+
+@pytest.mark.slow
+def test_engines_are_added_to_a_run_and_removed_from_it(start, tmp_path):
+    run = start(trainer={"steps": 100000, "groups_per_step": 2})
+    run.wait_for_step(2)
+
+    def engines(*arguments: str) -> tuple[int, str]:
+        code, stdout, stderr = Command("engines", "run", *arguments, folder=tmp_path).finish()
+        return code, stdout + stderr
+
+    assert engines("--add", "1") == (0, "engine-0\nengine-1\n")
+    first, second = run.worker("engine-0"), run.worker("engine-1")
+    assert engines("--remove", "engine-0") == (0, "engine-1\n")
+    assert not first.is_running()
+    done = len(steps_in(run.path / "metrics.jsonl"))
+    run.wait_for_step(done + 8)  # more than the removed engine could have generated for
+    assert second.is_running()
+    code, said = engines("--remove", "engine-1")
+    assert (code, said) == (2, "error: 'engine-1' is the run's last engine; add another first.\n")
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish()[0] == 130
+    assert engines()[0] == 2

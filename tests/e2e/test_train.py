@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from overlap import first_halves, generating_in, overlap, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import millrace as mr
+from millrace.training.checkpoints import Found, newest_checkpoint
 from millrace.watch.metrics import read_metrics
 from millrace.watch.trace import read_trace
 
@@ -157,17 +159,36 @@ def test_at_staleness_zero_they_take_turns_and_their_logprobs_agree(settings, in
     assert overlap(first_halves(steps_of(spans)), generating_in(spans)) < 0.5
 
 
-def test_resume_goes_on_from_the_newest_checkpoint(finished, settings):
+def test_resume_goes_on_from_the_newest_good_checkpoint_also_with_more_engines(
+    finished, settings, capsys
+):
     run_dir = Path(settings["run_dir"])
     shutil.copytree(finished.run_dir, run_dir)
+    with (run_dir / "checkpoints" / "step_12" / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, os.SEEK_END)
+        weights.write(b"\xff")  # no weight of a trained model is this one
     result = mr.train(
-        settings, tasks=TASKS, scorers=[share_of_digits], resume=True, trainer={"steps": 15}
+        settings,
+        tasks=TASKS,
+        scorers=[share_of_digits],
+        resume=True,
+        trainer={"steps": 15},
+        engine={"count": 2},
+        watch={"progress": "lines"},
     )
+    assert "step_12' is not used: it has a model.safetensors that is not" in capsys.readouterr().out
     assert result.steps == 15
-    assert result.episodes == 3 * 4 * 4
+    assert result.episodes == 5 * 4 * 4  # from step_10 on
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 16))
     assert rows[12]["version"] == 13
+    assert newest_checkpoint(run_dir) == Found(directory=result.checkpoint)
+    assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {
+        "step_10",
+        "step_12",  # it stays while it is newer than what is kept
+        "step_15",
+        "step_5",
+    }
 
 
 def test_a_finished_run_is_not_overwritten(finished, model):

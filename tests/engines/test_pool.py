@@ -341,6 +341,19 @@ async def test_a_swap_goes_on_without_the_engine_that_dies_in_it():
     assert pool.num_engines == 1
 
 
+async def test_an_engine_that_leaves_finishes_what_it_has_and_gets_nothing_more():
+    leaving, staying = HeldEngine(), HeldEngine()
+    pool = EnginePool([leaving, staying], replaces=True)
+    (generating,) = await start(pool, make_request("a"))
+    going = asyncio.create_task(pool.leave(leaving))
+    await start(pool, make_request("b"), make_request("c", session="s"))
+    assert [request.id for request in staying.requests] == ["b", "c"]
+    assert not going.done()
+    leaving.gate.set()
+    await asyncio.gather(generating, going)
+    assert pool.num_engines == 1
+
+
 async def test_a_death_is_raised_where_nobody_is_replaced():
     dying = DyingEngine()
     dying.dies.set()

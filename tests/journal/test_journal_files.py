@@ -103,9 +103,10 @@ async def test_a_torn_end_is_left_out_wherever_it_was_torn(tmp_path):
         if past is not None:
             assert past.position == len(whole) - 1
             assert (past.torn is None) == (end in durable)
-        again = open_journal(folder)  # cuts it off
-        await again.close()
-        assert past_of(folder).torn is None
+        if end % 50 == 0:
+            again = open_journal(folder)  # cuts it off
+            await again.close()
+            assert past_of(folder).torn is None
 
 
 async def test_damage_to_what_was_durable_is_refused_with_its_place(tmp_path):
@@ -140,7 +141,9 @@ async def test_damage_to_an_older_segment_is_refused_only_if_something_in_it_is_
     await asyncio.wrap_future(journal._append(journal.ledger.snapshot()))
     await journal.close()
     first.write_bytes(whole[: len(whole) // 2])
-    assert past_of(tmp_path).ledger.totals == {"trained": 8}
+    again = open_journal(tmp_path)
+    assert again.ledger.totals == {"trained": 8}
+    await again.close()
 
 
 async def test_a_missing_segment_is_noticed(tmp_path):

@@ -117,6 +117,21 @@ async def test_resuming_issues_the_unfinished_again_before_anything_new():
     assert bench.admitted[:4] == [4, 8, 10, 11]
 
 
+async def test_groups_that_were_admitted_before_a_crash_go_back_unplayed_unless_they_are_too_old():
+    bench = Bench(next_number=3, unfinished=[2], begun=[9], version=5, max_staleness=2)
+    fit, old = make_group(0, versions=4), make_group(1, versions=1)
+    running = asyncio.create_task(bench.dispatcher.run([fit, old]))
+    while 1 not in bench.scorings:  # noqa: ASYNC110 - turns of the loop, not a poll
+        await asyncio.sleep(0)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    assert bench.admitted[0] == 0
+    assert 0 not in bench.scorings
+    assert bench.dispatcher.cancellations.by_reason["waiting"] == 1
+    assert {0, 1, 2, 9} <= set(bench.dispatcher.cursor()["unfinished"])
+
+
 async def test_a_filtered_group_gives_its_place_to_a_new_one_and_is_not_issued_again():
     bench = Bench(bad=lambda number: Filtered("zero_variance") if number % 2 else None)
     await bench.run_until(lambda: len(bench.admitted) >= 30)

@@ -324,10 +324,12 @@ async def test_parts_of_text_are_text_and_developers_are_the_system():
         (b"\xff\xfe", "application/json", 400, "not valid JSON"),
         (b"[" * 100000, "application/json", 400, "not valid JSON"),
         (b"[]", "application/json", 400, "send an object"),
+        (b'{"model": "\\ud83d"}', "application/json", 400, "surrogates not allowed"),
+        (b'{"temperature": NaN}', "application/json", 400, "NaN is no number"),
         (b"{}", "text/plain", 415, "Content-Type: application/json"),
         (b"x" * 3000, "application/json", 413, "Too Large"),
     ],
-    ids=["cut", "binary", "deep", "list", "type", "large"],
+    ids=["cut", "binary", "deep", "list", "half", "nan", "type", "large"],
 )
 async def test_a_body_that_is_none_is_refused_in_the_apis_form(body, type, status, words):
     limits = Limits(body_bytes=2048) if len(body) == 3000 else None

@@ -13,10 +13,11 @@ from openai import AsyncOpenAI
 from millrace.core.protocols import OnTokens
 from millrace.core.records import Completion, Request
 from millrace.episodes.tool_calls import FORMATS
+from millrace.serving.listening import listening
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import Limits
 from millrace.serving.served import Served
-from millrace.serving.server import listening, make_app
+from millrace.serving.server import make_app
 
 
 class WritingEngine(ScriptedEngine):
@@ -94,8 +95,9 @@ async def served(
         tool_format=FORMATS[form],
         metrics=ServerMetrics(),
     )
-    app = make_app(model, key=key, limits=limits or Limits(), is_healthy=is_healthy)
-    async with listening(app, host="127.0.0.1", port=0) as port:
+    limits = limits or Limits()
+    app = make_app(model, key=key, limits=limits, is_healthy=is_healthy)
+    async with listening(app, host="127.0.0.1", port=0, limits=limits) as port:
         url = f"http://127.0.0.1:{port}/v1"
         async with AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0) as client:
             yield client

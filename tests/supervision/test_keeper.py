@@ -41,6 +41,7 @@ class Rig:
                 on_death=self._on_death,
                 limits=AT_ONCE,
                 make_pulse=lambda: Pulse(timeout_s=hang_timeout_s, first_timeout_s=0.0),
+                remedy="It is started again.",
                 on_restart=lambda name, reason: self.restarts.append(f"{name}: {reason}"),
             ).run()
         )
@@ -67,7 +68,7 @@ async def test_a_worker_that_dies_is_replaced_and_so_is_the_next():
         worker.die()
         await settle()
         assert rig.deaths == number
-        assert rig.restarts[-1] == "engine-0: It was killed."
+        assert rig.restarts[-1] == "engine-0: It was killed. It is started again."
     assert not rig.keeping.done()
     rig.keeping.cancel()
 

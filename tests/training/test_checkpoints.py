@@ -6,6 +6,7 @@ import pytest
 import torch
 from architectures import tiny_model
 from batches import batch_of, mixed_rollouts, trainer_of
+from fake_checkpoint import write_fake_checkpoint
 from full_disk import files_of_at_most
 from transformers import AutoModelForCausalLM
 
@@ -14,8 +15,9 @@ from millrace.models.loading import load_model
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.training.checkpoints import (
     CRITIC,
+    Found,
     check_same_critic,
-    latest_checkpoint,
+    newest_checkpoint,
     prune_checkpoints,
     read_run_state,
     write_checkpoint,
@@ -47,15 +49,16 @@ def load_trainer(directory: Path, **settings):
     return trainer
 
 
-def write_fake(folder: Path) -> None:
-    for name in ("config.json", "trainer_state.pt"):
-        (folder / name).write_text("{}")
-
-
 def fake_checkpoint(run_dir: Path, step: int) -> Path:
     directory = run_dir / "checkpoints" / f"step_{step}"
-    write_checkpoint(directory, write=write_fake, run_state={"step": step}, needed_bytes=0)
+    write_fake_checkpoint(directory, run_state={"step": step})
     return directory
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
 
 
 def names(folder: Path) -> set[str]:
@@ -103,34 +106,77 @@ def test_a_checkpoint_is_a_hugging_face_model(tmp_path, architecture):
 def test_the_run_state_comes_back_as_it_was(tmp_path):
     directory = tmp_path / "checkpoints" / "step_3"
     state = {"step": 3, "version": 3, "next_number": 12, "unfinished": [7, 9]}
-    write_checkpoint(directory, write=write_fake, run_state=state, needed_bytes=0)
+    write_fake_checkpoint(directory, run_state=state)
     assert read_run_state(directory) == state
     assert names(directory.parent) == {"step_3"}
 
 
-def test_the_latest_checkpoint_is_the_complete_one_of_the_most_steps(tmp_path):
-    assert latest_checkpoint(tmp_path) is None
+def test_the_newest_checkpoint_is_the_good_one_of_the_most_steps(tmp_path):
+    assert newest_checkpoint(tmp_path) == Found()
     fake_checkpoint(tmp_path, 9)
     expected = fake_checkpoint(tmp_path, 10)
-    (tmp_path / "checkpoints" / "step_11").mkdir()  # incomplete
     (tmp_path / "checkpoints" / "step_x").mkdir()
     (tmp_path / "checkpoints" / ".unfinished_step_12").mkdir()
     (tmp_path / "checkpoints" / "step_99").write_text("a file")
-    assert latest_checkpoint(tmp_path) == expected
+    assert newest_checkpoint(tmp_path) == Found(directory=expected)
 
 
-def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path):
-    directory = fake_checkpoint(tmp_path, 4)
+def missing(directory: Path) -> None:
     (directory / "trainer_state.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"it has no trainer_state\.pt"):
-        read_run_state(directory)
 
 
-def test_a_damaged_run_state_is_named(tmp_path):
-    directory = fake_checkpoint(tmp_path, 4)
-    (directory / "run_state.json").write_text('{"step": ')
-    with pytest.raises(CheckpointError, match=r"run_state\.json' is damaged"):
-        read_run_state(directory)
+def cut(directory: Path) -> None:
+    (directory / "merged" / "model.safetensors").write_bytes(b"12")
+
+
+def changed(directory: Path) -> None:
+    flip_a_bit(directory / "run_state.json")
+
+
+def without_manifest(directory: Path) -> None:
+    (directory / "manifest.json").unlink()
+
+
+def half_a_manifest(directory: Path) -> None:
+    data = (directory / "manifest.json").read_bytes()
+    (directory / "manifest.json").write_bytes(data[: len(data) // 2])
+
+
+def emptied(directory: Path) -> None:
+    for file in directory.glob("*.*"):
+        file.unlink()
+
+
+def manifest_of_nothing(directory: Path) -> None:
+    (directory / "manifest.json").write_text('{"files": {}}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (missing, "has no trainer_state.pt"),
+        (cut, "has a merged/model.safetensors of 2 bytes where 5 were written"),
+        (changed, "has a run_state.json that is not what was written: its checksum differs"),
+        (without_manifest, "has no manifest.json"),
+        (half_a_manifest, "has a manifest.json that cannot be read"),
+        (emptied, "has no manifest.json"),
+        (manifest_of_nothing, "has no config.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage, reason):
+    good, bad = fake_checkpoint(tmp_path, 9), fake_checkpoint(tmp_path, 10)
+    damage(bad)
+    found = newest_checkpoint(tmp_path)
+    assert found.directory == good
+    assert found.refused[0].startswith(f"Checkpoint {str(bad)!r} is not used: it {reason}")
+    assert len(found.refused) == 1
+    assert "\n" not in found.refused[0]
+
+
+def test_files_that_somebody_adds_to_a_checkpoint_do_no_harm(tmp_path):
+    directory = fake_checkpoint(tmp_path, 9)
+    (directory / "README.md").write_text("a fine model")
+    assert newest_checkpoint(tmp_path).directory == directory
 
 
 def test_a_damaged_trainer_state_is_named(tmp_path):
@@ -145,15 +191,40 @@ def test_pruning_keeps_the_newest(tmp_path):
     for step in (2, 30, 4, 100):
         fake_checkpoint(tmp_path, step)
     folder = tmp_path / "checkpoints"
-    prune_checkpoints(folder, keep=2)
+    prune_checkpoints(folder, keep=2, good=set())
     assert names(folder) == {"step_30", "step_100"}
-    prune_checkpoints(folder, keep=5)
+    prune_checkpoints(folder, keep=5, good=set())
     assert names(folder) == {"step_30", "step_100"}
+
+
+def test_pruning_counts_only_good_checkpoints(tmp_path):
+    paths = {step: fake_checkpoint(tmp_path, step) for step in (1, 2, 3, 4, 5)}
+    for step in (1, 3, 5):
+        missing(paths[step])
+    folder = tmp_path / "checkpoints"
+    prune_checkpoints(folder, keep=1, good=set())
+    assert names(folder) == {"step_4", "step_5"}
+    missing(paths[4])
+    fake_checkpoint(tmp_path, 2)
+    prune_checkpoints(folder, keep=1, good=set())
+    assert names(folder) == {"step_2", "step_4", "step_5"}  # the only good one stays
+
+
+def test_pruning_reads_no_checkpoint_that_is_known_to_be_good(tmp_path):
+    known = fake_checkpoint(tmp_path, 2)
+    other = fake_checkpoint(tmp_path, 1)
+    missing(known)  # which nobody notices
+    good = {"step_2"}
+    prune_checkpoints(tmp_path / "checkpoints", keep=2, good=good)
+    assert good == {"step_2", "step_1"}
+    prune_checkpoints(tmp_path / "checkpoints", keep=1, good=good)
+    assert good == {"step_2"}
+    assert not other.exists()
 
 
 def test_a_step_done_again_replaces_its_checkpoint(tmp_path):
     directory = fake_checkpoint(tmp_path, 4)
-    write_checkpoint(directory, write=write_fake, run_state={"again": True}, needed_bytes=0)
+    write_fake_checkpoint(directory, run_state={"again": True})
     assert read_run_state(directory) == {"again": True}
     assert names(directory.parent) == {"step_4"}
 

@@ -1,6 +1,8 @@
 import queue
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from transformers import AutoTokenizer
 from millrace.cluster.hub import Hub
 from millrace.cluster.link import Call
 from millrace.cluster.messages import (
+    Copied,
     Done,
     Generate,
     Message,
@@ -20,6 +23,7 @@ from millrace.cluster.messages import (
     Published,
     Release,
     SaveCheckpoint,
+    Saved,
     StartTrainer,
     Step,
     Stepped,
@@ -28,9 +32,11 @@ from millrace.cluster.messages import (
 from millrace.config import load_config
 from millrace.core.microbatch import Batch
 from millrace.core.records import Request, Sampling
-from millrace.training.checkpoints import read_run_state
+from millrace.core.spans import Timeline
+from millrace.training.checkpoint_writer import CheckpointWriter
+from millrace.training.checkpoints import damage_to, read_run_state
 from millrace.weights.receiver import make_receiver
-from millrace.workers.trainer import build_trainer, main
+from millrace.workers.trainer import build_trainer, main, start
 
 TIMEOUT_S = 30.0
 
@@ -55,9 +61,16 @@ class InProcessLink:
     def _send(self, id: bytes, message: Message) -> None:
         self._replies.put(message)
 
-    def call(self, message: Message) -> Message:
+    def send(self, message: Message) -> None:
         self._calls.put(Call(message, link=self, id=b"1"))
+
+    def reply(self) -> Message:
+        """The next one, to whatever call."""
         return self._replies.get(timeout=TIMEOUT_S)
+
+    def call(self, message: Message) -> Message:
+        self.send(message)
+        return self.reply()
 
     def event(self, kind: type[Message]) -> Message:
         while not isinstance(event := self.events.get(timeout=TIMEOUT_S), kind):
@@ -99,6 +112,12 @@ def poisoned_batch() -> Batch:
     poisoned = batch()
     poisoned.microbatches[0].advantages[:] = np.nan
     return poisoned
+
+
+def save(link: InProcessLink, directory: Path, *, version: int, run_state: dict | None = None):
+    message = SaveCheckpoint(directory=str(directory), run_state=run_state or {})
+    assert link.call(message) == Copied()
+    assert link.reply() == Saved(version=version)
 
 
 def staged(update) -> dict[str, torch.Tensor]:
@@ -151,7 +170,7 @@ def test_a_critic_is_saved_and_restored_but_never_published(link, config, tmp_pa
     policy = build_trainer(load_config(config), path=config["model"]["path"])
     assert weights.keys() == policy.named_weights().keys()
     folder = tmp_path / "run" / "checkpoints" / "step_1"
-    assert link.call(SaveCheckpoint(directory=str(folder), run_state={})) == Done()
+    save(link, folder, version=1)
     link.call(Release(version=1))
     second = link.call(Step(batch=step, version=2))
     resumed = build_trainer(load_config(config), path=str(folder))
@@ -181,12 +200,87 @@ def test_a_checkpoint_holds_model_tokenizer_and_both_states(link, config, tmp_pa
     for version in (1, 2, 3):
         link.call(Step(batch=batch(version), version=version))
         link.call(Release(version=link.event(Published).update.version))
-        saved = SaveCheckpoint(directory=str(folder / f"step_{version}"), run_state={"cursor": 7})
-        assert link.call(saved) == Done()
+        save(link, folder / f"step_{version}", version=version, run_state={"cursor": 7})
     assert {path.name for path in folder.iterdir()} == {"step_2", "step_3"}  # checkpoint.keep = 2
     assert read_run_state(folder / "step_3") == {"step": 3, "version": 3, "cursor": 7}
     tokenizer = AutoTokenizer.from_pretrained(folder / "step_3")
     assert tokenizer.decode(tokenizer.encode("1+2=3")) == "1+2=3"
+
+
+class GatedWriter(CheckpointWriter):
+    """A disk that is slow for as long as the test likes."""
+
+    gate: ClassVar[threading.Event]
+    began: ClassVar[threading.Event]
+
+    def begin(self, directory, *, write, **rest):
+        def write_late(folder: Path) -> None:
+            self.began.set()
+            assert self.gate.wait(TIMEOUT_S)
+            write(folder)
+
+        super().begin(directory, write=write_late, **rest)
+
+
+@pytest.fixture
+def gated() -> Iterator[InProcessLink]:
+    """A trainer whose checkpoints wait for GatedWriter.gate."""
+    GatedWriter.gate, GatedWriter.began = threading.Event(), threading.Event()
+    link = InProcessLink()
+
+    def run() -> None:
+        worker = start(link, Timeline("trainer"), make_writer=GatedWriter)
+        assert worker is not None
+        worker.run()
+        worker.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield link
+    GatedWriter.gate.set()
+    link.send(Stop())
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("kind", ["whole", "lora"])
+def test_steps_go_on_while_a_checkpoint_is_written_and_are_no_part_of_it(
+    gated, config, tmp_path, kind
+):
+    if kind == "lora":
+        config = load_config({**config, "lora": {"rank": 2}}).model_dump(mode="json")
+    assert gated.call(StartTrainer(config=config, checkpoint=None)) == Done()
+    assert isinstance(gated.call(Step(batch=batch(1), version=1)), Stepped)
+    first = tmp_path / "run" / "checkpoints" / "step_1"
+    assert gated.call(SaveCheckpoint(directory=str(first), run_state={})) == Copied()
+    assert GatedWriter.began.wait(TIMEOUT_S)
+    later = []
+    for version in (2, 3):  # each is answered, and the checkpoint is not
+        later.append(gated.call(Step(batch=batch(version), version=version)))
+        assert isinstance(later[-1], Stepped)
+    assert not first.exists()
+    # The next checkpoint waits for this one: there is one copy at a time.
+    second = SaveCheckpoint(directory=str(first.with_name("step_3")), run_state={})
+    gated.send(second)
+    GatedWriter.gate.set()
+    assert gated.reply() == Saved(version=1)
+    assert gated.reply() == Copied()
+    assert gated.reply() == Saved(version=3)
+    path = config["model"]["path"] if kind == "lora" else str(first)
+    resumed = build_trainer(load_config(config), path=path)
+    resumed.restore(first)
+    assert [resumed.step(batch(version)) for version in (2, 3)] == [r.metrics for r in later]
+
+
+def test_a_trainer_that_is_stopped_finishes_the_checkpoint_it_writes(gated, config, tmp_path):
+    gated.call(StartTrainer(config=config, checkpoint=None))
+    directory = tmp_path / "run" / "checkpoints" / "step_0"
+    assert gated.call(SaveCheckpoint(directory=str(directory), run_state={})) == Copied()
+    assert gated.call(Stop()) == Done()
+    assert not directory.exists()
+    GatedWriter.gate.set()
+    assert gated.reply() == Saved(version=0)
+    assert damage_to(directory) is None
 
 
 def test_a_trainer_started_from_a_checkpoint_goes_on_from_its_step(link, config, tmp_path):
@@ -203,7 +297,8 @@ def test_a_failed_call_is_answered_and_the_trainer_goes_on(link, config, tmp_pat
     link.call(StartTrainer(config=config, checkpoint=None))
     (tmp_path / "in the way").write_text("")
     directory = str(tmp_path / "in the way" / "step_0")
-    reply = link.call(SaveCheckpoint(directory=directory, run_state={}))
+    assert link.call(SaveCheckpoint(directory=directory, run_state={})) == Copied()
+    reply = link.reply()
     assert reply.kind == "CheckpointError"
     request = Request(id="0", prompt=np.zeros(1, np.int32), sampling=Sampling())
     assert "does not know Generate" in link.call(Generate(request=request)).reason

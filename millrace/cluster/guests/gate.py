@@ -48,7 +48,9 @@ class Gate:
         prefix = f"host:{self.token}:".encode()
         return secrets.compare_digest(identity[: len(prefix)], prefix)
 
-    async def arrival(self, name: str, *, token: str, worker: bytes, timeout_s: float) -> Guest:
+    async def arrival(
+        self, name: str, *, token: str, worker: bytes, timeout_s: float | None
+    ) -> Guest:
         """Open a place and wait for a host to take it; TimeoutError if none does."""
         taken = asyncio.get_running_loop().create_future()
         opening = _Opening(name=name, token=token, worker=worker, arrival=taken)

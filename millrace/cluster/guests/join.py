@@ -27,6 +27,7 @@ from millrace.cluster.own_loop import run_on_own_loop
 from millrace.cluster.process import Process, describe_exit, start_worker
 from millrace.cluster.wire import decode, encode
 from millrace.core.errors import ConfigError, RunFailed
+from millrace.core.file_names import check_file_name
 
 ANSWER_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 5.0
@@ -133,6 +134,7 @@ class _Crew:
         obeying = asyncio.create_task(self._obey(), name="obey")
         try:
             for place in places:
+                check_file_name(place.name, of="A worker of this run")  # the controller's word
                 await self._start(place, module=module, log=log_dir / f"{place.name}.log")
             watching = asyncio.gather(*self._watches.values())
             await asyncio.wait({obeying, watching}, return_when=asyncio.FIRST_COMPLETED)

@@ -75,14 +75,15 @@ class Judge:
         url = self.url.rstrip("/").removesuffix(ROUTE) + ROUTE
         if self.pattern is not None:
             tools.functions[_reader(name)] = PatternReader(self.pattern)
-        file = re.sub(r"[^\w.-]", "_", name) + ".jsonl"
         return JudgeScorer(
             self,
             name=name,
             weight=weight,
             rules=rules,
             endpoint=Endpoint(url, headers=self.headers, timeout_s=rules.timeout_s, scorer=name),
-            cache=ScoreCache(self.cache, path=tools.folder / file if self.keep else None),
+            cache=ScoreCache(
+                self.cache, path=tools.folder / f"{name}.jsonl" if self.keep else None
+            ),
             tools=tools,
         )
 

@@ -1,0 +1,237 @@
+"""The engines and the trainer of one run, and who starts them again.
+
+Promise: an engine that dies is replaced. A trainer that dies is replaced by one that loads the last
+checkpoint and does the steps since then again, from the same batches. Whoever asks them for
+something need not know of it. Engines may come and go while the run goes on.
+
+Runs on the controller's event loop.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+from millrace.cluster.messages import Progress
+from millrace.cluster.worker import Worker
+from millrace.config import RunConfig
+from millrace.core.errors import ConfigError, WeightError, WorkerError
+from millrace.core.protocols import Engine
+from millrace.core.weight_update import WeightUpdate
+from millrace.crew.launcher import Launcher
+from millrace.crew.place import EnginePlace, Start
+from millrace.engines.pool import EnginePool
+from millrace.supervision.deaths import Deaths, RestartLimits
+from millrace.supervision.keeper import Keeper
+from millrace.supervision.pulse import Pulse
+from millrace.training.checkpoints import newest_checkpoint, read_run_state
+from millrace.training.past_steps import StepsInMemory
+from millrace.training.remote import RemoteTrainer
+
+STARTED_AGAIN = "It is started again."
+OPEN_AGAIN = "Its place is open to another host: run `millrace join` there."
+
+
+class Crew:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        launcher: Launcher,
+        checkpoint: Path | None,
+        version: int,
+        on_restart: Callable[[str, str], None],
+        on_restored: Callable[[WeightUpdate], None],
+    ) -> None:
+        """`checkpoint` that the run goes on from, of `version`. `on_restored` is told the newest
+        version, which it releases, by a trainer that has replaced another."""
+        self._config = config
+        self._launcher = launcher
+        self._checkpoint = checkpoint
+        self._version = version
+        self._on_restart = on_restart
+        self._on_restored = on_restored
+        self.engines = EnginePool(replaces=True)
+        self.evaluators = EnginePool(replaces=True) if config.evaluate.engines else None
+        self._trainer: RemoteTrainer | None = None
+        self._keepers: dict[str, Keeper] = {}  # by worker
+        self._places: dict[str, EnginePlace] = {}  # of the engines of the rollouts, likewise
+        self._numbers = itertools.count(config.engine.count + config.engine.remote)
+        self._keeping: asyncio.TaskGroup | None = None  # while run() runs
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of the keepers
+
+    @property
+    def trainer(self) -> RemoteTrainer:
+        assert self._trainer is not None, "it was started"
+        return self._trainer
+
+    @property
+    def engine_names(self) -> list[str]:
+        """Of the rollouts, whether they are up or being started again."""
+        return list(self._places)
+
+    async def start(self, *others: Awaitable[object]) -> None:
+        """Bring up all workers side by side, and whoever else shall come up meanwhile."""
+        num_here, num_remote = self._config.engine.count, self._config.engine.remote
+        async with asyncio.TaskGroup() as starting:
+            for i in range(num_here):
+                starting.create_task(self._enlist(f"engine-{i}"))
+            for i in range(num_here, num_here + num_remote):
+                starting.create_task(self._enlist_remote(f"engine-{i}"))
+            for i in range(self._config.evaluate.engines):
+                starting.create_task(self._enlist_evaluator(f"evaluator-{i}"))
+            starting.create_task(self._enlist_trainer())
+            for other in others:
+                starting.create_task(_awaited(other))
+
+    async def run(self) -> None:
+        """Keep all workers. Ends only by cancellation, or raises GivenUp."""
+        async with asyncio.TaskGroup() as self._keeping:
+            for keeper in self._keepers.values():
+                self._tasks[keeper.name] = self._keeping.create_task(keeper.run())
+
+    def heard(self, worker: str, progress: Progress) -> None:
+        """A worker tells what it does; some of them are kept by others."""
+        if worker in self._keepers:
+            self._keepers[worker].heard(progress)
+
+    async def add_engine(self) -> str:
+        """One more on this host, for as long as the run lasts; returns its name."""
+        assert self._keeping is not None, "the run goes on"
+        name = f"engine-{next(self._numbers)}"
+        place = self._place(self.engines, start=partial(self._launcher.start_engine, name))
+        worker = await place.fill()
+        self._places[name] = place
+        keeper = self._keep(worker, replace=place.fill, on_death=place.clear)
+        self._tasks[name] = self._keeping.create_task(keeper.run())
+        return name
+
+    async def remove_engine(self, name: str) -> None:
+        """Let it finish its sequences, and do without it from then on."""
+        if name not in self._places:
+            raise ConfigError(f"The run has no engine {name!r}, but {', '.join(self._places)}.")
+        if len(self._places) == 1:
+            raise ConfigError(f"{name!r} is the run's last engine; add another first.")
+        place = self._places.pop(name)
+        self._tasks.pop(name).cancel()
+        del self._keepers[name]
+        await place.give_up()
+
+    async def _enlist(self, name: str) -> None:
+        """Start an engine, and see to it that there is one of this name from now on."""
+        start = partial(self._launcher.start_engine, name)
+        place = self._places[name] = self._place(self.engines, start=start)
+        worker = await self._first(name, start)
+        await place.take(worker)
+        self._keep(worker, replace=place.fill, on_death=place.clear)
+
+    async def _enlist_remote(self, name: str) -> None:
+        expect = partial(self._launcher.expect_engine, name)
+        place = self._place(self.engines, start=partial(expect, timeout_s=None))
+        self._places[name] = place
+        worker = await expect(timeout_s=self._config.cluster.join_timeout_s)
+        await place.take(worker)
+        self._keep(worker, replace=place.fill, on_death=place.clear, remedy=OPEN_AGAIN)
+
+    async def _enlist_evaluator(self, name: str) -> None:
+        assert self.evaluators is not None
+        start = partial(self._launcher.start_engine, name)
+        place = self._place(self.evaluators, start=start)
+        worker = await self._first(name, start)
+        await place.take(worker)
+        self._keep(worker, replace=place.fill, on_death=place.clear)
+
+    async def _first(self, name: str, start: Start) -> Worker:
+        """Start it, and again if it is killed meanwhile. What it says itself is for the user, and
+        no retry mends it."""
+        deaths = Deaths(name, limits=self._limits)
+        while True:
+            try:
+                return await start()
+            except WorkerError as error:
+                if not error.was_killed:
+                    raise
+                delay_s = deaths.note(error)
+                self._on_restart(name, f"{error} {STARTED_AGAIN}")
+                await asyncio.sleep(delay_s)
+
+    def _place(self, pool: EnginePool, *, start: Start) -> EnginePlace:
+        return EnginePlace(
+            pool,
+            start=start,
+            bring_newest=self._bring_newest,
+            swap_timeout_s=self._config.supervision.swap_timeout_s,
+        )
+
+    async def _bring_newest(self, engine: Engine) -> None:
+        while True:
+            async with self.trainer.lent() as update:
+                try:
+                    await engine.swap(update)
+                    return
+                except WeightError:
+                    if not await self.trainer.is_lost(update):
+                        raise
+
+    async def _enlist_trainer(self) -> None:
+        start = partial(self._launcher.start_trainer, self._checkpoint)
+        worker = await self._first("trainer", start)
+        settings = self._config.supervision
+        self._trainer = RemoteTrainer(
+            worker,
+            past=StepsInMemory(version=self._version),
+            step_timeout_s=settings.step_timeout_s,
+            save_timeout_s=settings.save_timeout_s,
+        )
+        self._keep(worker, replace=self._replace_trainer, on_death=self._trainer.lose)
+
+    async def _replace_trainer(self) -> Worker:
+        found = await asyncio.to_thread(newest_checkpoint, Path(self._config.run_dir))
+        checkpoint = found.directory or self._checkpoint
+        version = 0 if checkpoint is None else int(read_run_state(checkpoint)["version"])
+        worker = await self._launcher.start_trainer(checkpoint)
+        try:
+            self._on_restored(await self.trainer.replace(worker, version=version))
+        except BaseException:
+            worker.kill()
+            raise
+        return worker
+
+    def _keep(
+        self,
+        worker: Worker,
+        *,
+        replace: Callable[[], Awaitable[Worker]],
+        on_death: Callable[[], None],
+        remedy: str = STARTED_AGAIN,
+    ) -> Keeper:
+        keeper = self._keepers[worker.name] = Keeper(
+            worker,
+            replace=replace,
+            on_death=on_death,
+            limits=self._limits,
+            make_pulse=self._make_pulse,
+            remedy=remedy,
+            on_restart=self._on_restart,
+        )
+        return keeper
+
+    @property
+    def _limits(self) -> RestartLimits:
+        settings = self._config.supervision
+        return RestartLimits(
+            max_restarts=settings.max_restarts,
+            window_s=settings.window_s,
+            backoff_s=settings.backoff_s,
+        )
+
+    def _make_pulse(self) -> Pulse:
+        return Pulse(
+            timeout_s=self._config.supervision.hang_timeout_s,
+            first_timeout_s=self._config.cluster.start_timeout_s,
+        )
+
+
+async def _awaited(work: Awaitable[object]) -> None:
+    await work

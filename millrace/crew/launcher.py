@@ -1,0 +1,84 @@
+"""How the processes of engines and the trainer of one run are started.
+
+Promise: a worker that is returned has loaded its model; one that could not is gone.
+Runs on the controller's event loop.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from millrace.cluster.hub import Hub
+from millrace.cluster.messages import Message, StartEngine, StartTrainer
+from millrace.cluster.mps import behind
+from millrace.cluster.worker import Worker
+from millrace.config import RunConfig
+from millrace.core.errors import ConfigError
+from millrace.prepare import Prepared
+
+
+class Launcher:
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        hub: Hub,
+        remote_threads: int | None,
+        gpu_env: Mapping[str, str],
+    ) -> None:
+        """`remote_threads` of an engine as the user set them: this machine's cores are not
+        another's. `gpu_env`: of engines and the trainer only; a scorer may be killed at any time,
+        and MPS lets such a death disturb everyone who computes on that GPU."""
+        self._prepared = prepared
+        self._hub = hub
+        self._gpu_env = gpu_env
+        self._timeout_s = prepared.config.cluster.start_timeout_s
+        engine = prepared.config.engine
+        adapters = {name: _from_any_folder(path) for name, path in engine.adapters.items()}
+        remote = engine.model_copy(update={"threads": remote_threads, "adapters": adapters})
+        self._remote_config = prepared.config.model_copy(update={"engine": remote})
+
+    async def start_engine(self, name: str) -> Worker:
+        worker = await self._hub.launch(name, "millrace.workers.engine", env=self._gpu_env)
+        await self._load(worker, self._model(self._prepared.config))
+        return worker
+
+    async def expect_engine(self, name: str, *, timeout_s: float | None) -> Worker:
+        """One that another host brings."""
+        worker = await self._hub.expect(name, timeout_s=timeout_s)
+        try:
+            await self._load(worker, self._model(self._remote_config))
+        except ConfigError as error:
+            raise ConfigError(f"On {worker.host}, for {name}: {error}") from error
+        return worker
+
+    async def start_trainer(self, checkpoint: Path | None) -> Worker:
+        worker = await self._hub.launch(
+            "trainer", "millrace.workers.trainer", env=behind(self._gpu_env)
+        )
+        start = StartTrainer(
+            config=self._prepared.config.model_dump(mode="json"),
+            checkpoint=None if checkpoint is None else str(checkpoint),
+        )
+        await self._load(worker, start)
+        return worker
+
+    def _model(self, config: RunConfig) -> StartEngine:
+        adapter = self._prepared.adapter_path
+        return StartEngine(
+            config=config.model_dump(mode="json"),
+            model_path=_from_any_folder(self._prepared.model_path),
+            version=self._prepared.cursor.version,
+            adapter_path=None if adapter is None else _from_any_folder(adapter),
+        )
+
+    async def _load(self, worker: Worker, start: Message) -> None:
+        try:
+            await worker.call(start, timeout_s=self._timeout_s)
+        except BaseException:
+            worker.kill()
+            raise
+
+
+def _from_any_folder(model: str) -> str:
+    """What also another host, with a working directory of its own, understands."""
+    return str(Path(model).absolute()) if Path(model).exists() else model

@@ -1,0 +1,121 @@
+"""Runs whose every process is killed at once, and which go on as if nothing had happened."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from project import Command, make_project, steps_in
+
+from millrace.core.errors import JournalError
+from millrace.journal import Ledger, read_journal
+from millrace.watch.ledger import read_ledger
+from millrace.watch.metrics import read_metrics
+
+STEPS, GROUPS = 14, 4
+# tests/e2e/test_processes.py has one kill in the default run.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def settings_of(**more) -> dict:
+    return {"trainer": {"steps": STEPS}, "checkpoint": {"every_steps": 4}, **more}
+
+
+class Killed:
+    """A run in a process group of its own."""
+
+    def __init__(self, project: Path, *arguments: str) -> None:
+        self.journal = project / "run" / "journal"
+        self.command = Command("train", "run.toml", *arguments, folder=project)
+        self.group = os.getpgid(self.command.process.pid)
+
+    def kill_when(self, is_time: Callable[[Ledger], bool]) -> Ledger:
+        """SIGKILL to all of it; returns the books as they are on the disk then."""
+        deadline = time.monotonic() + 240
+        while (ledger := self._ledger()) is None or not is_time(ledger):
+            assert self.command.process.poll() is None, self.command.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        os.killpg(self.group, signal.SIGKILL)
+        self.command.process.communicate()
+        after = self._ledger()
+        assert after is not None
+        return after
+
+    def _ledger(self) -> Ledger | None:
+        try:
+            past = read_journal(self.journal)
+        except JournalError:  # it is being written
+            return None
+        return None if past is None else past.ledger
+
+
+def is_between_steps(ledger: Ledger) -> bool:
+    return 6 <= ledger.last_begun < STEPS and not ledger.in_steps
+
+
+def is_in_a_step(ledger: Ledger) -> bool:
+    return 6 <= ledger.last_begun < STEPS and bool(ledger.in_steps)
+
+
+def has_no_checkpoint_yet(ledger: Ledger) -> bool:
+    return 2 <= ledger.last_begun <= 3
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    return make_project(tmp_path, **settings_of())
+
+
+@pytest.mark.parametrize("is_time", [is_between_steps, is_in_a_step, has_no_checkpoint_yet])
+def test_a_run_that_was_killed_ends_with_the_same_steps_and_clean_books(project, is_time):
+    before = Killed(project).kill_when(is_time)
+    rows = {row["step"]: row for row in read_metrics(project / "run" / "metrics.jsonl")}
+
+    code, _, stderr = Command("train", "run.toml", "--resume", folder=project).finish(timeout_s=240)
+    assert code == 0, stderr
+    metrics = project / "run" / "metrics.jsonl"
+    assert steps_in(metrics) == list(range(1, STEPS + 1))
+    ledger = read_ledger(project / "run")
+    assert ledger.check() == []
+    assert ledger.totals["trained"] == STEPS * GROUPS
+    for row in read_metrics(metrics):
+        for name in ("loss", "grad_norm", "reward_mean"):  # redone from the same groups
+            assert row["step"] not in rows or row[name] == rows[row["step"]][name]
+    for version, step in before.steps.items():
+        now = ledger.steps.get(version)
+        assert now is None or now.begun == step.begun
+
+
+def test_a_run_is_killed_again_and_again(project):
+    done = 0
+    for kill in range(3):
+        arguments = ("--resume",) if kill else ()
+        ledger = Killed(project, *arguments).kill_when(
+            lambda ledger, done=done: ledger.last_begun > done + 2
+        )
+        done = ledger.last_begun
+    code, stdout, stderr = Command("train", "run.toml", "--resume", folder=project).finish(
+        timeout_s=240
+    )
+    assert code == 0, stderr
+    ledger = read_ledger(project / "run")
+    assert ledger.check() == []
+    assert ledger.totals["trained"] == STEPS * GROUPS
+    assert steps_in(project / "run" / "metrics.jsonl") == list(range(1, STEPS + 1))
+    code, stdout, _ = Command("inspect", "run", "--ledger", folder=project).finish()
+    assert code == 0
+    assert f"{STEPS * GROUPS}" in stdout
+
+
+def test_a_journal_that_is_too_large_makes_checkpoints_out_of_turn_and_shrinks(tmp_path):
+    journal = {"segment_bytes": 20_000, "max_bytes": 60_000}
+    project = make_project(tmp_path, **settings_of(checkpoint={"every_steps": 0}, journal=journal))
+    code, _, stderr = Command("train", "run.toml", folder=project).finish(timeout_s=240)
+    assert code == 0, stderr
+    made = [path.name for path in (project / "run" / "checkpoints").iterdir()]
+    assert len(made) > 1
+    assert sum(path.stat().st_size for path in (project / "run" / "journal").iterdir()) < 120_000
+    assert read_ledger(project / "run").totals["trained"] == STEPS * GROUPS

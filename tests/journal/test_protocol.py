@@ -1,0 +1,415 @@
+"""The whole protocol of durability under random crashes: admit, take, step, checkpoint, resume.
+
+The journal, the buffer, the batches and the dispatcher are the real ones, on real files of a disk
+that loses what was not synced. Engines and the trainer are scripted. A trainer's weights are a hash
+of everything it ever learned, so that a version which is made again from anything else shows.
+"""
+
+import asyncio
+import hashlib
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crashing_disk import CrashingDisk
+from fakes import NoScoring, make_group
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from millrace.config import JournalConfig, load_config
+from millrace.core.errors import Filtered, JournalError, ScoreError
+from millrace.core.records import Group, Task
+from millrace.envs.curriculum import Curriculum
+from millrace.journal import Journal
+from millrace.journal.resuming import Checkpointed, recall, redone_numbers, reissued_numbers
+from millrace.rollout.admission import Admission
+from millrace.rollout.dispatcher import Dispatcher, Failures
+from millrace.rollout.filtering import Filtering
+from millrace.staging.batches import Batches, Taken
+from millrace.staging.buffer import Buffer
+from millrace.staging.orders import build_sampler
+
+GROUPS = 2  # of a step
+MAX_STALENESS = 2
+JOURNAL = JournalConfig(segment_bytes=3000, max_bytes=2**20, commit_interval_s=0)
+REPLAY = {"share": 0.5, "capacity": 4, "max_staleness": 6}
+TASKS = [Task(prompt=f"task {n}") for n in range(5)]
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Remembers all it learned; `weights` are one hash for each version."""
+
+    weights: list[str] = field(default_factory=lambda: ["start"])
+    learned: list[tuple[int, ...]] = field(default_factory=list)  # fresh numbers by step
+    relearned: list[int] = field(default_factory=list)
+
+    @property
+    def version(self) -> int:
+        return len(self.weights) - 1
+
+    def step(self, taken: Taken) -> None:
+        for group in taken.groups:
+            (version,) = set(group.rollouts[0].versions[group.rollouts[0].mask].tolist())
+            assert group.scores[0].parts == {self.weights[version]: 0.0}, "another one sampled it"
+            assert group.task.prompt == group.episodes[0].turns[0].prompt
+        digest = hashlib.sha256(self.weights[-1].encode())
+        for batch in taken.batches:
+            for microbatch in batch.microbatches:
+                digest.update(microbatch.tokens.tobytes() + microbatch.advantages.tobytes())
+        self.weights.append(digest.hexdigest()[:12])
+        self.learned.append(tuple(group.number for group in taken.fresh))
+        self.relearned += taken.replayed
+
+    def copy(self) -> "Trainer":
+        return replace(
+            self,
+            weights=list(self.weights),
+            learned=list(self.learned),
+            relearned=list(self.relearned),
+        )
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    trainer: Trainer
+    run_state: dict[str, Any]
+
+
+class Process:
+    """A controller from its start to its death."""
+
+    def __init__(
+        self,
+        disk: CrashingDisk,
+        checkpoint: Checkpoint | None,
+        *,
+        replay: bool,
+        sampled_at: dict[int, int],
+    ) -> None:
+        state = {} if checkpoint is None else checkpoint.run_state
+        saved = Trainer() if checkpoint is None else checkpoint.trainer
+        self.trainer = saved.copy()
+        version = self.visible = self.trainer.version
+        at = Checkpointed(
+            version=version,
+            next_number=state.get("next_number", 0),
+            unfinished=state.get("unfinished", ()),
+            position=state.get("journal"),
+        )
+        past, self.doubts = recall(disk.folder, at)
+        self.covered = (version, at.position)
+        self.tasks = Curriculum(TASKS, seed=0, target=0.5, explore_share=0.2)
+        self.tasks.restore(state.get("tasks", {}))
+        for number in past.ledger.open & past.ledger.draws.keys():
+            self.tasks.remember(number, past.ledger.draws[number])
+        self.journal = Journal(
+            disk.folder,
+            past=past,
+            task_of=self.tasks.redrawn,
+            settings=JOURNAL,
+            open_sink=disk.open,
+        )
+        self.playing: dict[int, asyncio.Future[str]] = {}  # what comes of each
+        self.sampled_at = sampled_at  # version by number
+        self._wire(replay=replay, version=version)
+
+    def _wire(self, *, replay: bool, version: int) -> None:
+        ledger = self.journal.ledger
+        more = {"replay": REPLAY} if replay else {}
+        config = load_config(
+            {
+                "model": "none",
+                "trainer": {"groups_per_step": GROUPS},
+            }
+            | {"buffer": {"capacity": 3, "max_staleness": MAX_STALENESS, **more}}
+        )
+        taking = max(version, ledger.last_begun)
+        begun = redone_numbers(ledger, after=version)
+        self.admission = Admission(
+            groups_per_step=GROUPS,
+            limit=config.buffer.limit,
+            max_running=4,
+            version=version,
+            begun=len(begun),
+        )
+        self.admission.take_next(taking)
+        self.buffer = Buffer(
+            capacity=config.buffer.capacity,
+            limit=config.buffer.limit,
+            sampler=build_sampler(config.buffer.order),
+            on_drop=lambda waiting: self.dispatcher.expire_waiting(waiting),
+        )
+        self.batches = Batches(
+            config,
+            buffer=self.buffer,
+            journal=self.journal,
+            in_batch=list,
+            on_replay=self.admission.replay,
+            pairs=False,
+            in_order=False,
+        )
+        self.dispatcher = Dispatcher(
+            task_of=self.tasks.task,
+            draw_of=self.tasks.draw_of,
+            on_closed=self.tasks.finish,
+            open_scoring=lambda task, attempt: NoScoring(),
+            play=self._play,
+            score=self._score,
+            admit=self.buffer.admit,
+            admission=self.admission,
+            failures=Failures(max_share=1.0),
+            filtering=Filtering(max_share=1.0, warn=print),
+            limit=config.buffer.limit,
+            journal=self.journal,
+            version=taking,
+            next_number=ledger.next_number,
+            unfinished=reissued_numbers(ledger),
+            begun=begun,
+        )
+
+    async def start(self) -> None:
+        await self.batches.restore(self.trainer.version)
+        waiting = await self.journal.groups(list(self.journal.ledger.waiting))
+        self.dispatching = asyncio.create_task(self.dispatcher.run(waiting))
+
+    async def die(self) -> None:
+        self.dispatching.cancel()
+        with suppress(asyncio.CancelledError, ExceptionGroup):
+            await self.dispatching
+        await self.journal.close()
+
+    async def _play(self, task: Task, attempt: Any, scoring: Any) -> Group:
+        future = self.playing[attempt.number] = asyncio.get_running_loop().create_future()
+        try:
+            outcome = await future
+        finally:
+            del self.playing[attempt.number]
+        self.sampled_at[attempt.number] = self.visible
+        group = make_group(attempt.number, versions=self.visible)
+        first = group.episodes[0]
+        turn = replace(first.turns[0], prompt=task.prompt)
+        score = replace(group.scores[0], parts={self.trainer.weights[self.visible]: 0.0})
+        return replace(
+            group,
+            task=replace(task, columns={"outcome": outcome}),
+            episodes=(replace(first, turns=(turn,)), *group.episodes[1:]),
+            scores=(score, *group.scores[1:]),
+        )
+
+    async def _score(self, group: Group, scoring: Any) -> Group:
+        outcome = group.task.columns["outcome"]
+        if outcome == "failed":
+            raise ScoreError("no")
+        self.tasks.observe(group.number, 0.5)
+        self.journal.observed(group.number, solve_rate=0.5, draw=self.tasks.draw_of(group.number))
+        if outcome == "filtered":
+            raise Filtered("dull")
+        return replace(group, task=replace(group.task, columns={}))
+
+
+class Protocol(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.loop = asyncio.new_event_loop()
+        self.disk = CrashingDisk(self.folder / "journal", attic=self.folder / "attic")
+        self.checkpoints: list[Checkpoint] = []  # the two newest
+        self.sampled_at: dict[int, int] = {}
+        self.made: dict[int, str] = {}  # the weights of each version that ever was
+
+    @initialize(replay=st.booleans())
+    def begin(self, replay: bool) -> None:
+        self.replay = replay
+        self._start()
+
+    def teardown(self) -> None:
+        if hasattr(self, "process"):
+            self._run(self.process.die())
+        self.loop.close()
+        shutil.rmtree(self.folder)
+
+    @rule(choice=st.integers(0), outcome=st.sampled_from(["good"] * 4 + ["failed", "filtered"]))
+    def finish_a_group(self, choice: int, outcome: str) -> None:
+        playing = sorted(self.process.playing)
+        if playing:
+            self.process.playing[playing[choice % len(playing)]].set_result(outcome)
+        self._run(self._turn())
+
+    @rule(rounds=st.integers(1, 4), saves=st.booleans())
+    def go_on_undisturbed(self, rounds: int, saves: bool) -> None:
+        for _ in range(rounds):
+            for playing in self.process.playing.values():
+                playing.set_result("good")
+            self._run(self._turn())
+            if self._can_step():
+                self._run(self._step("well"))
+            self.weights_arrive()
+        if saves and self.process.trainer.version > self._saved():
+            self._run(self._checkpoint("well"))
+
+    @precondition(lambda self: self._can_step())
+    @rule(ends=st.sampled_from(["well"] * 3 + ["taken", "stepped"]), seed=st.integers(0, 2**32))
+    def step(self, ends: str, seed: int) -> None:
+        self._run(self._step(ends))
+        if ends != "well":
+            self._crash(seed)
+
+    @rule()
+    def weights_arrive(self) -> None:
+        self.process.visible = self.process.trainer.version
+        self.process.admission.advance(self.process.visible)
+        self._run(self._turn())
+
+    @precondition(lambda self: self.process.trainer.version > self._saved())
+    @rule(ends=st.sampled_from(["well"] * 3 + ["unsaved", "uncovered"]), seed=st.integers(0, 2**32))
+    def checkpoint(self, ends: str, seed: int) -> None:
+        self._run(self._checkpoint(ends))
+        if ends != "well":
+            self._crash(seed)
+
+    @rule(seed=st.integers(0, 2**32))
+    def crash(self, seed: int) -> None:
+        self._crash(seed)
+
+    @rule(seed=st.integers(0, 2**32), syncs=st.integers(0, 3), what=st.integers(0, 3))
+    def lose_power_in_the_middle_of_something(self, seed: int, syncs: int, what: int) -> None:
+        self.disk.syncs_left = syncs
+        with suppress(JournalError, ExceptionGroup):
+            for number in sorted(self.process.playing)[: 1 + syncs]:
+                self.process.playing[number].set_result("good")
+            if what == 0 and self._can_step():
+                self._run(self._step("well"))
+            elif what == 1 and self.process.trainer.version > self._saved():
+                self._run(self._checkpoint("well"))
+            else:
+                self._run(self._turn())
+        self._crash(seed)
+
+    @precondition(lambda self: len(self.checkpoints) == 2)
+    @rule(seed=st.integers(0, 2**32))
+    def crash_and_find_the_newest_checkpoint_damaged(self, seed: int) -> None:
+        self.checkpoints.pop()
+        self._crash(seed)
+
+    @invariant()
+    def nothing_is_trained_twice_or_replayed_twice(self) -> None:
+        trainer = self.process.trainer
+        trained = [number for step in trainer.learned for number in step]
+        assert len(trained) == len(set(trained))
+        assert len(trainer.relearned) == len(set(trainer.relearned))
+
+    @invariant()
+    def a_version_is_the_same_however_often_it_is_made(self) -> None:
+        for version, weights in enumerate(self.process.trainer.weights):
+            assert self.made.setdefault(version, weights) == weights
+
+    @invariant()
+    def the_books_add_up(self) -> None:
+        ledger = self.process.journal.ledger
+        assert ledger.check() == []
+        assert self.process.doubts == [] or "cut short" in self.process.doubts[0]
+        trained = {n for step in self.process.trainer.learned for n in step}
+        is_redone = {*redone_numbers(ledger, after=self.process.trainer.version)}
+        assert ledger.totals["trained"] == len(trained | is_redone) - len(ledger.in_steps)
+        assert not trained & ledger.open
+
+    @invariant()
+    def what_is_open_is_being_played_or_waits(self) -> None:
+        cursor = self.process.dispatcher.cursor()
+        is_redone = redone_numbers(self.process.journal.ledger, after=self.process.trainer.version)
+        assert {*cursor["unfinished"]} == self.process.journal.ledger.open | {*is_redone}
+
+    def _saved(self) -> int:
+        return self.checkpoints[-1].trainer.version if self.checkpoints else 0
+
+    def _can_step(self) -> bool:
+        process = self.process
+        is_begun = process.trainer.version + 1 in process.journal.ledger.steps
+        return is_begun or process.buffer.depth >= GROUPS
+
+    async def _turn(self) -> None:
+        """Everything that can go on does."""
+        for _ in range(5):
+            for _ in range(20):
+                await asyncio.sleep(0)
+            await self.process.journal.settle()
+
+    async def _step(self, ends: str) -> None:
+        process = self.process
+        version = process.trainer.version
+        taking = asyncio.create_task(process.batches.next(version))
+        try:
+            async with asyncio.timeout(0.2):  # what has become too stale is not enough for a batch
+                taken = await taking
+        except TimeoutError:
+            return
+        if ends == "taken":
+            return
+        process.trainer.step(taken)
+        if ends == "stepped":
+            return
+        process.dispatcher.finish(group.number for group in taken.fresh)
+        process.batches.applied(taken, version=version + 1, was_skipped=False)
+        process.admission.take_next(version + 1)
+        process.dispatcher.expire(max(version + 1, process.journal.ledger.last_begun))
+        await self._turn()
+
+    async def _checkpoint(self, ends: str) -> None:
+        process = self.process
+        position = process.journal.position
+        cursor = process.dispatcher.cursor()
+        state = {"journal": position, **cursor, "tasks": process.tasks.state()}
+        kept = process.trainer.copy()
+        await process.journal.settle()
+        if ends == "unsaved":
+            return
+        self.checkpoints = [*self.checkpoints, Checkpoint(trainer=kept, run_state=state)][-2:]
+        if ends == "uncovered":
+            return
+        (version, at), process.covered = process.covered, (kept.version, position)
+        if at is not None:
+            await process.journal.cover(version, position=at, keep=process.batches.may_return)
+
+    def _start(self) -> None:
+        newest = self.checkpoints[-1] if self.checkpoints else None
+        self.process = self._run(self._make(newest))
+        self._run(self._turn())
+
+    async def _make(self, checkpoint: Checkpoint | None) -> Process:
+        process = Process(self.disk, checkpoint, replay=self.replay, sampled_at=self.sampled_at)
+        await process.start()
+        return process
+
+    def _crash(self, seed: int) -> None:
+        admitted = set(self.process.journal._places) & set(self.process.journal.ledger.live)
+        sampled_at = dict(self.sampled_at)  # of what is there before it is played again
+        self.disk.syncs_left = 0
+        self._run(self.process.die())
+        self.disk.crash(seed)
+        self._start()
+        ledger = self.process.journal.ledger
+        trained = {n for step in self.process.trainer.learned for n in step}
+        for number in admitted - ledger.live - trained:
+            # Too stale for the next take, so that it is played again.
+            assert ledger.last_begun - sampled_at[number] > MAX_STALENESS, "it is lost"
+            assert number in ledger.open
+
+    def _run(self, work: Any) -> Any:
+        return self.loop.run_until_complete(work)
+
+
+class TestProtocol(Protocol.TestCase):
+    """Always the same crashes; see below for others."""
+
+    settings = settings(max_examples=8, stateful_step_count=25, deadline=None, derandomize=True)
+
+
+@pytest.mark.slow
+class TestProtocolAtLength(Protocol.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=60, deadline=None)

@@ -1,0 +1,135 @@
+"""Where data could become code, each place with the reason why it may."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import millrace
+
+ROOT = Path(millrace.__file__).parent
+# Modules that run code while they read data.
+UNSAFE_MODULES = {
+    "pickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "marshal",
+    "shelve",
+    "yaml",
+    "jsonpickle",
+}
+UNSAFE_BUILTINS = {"eval", "exec", "compile", "__import__"}
+# torch's collectives for Python objects pickle them; multiprocessing pickles all it sends.
+UNSAFE_ENDINGS = ("_object", "_object_list", "object_list")
+UNSAFE_CALLS = {"os.system", "os.popen", "np.load", "numpy.load", "pd.read_pickle", "torch.load"}
+
+ALLOWED = {
+    # A reward function of the user's own script or notebook goes to the run's own scorer process in
+    # a private file in a private folder; load_function() checks owner and mode before it reads.
+    "scoring/handover.py: import pickle",
+    "scoring/handover.py: import cloudpickle",
+    # Only the name of the exception, for torch.load(weights_only=True).
+    "training/trainer.py: import pickle",
+    # What the sandbox is for: both processes are locked down before they get to it.
+    "sandbox/candidate.py: exec()",
+    "sandbox/candidate.py: compile()",
+    "sandbox/judge.py: exec()",
+    "sandbox/judge.py: compile()",
+    # "module:name" in the user's own settings: to run that function is what was asked for.
+    "core/references.py: import_module(name)",
+    # Names that are written in our own code.
+    "__init__.py: import_module('millrace.verifiers')",
+    "__init__.py: import_module(_HOMES[name])",
+    "cli.py: import_module(f'millrace.bench.{args.bench}')",
+    "sandbox/judge.py: import_module('_strptime')",
+    # Imported for a test in the sandbox, in the locked down process.
+    "sandbox/judge.py: import_module(name)",
+    "sandbox/objects.py: import_module(name)",
+}
+
+
+def findings_in(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import():
+                names = [alias.name for alias in node.names]
+                yield from (f"import {n}" for n in names if n.split(".")[0] in UNSAFE_MODULES)
+                yield from (f"import {n}" for n in names if n.startswith("multiprocessing"))
+            case ast.ImportFrom(module=str() as name):
+                if name.split(".")[0] in {*UNSAFE_MODULES, "multiprocessing"}:
+                    yield f"import {name}"
+            case ast.Call():
+                yield from _calls(node)
+            case ast.arguments():
+                yield from _defaults(node)
+            case ast.AnnAssign(target=ast.Name(id="trust_remote_code"), value=ast.Constant(True)):
+                yield "trust_remote_code = True"
+
+
+def _calls(call: ast.Call) -> Iterator[str]:
+    name = ast.unparse(call.func)
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    is_weights_only = _is_true(keywords.get("weights_only"))
+    if name in UNSAFE_BUILTINS or (name in UNSAFE_CALLS and not is_weights_only):
+        yield f"{name}()"
+    if name.endswith(UNSAFE_ENDINGS) and "." in name:
+        yield f"{name}()"
+    if name.endswith("import_module"):
+        yield f"import_module({ast.unparse(call.args[0])})"
+    for keyword in ("trust_remote_code", "allow_pickle", "shell"):
+        if _is_true(keywords.get(keyword)):
+            yield f"{keyword} = True"
+
+
+def _defaults(arguments: ast.arguments) -> Iterator[str]:
+    named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    for argument, default in named:
+        if argument.arg == "trust_remote_code" and _is_true(default):
+            yield "trust_remote_code = True"
+
+
+def _is_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def test_data_becomes_code_only_where_there_is_a_reason():
+    found = {
+        f"{path.relative_to(ROOT).as_posix()}: {finding}"
+        for path in ROOT.rglob("*.py")
+        for finding in findings_in(path.read_text())
+    }
+    assert found - ALLOWED == set(), "new: find another way, or write the reason down"
+    assert ALLOWED - found == set(), "gone: take it off the list"
+
+
+def test_what_is_looked_for_is_found():
+    source = """
+import pickle, yaml.loader
+from multiprocessing.connection import Client
+torch.load(path)
+torch.load(path, weights_only=True)
+np.load(path, allow_pickle=True)
+eval(text)
+re.compile(text)
+dist.broadcast_object_list(values)
+AutoModel.from_pretrained(path, trust_remote_code=True)
+AutoModel.from_pretrained(path, trust_remote_code=asked)
+subprocess.run(text, shell=True)
+def load(path, *, trust_remote_code=True): ...
+class Settings:
+    trust_remote_code: bool = True
+"""
+    assert sorted(findings_in(source)) == [
+        "allow_pickle = True",
+        "dist.broadcast_object_list()",
+        "eval()",
+        "import multiprocessing.connection",
+        "import pickle",
+        "import yaml.loader",
+        "np.load()",
+        "shell = True",
+        "torch.load()",
+        "trust_remote_code = True",
+        "trust_remote_code = True",
+        "trust_remote_code = True",
+    ]

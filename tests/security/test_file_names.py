@@ -1,0 +1,96 @@
+"""Names from settings and sockets never lead out of the folder they are used in."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from fake_checkpoint import write_fake_checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.cluster.guests.join import _Crew
+from millrace.cluster.hub import Hub
+from millrace.cluster.messages import Place
+from millrace.config import load_config
+from millrace.core.errors import CheckpointError, ConfigError
+from millrace.core.file_names import check_file_name
+from millrace.scoring.registry import check_specs, spec_of
+from millrace.training.checkpoints import prune_checkpoints
+
+LEADING_AWAY = ["../x", "/etc/x", "a/b", "..", ".", "", "a\\b", "a\nb", "x" * 300, "a\x00b"]
+
+
+def files_in(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
+
+
+@pytest.mark.parametrize("name", LEADING_AWAY)
+def test_a_scorer_whose_name_leads_away_is_refused_before_anything_starts(name):
+    table = {"type": "http", "url": "http://h", "name": name or "."}
+    config = load_config({"model": "m", "scorer": [table]})
+    with pytest.raises(ConfigError, match=r"^A scorer has the name .*; files of the run are") as e:
+        check_specs([spec_of(config.scorer[0], section="scorer.0")], ())
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", LEADING_AWAY)
+async def test_a_worker_whose_name_leads_away_is_not_launched(name, tmp_path: Path):
+    async with Hub(log_dir=tmp_path, on_event=lambda *_: None) as hub:
+        with pytest.raises(ConfigError, match="A worker has the name"):
+            await hub.launch(name, "no_such_module")
+    assert files_in(tmp_path) == []
+
+
+class SilentLine:
+    async def receive(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_host_that_joins_starts_no_worker_whose_name_leads_away(tmp_path: Path):
+    crew = _Crew(SilentLine(), ticket=None)  # type: ignore[arg-type]
+    places = [Place(name="../../engine", token="t")]
+    with pytest.raises(ConfigError, match=r"A worker of this run has the name '\.\./\.\./engine'"):
+        await crew.serve(places, module="no_such_module", log_dir=tmp_path)
+
+
+@given(st.text(max_size=250))
+def test_what_passes_is_one_file_in_its_folder(name: str):
+    try:
+        check_file_name(name, of="It")
+    except ConfigError:
+        return
+    folder = Path("/run/logs")
+    path = folder / f"{name}.log"
+    assert path.parent == folder
+    assert path.resolve().parent == folder.resolve()
+    assert (folder / name).parent == folder
+
+
+def test_pruning_removes_no_folder_that_a_link_leads_to(tmp_path: Path):
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    write_fake_checkpoint(folder / "step_2", run_state={})
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("kept")
+    (folder / "step_1").symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="could not be removed"):
+        prune_checkpoints(folder, keep=1, good=set())
+    assert (elsewhere / "precious").read_text() == "kept"
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+async def test_the_local_socket_lies_in_a_folder_that_others_cannot_enter(
+    umask: int, tmp_path: Path
+):
+    before = os.umask(umask)
+    try:
+        async with Hub(tmp_path, log_dir=tmp_path, on_event=lambda *_: None) as hub:
+            folder = Path(hub.address.removeprefix("ipc://")).parent
+            assert mode_of(folder) == 0o700
+    finally:
+        os.umask(before)
+    assert files_in(tmp_path) == []

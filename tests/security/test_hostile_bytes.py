@@ -1,0 +1,169 @@
+"""Whatever bytes arrive: a valid value or the one named error, and no more memory than they are
+worth."""
+
+import json
+import struct
+import traceback
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from millrace.cluster.guests.ticket import Ticket, read_ticket
+from millrace.cluster.wire import ARRAY_CODE, DTYPES, WireError, decode
+from millrace.core.errors import ConfigError
+from millrace.episodes.tool_calls import FORMATS
+from millrace.serving.bodies import ChatBody, CompletionBody, GenerateBody, read_body
+from millrace.serving.errors import ApiError
+from millrace.serving.messages import read_messages
+from millrace.training.checkpoints import damage_to
+
+MOST_BYTES = 4 * 2**20  # that a few hundred hostile bytes may cost
+E = TypeVar("E", bound=Exception)
+HUGE = st.sampled_from([2**31 - 1, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1])
+
+
+def costs_little(read: Callable[[], object]) -> None:
+    tracemalloc.start()
+    try:
+        read()
+        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def refusal_of(read: Callable[[], object], *, kind: type[E]) -> E | None:
+    """The named error, or None if it was read; anything else is a failed test."""
+    try:
+        read()
+    except kind as error:
+        return error
+    return None
+
+
+@st.composite
+def claims(draw: st.DrawFn) -> bytes:
+    """Msgpack whose lengths promise gigabytes, nested in what looks like a message."""
+    kind = draw(st.sampled_from([b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"]))
+    length = struct.pack(">I", draw(st.integers(2**16, 2**32 - 1)))
+    outer = draw(
+        st.sampled_from([b"", b"\x82\xa4type\xa8Progress\xa5spans", b"\x91", b"\x81\xa4type"])
+    )
+    return outer + kind + length + draw(st.binary(max_size=40))
+
+
+@settings(deadline=None)
+@given(claims(), st.lists(st.binary(max_size=20), max_size=2))
+def test_lengths_that_promise_gigabytes_cost_nothing(header: bytes, arrays: list[bytes]):
+    def read() -> None:
+        assert refusal_of(lambda: decode([header, *arrays]), kind=WireError) is not None
+
+    costs_little(read)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(-(2**63), 2**64 - 1),
+    st.sampled_from(sorted(DTYPES))
+    | st.sampled_from(["|O", "|S9", "<U9", "|V8", "", "<f16", "f4"]),
+    st.lists(HUGE | st.integers(-(2**63), 3), max_size=12),
+    st.binary(max_size=24),
+)
+@example(0, "<f8", [0, 2**62], b"")
+@example(0, "|i1", [2**32, 2**32], b"")
+def test_shapes_that_promise_gigabytes_cost_nothing(index, dtype, shape, frame):
+    array = msgspec.msgpack.Ext(ARRAY_CODE, msgspec.msgpack.encode((index, dtype, shape)))
+    columns = {"x": [array]}
+    header = msgspec.msgpack.encode(
+        {
+            "type": "ScoreGroup",
+            "function": "f",
+            "prompts": [],
+            "completions": [],
+            "completion_ids": [],
+            "columns": columns,
+        }
+    )
+
+    costs_little(lambda: refusal_of(lambda: decode([header, frame]), kind=WireError))
+
+
+TICKET = msgspec.json.encode(
+    Ticket(
+        address="tcp://10.0.0.1:5000",
+        heartbeat_timeout_s=30.0,
+        server_key="s" * 40,
+        client_key="c" * 40,
+        client_secret="SECRET" * 6 + "1234",
+        token="t" * 32,
+    )
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.binary(max_size=64)
+    | st.integers(0, len(TICKET) - 1).map(lambda n: TICKET[:n])
+    | st.tuples(st.integers(0, len(TICKET) - 1), st.integers(0, 255)).map(
+        lambda at: TICKET[: at[0]] + bytes([at[1]]) + TICKET[at[0] + 1 :]
+    )
+)
+@example(b"[" * 100_000)
+def test_a_ticket_is_read_or_refused_without_quoting_it(tmp_path: Path, data: bytes):
+    path = tmp_path / "ticket"
+    path.touch(mode=0o600)
+    path.write_bytes(data)
+    error = refusal_of(lambda: read_ticket(path), kind=ConfigError)
+    if error is not None:
+        assert "SECRET" not in "".join(traceback.format_exception(error))
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+KINDS = (ChatBody, CompletionBody, GenerateBody)
+FIELDS = sorted({name for kind in KINDS for name in kind.model_fields})
+message = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "system", "x"]) | plain},
+    optional={"content": plain, "tool_calls": plain, "tool_call_id": plain, "name": plain},
+)
+bodies = st.fixed_dictionaries(
+    {"model": st.just("tiny") | plain, "messages": st.lists(message, max_size=3) | plain},
+    optional={name: plain for name in FIELDS if name not in ("model", "messages")},
+)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(KINDS), st.binary(max_size=60) | bodies.map(lambda b: json.dumps(b).encode())
+)
+@example(ChatBody, b"[" * 100_000)
+@example(ChatBody, b'{"model": "x", "messages": ' + b'{"a":' * 5000)
+@example(GenerateBody, b'{"prompt": [1], "seed": ' + b"9" * 5000 + b"}")
+@example(GenerateBody, b'{"prompt": [1], "temperature": 1e999}')
+@example(CompletionBody, b'{"model": "x", "prompt": "\\ud800"}')
+def test_a_body_is_read_or_refused(kind, data: bytes):
+    def read() -> None:
+        body = read_body(kind, data)
+        if isinstance(body, ChatBody):
+            read_messages(body.messages, form=FORMATS["hermes"])
+
+    error = refusal_of(read, kind=ApiError)
+    if error is not None:
+        assert 400 <= error.status < 500
+        json.dumps(error.body(), ensure_ascii=False).encode()  # what a client gets is valid text
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=80) | plain.map(lambda value: json.dumps({"files": value}).encode()))
+@example(b'{"files": {"config.json": {"bytes": 99999999999999999999, "xxh3": ""}}}')
+@example(b'{"files": {"../../../../../../dev/zero": {"bytes": 0, "xxh3": ""}}}')
+def test_the_manifest_of_a_checkpoint_is_read_or_refused(tmp_path: Path, data: bytes):
+    (tmp_path / "manifest.json").write_bytes(data)
+    assert damage_to(tmp_path) is not None

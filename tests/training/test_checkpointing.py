@@ -1,0 +1,151 @@
+"""The controller's side of checkpoints, with a trainer that the test plays."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from millrace.cluster.messages import Copied, Message, SaveCheckpoint, Saved
+from millrace.core.errors import CheckpointError, MillraceError, WorkerError
+from millrace.training.checkpointing import Checkpointing
+from millrace.training.past_steps import StepsInMemory
+from millrace.training.remote import RemoteTrainer
+
+
+class PlayedTrainer:
+    """Says Copied at once and is silent about the disk until the test answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[SaveCheckpoint] = []
+        self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.answers: asyncio.Queue[Message | MillraceError] = asyncio.Queue()
+
+    async def call(self, message, *, on_part, **_: object) -> Message:
+        self.asked.append(message)
+        on_part(Copied())
+        answer = await self.answers.get()
+        if isinstance(answer, MillraceError):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+async def trainer() -> PlayedTrainer:
+    return PlayedTrainer()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def heard() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def checkpointing(trainer, said, heard) -> Checkpointing:
+    remote = RemoteTrainer(trainer, past=StepsInMemory(version=0))
+    return Checkpointing(remote, folder=Path("run"), warn=said.append)
+
+
+@pytest.fixture
+def save(checkpointing, heard):
+    """Of checkpoints of a version; the last one, or any other."""
+
+    def save(version: int, *, is_last: bool = False):
+        ask = checkpointing.save_last if is_last else checkpointing.save
+        return ask(version, run_state={}, on_saved=lambda: heard.append(version))
+
+    return save
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_the_controller_goes_on_before_the_disk_has_it(
+    trainer, checkpointing, save, heard, said
+):
+    await save(4)
+    assert [message.directory for message in trainer.asked] == ["run/step_4"]
+    assert heard == []
+    assert checkpointing.newest is None
+    trainer.answers.put_nowait(Saved(version=4))
+    await settled()
+    assert heard == [4]
+    assert checkpointing.newest == Path("run/step_4")
+    assert said == []
+
+
+async def test_one_that_is_due_while_another_is_written_is_skipped_and_counted(
+    trainer, checkpointing, save, heard, said
+):
+    for version in (1, 2, 3):
+        await save(version)
+    assert checkpointing.num_skipped == len(said) == 2
+    assert said[1].startswith(
+        "The checkpoint of step 3 was skipped, because that of step 1 is still being written"
+        " (2 skipped so far)"
+    )
+    trainer.answers.put_nowait(Saved(version=1))
+    await settled()
+    await save(4)
+    assert [message.directory for message in trainer.asked] == ["run/step_1", "run/step_4"]
+    checkpointing.close()
+
+
+async def test_the_last_one_waits_for_the_one_before_and_for_the_disk(
+    trainer, checkpointing, save, heard
+):
+    await save(1)
+    last = asyncio.create_task(save(2, is_last=True))
+    await settled()
+    assert len(trainer.asked) == 1
+    trainer.answers.put_nowait(Saved(version=1))
+    await settled()
+    assert len(trainer.asked) == 2
+    assert not last.done()
+    trainer.answers.put_nowait(Saved(version=2))
+    await last
+    assert checkpointing.newest == Path("run/step_2")
+    assert heard == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "error", [CheckpointError("No room."), WorkerError("Worker 'trainer' died.", worker="trainer")]
+)
+async def test_a_failed_write_is_a_warning_unless_it_is_the_last(
+    trainer, checkpointing, save, heard, said, error
+):
+    await save(1)
+    trainer.answers.put_nowait(error)
+    while not said:
+        await settled()
+    assert said == [f"{error} The run goes on without the checkpoint of step 1."]
+    trainer.answers.put_nowait(error)
+    with pytest.raises(type(error), match=str(error)):
+        await save(2, is_last=True)
+    assert heard == []
+
+
+async def test_old_checkpoints_that_cannot_be_removed_are_a_warning(
+    trainer, checkpointing, save, heard, said
+):
+    trainer.answers.put_nowait(Saved(version=1, complaint="It is locked."))
+    await save(1, is_last=True)
+    assert (heard, said) == ([1], ["It is locked."])
+
+
+async def test_a_checkpoint_that_dies_with_its_trainer_is_not_written_by_the_next(
+    trainer, checkpointing, save, heard, said
+):
+    await save(1)
+    trainer.dead.set_result(None)
+    trainer.answers.put_nowait(WorkerError("Worker 'trainer' was killed.", worker="trainer"))
+    while not said:
+        await settled()
+    assert said[0].startswith("The trainer died before 'run/step_1' was written.")
+    assert (heard, len(trainer.asked)) == ([], 1)
