@@ -100,7 +100,7 @@ class Crew:
         """One more on this host, for as long as the run lasts; returns its name."""
         assert self._keeping is not None, "the run goes on"
         name = f"engine-{next(self._numbers)}"
-        place = self._place(self.engines, start=partial(self._launcher.start_engine, name))
+        place = self._place(self.engines, name)
         worker = await place.fill()
         self._places[name] = place
         keeper = self._keep(worker, replace=place.fill, on_death=place.clear)
@@ -120,15 +120,15 @@ class Crew:
 
     async def _enlist(self, name: str) -> None:
         """Start an engine, and see to it that there is one of this name from now on."""
-        start = partial(self._launcher.start_engine, name)
-        place = self._places[name] = self._place(self.engines, start=start)
-        worker = await self._first(name, start)
+        place = self._places[name] = self._place(self.engines, name)
+        worker = await self._first(name, partial(self._launcher.start_engine, name))
         await place.take(worker)
         self._keep(worker, replace=place.fill, on_death=place.clear)
 
     async def _enlist_remote(self, name: str) -> None:
         expect = partial(self._launcher.expect_engine, name)
-        place = self._place(self.engines, start=partial(expect, timeout_s=None))
+        late = partial(expect, timeout_s=None, is_late=True)
+        place = self._place(self.engines, name, start=late)
         self._places[name] = place
         worker = await expect(timeout_s=self._config.cluster.join_timeout_s)
         await place.take(worker)
@@ -136,9 +136,8 @@ class Crew:
 
     async def _enlist_evaluator(self, name: str) -> None:
         assert self.evaluators is not None
-        start = partial(self._launcher.start_engine, name)
-        place = self._place(self.evaluators, start=start)
-        worker = await self._first(name, start)
+        place = self._place(self.evaluators, name)
+        worker = await self._first(name, partial(self._launcher.start_engine, name))
         await place.take(worker)
         self._keep(worker, replace=place.fill, on_death=place.clear)
 
@@ -156,10 +155,11 @@ class Crew:
                 self._on_restart(name, f"{error} {STARTED_AGAIN}")
                 await asyncio.sleep(delay_s)
 
-    def _place(self, pool: EnginePool, *, start: Start) -> EnginePlace:
+    def _place(self, pool: EnginePool, name: str, *, start: Start | None = None) -> EnginePlace:
+        """`start` of those who come late; by default on this host."""
         return EnginePlace(
             pool,
-            start=start,
+            start=start or partial(self._launcher.start_engine, name, is_late=True),
             bring_newest=self._bring_newest,
             swap_timeout_s=self._config.supervision.swap_timeout_s,
         )

@@ -3,7 +3,7 @@
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ class TornRun:
         self._command: Command | None = None
         self.said = ""  # by all that has ended
 
-    def start(self, *arguments: str) -> None:
-        self._command = Command("train", "run.toml", *arguments, folder=self.project)
+    def start(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        self._command = Command("train", "run.toml", *arguments, folder=self.project, env=env)
 
     @property
     def controller(self) -> psutil.Process:
