@@ -57,12 +57,13 @@ def plans(num_kills: int, *, steps: int, seed: int) -> Iterator[Plan]:
     rng = random.Random(seed)
     roles = [ROLES[i % len(ROLES)] for i in range(num_kills)]
     rng.shuffle(roles)
+    workers = [i for i, role in enumerate(roles) if role != CONTROLLER]
+    stopped = set(rng.sample(workers, round(STOP_SHARE * len(workers))))
     for i, role in enumerate(roles):
-        is_stop = role != CONTROLLER and rng.random() < STOP_SHARE
         is_hasty = rng.random() < HASTY_SHARE
         yield Plan(
             role=role,
-            signal=signal.SIGSTOP if is_stop else signal.SIGKILL,
+            signal=signal.SIGSTOP if i in stopped else signal.SIGKILL,
             after_step=None if is_hasty else int(LAST_STEP * steps * i / num_kills),
             pause=rng.random(),
         )
