@@ -21,7 +21,9 @@ from millrace.cluster.own_loop import run_on_own_loop
 from millrace.cluster.private_folder import private_folder
 from millrace.config import RunConfig, load_config
 from millrace.controller import Controller, Outcome
+from millrace.core import storage
 from millrace.core.causes import first_cause
+from millrace.core.errors import RunFailed
 from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
 from millrace.crew.control import controlled
@@ -87,6 +89,13 @@ def train(
         return run_on_own_loop(
             lambda: _Run(prepared, threads=threads, run_dir=run_dir, resume=resume).run()
         )
+    except OSError as error:
+        if not storage.is_full(error):
+            raise
+        raise RunFailed(
+            f"There is no room in run_dir = '{run_dir.path}' ({storage.reason(error)}); make room,"
+            " and go on with --resume."
+        ) from error
     finally:
         run_dir.close()
 

@@ -1,5 +1,6 @@
 """Files that must be on the disk before anybody relies on them, and why they could not be."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def sync_all(folder: Path) -> None:
     """The folder and everything in it."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
+
+
+def is_full(error: OSError) -> bool:
+    """True if there was no room for what was to be written."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def reason(error: BaseException) -> str:

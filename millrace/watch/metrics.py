@@ -4,6 +4,7 @@ Promise: a row is handed to the system when write() returns, and none holds NaN.
 come at any time; a line that a kill cut short is ignored. Called from the controller's event loop.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +30,8 @@ class MetricsLog:
         self._file.write(_line(plain(row)))
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a row that could not be written, as was told then
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ start; a resumed run goes on where the trace ended, so the hours in between leav
 Called from the controller's event loop.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -45,8 +46,9 @@ class TraceWriter:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.write("\n]\n")
-        self._file.close()
+        with contextlib.suppress(OSError):  # the bracket is not needed
+            self._file.write("\n]\n")
+            self._file.close()
 
     def _events(self, span: Span) -> list[Event]:
         new_track = []

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from millrace.config import RunConfig
+from millrace.core import storage
 from millrace.core.records import Group
 from millrace.core.scorer_load import ScorerLoad
 from millrace.core.spans import Span
@@ -71,7 +72,7 @@ class Watcher:
         self._capacity = config.buffer.capacity
         self._run_dir = run_dir
         self._metrics = MetricsLog(run_dir.metrics, resume_from=resume_from)
-        self._trace = TraceWriter(run_dir.trace, resume=resume_from is not None)
+        self._trace: TraceWriter | None = TraceWriter(run_dir.trace, resume=resume_from is not None)
         self._samples = SampleLog(run_dir.rollouts, per_step=config.watch.samples_per_step)
         self._recordings = EpisodeLog(
             run_dir.episodes, per_step=config.watch.record_episodes, model=config.model.path
@@ -112,7 +113,7 @@ class Watcher:
         if self._moment is not None:
             spans = [_explained(span, self._moment()) for span in spans]
         self._activity.add(spans)
-        self._trace.write(spans)
+        self._write_trace(spans)
 
     def step(
         self,
@@ -194,10 +195,24 @@ class Watcher:
         if self._moment is not None:
             self._show(self._moment())
         self._progress.stop()
-        self._trace.close()
+        if self._trace is not None:
+            self._trace.close()
         self._metrics.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+    def _write_trace(self, spans: Sequence[Span]) -> None:
+        """No run ends for want of it, and no worker whose spans these are."""
+        if self._trace is None:
+            return
+        try:
+            self._trace.write(spans)
+        except OSError as error:
+            self._trace = None
+            self.warn(
+                f"trace.json cannot be written any more ({storage.reason(error)}); the run goes on"
+                " without it."
+            )
 
     def _show(self, moment: Moment) -> None:
         failed = sum(moment.groups_failed.values())

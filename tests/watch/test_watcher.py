@@ -3,18 +3,21 @@ from dataclasses import replace
 
 import pytest
 from fakes import make_group
+from full_disk import files_of_at_most
 
 from millrace.config import load_config
 from millrace.core.records import Score, Task
 from millrace.core.spans import Span
+from millrace.core.storage import is_full
 from millrace.watch.metrics import read_metrics
 from millrace.watch.run_dir import RunDir
 from millrace.watch.trace import read_trace
 from millrace.watch.watcher import Moment, Watcher
 
 
-def make_watcher(tmp_path, *, resume_from=None):
-    config = load_config({"model": "m", "run_dir": str(tmp_path), "watch": {"progress": "off"}})
+def make_watcher(tmp_path, *, resume_from=None, progress="off"):
+    watch = {"progress": progress}
+    config = load_config({"model": "m", "run_dir": str(tmp_path), "watch": watch})
     run_dir = RunDir(tmp_path)
     for folder in (run_dir.rollouts, run_dir.logs):
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,6 +121,20 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path):
     rows = read_metrics(run_dir.metrics)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[2]["time_s"] >= rows[1]["time_s"]
+
+
+def test_a_trace_that_cannot_be_written_is_done_without_and_a_row_is_not(tmp_path, capsys):
+    watcher, run_dir = make_watcher(tmp_path, progress="lines")
+    span = Span(worker="engine-0", name="generate", busy=True, start_s=1.0, end_s=2.0)
+    with files_of_at_most(run_dir.trace.stat().st_size):
+        for _ in range(2):
+            watcher.heard("engine-0", spans=[span], counters={})
+        with pytest.raises(OSError, match="File too large") as caught:
+            watcher.step(make_moment(), groups=[make_group(0)], trainer_metrics={})
+        watcher.close()
+    assert is_full(caught.value)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("trace.json cannot be written any more (file too large)") == 1
 
 
 def test_parts_that_did_not_apply_to_all_say_to_how_many_they_did(tmp_path):
