@@ -86,6 +86,7 @@ class RemoteTrainer:
         reply = await self._call(
             SaveCheckpoint(directory=str(directory), run_state=run_state),
             timeout_s=self._save_timeout_s,
+            is_pulsed=True,
             on_part=hear,
             on_death=is_lost,
         )
