@@ -41,6 +41,7 @@ class Kept:
             on_death=self._came.clear,
             limits=RestartLimits(max_restarts=3, window_s=60.0, backoff_s=0.0),
             make_pulse=lambda: Pulse(timeout_s=HANG_S, first_timeout_s=0.0),
+            remedy="",
             on_restart=lambda _name, reason: self.restarts.append(reason),
         )
         self._keeping = asyncio.create_task(self._keeper.run())

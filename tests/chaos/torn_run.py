@@ -14,7 +14,7 @@ from millrace.watch.ledger import read_ledger
 
 GROUPS_PER_STEP = 2
 SETTINGS: dict[str, Any] = {
-    "evaluate": {"path": "tasks.jsonl"},
+    "evaluate": {"path": "tasks.jsonl", "max_tasks": 8},
     "sampling": {"max_new_tokens": 60},
     "rollout": {"group_size": 4},
     "buffer": {"max_staleness": 1},
