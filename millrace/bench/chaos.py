@@ -31,7 +31,7 @@ from millrace.bench.mayhem.subject import Subject
 from millrace.bench.mayhem.task import NUM_DIGITS
 from millrace.bench.mayhem.witness import Witness
 
-FEWEST_STEPS, STEPS_PER_KILL = 60, 5
+FEWEST_STEPS, STEPS_PER_KILL = 200, 5  # fewer, and chance decides how much was learned
 NUM_EXAMPLES = 9600  # of the model's warm start
 
 
@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--kills", type=int, default=20, help="how many (20); 200 is a soak")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the run and the kills")
-    parser.add_argument("--steps", type=int, help="of the run; by default 5 for each kill")
+    parser.add_argument(
+        "--steps", type=int, help="of the run; by default 5 for each kill, and 200 at least"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result here")
     parser.add_argument("--keep", metavar="DIR", help="keep both run directories here")
     args = parser.parse_args(argv)
