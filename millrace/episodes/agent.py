@@ -19,6 +19,7 @@ from millrace.episodes.play import EpisodeOver, Play
 from millrace.episodes.record import Exchange, TokenRecord
 from millrace.episodes.tool_calls import Parsed, ToolCall, ToolFormat
 from millrace.episodes.tools import Tool, run_tool, tools_of
+from millrace.models.grammars import grammar_of
 
 MALFORMED = "malformed_calls"
 
@@ -139,6 +140,8 @@ class Agent:
         then; with kv = "keep" also KV of the weights that sampled them, after a swap. With `pinned`
         = False only KV of the weights served now.
         """
+        if "response_format" in sampling:
+            raise TaskError("agent.fork was given a response_format, which begins with a reply.")
         num_sampled = len(reply.exchange.completion.tokens)
         if not 0 <= at < num_sampled:
             raise TaskError(
@@ -255,6 +258,10 @@ class Agent:
         if isinstance(changes.get("stop"), str | list):
             stop = changes["stop"]
             changes = {**changes, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+        if "response_format" in changes:
+            grammar = grammar_of(changes["response_format"])
+            others = {k: v for k, v in changes.items() if k != "response_format"}
+            changes = {**others, "grammar": grammar}
         try:
             changed = replace(self._sampling, **changes)
         except TypeError:
@@ -266,6 +273,11 @@ class Agent:
         if self.is_trained and changed.temperature == 0 != self._sampling.temperature:
             raise TaskError(
                 "agent.chat was given temperature = 0, which leaves nothing to learn; raise it."
+            )
+        if self.is_trained and changed.grammar is not None and not changed.truncates:
+            raise TaskError(
+                "agent.chat was given a response_format, and the ids that a grammar leaves are too"
+                " many to train with; set sampling.top_k, or take a role with trained=False."
             )
         return changed
 

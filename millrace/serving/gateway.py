@@ -208,8 +208,9 @@ def _settings(body: OpenAIBody, agent: Agent, *, most_tokens: int | None) -> dic
     """What a program may change about sampling."""
     ours = agent.sampling
     most = min(most_tokens or ours.max_new_tokens, ours.max_new_tokens)
-    stop = body.sampling(max_new_tokens=most).stop
-    return {"max_new_tokens": most, "stop": tuple(dict.fromkeys((*ours.stop, *stop)))}
+    asked = body.sampling(max_new_tokens=most)
+    stop = tuple(dict.fromkeys((*ours.stop, *asked.stop)))
+    return {"max_new_tokens": most, "stop": stop, "grammar": asked.grammar}
 
 
 def _chat_choice(
