@@ -40,10 +40,12 @@ class Sampling:
     top_p: float = 1.0  # 1 = off
     min_p: float = 0.0  # 0 = off
     stop: tuple[str, ...] = ()  # strings; the eos token always stops
+    grammar: str | None = None  # that completions follow; see models/grammars.py
 
     @property
     def truncates(self) -> bool:
-        """True if some tokens are ruled out, so that the kept ids must travel with the tokens."""
+        """True if the ids that are left must travel with the tokens. A grammar alone may leave
+        most of the vocabulary, so what is sampled with nothing else cannot be trained."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
