@@ -28,8 +28,9 @@ from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
 from millrace.engines.pool import EnginePool, RemoteEngine
 from millrace.envs.single_turn import SingleTurn
-from millrace.episodes.environment import FunctionEnvironment, rules_of
+from millrace.episodes.environment import FunctionEnvironment
 from millrace.episodes.loop_thread import LoopThread
+from millrace.episodes.rules import rules_of
 from millrace.prepare import Prepared, prepare
 from millrace.rollout.evaluation import Evaluation
 from millrace.rollout.player import Player
@@ -220,6 +221,7 @@ class _Run:
                     records=self._config.watch.record_episodes > 0,
                 ),
                 thread=thread,
+                recipe=self._prepared.recipe,
             )
 
     @contextlib.contextmanager

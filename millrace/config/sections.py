@@ -85,8 +85,9 @@ class ScoringConfig(Section):
     """Processes that run reward functions; a hung or crashed one is replaced."""
     advantages: dict[str, Any] = {"type": "auto"}
     """How scores become advantages: "auto" (what belongs to the loss, mostly "group"), "group"
-    (minus the group's mean, over its std), "leave_one_out", "batch", "returns", "best_worst", "gae"
-    (with a critic, which has no other), or yours; see docs/objectives.md."""
+    (minus the group's mean, over its std), "leave_one_out", "batch", "returns", "best_worst",
+    "tree" (of environment.recipe), "gae" (with a critic, which has no other), or yours; see
+    docs/objectives.md."""
     penalty: tuple[dict[str, Any], ...] = ()
     """Length penalties, each a table and a part of the score: "soft_overlong", "linear", "cosine",
     or yours; see docs/shaping.md."""

@@ -145,6 +145,13 @@ class AdvantagesOverBatch(Protocol):
         ...
 
 
+@runtime_checkable
+class AdvantagesByAgent(Protocol):
+    """An estimator that compares the agents of an episode with themselves on its own."""
+
+    knows_agents: bool
+
+
 class Selection(Protocol):
     """Says which episodes of a scored group are trained, where more were played."""
 
@@ -230,8 +237,9 @@ class Policy(Protocol):
         adapter: str | None = None,
         is_trained: bool = True,
         pinned: bool = False,
+        partial: Completion | None = None,
     ) -> Completion:
-        """One turn of one episode."""
+        """One turn of one episode; with `partial` it begins with these tokens."""
         ...
 
     def finished(self, index: int, episode: Episode) -> None:

@@ -62,6 +62,12 @@ class Tape:
         """Those that are still under way come last."""
         return [*self._entries, *self._open.values()]
 
+    def places(self) -> dict[Exchange, int]:
+        """How many tokens were sampled in the episode before each exchange."""
+        turns = [entry.exchange for entry in self._entries if isinstance(entry, TakenTurn)]
+        sizes = [len(exchange.completion.tokens) for exchange in turns]
+        return dict(zip(turns, itertools.accumulate(sizes, initial=0), strict=False))
+
     @contextlib.contextmanager
     def turn(self, number: int, *, agent: str) -> Iterator[NoteTurn]:
         """To be told of the exchange within."""

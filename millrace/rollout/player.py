@@ -96,6 +96,7 @@ class GroupPolicy:
         adapter: str | None = None,
         is_trained: bool = True,
         pinned: bool = False,
+        partial: Completion | None = None,
     ) -> Completion:
         request = Request(
             id=f"{self.name}/{episode}.{call}",
@@ -105,12 +106,14 @@ class GroupPolicy:
             index=episode,
             session=f"{self.name}/{session}",
             pinned=pinned,
+            partial=partial,
             expires=self.is_trained and is_trained,
             adapter=adapter,
         )
         (completion,) = await self._engine.generate(request)
         if self._attempt is not None and is_trained:
-            self._attempt.record([completion])
+            num_known = 0 if partial is None else len(partial.tokens)
+            self._attempt.record([completion], num_known=num_known)
         return completion
 
     def finished(self, index: int, episode: Episode) -> None:

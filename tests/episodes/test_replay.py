@@ -14,10 +14,11 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Completion, Episode, Kept, Task
 from millrace.episodes.limits import EpisodeOver, Limits
 from millrace.episodes.loop_thread import LoopThread
+from millrace.episodes.replay.answers import ReplayError
 from millrace.episodes.replay.edits import with_reward, with_tool_results
 from millrace.episodes.replay.episodes import episode_of
 from millrace.episodes.replay.files import Line, read_recordings, write_recordings
-from millrace.episodes.replay.rerun import ReplayError, rerun
+from millrace.episodes.replay.rerun import rerun
 from millrace.episodes.replay.schema import Recording
 from millrace.episodes.tool_calls import ToolCall
 from millrace.episodes.tools import tool_of
