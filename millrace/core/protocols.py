@@ -246,6 +246,10 @@ class Policy(Protocol):
         """This one of the group's episodes is over; the others may go on."""
         ...
 
+    def gave_up(self, index: int) -> None:
+        """This one will not be part of the group: what was sampled for it is wasted."""
+        ...
+
 
 class WeightSender(Protocol):
     """Trainer side of a transport."""

@@ -78,6 +78,8 @@ class FunctionEnvironment:
             for straggler in running:
                 straggler.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            for index in set(range(num_begun)) - set(sorted(finished)[:n]):
+                policy.gave_up(index)
         return [finished[index] for index in sorted(finished)][:n]
 
 

@@ -31,6 +31,7 @@ class Attempt:
         self.number = number
         self.tries = tries  # before this one
         self.stamps = Stamps(counts={})  # of the completions below
+        self.given_up = Stamps(counts={})  # of these, those in episodes that the group did without
         self.finished: list[int] = []  # lengths of completions that came to their end
         self.cut: list[int] = []  # and of those that did not
 

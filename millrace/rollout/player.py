@@ -22,6 +22,7 @@ from millrace.core.records import (
     Task,
     Turn,
 )
+from millrace.core.staleness import Stamps
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.overheard import Listen, Overheard
 from millrace.rollout.renderer import Renderer
@@ -53,6 +54,7 @@ class GroupPolicy:
         self._attempt = attempt
         self._on_episode = on_episode
         self._calls = itertools.count()
+        self._versions: dict[int, list[np.ndarray]] = {}  # of what is trained, by episode
 
     @property
     def is_trained(self) -> bool:
@@ -113,8 +115,14 @@ class GroupPolicy:
         (completion,) = await self._engine.generate(request)
         if self._attempt is not None and is_trained:
             num_known = 0 if partial is None else len(partial.tokens)
+            self._versions.setdefault(episode, []).append(completion.versions[num_known:])
             self._attempt.record([completion], num_known=num_known)
         return completion
+
+    def gave_up(self, index: int) -> None:
+        if self._attempt is not None:
+            stamps = [Stamps.of(versions) for versions in self._versions.get(index, ())]
+            self._attempt.given_up = Stamps.joined([self._attempt.given_up, *stamps])
 
     def finished(self, index: int, episode: Episode) -> None:
         if self._on_episode is not None:
