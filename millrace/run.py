@@ -33,6 +33,7 @@ from millrace.episodes.loop_thread import LoopThread
 from millrace.episodes.rules import rules_of
 from millrace.prepare import Prepared, prepare
 from millrace.rollout.evaluation import Evaluation
+from millrace.rollout.lengths import Lengths
 from millrace.rollout.player import Player
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
 from millrace.training.remote import RemoteTrainer
@@ -306,6 +307,7 @@ class _Run:
             sampling=Sampling(**config.sampling.model_dump()),
             max_context=prepared.max_context,
             seed=config.seed,
+            lengths=Lengths(most=config.rollout.longest_first),
         )
         return Controller(
             config,

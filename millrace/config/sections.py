@@ -101,6 +101,9 @@ class RolloutConfig(Section):
     redundancy: NonNegativeInt = 0
     """Further episodes begun per task with environment.function, of all of which those that come
     last are given up."""
+    longest_first: NonNegativeInt = 0
+    """Requests that one of a task whose episodes were long so far may overtake where they wait for
+    a place in an engine, so that the longest begin first."""
     selection: dict[str, Any] = {"type": "roc"}
     """Which of them: "roc" (failures at random, the cleanest successes), "first", or yours; see
     docs/shaping.md."""

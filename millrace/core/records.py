@@ -126,6 +126,7 @@ class Request:
     session: str | None = None
     pinned: bool = False  # stays with that engine however loaded it is
     expires: bool = False  # its tokens are for training: worthless once they are too old
+    overtakes: int = 0  # requests that came before it, if they wait when it comes
     piece_tokens: int = 1  # if it streams: of a Piece at least, unless the completion ends
     # None = the policy; else one of engine.adapters, or "base" = without the adapter in training.
     adapter: str | None = None

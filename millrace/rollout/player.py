@@ -24,6 +24,7 @@ from millrace.core.records import (
 )
 from millrace.core.staleness import Stamps
 from millrace.rollout.cancellation import Attempt
+from millrace.rollout.lengths import Lengths
 from millrace.rollout.overheard import Listen, Overheard
 from millrace.rollout.renderer import Renderer
 
@@ -42,6 +43,7 @@ class GroupPolicy:
         seed: int,
         attempt: Attempt | None,
         on_episode: Callable[[int, Episode], None] | None,
+        overtakes: int = 0,
     ) -> None:
         """`attempt`: what its tokens are sampled for, if that is training. `on_episode` is told of
         each episode that is over."""
@@ -53,6 +55,7 @@ class GroupPolicy:
         self.seed = seed
         self._attempt = attempt
         self._on_episode = on_episode
+        self._overtakes = overtakes
         self._calls = itertools.count()
         self._versions: dict[int, list[np.ndarray]] = {}  # of what is trained, by episode
 
@@ -73,6 +76,7 @@ class GroupPolicy:
             prompt=tokens,
             sampling=self.sampling,
             n=n,
+            overtakes=self._overtakes,
             seed=self.seed + call,
             expires=self.is_trained,
         )
@@ -108,6 +112,7 @@ class GroupPolicy:
             index=episode,
             session=f"{self.name}/{session}",
             pinned=pinned,
+            overtakes=self._overtakes,
             partial=partial,
             expires=self.is_trained and is_trained,
             adapter=adapter,
@@ -139,7 +144,9 @@ class Player:
         sampling: Sampling,
         max_context: int,
         seed: int,
+        lengths: Lengths | None = None,
     ) -> None:
+        self._lengths = lengths or Lengths(most=0)
         self._environment = environment
         self._engine = engine
         self._renderer = renderer
@@ -212,9 +219,13 @@ class Player:
             seed=seed,
             attempt=attempt,
             on_episode=on_episode,
+            overtakes=self._lengths.overtakes(task) if attempt is not None else 0,
         )
         episodes = await self._environment.play(task, policy, group_size)
-        return Group(number=number, task=task, episodes=tuple(episodes))
+        group = Group(number=number, task=task, episodes=tuple(episodes))
+        if attempt is not None:
+            self._lengths.learn(group)
+        return group
 
 
 def group_seed(seed: int, number: int, *, tries: int = 0) -> int:
