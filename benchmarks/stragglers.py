@@ -17,9 +17,9 @@ Policies, on the same model, tasks, batches and seeds:
 - longest first: rollout.longest_first; tasks that were long go first where sequences wait.
 
 Columns: trained episodes per second, between the first steps and the last; the share of the
-sampled tokens that was not trained (tokens_wasted: whole turns; what an engine had of a turn when it
-was given up is not in it); the mean reward and the mean tokens of what was trained, which with no
-bias are those of "plain"; episodes that were cut.
+sampled tokens that was not trained (tokens_wasted: whole turns; what an engine had of a turn when
+it was given up is not in it); the mean reward and the mean tokens of what was trained, which with
+no bias are those of "plain"; episodes that were cut.
 """
 
 import argparse

@@ -39,6 +39,7 @@ class RecordedAnswers:
         turns = [e for e in recording.entries if not isinstance(e, ToolRow)]
         self._turns = {entry.number: entry for entry in turns}
         self._tools = {entry.number: entry for entry in recording.tool_runs}
+        self._run_again = {entry.number for entry in recording.tool_runs if entry.has_turns}
         # What an answer is held back for; others never come.
         self._awaited = [entry for entry in recording.entries if is_answered(entry)]
         self._num_given = 0
@@ -48,7 +49,11 @@ class RecordedAnswers:
         return number in self._turns
 
     def has_tool_run(self, number: int) -> bool:
-        return number in self._tools
+        """True if it answers; not for a tool in which an agent spoke."""
+        return number in self._tools and number not in self._run_again
+
+    def runs_again(self, number: int) -> bool:
+        return number in self._run_again
 
     async def turn(self, call: int, prompt: np.ndarray) -> Completion:
         entry = self._turns.get(call)
@@ -129,7 +134,7 @@ class RecordedAnswers:
 
 def is_answered(entry: Entry) -> bool:
     if isinstance(entry, ToolRow):
-        return entry.text is not None
+        return entry.text is not None and not entry.has_turns
     return isinstance(entry, TurnRow) or entry.ending is not None
 
 

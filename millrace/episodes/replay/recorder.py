@@ -116,4 +116,5 @@ def _tool(entry: ToolRun) -> ToolRow:
         arguments=dict(entry.arguments),
         text=None if entry.result is None else entry.result.text,
         fault=None if entry.result is None else entry.result.fault,
+        has_turns=entry.has_turns,
     )

@@ -9,6 +9,7 @@ deterministic itself.
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from millrace.episodes.replay.episodes import task_of
 from millrace.episodes.replay.recorder import recording_of
 from millrace.episodes.replay.schema import Recording, encode
 from millrace.episodes.tool_calls import FORMATS
+from millrace.episodes.tools import Tool, ToolResult, run_tool
 from millrace.rollout.renderer import Renderer
 
 
@@ -40,6 +42,13 @@ async def rerun(
     renderer = Renderer(tokenizer, template_settings=recording.template)
     answers = RecordedAnswers(recording, renderer=renderer, patience_s=patience_s)
     tool_runs = itertools.count()
+
+    async def repeat(tool: Tool, arguments: Mapping[str, Any], **limits: Any) -> ToolResult:
+        number = next(tool_runs)
+        if answers.runs_again(number):
+            return await run_tool(tool, arguments, **limits)
+        return await answers.tool_run(number, tool, arguments)
+
     play = Play(
         name=recording.name,
         index=recording.index,
@@ -48,9 +57,7 @@ async def rerun(
         limits=recording.limits,
         seed=recording.seed,
         random_index=recording.random_index,
-        run_tool=lambda tool, arguments, **_limits: answers.tool_run(
-            next(tool_runs), tool, arguments
-        ),
+        run_tool=repeat,
     )
     answers.play = play
     cast = Cast(

@@ -73,6 +73,7 @@ class ToolRow(Row, frozen=True, kw_only=True, tag="tool"):
     arguments: dict[str, Any]
     text: str | None  # that the model was told; None = the call was not waited for
     fault: Fault | None = None
+    has_turns: bool = False  # an agent spoke within: it is run again, on the recorded turns
     is_recorded: bool = True
 
 
