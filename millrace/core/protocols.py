@@ -151,6 +151,13 @@ class AdvantagesOverBatch(Protocol):
         ...
 
 
+@runtime_checkable
+class AdvantagesByAgent(Protocol):
+    """An estimator that compares the agents of an episode with themselves on its own."""
+
+    knows_agents: bool
+
+
 class Selection(Protocol):
     """Says which episodes of a scored group are trained, where more were played."""
 
@@ -237,12 +244,17 @@ class Policy(Protocol):
         adapter: str | None = None,
         is_trained: bool = True,
         pinned: bool = False,
+        partial: Completion | None = None,
     ) -> Completion:
-        """One turn of one episode."""
+        """One turn of one episode; with `partial` it begins with these tokens."""
         ...
 
     def finished(self, index: int, episode: Episode) -> None:
         """This one of the group's episodes is over; the others may go on."""
+        ...
+
+    def gave_up(self, index: int) -> None:
+        """This one will not be part of the group: what was sampled for it is wasted."""
         ...
 
 

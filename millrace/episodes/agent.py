@@ -218,11 +218,12 @@ class Agent:
                 return rows
             rows += await self.call_tools(reply)
 
-    def rollouts(self) -> tuple[Rollout, ...]:
-        """What it sampled so far, if that is trained."""
+    def rollouts(self, places: Mapping[Exchange, int] | None = None) -> tuple[Rollout, ...]:
+        """What it sampled so far, if that is trained; `places` as in TokenRecord."""
         if not self.is_trained:
             return ()
-        return tuple(replace(rollout, agent=self.name) for rollout in self._record.rollouts())
+        rollouts = self._record.rollouts(places)
+        return tuple(replace(rollout, agent=self.name) for rollout in rollouts)
 
     @property
     def counts(self) -> Mapping[str, int]:
