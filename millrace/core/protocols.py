@@ -102,10 +102,22 @@ class Service(Protocol):
 
 
 @runtime_checkable
+class Replaced(Protocol):
+    """A scorer with a process of its own that is replaced when it is lost."""
+
+    @property
+    def num_lost(self) -> int: ...
+
+
+@runtime_checkable
 class NotesOnly(Protocol):
-    """A scorer that gives no scores, but notes to learn from: evaluations do without it."""
+    """A scorer that may give no scores, but notes to learn from: evaluations do without it."""
 
     only_notes: bool
+
+
+def gives_scores(scorer: Scorer) -> bool:
+    return not (isinstance(scorer, NotesOnly) and scorer.only_notes)
 
 
 @runtime_checkable

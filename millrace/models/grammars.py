@@ -16,8 +16,8 @@ import numpy as np
 from millrace.core.errors import TaskError
 
 _CACHED = 32  # grammars that are kept compiled
-# Between two tokens of JSON: room to indent, and no room to write blanks for ever.
-_WHITESPACE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,16}"}
+# JSON without blanks: a model that is unsure would write them for ever.
+_WHITESPACE = {"whitespace_flexible": False}
 
 
 def grammar_of(response_format: Mapping[str, Any] | None) -> str | None:
