@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-adapters check audit format bench wheelhouse clean
+.PHONY: demo test test-adapters check audit format bench chaos wheelhouse clean
 
 demo: $(VENV)/.installed
 	$(BIN)/millrace demo
@@ -42,6 +42,10 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/millrace bench pipeline
+
+# About five minutes; --kills 200 is the soak.
+chaos: $(VENV)/.installed
+	$(BIN)/millrace bench chaos --kills 20
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

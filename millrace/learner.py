@@ -81,7 +81,9 @@ class Learner:
         )
         self.version = version  # of the trainer
         self.awaits_batch = False  # the trainer has nothing to do
-        self._checkpointing = Checkpointing(trainer, folder=checkpoints, warn=watcher.warn)
+        self._checkpointing = Checkpointing(
+            trainer, folder=checkpoints, version=version, warn=watcher.warn
+        )
         self._covered = _Covered(version=version, position=resumed_at)
         self._activities: asyncio.TaskGroup | None = None  # once it runs
 
@@ -96,6 +98,8 @@ class Learner:
         """Until the last step."""
         self._activities = activities
         steps = self._config.trainer.steps
+        if self.version == steps:
+            return  # all but the end of the run was done before a crash
         upcoming = activities.create_task(self._batches.next(self.version))
         while self.version < steps:
             taken = await self._take(upcoming)

@@ -411,7 +411,8 @@ def _resume_point(config: RunConfig) -> tuple[Found, Cursor]:
     state = read_run_state(checkpoint)
     check_same_kind(checkpoint, config.lora)
     check_same_critic(checkpoint, has_critic=config.critic is not None)
-    if state["version"] >= config.trainer.steps:
+    is_over = RunDir(config.run_dir).is_finished or state["version"] > config.trainer.steps
+    if is_over and state["version"] >= config.trainer.steps:
         raise ConfigError(
             f"{config.run_dir} already did its {state['version']} steps; to go on, raise"
             f" trainer.steps (now {config.trainer.steps})."

@@ -7,7 +7,6 @@ that, no process and no shared memory outlives the call.
 
 import asyncio
 import contextlib
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Message, Progress, Published
 from millrace.cluster.mps import shared_gpu
 from millrace.cluster.own_loop import run_on_own_loop
+from millrace.cluster.private_folder import private_folder
 from millrace.config import RunConfig, load_config
 from millrace.controller import Controller, Outcome
 from millrace.core.causes import first_cause
@@ -131,7 +131,7 @@ class _Run:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._watcher.close)
             self._gpu_env = await stack.enter_async_context(self._shared_gpu())
-            private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-")))
+            private = stack.enter_context(private_folder())
             hub = await stack.enter_async_context(
                 Hub(
                     log_dir=self._run_dir.logs,

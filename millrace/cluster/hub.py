@@ -2,8 +2,9 @@
 
 Promise: a worker that dies fails every call that waits for it, at once and with its own account, or
 within `heartbeat_timeout_s` if it died on another host; no process, socket or file of the hub
-outlives it. Over TCP, only holders of the run's keys get a message in. What is no message of a
-known worker is counted and dropped.
+outlives it, but for a folder that the next hub removes where this one was killed. Over TCP, only
+holders of the run's keys get a message in. What is no message of a known worker is counted and
+dropped.
 
 Everything here runs on the controller's event loop. Bounds: the socket takes in RECEIVE_MESSAGES
 per worker and then lets that worker's sends block. Sending is not bounded by the socket, whose
@@ -14,8 +15,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Self
@@ -29,6 +28,7 @@ from millrace.cluster.guests.gate import Gate
 from millrace.cluster.guests.ticket import Ticket
 from millrace.cluster.link import EVENT_ID, identity_of, read_frames
 from millrace.cluster.messages import Beat, Message
+from millrace.cluster.private_folder import private_folder
 from millrace.cluster.process import start_worker
 from millrace.cluster.wire import WireError, encode, message_decoder
 from millrace.cluster.worker import Worker
@@ -84,8 +84,7 @@ class Hub:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            folder = Path(tempfile.mkdtemp(prefix="millrace-", dir=self._runtime_parent))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = stack.enter_context(private_folder(self._runtime_parent))
             if self.address == "auto":
                 self.address = _local(folder)
             context = zmq.asyncio.Context()

@@ -60,7 +60,7 @@ class Progress(Message, frozen=True):
     spans: list[Span]
     counters: dict[str, float]  # e.g. tokens generated so far
     work: float = 0.0  # grows only if what it was asked for moves
-    waits: bool = True  # it cannot go on by itself: has nothing to do, or is told to pause
+    waits: bool = True  # it cannot go on by itself, such as one that is told to pause
 
 
 class Failed(Message, frozen=True):

@@ -25,6 +25,7 @@ class Ending:
     reason: str  # goes on from "Worker 'engine-0' ..."
     account: str = ""  # its own: the end of its log
     may_have_spoken: bool = False  # messages of its last moments may still be under way
+    was_killed: bool = False  # by a signal
 
 
 class Process:
@@ -60,7 +61,12 @@ class Process:
     async def ended(self) -> Ending:
         code = await self.wait()
         reason = f"{describe_exit(code)}; its log is {self.log}"
-        return Ending(reason=reason, account=self.log_tail(), may_have_spoken=code >= 0)
+        return Ending(
+            reason=reason,
+            account=self.log_tail(),
+            may_have_spoken=code >= 0,
+            was_killed=code < 0,
+        )
 
     def terminate(self) -> None:
         if self._child.returncode is None:

@@ -211,7 +211,9 @@ class Worker:
         if self._is_stopping:
             self._end(self._error("was stopped"))
         else:
-            self._end(self._error(ending.reason, traceback=ending.account))
+            error = self._error(ending.reason, traceback=ending.account)
+            error.was_killed = ending.was_killed
+            self._end(error)
 
     def _end(self, error: WorkerError) -> None:
         if self.dead.done():
@@ -237,4 +239,9 @@ class Worker:
 
 def _copy(error: WorkerError) -> WorkerError:
     """Several calls may raise it, and an exception collects the frames it passes through."""
-    return WorkerError(str(error), worker=error.worker, traceback=error.traceback)
+    return WorkerError(
+        str(error),
+        worker=error.worker,
+        traceback=error.traceback,
+        was_killed=error.was_killed,
+    )

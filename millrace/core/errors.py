@@ -52,12 +52,16 @@ class JournalError(MillraceError):
 
 
 class WorkerError(MillraceError):
-    """A worker failed or died. `traceback` holds the worker's own account of it, if it gave one."""
+    """A worker failed or died. `traceback` holds the worker's own account of it, if it gave one.
+    `was_killed`: by a signal, so that another in its place may fare better."""
 
-    def __init__(self, message: str, *, worker: str, traceback: str = "") -> None:
+    def __init__(
+        self, message: str, *, worker: str, traceback: str = "", was_killed: bool = False
+    ) -> None:
         super().__init__(message)
         self.worker = worker
         self.traceback = traceback
+        self.was_killed = was_killed
 
 
 class RunFailed(MillraceError):

@@ -16,13 +16,13 @@ from pathlib import Path
 from millrace.cluster.messages import Progress
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
-from millrace.core.errors import ConfigError, WeightError
+from millrace.core.errors import ConfigError, WeightError, WorkerError
 from millrace.core.protocols import Engine
 from millrace.core.weight_update import WeightUpdate
 from millrace.crew.launcher import Launcher
 from millrace.crew.place import EnginePlace, Start
 from millrace.engines.pool import EnginePool
-from millrace.supervision.deaths import RestartLimits
+from millrace.supervision.deaths import Deaths, RestartLimits
 from millrace.supervision.keeper import Keeper
 from millrace.supervision.pulse import Pulse
 from millrace.training.checkpoints import newest_checkpoint, read_run_state
@@ -100,7 +100,7 @@ class Crew:
         """One more on this host, for as long as the run lasts; returns its name."""
         assert self._keeping is not None, "the run goes on"
         name = f"engine-{next(self._numbers)}"
-        place = self._place(self.engines, start=partial(self._launcher.start_engine, name))
+        place = self._place(self.engines, name)
         worker = await place.fill()
         self._places[name] = place
         keeper = self._keep(worker, replace=place.fill, on_death=place.clear)
@@ -120,15 +120,15 @@ class Crew:
 
     async def _enlist(self, name: str) -> None:
         """Start an engine, and see to it that there is one of this name from now on."""
-        start = partial(self._launcher.start_engine, name)
-        place = self._places[name] = self._place(self.engines, start=start)
-        worker = await start()
+        place = self._places[name] = self._place(self.engines, name)
+        worker = await self._first(name, partial(self._launcher.start_engine, name))
         await place.take(worker)
         self._keep(worker, replace=place.fill, on_death=place.clear)
 
     async def _enlist_remote(self, name: str) -> None:
         expect = partial(self._launcher.expect_engine, name)
-        place = self._place(self.engines, start=partial(expect, timeout_s=None))
+        late = partial(expect, timeout_s=None, is_late=True)
+        place = self._place(self.engines, name, start=late)
         self._places[name] = place
         worker = await expect(timeout_s=self._config.cluster.join_timeout_s)
         await place.take(worker)
@@ -136,16 +136,30 @@ class Crew:
 
     async def _enlist_evaluator(self, name: str) -> None:
         assert self.evaluators is not None
-        start = partial(self._launcher.start_engine, name)
-        place = self._place(self.evaluators, start=start)
-        worker = await start()
+        place = self._place(self.evaluators, name)
+        worker = await self._first(name, partial(self._launcher.start_engine, name))
         await place.take(worker)
         self._keep(worker, replace=place.fill, on_death=place.clear)
 
-    def _place(self, pool: EnginePool, *, start: Start) -> EnginePlace:
+    async def _first(self, name: str, start: Start) -> Worker:
+        """Start it, and again if it is killed meanwhile. What it says itself is for the user, and
+        no retry mends it."""
+        deaths = Deaths(name, limits=self._limits)
+        while True:
+            try:
+                return await start()
+            except WorkerError as error:
+                if not error.was_killed:
+                    raise
+                delay_s = deaths.note(error)
+                self._on_restart(name, f"{error} {STARTED_AGAIN}")
+                await asyncio.sleep(delay_s)
+
+    def _place(self, pool: EnginePool, name: str, *, start: Start | None = None) -> EnginePlace:
+        """`start` of those who come late; by default on this host."""
         return EnginePlace(
             pool,
-            start=start,
+            start=start or partial(self._launcher.start_engine, name, is_late=True),
             bring_newest=self._bring_newest,
             swap_timeout_s=self._config.supervision.swap_timeout_s,
         )
@@ -161,7 +175,8 @@ class Crew:
                         raise
 
     async def _enlist_trainer(self) -> None:
-        worker = await self._launcher.start_trainer(self._checkpoint)
+        start = partial(self._launcher.start_trainer, self._checkpoint)
+        worker = await self._first("trainer", start)
         settings = self._config.supervision
         self._trainer = RemoteTrainer(
             worker,
@@ -191,21 +206,25 @@ class Crew:
         on_death: Callable[[], None],
         remedy: str = STARTED_AGAIN,
     ) -> Keeper:
-        settings = self._config.supervision
         keeper = self._keepers[worker.name] = Keeper(
             worker,
             replace=replace,
             on_death=on_death,
-            limits=RestartLimits(
-                max_restarts=settings.max_restarts,
-                window_s=settings.window_s,
-                backoff_s=settings.backoff_s,
-            ),
+            limits=self._limits,
             make_pulse=self._make_pulse,
             remedy=remedy,
             on_restart=self._on_restart,
         )
         return keeper
+
+    @property
+    def _limits(self) -> RestartLimits:
+        settings = self._config.supervision
+        return RestartLimits(
+            max_restarts=settings.max_restarts,
+            window_s=settings.window_s,
+            backoff_s=settings.backoff_s,
+        )
 
     def _make_pulse(self) -> Pulse:
         return Pulse(

@@ -37,16 +37,19 @@ class Launcher:
         remote = engine.model_copy(update={"threads": remote_threads, "adapters": adapters})
         self._remote_config = prepared.config.model_copy(update={"engine": remote})
 
-    async def start_engine(self, name: str) -> Worker:
+    async def start_engine(self, name: str, *, is_late: bool = False) -> Worker:
+        """`is_late`: the newest weights will be brought to it before it serves."""
         worker = await self._hub.launch(name, "millrace.workers.engine", env=self._gpu_env)
-        await self._load(worker, self._model(self._prepared.config))
+        await self._load(worker, self._model(self._prepared.config, is_late=is_late))
         return worker
 
-    async def expect_engine(self, name: str, *, timeout_s: float | None) -> Worker:
+    async def expect_engine(
+        self, name: str, *, timeout_s: float | None, is_late: bool = False
+    ) -> Worker:
         """One that another host brings."""
         worker = await self._hub.expect(name, timeout_s=timeout_s)
         try:
-            await self._load(worker, self._model(self._remote_config))
+            await self._load(worker, self._model(self._remote_config, is_late=is_late))
         except ConfigError as error:
             raise ConfigError(f"On {worker.host}, for {name}: {error}") from error
         return worker
@@ -62,12 +65,14 @@ class Launcher:
         await self._load(worker, start)
         return worker
 
-    def _model(self, config: RunConfig) -> StartEngine:
-        adapter = self._prepared.adapter_path
+    def _model(self, config: RunConfig, *, is_late: bool) -> StartEngine:
+        # The checkpoint that the run went on from may be gone by then; its model never is.
+        adapter = None if is_late else self._prepared.adapter_path
+        path = config.model.path if is_late else self._prepared.model_path
         return StartEngine(
             config=config.model_dump(mode="json"),
-            model_path=_from_any_folder(self._prepared.model_path),
-            version=self._prepared.cursor.version,
+            model_path=_from_any_folder(path),
+            version=0 if is_late else self._prepared.cursor.version,
             adapter_path=None if adapter is None else _from_any_folder(adapter),
         )
 

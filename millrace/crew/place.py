@@ -23,7 +23,7 @@ class EnginePlace:
         bring_newest: Callable[[Engine], Awaitable[None]],
         swap_timeout_s: float,
     ) -> None:
-        """`start` starts an engine, with the weights that the run began with."""
+        """`start` starts an engine, with whatever weights."""
         self._pool = pool
         self._start = start
         self._bring_newest = bring_newest

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from millrace.demo.task import NUM_DIGITS
 from millrace.demo.warm_start import careless_examples, warm_start
 
 PAD, EOS = "<pad>", "<eos>"
@@ -25,13 +26,14 @@ def make_model(
     seed: int,
     *,
     num_examples: int = NUM_EXAMPLES,
+    num_digits: Sequence[int] = NUM_DIGITS,
     on_step: Callable[[int, float], None] | None = None,
 ) -> None:
     """Create the model, warm it up and save it, with its tokenizer, to `directory`."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=seed)
     with _one_thread():
-        examples = careless_examples(num_examples, seed=seed)
+        examples = careless_examples(num_examples, seed=seed, num_digits=num_digits)
         warm_start(model, tokenizer, examples=examples, on_step=on_step)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

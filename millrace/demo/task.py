@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MIN_DIGITS, MAX_DIGITS = 3, 7
+NUM_DIGITS = range(MIN_DIGITS, MAX_DIGITS + 1)
 HELD_OUT_SHARE = 8  # one number in this many is never trained on
 
 
@@ -18,7 +19,7 @@ def make_tasks(
     seed: int,
     *,
     held_out: bool = False,
-    num_digits: Sequence[int] = range(MIN_DIGITS, MAX_DIGITS + 1),
+    num_digits: Sequence[int] = NUM_DIGITS,
 ) -> list[dict[str, Any]]:
     """`num` tasks of one side of the split; a number has each of the `num_digits` equally often."""
     rng = random.Random(f"{seed}, held out: {held_out}")

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millrace.demo.task import make_tasks
+from millrace.demo.task import NUM_DIGITS, make_tasks
 
 CARE = 0.3
 IGNORED = -100  # label of the tokens that are given, not predicted
@@ -24,11 +24,13 @@ IGNORED = -100  # label of the tokens that are given, not predicted
 Example = tuple[str, str]  # prompt, answer
 
 
-def careless_examples(num: int, seed: int) -> list[Example]:
+def careless_examples(
+    num: int, seed: int, *, num_digits: Sequence[int] = NUM_DIGITS
+) -> list[Example]:
     """The teacher's examples: some numbers sorted, more of them left as they were."""
     rng = random.Random(seed)
     examples = []
-    for task in make_tasks(num, seed=seed):
+    for task in make_tasks(num, seed=seed, num_digits=num_digits):
         unsorted = task["prompt"].removeprefix("sort ").removesuffix("=")
         examples.append((task["prompt"], task["answer"] if rng.random() < CARE else unsorted))
     return examples

@@ -62,7 +62,10 @@ class RemoteEngine:
             raise
 
     async def swap(self, update: WeightUpdate) -> int:
-        reply = await self._call(Swap(update=update), timeout_s=self._swap_timeout_s)
+        # Not pulsed: fetching and laying out weights is no progress that it could tell of.
+        reply = await self._call(
+            Swap(update=update), timeout_s=self._swap_timeout_s, is_pulsed=False
+        )
         assert isinstance(reply, Swapped)
         return reply.version
 
@@ -78,9 +81,13 @@ class RemoteEngine:
     async def resume(self) -> None:
         await self._call(Resume())
 
-    async def _call(self, message: Message, *, timeout_s: float | None = None) -> Message:
+    async def _call(
+        self, message: Message, *, timeout_s: float | None = None, is_pulsed: bool = True
+    ) -> Message:
         try:
-            return await self._worker.call(message, timeout_s=timeout_s, is_deadline=True)
+            return await self._worker.call(
+                message, timeout_s=timeout_s, is_deadline=True, is_pulsed=is_pulsed
+            )
         except WorkerError:
             self._worker.kill()
             raise

@@ -145,7 +145,7 @@ class PinnedExaminer:
 
     async def _run(self) -> None:
         version = self._taken  # what the engines hold; meanwhile another may be accepted
-        self.before = await self._examine(version)
+        self.before = self.after = await self._examine(version)
         while version < self._steps:
             self._is_busy = not self._accepted.empty()
             update = await self._accepted.get()

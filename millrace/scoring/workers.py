@@ -20,7 +20,7 @@ from millrace.cluster.worker import Worker
 from millrace.core.errors import MillraceError, RunFailed, WorkerError
 
 CALLS_PER_WORKER = 64  # async calls that share one worker
-START_ATTEMPTS = 3  # to replace a lost worker
+START_ATTEMPTS = 3  # for one worker that is killed, or that replaces a lost one
 CLOSED = "The scorers are closed; nothing can be scored any more."
 
 Launch = Callable[[str], Awaitable[Worker]]  # name -> a running scorer process
@@ -81,7 +81,7 @@ class ScorerWorkers:
         self._functions = dict(functions)
         if not functions:
             return
-        starts = [self._start_worker() for _ in range(self._num_workers)]
+        starts = [self._start_first() for _ in range(self._num_workers)]
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         for outcome in outcomes:
             if not isinstance(outcome, BaseException):
@@ -216,6 +216,16 @@ class ScorerWorkers:
             self._num_starting -= 1
             if self._has_none_left:
                 self._refuse_line(self._none_left())
+
+    async def _start_first(self) -> Worker:
+        """One that is killed meanwhile is started again; what it says itself is for the user."""
+        for _ in range(START_ATTEMPTS - 1):
+            try:
+                return await self._start_worker()
+            except WorkerError as error:
+                if not error.was_killed:
+                    raise
+        return await self._start_worker()
 
     async def _start_worker(self) -> Worker:
         worker = await self._launch(f"scorer-{next(self._numbers)}")

@@ -22,8 +22,10 @@ class Checkpointing:
         *,
         folder: Path,
         warn: Callable[[str], None],
+        version: int = 0,
     ) -> None:
-        self.newest: Path | None = None  # of those that this run has on the disk
+        """`version` of the checkpoint that the run goes on from; 0 = there is none."""
+        self.newest = folder / f"step_{version}" if version else None  # on the disk
         self.num_skipped = 0
         self._trainer = trainer
         self._folder = folder

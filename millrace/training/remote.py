@@ -108,7 +108,8 @@ class RemoteTrainer:
 
     async def borrow(self) -> WeightUpdate:
         """The newest version; it stays readable until it is released."""
-        reply = await self._call(Lend())
+        # Pulsed: while engines wait for it, nobody may have a step for a trainer that hangs.
+        reply = await self._call(Lend(), timeout_s=self._step_timeout_s, is_pulsed=True)
         assert isinstance(reply, Lent)
         self._out.append(reply.update)
         return reply.update
@@ -144,7 +145,7 @@ class RemoteTrainer:
             step = Step(batch=batch, version=following, more=tuple(more), publish=False)
             await worker.call(step, timeout_s=self._step_timeout_s, is_deadline=True)
             self.num_redone += 1
-        reply = await worker.call(Lend())
+        reply = await worker.call(Lend(), timeout_s=self._step_timeout_s, is_deadline=True)
         assert isinstance(reply, Lent)
         self._out.append(reply.update)
         self._worker = worker

@@ -188,7 +188,13 @@ class EngineWorker:
 
     @property
     def _may_generate(self) -> bool:
-        return self._engine.has_work and self._interrupt.may_generate and not self._is_paused
+        return self._engine.has_work and not self._is_held
+
+    @property
+    def _is_held(self) -> bool:
+        """It may not generate, whatever there is to do. An engine with nothing to do says no such
+        thing: if somebody waits for it, a message was lost."""
+        return self._is_paused or not self._interrupt.may_generate
 
     def _idle_reason(self) -> str:
         if self._is_paused:
@@ -308,7 +314,7 @@ class EngineWorker:
                     "swaps": self._num_swaps,
                 },
                 work=stats.generated_tokens + stats.prefill_tokens + self._num_swaps,
-                waits=not self._may_generate,
+                waits=self._is_held,
             )
         )
 

@@ -58,6 +58,7 @@ async def test_an_exit_fails_all_pending_calls_with_the_end_of_the_log(hub: Hub)
     for error in await failures_of(worker, ask("echo after 9"), ask("exit 7")):
         assert str(error) == f"Worker 'echo-0' exited with code 7; its log is {worker.log}."
         assert error.traceback.endswith("the last line of its log")
+        assert not error.was_killed
 
 
 async def test_sigkill_fails_all_pending_calls_and_names_the_signal(hub: Hub):
@@ -65,7 +66,7 @@ async def test_sigkill_fails_all_pending_calls_and_names_the_signal(hub: Hub):
     assert worker.pid is not None
     asyncio.get_running_loop().call_later(0.1, os.kill, worker.pid, signal.SIGKILL)
     errors = await failures_of(worker, *[ask("echo after 9")] * 10)
-    assert all("was killed by SIGKILL" in str(error) for error in errors)
+    assert all("was killed by SIGKILL" in str(error) and error.was_killed for error in errors)
 
 
 async def test_sigterm_ends_a_waiting_worker_cleanly(hub: Hub):

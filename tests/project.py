@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from tiny_model import make_tiny_model
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 SETTINGS: dict[str, Any] = {
     "run_dir": "run",
     "model": "model",
@@ -49,7 +50,9 @@ def steps_in(metrics: Path) -> list[int]:
 class Command:
     """A `millrace` command in a folder, with an environment and a temp dir of its own."""
 
-    def __init__(self, *arguments: str | Path, folder: Path) -> None:
+    def __init__(
+        self, *arguments: str | Path, folder: Path, env: Mapping[str, str] | None = None
+    ) -> None:
         self.temp = folder / "tmp"
         self.temp.mkdir(parents=True, exist_ok=True)
         self.process = subprocess.Popen(
@@ -65,6 +68,7 @@ class Command:
                 "HOME": str(folder),
                 "TMPDIR": str(self.temp),
                 "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),  # else a folder in TMPDIR
+                **(env or {}),
             },
         )
 

@@ -1,0 +1,158 @@
+"""Whole runs that are hit at a moment that hurts. Each proves that it was the moment."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from torn_run import TornRun
+
+from millrace.cli import main
+
+
+@pytest.fixture
+def tear(tmp_path):
+    runs: list[TornRun] = []
+
+    def tear(**settings) -> TornRun:
+        runs.append(TornRun(tmp_path, **settings))
+        return runs[-1]
+
+    yield tear
+    for run in runs:
+        run.close()
+
+
+def test_a_run_killed_behind_its_last_checkpoint_is_concluded_once_and_then_over(
+    tear, monkeypatch, capsys
+):
+    run = tear(steps=3)
+    run.start()
+    checkpoints = run.path / "checkpoints"
+    run.until(lambda: list(checkpoints.glob("*step_3")), every_s=0.001)
+    run.controller.suspend()  # the trainer goes on
+    last = checkpoints / "step_3"
+    run.until(last.exists)
+    assert not (run.path / "summary.json").exists()
+    run.kill()
+    run.start("--resume")
+    summary = run.summary()
+    assert summary["checkpoint"] == str(last)
+    assert summary["accuracy_after"] is not None
+    monkeypatch.chdir(run.project)
+    assert main(["train", "run.toml", "--resume"]) == 2
+    assert "already did its 3 steps; to go on, raise trainer.steps" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_in_the_middle_of_a_checkpoint_leaves_none_and_the_run_goes_on(tear):
+    run = tear(steps=12, checkpoint={"every_steps": 1})
+    run.start()
+    checkpoints = run.path / "checkpoints"
+    trainer = run.until(lambda: run.worker("trainer"))
+
+    def caught() -> Path | None:
+        for unfinished in checkpoints.glob(".unfinished_step_*"):
+            trainer.suspend()
+            if unfinished.exists():
+                return unfinished
+            trainer.resume()
+        return None
+
+    unfinished = run.until(caught, every_s=0)
+    step = unfinished.name.removeprefix(".unfinished_")
+    assert not (checkpoints / step).exists()
+    trainer.kill()
+    summary = run.summary()
+    assert summary["worker_restarts"] == {"trainer": 1}
+    assert not unfinished.exists()
+
+
+@pytest.mark.slow
+def test_an_engine_killed_during_a_swap_and_a_trainer_killed_while_it_publishes_are_replaced(tear):
+    run = tear(steps=14)
+    run.start()
+    run.until(lambda: run.step >= 2)
+    engine = run.worker("engine-0")
+    assert engine is not None
+    engine.suspend()
+    stood = run.standstill()  # it was brought weights that it does not take
+    trainer = run.worker("trainer")
+    assert trainer is not None
+    trainer.kill()
+    engine.resume()
+    run.until(lambda: run.step >= stood + 3)
+    engine.suspend()
+    assert run.standstill() < run.steps
+    engine.kill()
+    summary = run.summary()
+    assert summary["worker_restarts"] == {"engine-0": 1, "trainer": 1}
+
+
+@pytest.mark.slow
+def test_a_controller_killed_again_and_again_before_its_first_step_comes_to_its_end(tear):
+    run = tear(steps=4)
+    run.start()
+    run.until((run.path / "run.lock").exists, every_s=0.001)
+    run.kill()  # before there is anything to go on from
+    for victim in ("trainer", "engine-0"):
+        run.start(*(["--resume"] if (run.path / "config.toml").exists() else []))
+        run.until(lambda name=victim: run.worker(name))
+        run.kill()
+        assert run.step == 0
+    run.start("--resume")
+    worker = run.until(lambda: run.worker("trainer"))
+    worker.kill()  # while it loads; the run starts it again by itself
+    scorer = run.until(lambda: run.worker("scorer"))
+    scorer.kill()
+    summary = run.summary()
+    assert summary["worker_restarts"] == {"trainer": 1}
+
+
+SLOW_REWARD = """
+import os, time
+from pathlib import Path
+
+def digits(completions, **columns):
+    Path("scoring").write_text(str(os.getpid()))
+    time.sleep(0.2)
+    Path("scoring").unlink(missing_ok=True)
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.slow
+def test_a_scorer_killed_while_it_scores_costs_no_group(tear):
+    run = tear(steps=6, evaluate={})
+    (run.project / "rewards.py").write_text(SLOW_REWARD)
+    run.start()
+    run.until(lambda: run.step >= 1)
+    marker = run.project / "scoring"
+
+    def caught() -> int | None:
+        scorer = run.worker("scorer")
+        if scorer is None or not marker.exists():
+            return None
+        scorer.suspend()
+        if marker.exists() and marker.read_text() == str(scorer.pid):
+            return scorer.pid
+        scorer.resume()
+        return None
+
+    os.kill(run.until(caught, every_s=0.005), signal.SIGKILL)
+    run.summary()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["cut", "garbage"])
+def test_a_journal_whose_end_is_damaged_after_a_kill_of_everything_goes_on(tear, damage):
+    run = tear(steps=12, checkpoint={"every_steps": 5})
+    run.start()
+    run.until(lambda: run.step >= 3)
+    run.kill()
+    newest = sorted((run.path / "journal").glob("*.log"))[-1]
+    whole = newest.read_bytes()
+    newest.write_bytes(whole[:-7] if damage == "cut" else whole + whole[-200:-3])
+    run.start("--resume")
+    run.summary()
+    assert "which a crash cut short, are left out" in run.said

@@ -1,0 +1,46 @@
+"""Folders that go with their process, also with one that was killed."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from millrace.cluster.private_folder import private_folder
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from millrace.cluster.private_folder import private_folder
+
+with private_folder(Path(sys.argv[1])) as folder:
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+def start_owner(parent: Path) -> tuple[subprocess.Popen[str], Path]:
+    command = [sys.executable, "-c", OWNER, str(parent)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    return owner, Path(owner.stdout.readline().strip())
+
+
+def test_a_folder_is_private_and_removed_on_the_way_out(tmp_path):
+    with private_folder(tmp_path) as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "socket").touch()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_and_what_lives_is_not(tmp_path):
+    other = tmp_path / "millrace-of-somebody-else"  # who does not lock it
+    other.mkdir()
+    living, kept = start_owner(tmp_path)
+    dead, left = start_owner(tmp_path)
+    dead.send_signal(signal.SIGKILL)
+    dead.communicate()
+    assert left.is_dir()
+    with private_folder(tmp_path) as folder:
+        assert set(tmp_path.iterdir()) == {other, kept, folder}
+    living.kill()
+    living.communicate()
