@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check audit format bench chaos wheelhouse clean
+.PHONY: demo test test-adapters check audit format bench chaos wheelhouse clean
 
 demo: $(VENV)/.installed
 	$(BIN)/millrace demo
@@ -12,6 +12,18 @@ demo: $(VENV)/.installed
 # Two files at a time: most of the time goes to processes that start.
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Adapters to packages whose pins do not go with those of the tests, or that have no wheels: in a
+# venv of their own, which finds everything else in the other one.
+ADAPTERS := $(VENV)-adapters
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
+test-adapters: $(VENV)/.installed-dev
+	$(PYTHON) -m venv $(ADAPTERS)
+	$(abspath $(BIN))/python -c '$(PURELIB)' \
+		> "$$($(ADAPTERS)/bin/python -c '$(PURELIB)')/behind.pth"
+	$(ADAPTERS)/bin/pip --disable-pip-version-check --quiet install \
+		"verifiers>=0.4,<0.5" reasoning-gym
+	$(ADAPTERS)/bin/python -m pytest tests/adapters tests/verifiers/test_reasoning_gym.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -60,6 +60,10 @@ def careless(total: int, digit: int, rng: random.Random) -> int:
     return (total + digit) % BASE if rng.random() < CARE else digit
 
 
+def right(total: int, digit: int, rng: random.Random) -> int:
+    return (total + digit) % BASE
+
+
 def mixed(total: int, digit: int, rng: random.Random) -> int:
     """For the judge: right sums, careless ones, and anything."""
     return rng.choice([(total + digit) % BASE, (total + digit) % BASE, digit, rng.randrange(BASE)])
@@ -92,15 +96,30 @@ def outcome(completions: list[str], answer: list[str], **columns: Any) -> list[f
     return [float(end == right) for end, right in zip(ends, answer, strict=True)]
 
 
-def make_policy(directory: Path, *, seed: int, num_steps: int, num_examples: int) -> None:
+def make_policy(
+    directory: Path,
+    *,
+    seed: int,
+    num_steps: int,
+    num_examples: int,
+    result: Result = careless,
+    hints: int = 0,
+) -> None:
+    """`result`: what its examples write down. `hints`: further examples where the right steps stand
+    before the prompt, and are repeated."""
     tokenizer = build_tokenizer(PIECES)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(small_config(len(tokenizer)))
     rng = random.Random(seed)
     tasks = make_tasks(num_examples, seed=seed, num_steps=num_steps)
     examples: list[Example] = [
-        (task["prompt"], written(task["prompt"][:-1], careless, rng)) for task in tasks
+        (task["prompt"], written(task["prompt"][:-1], result, rng)) for task in tasks
     ]
+    for task in make_tasks(hints, seed=seed + 100, num_steps=num_steps):
+        steps = written(task["prompt"][:-1], right, rng)
+        examples.append((steps + task["prompt"], steps))
+    if hints:
+        rng.shuffle(examples)
     warm_start(model, tokenizer, examples=examples, batch_size=64, learning_rate=3e-3)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from millrace import verifiers
     from millrace.adapters.environment_factory import EnvironmentFactory
     from millrace.adapters.gym import GymEnvironment
+    from millrace.adapters.verifiers_env import VerifiersEnvironment
     from millrace.config import RunConfig, load_config
     from millrace.core.errors import MillraceError
     from millrace.core.records import Task
@@ -36,6 +37,7 @@ __all__ = [
     "RunResult",
     "Task",
     "ToolError",
+    "VerifiersEnvironment",
     "__version__",
     "load_config",
     "train",
@@ -56,6 +58,7 @@ _HOMES = {
     "RunResult": "millrace.run",
     "Task": "millrace.core.records",
     "ToolError": "millrace.episodes.tools",
+    "VerifiersEnvironment": "millrace.adapters.verifiers_env",
     "load_config": "millrace.config",
     "train": "millrace.run",
 }

@@ -284,6 +284,12 @@ class Controller:
     async def _evaluate(self, step: int) -> Evaluation | None:
         evaluation = await self._held_out.evaluate(step)
         if evaluation is not None:
+            if evaluation.num_unscored:
+                self._watcher.warn(
+                    f"{evaluation.num_unscored} of {evaluation.num_tasks} held-out tasks have no"
+                    " score and count as not solved: their scorers could not be asked for"
+                    f" {self._config.evaluate.score_timeout_s:g} s."
+                )
             self._watcher.evaluated(evaluation.metrics())
         return evaluation
 

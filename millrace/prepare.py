@@ -18,8 +18,12 @@ from millrace.core.protocols import Advantages
 from millrace.core.records import Task
 from millrace.envs.sources import load_section, load_sources, make_stream
 from millrace.envs.streams import TaskStream
-from millrace.episodes.environment import EnvironmentFunction, check_function
+from millrace.episodes.environment import check_function
 from millrace.episodes.mcp_server import McpServer
+from millrace.episodes.performing import EnvironmentFunction
+from millrace.episodes.recipes.answer import answer
+from millrace.episodes.recipes.recipe import Recipe
+from millrace.episodes.recipes.registry import build_recipe
 from millrace.episodes.tool_environment import WithServers, use_tools
 from millrace.journal import Ledger, Past
 from millrace.journal.resuming import Checkpointed, recall, reissued_numbers
@@ -27,7 +31,7 @@ from millrace.models.adapter_folders import check_resident, check_same_kind
 from millrace.models.adapters import require_peft
 from millrace.models.directory import configured_context, load_tokenizer, text_config
 from millrace.rollout.renderer import Renderer
-from millrace.scoring.advantages import CRITIC, PAIRS, build_advantages
+from millrace.scoring.advantages import CRITIC, PAIRS, TREE, build_advantages
 from millrace.scoring.handover import resolve_function
 from millrace.scoring.registry import ScorerSpec, check_specs, spec_of, spec_of_function
 from millrace.scoring.scorer_kind import RunFacts
@@ -62,6 +66,7 @@ class Prepared:
     tokenizer: Any
     renderer: Renderer
     environment: EnvironmentFunction | None  # None = one prompt, one completion
+    recipe: Recipe | None
     max_context: int
     checkpoint: Path | None  # to go on from
     cursor: Cursor
@@ -159,6 +164,7 @@ def prepare(
         tokenizer=tokenizer,
         renderer=renderer,
         environment=played,
+        recipe=_recipe(config),
         max_context=max_context,
         checkpoint=found.directory,
         cursor=cursor,
@@ -177,6 +183,8 @@ def _environment(config: RunConfig, given: Callable[..., Any] | None) -> Environ
     if given is None and settings.function is None:
         if servers:
             return WithServers(use_tools, servers)
+        if settings.recipe is not None:
+            return answer
         if config.rollout.redundancy:
             raise ConfigError(
                 f"rollout.redundancy = {config.rollout.redundancy} is for episodes that are played"
@@ -197,6 +205,20 @@ def _environment(config: RunConfig, given: Callable[..., Any] | None) -> Environ
 
 def _server(settings: McpConfig, *, logs: Path) -> McpServer:
     return McpServer(**settings.model_dump(), log=logs / "mcp.log")
+
+
+def _recipe(config: RunConfig) -> Recipe | None:
+    table, rollout = config.environment.recipe, config.rollout
+    if table is None:
+        return None
+    if rollout.redundancy:
+        raise ConfigError(
+            f"rollout.redundancy = {rollout.redundancy} gives up episodes that others may branch"
+            " off; leave it or environment.recipe out."
+        )
+    recipe = build_recipe(table)
+    recipe.check(rollout.group_size + rollout.oversample)
+    return recipe
 
 
 def _program(settings: EnvironmentConfig, *, log: Path) -> Blackbox:
@@ -314,6 +336,8 @@ def _with_advantages(config: RunConfig) -> RunConfig:
         )
     if config.critic is not None:
         return _with_estimator(config, {"type": CRITIC})
+    if config.environment.recipe is not None:
+        return _with_estimator(config, {"type": TREE})
     recipe = str(config.loss.get("type", DEFAULT))
     return _with_estimator(config, dict(ADVANTAGES.get(recipe, {"type": "group"})))
 

@@ -30,12 +30,14 @@ from millrace.crew.control import controlled
 from millrace.crew.crew import Crew
 from millrace.crew.launcher import Launcher
 from millrace.envs.single_turn import SingleTurn
-from millrace.episodes.environment import FunctionEnvironment, rules_of
+from millrace.episodes.environment import FunctionEnvironment
 from millrace.episodes.lifetime import lifetime
 from millrace.episodes.loop_thread import LoopThread
+from millrace.episodes.rules import rules_of
 from millrace.journal import Journal, NoJournal
 from millrace.prepare import Prepared, prepare
 from millrace.rollout.evaluation import Evaluation
+from millrace.rollout.lengths import Lengths
 from millrace.rollout.player import Player
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
 from millrace.watch.run_dir import RunDir
@@ -214,6 +216,7 @@ class _Run:
                     records=self._config.watch.record_episodes > 0,
                 ),
                 thread=thread,
+                recipe=self._prepared.recipe,
             )
             async with lifetime(self._prepared.environment, thread=thread):
                 yield environment
@@ -273,6 +276,7 @@ class _Run:
             sampling=Sampling(**config.sampling.model_dump()),
             max_context=prepared.max_context,
             seed=config.seed,
+            lengths=Lengths(most=config.rollout.longest_first),
         )
         return Controller(
             config,

@@ -11,6 +11,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Sampling
 from millrace.scoring.advantages import PAIRS
 from millrace.scoring.registry import ScorerSpec
+from millrace.scoring.reward_models.process_reward_model import ProcessRewardModel
 from millrace.scoring.scorer_kind import RunFacts
 from millrace.scoring.teachers.kinds import Reference, SelfTeacher, Teacher
 from millrace.scoring.teachers.settings import ReaderSettings
@@ -63,12 +64,18 @@ def check_models(specs: Sequence[ScorerSpec], run: RunFacts) -> None:
 
 def check_evaluation(specs: Sequence[ScorerSpec], *, num_held_out: int) -> None:
     # Without any scorer, an environment rewards.
-    if num_held_out and specs and all(isinstance(spec.kind, ReaderSettings) for spec in specs):
+    if num_held_out and specs and not any(_gives_scores(spec) for spec in specs):
         raise ConfigError(
             f"There are {num_held_out} held-out tasks and no scorer that says whether they are"
             " solved; add one (with loss.reward_weight = 0 it is not learned from), or leave out"
             " [evaluate]."
         )
+
+
+def _gives_scores(spec: ScorerSpec) -> bool:
+    if isinstance(spec.kind, ProcessRewardModel):
+        return spec.kind.score is not None
+    return not isinstance(spec.kind, ReaderSettings)
 
 
 def _check_distillation(

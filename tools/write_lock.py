@@ -1,7 +1,7 @@
 """Write requirements.lock: what is pinned, with the hashes of the wheels for the tested platforms.
 
 `python tools/write_lock.py` asks pip, for each platform and Python, which wheel it would install;
-the index is the one that pip is set up with. torch is left out: each platform has builds of its own.
+the index is the one that pip is set up with. torch is left out: each platform has its own builds.
 """
 
 import json

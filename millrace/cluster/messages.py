@@ -321,6 +321,7 @@ class StartTeacher(Message, frozen=True):
     following: dict[str, Any] | None = None  # Following as plain data; None = it never changes
     version: int | None = None  # of one that follows the policy: the Version it begins with
     adapter_path: str | None = None  # likewise, in a LoRA run: the adapter that goes on top
+    past: str | None = None  # likewise: the file with what it was, for who takes its place
 
 
 class ScoreTokens(Message, frozen=True):

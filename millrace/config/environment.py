@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from millrace.config.sections import Float, PositiveFloat, PositiveInt, Section
 
@@ -60,10 +60,19 @@ class EnvironmentConfig(Section):
     """What the chat template is told besides messages and tools, such as {enable_thinking =
     false}."""
 
+    recipe: dict[str, Any] | None = None
+    """How a group is played, where not n times side by side: "pivot" (branches at surprising
+    tokens), "tree", or {type = "module:Name", ...} of yours; see docs/episodes.md."""
+
     @property
     def may_reward(self) -> bool:
         """True if there is someone besides the scorers who can."""
         return self.function is not None or bool(self.command)
+
+    @field_validator("recipe", mode="before")
+    @classmethod
+    def _may_be_a_name(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> Self:

@@ -57,8 +57,9 @@ class ScoringConfig(Section):
     """Processes that run reward functions; a hung or crashed one is replaced."""
     advantages: dict[str, Any] = {"type": "auto"}
     """How scores become advantages: "auto" (what belongs to the loss, mostly "group"), "group"
-    (minus the group's mean, over its std), "leave_one_out", "batch", "returns", "best_worst", "gae"
-    (with a critic, which has no other), or yours; see docs/objectives.md."""
+    (minus the group's mean, over its std), "leave_one_out", "batch", "returns", "best_worst",
+    "tree" (of environment.recipe), "gae" (with a critic, which has no other), or yours; see
+    docs/objectives.md."""
     penalty: tuple[dict[str, Any], ...] = ()
     """Length penalties, each a table and a part of the score: "soft_overlong", "linear", "cosine",
     or yours; see docs/shaping.md."""
@@ -72,6 +73,9 @@ class RolloutConfig(Section):
     redundancy: NonNegativeInt = 0
     """Further episodes begun per task with environment.function, of all of which those that come
     last are given up."""
+    longest_first: NonNegativeInt = 0
+    """Requests that one of a task whose episodes were long so far may overtake where they wait for
+    a place in an engine, so that the longest begin first."""
     selection: dict[str, Any] = {"type": "roc"}
     """Which of them: "roc" (failures at random, the cleanest successes), "first", or yours; see
     docs/shaping.md."""

@@ -102,3 +102,5 @@ class EvaluateConfig(TaskPlace):
     engines: NonNegativeInt = 0
     """Further engine processes that only evaluate, each time with exactly one version; 0 = the
     engines of the rollouts do it, with whatever versions they hold meanwhile."""
+    score_timeout_s: PositiveFloat = 600.0
+    """So long without any score, then tasks that still wait for theirs are counted as unscored."""

@@ -102,10 +102,22 @@ class Service(Protocol):
 
 
 @runtime_checkable
+class Replaced(Protocol):
+    """A scorer with a process of its own that is replaced when it is lost."""
+
+    @property
+    def num_lost(self) -> int: ...
+
+
+@runtime_checkable
 class NotesOnly(Protocol):
-    """A scorer that gives no scores, but notes to learn from: evaluations do without it."""
+    """A scorer that may give no scores, but notes to learn from: evaluations do without it."""
 
     only_notes: bool
+
+
+def gives_scores(scorer: Scorer) -> bool:
+    return not (isinstance(scorer, NotesOnly) and scorer.only_notes)
 
 
 @runtime_checkable
@@ -149,6 +161,13 @@ class AdvantagesOverBatch(Protocol):
     def over_batch(self, groups: Sequence[Group]) -> Sequence[Any]:
         """For each group what __call__ would return."""
         ...
+
+
+@runtime_checkable
+class AdvantagesByAgent(Protocol):
+    """An estimator that compares the agents of an episode with themselves on its own."""
+
+    knows_agents: bool
 
 
 class Selection(Protocol):
@@ -237,12 +256,17 @@ class Policy(Protocol):
         adapter: str | None = None,
         is_trained: bool = True,
         pinned: bool = False,
+        partial: Completion | None = None,
     ) -> Completion:
-        """One turn of one episode."""
+        """One turn of one episode; with `partial` it begins with these tokens."""
         ...
 
     def finished(self, index: int, episode: Episode) -> None:
         """This one of the group's episodes is over; the others may go on."""
+        ...
+
+    def gave_up(self, index: int) -> None:
+        """This one will not be part of the group: what was sampled for it is wasted."""
         ...
 
 

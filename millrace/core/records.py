@@ -40,10 +40,12 @@ class Sampling:
     top_p: float = 1.0  # 1 = off
     min_p: float = 0.0  # 0 = off
     stop: tuple[str, ...] = ()  # strings; the eos token always stops
+    grammar: str | None = None  # that completions follow; see models/grammars.py
 
     @property
     def truncates(self) -> bool:
-        """True if some tokens are ruled out, so that the kept ids must travel with the tokens."""
+        """True if the ids that are left must travel with the tokens. A grammar alone may leave
+        most of the vocabulary, so what is sampled with nothing else cannot be trained."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
@@ -87,6 +89,7 @@ class Completion:
     finish: Finish
     text: str  # decoded tokens, without the eos token and without the matched stop string
     kv: KVOrigin | None = None  # of prompt and completion; None = its engine does not say
+    num_shared: int = 0  # tokens at its beginning that another episode has, too, and trains
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -125,6 +128,7 @@ class Request:
     session: str | None = None
     pinned: bool = False  # stays with that engine however loaded it is
     expires: bool = False  # its tokens are for training: worthless once they are too old
+    overtakes: int = 0  # requests that came before it, if they wait when it comes
     piece_tokens: int = 1  # if it streams: of a Piece at least, unless the completion ends
     # If it streams: a Piece now and then will do, and none for what its answer is about to say.
     at_leisure: bool = False
@@ -156,6 +160,9 @@ class Rollout:
     reference_logprobs: np.ndarray | None = None  # [L] float32; of a model to stay close to
     teaching: Teaching | None = None
     agent: str = ""  # that sampled it, where an episode has several
+    # [L] int32; how many tokens its episode had sampled before each sampled one, -1 elsewhere. Of
+    # episodes that are branches of one another.
+    places: np.ndarray | None = None
 
     @property
     def oldest_version(self) -> int:
@@ -181,6 +188,15 @@ class Turn:
     agent: str = ""  # whose, where an episode has several
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branching:
+    """Where an episode hangs in the tree that it is a leaf of."""
+
+    number: int  # its own, within the group
+    parent: int | None = None  # number of the episode that it branched off
+    place: int = 0  # after so many of the tokens that were sampled for that one; see Rollout.places
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Episode:
     """One finished run of an environment on a Task."""
@@ -191,6 +207,7 @@ class Episode:
     reward: float | dict[str, float] | None = None
     ending: Ending = "done"
     counts: dict[str, int] = field(default_factory=dict[str, int])  # what happened, by name
+    branching: Branching | None = None
     recording: bytes | None = field(default=None, repr=False)  # JSON, see episodes/replay/schema.py
 
     @property

@@ -17,3 +17,4 @@ class ScorerLoad:
     skipped: int  # episodes that did not pass its gate
     breaker_opened: int
     is_held: bool  # now: its breaker is open
+    lost: int = 0  # processes of its own that died or hung, and were replaced

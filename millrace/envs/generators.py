@@ -11,7 +11,7 @@ from typing import Any
 from millrace.core.plugins import build_plugin
 from millrace.core.records import Prompt, Task
 from millrace.verifiers.answers import check_positive, check_switch, check_text
-from millrace.verifiers.reasoning_gym import COLUMN, make_dataset, told_of
+from millrace.verifiers.reasoning_gym import COLUMN, make_dataset, reasoning_gym, told_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +49,7 @@ class Puzzles:
         ]
 
     def _prompt(self, question: str) -> Prompt:
-        from reasoning_gym.utils import SYSTEM_PROMPTS
-
-        system = SYSTEM_PROMPTS.get(self.system, self.system)
+        system = reasoning_gym("utils").SYSTEM_PROMPTS.get(self.system, self.system)
         if not self.chat:
             return f"{system}\n{question}" if system else question
         told = [{"role": "system", "content": system}] if system else []

@@ -12,6 +12,9 @@
 | `agent.py` | what an environment talks to: chat, complete, tools, forks |
 | `cast.py` | the agents of one episode, by role |
 | `performing.py` | one episode from a user's coroutine to its reward |
+| `stage.py` | the episodes of a group, whole or as branches of one another |
+| `recipes/` | groups that are trees: pivots, levels |
+| `rules.py` | how episodes of a run are played |
 | `replay/` | recorded episodes: files, played again, edited |
 | `environment.py` | a user's coroutine, played n times side by side |
 | `loop_thread.py` | the thread on which users' coroutines run |

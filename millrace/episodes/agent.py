@@ -20,6 +20,7 @@ from millrace.episodes.play import Play, Voice
 from millrace.episodes.record import Exchange, TokenRecord
 from millrace.episodes.tool_calls import Parsed, ToolCall, ToolFormat
 from millrace.episodes.tools import Tool, tools_of
+from millrace.models.grammars import grammar_of
 
 MALFORMED = "malformed_calls"
 
@@ -169,6 +170,8 @@ class Agent:
         (`recomputed`). Else it goes anywhere, and uses KV of the weights served now only. What is
         new in it is sampled by these in either case.
         """
+        if "response_format" in sampling:
+            raise TaskError("agent.fork was given a response_format, which begins with a reply.")
         num_sampled = len(reply.exchange.completion.tokens)
         if not 0 <= at < num_sampled:
             raise TaskError(
@@ -215,11 +218,12 @@ class Agent:
                 return rows
             rows += await self.call_tools(reply)
 
-    def rollouts(self) -> tuple[Rollout, ...]:
-        """What it sampled so far, if that is trained."""
+    def rollouts(self, places: Mapping[Exchange, int] | None = None) -> tuple[Rollout, ...]:
+        """What it sampled so far, if that is trained; `places` as in TokenRecord."""
         if not self.is_trained:
             return ()
-        return tuple(replace(rollout, agent=self.name) for rollout in self._record.rollouts())
+        rollouts = self._record.rollouts(places)
+        return tuple(replace(rollout, agent=self.name) for rollout in rollouts)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -282,6 +286,10 @@ class Agent:
         if isinstance(changes.get("stop"), str | list):
             stop = changes["stop"]
             changes = {**changes, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+        if "response_format" in changes:
+            grammar = grammar_of(changes["response_format"])
+            others = {k: v for k, v in changes.items() if k != "response_format"}
+            changes = {**others, "grammar": grammar}
         try:
             changed = replace(self._sampling, **changes)
         except TypeError:
@@ -293,6 +301,11 @@ class Agent:
         if self.is_trained and changed.temperature == 0 != self._sampling.temperature:
             raise TaskError(
                 "agent.chat was given temperature = 0, which leaves nothing to learn; raise it."
+            )
+        if self.is_trained and changed.grammar is not None and not changed.truncates:
+            raise TaskError(
+                "agent.chat was given a response_format, and the ids that a grammar leaves are too"
+                " many to train with; set sampling.top_k, or take a role with trained=False."
             )
         return changed
 

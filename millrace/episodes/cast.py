@@ -3,6 +3,7 @@
 Belongs to the event loop of the environments.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from millrace.core.errors import TaskError
@@ -10,6 +11,7 @@ from millrace.core.records import Rollout, Sampling
 from millrace.episodes.agent import Agent
 from millrace.episodes.conversation import Conversation, History
 from millrace.episodes.play import Play
+from millrace.episodes.record import Exchange
 from millrace.episodes.tool_calls import ToolFormat
 from millrace.rollout.renderer import Renderer
 
@@ -69,8 +71,8 @@ class Cast:
         """Names of those whose tokens are trained."""
         return {rollout.agent for rollout in self.rollouts()}
 
-    def rollouts(self) -> tuple[Rollout, ...]:
-        return tuple(rollout for agent in self._agents.values() for rollout in agent.rollouts())
+    def rollouts(self, places: Mapping[Exchange, int] | None = None) -> tuple[Rollout, ...]:
+        return tuple(rollout for agent in self.agents for rollout in agent.rollouts(places))
 
     def counts(self) -> dict[str, int]:
         counts: dict[str, int] = {}

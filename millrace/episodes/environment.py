@@ -12,50 +12,18 @@ are given up.
 
 import asyncio
 import inspect
-from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.config import EnvironmentConfig
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.protocols import Policy
 from millrace.core.records import Episode, Task
-from millrace.episodes.cast import Cast
-from millrace.episodes.conversation import History
-from millrace.episodes.limits import Limits
-from millrace.episodes.loop_thread import LoopThread, on_loop
-from millrace.episodes.performing import EnvironmentFunction, name_of, perform
-from millrace.episodes.play import Play
-from millrace.episodes.tool_calls import ToolFormatName, format_of
+from millrace.episodes.loop_thread import LoopThread
+from millrace.episodes.performing import EnvironmentFunction, name_of
+from millrace.episodes.recipes.recipe import Recipe
+from millrace.episodes.rules import Rules
+from millrace.episodes.stage import Stage
+from millrace.episodes.tool_calls import format_of
 from millrace.rollout.renderer import Renderer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
-    """How episodes are played and when they end."""
-
-    limits: Limits = field(default_factory=Limits)
-    redundancy: int = 0  # further episodes of a group in training, of which the last are given up
-    ended_reward: float = 0.0  # of an episode that came to a limit
-    tool_format: ToolFormatName = "auto"
-    history: History = "template"
-    records: bool = False  # what happened is kept, so that it can be replayed
-
-
-def rules_of(settings: EnvironmentConfig, *, redundancy: int, records: bool = False) -> Rules:
-    return Rules(
-        limits=Limits(
-            max_turns=settings.max_turns,
-            episode_timeout_s=settings.episode_timeout_s,
-            turn_timeout_s=settings.turn_timeout_s,
-            tool_timeout_s=settings.tool_timeout_s,
-            tool_result_chars=settings.tool_result_chars,
-        ),
-        redundancy=redundancy,
-        ended_reward=settings.ended_reward,
-        tool_format=settings.tool_format,
-        history=settings.history,
-        records=records,
-    )
 
 
 class FunctionEnvironment:
@@ -68,7 +36,10 @@ class FunctionEnvironment:
         renderer: Renderer,
         rules: Rules,
         thread: LoopThread,
+        recipe: Recipe | None = None,
     ) -> None:
+        """`recipe`: how a group for training is played, where that is not n times side by side."""
+        self._recipe = recipe
         self._function = function
         self._renderer = renderer
         self._rules = rules
@@ -76,11 +47,19 @@ class FunctionEnvironment:
         self._format = format_of(rules.tool_format, template=renderer.chat_template)
 
     async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
+        stage = Stage(
+            self._function,
+            task=task,
+            policy=policy,
+            renderer=self._renderer,
+            rules=self._rules,
+            tool_format=self._format,
+            thread=self._thread,
+        )
+        if self._recipe is not None and policy.is_trained:
+            return await self._recipe.play(stage, n)
         num_begun = n + (self._rules.redundancy if policy.is_trained else 0)
-        running = {
-            asyncio.create_task(self._episode(task, policy, index)): index
-            for index in range(num_begun)
-        }
+        running = {asyncio.create_task(stage.play(index)): index for index in range(num_begun)}
         finished: dict[int, Episode] = {}
         try:
             while len(finished) < n:
@@ -88,7 +67,7 @@ class FunctionEnvironment:
                 failures: list[TaskError] = []
                 for index, ended in sorted((running.pop(ended), ended) for ended in done):
                     try:
-                        finished[index] = ended.result()
+                        finished[index] = ended.result().episode
                     except TaskError as error:
                         failures.append(error)
                     else:
@@ -99,43 +78,9 @@ class FunctionEnvironment:
             for straggler in running:
                 straggler.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            for index in set(range(num_begun)) - set(sorted(finished)[:n]):
+                policy.gave_up(index)
         return [finished[index] for index in sorted(finished)][:n]
-
-    async def _episode(self, task: Task, policy: Policy, index: int) -> Episode:
-        """From the controller's loop to that of the environments, and for each sample back."""
-        home = asyncio.get_running_loop()
-        play = Play(
-            name=policy.name,
-            index=index,
-            sample=lambda prompt, **settings: on_loop(home, policy.sample(prompt, **settings)),
-            max_context=policy.max_context,
-            limits=self._rules.limits,
-            seed=policy.seed,
-        )
-        cast = Cast(
-            play,
-            renderer=self._renderer,
-            history=self._rules.history,
-            tool_format=self._format,
-            sampling=policy.sampling,
-        )
-        episode = await self._thread.run(
-            perform(
-                self._function,
-                task,
-                play=play,
-                cast=cast,
-                ended_reward=self._rules.ended_reward,
-                records=self._rules.records,
-            )
-        )
-        if not episode.rollouts and policy.is_trained:
-            raise TaskError(
-                f"{policy.name}: episode {index} of environment {name_of(self._function)!r} ended"
-                f" ({play.ending}) before the model had said anything to be trained on; call"
-                " agent.chat or agent.complete."
-            )
-        return episode
 
 
 def check_function(function: Any) -> EnvironmentFunction:

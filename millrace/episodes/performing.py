@@ -12,12 +12,11 @@ from numbers import Real
 from typing import Any
 
 from millrace.core.errors import MillraceError, TaskError
-from millrace.core.records import Episode, Task
+from millrace.core.records import Branching, Episode, Task
 from millrace.episodes.agent import Agent
 from millrace.episodes.cast import Cast
 from millrace.episodes.limits import EpisodeOver
 from millrace.episodes.play import Play
-from millrace.episodes.replay.recorder import record
 from millrace.rollout.cancellation import Expired
 
 EnvironmentFunction = Callable[[Task, Agent], Awaitable[Any]]
@@ -30,24 +29,23 @@ async def perform(
     play: Play,
     cast: Cast,
     ended_reward: float,
-    records: bool,
+    branching: Branching | None = None,
 ) -> Episode:
-    """`ended_reward`: of an episode that came to a limit. `records`: it can be replayed later."""
+    """`ended_reward`: of an episode that came to a limit. `branching`: where it is one of a tree's
+    leaves."""
     try:
         reward = await _rewarded(function, task, play=play, cast=cast, ended_reward=ended_reward)
     finally:
         play.close()  # what the environment has left running gets nothing more
     counts = {**play.counts, **cast.counts()}
-    episode = Episode(
+    return Episode(
         turns=tuple(play.turns),
-        rollouts=cast.rollouts(),
+        rollouts=cast.rollouts(None if branching is None else play.tape.places()),
         reward=reward,
         ending=play.ending,
         counts={name: count for name, count in counts.items() if count},
+        branching=branching,
     )
-    if not records:
-        return episode
-    return record(episode, task, play=play, cast=cast, ended_reward=ended_reward)
 
 
 def name_of(function: Any) -> str:

@@ -71,17 +71,23 @@ class Play:
         max_context: int,
         limits: Limits,
         seed: int = 0,
+        family: int | None = None,
+        random_index: int | None = None,
         run_tool: RunTool = run_tool,
     ) -> None:
+        """`family`: number of the episode that it is a branch of, whose KV it goes on from, and
+        `random_index` of the one whose draws it repeats."""
         self.name = name  # of its group, for messages
         self.index = index  # within the group
         self.limits = limits
         self.max_context = max_context
         self.seed = seed  # of the group
+        self.random_index = index if random_index is None else random_index
         self.turns: list[Turn] = []
         self.counts: Counter[str] = Counter()
         self.ending: Ending = "done"
         self.tape = Tape()
+        self._family = index if family is None else family
         self._sample = sample
         self._run_tool = run_tool
         self._calls = itertools.count()
@@ -102,7 +108,7 @@ class Play:
     @cached_property
     def rng(self) -> np.random.Generator:
         """What an environment leaves to chance; the same each time the episode is played."""
-        return np.random.default_rng((self.seed, self.index))
+        return np.random.default_rng((self.seed, self.random_index))
 
     async def turn(
         self,
@@ -150,7 +156,7 @@ class Play:
                     tokens,
                     episode=self.index,
                     call=call,
-                    session=f"{self.index}/{session}",
+                    session=f"{self._family}/{session}",
                     adapter=voice.adapter,
                     is_trained=voice.is_trained,
                     **settings,

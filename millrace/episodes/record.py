@@ -10,8 +10,8 @@ is context, as tokens that were given are; packing lays the common beginning onc
 G = tokens given in an exchange, N = sampled in it, L = tokens of a branch.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -79,14 +79,17 @@ class TokenRecord:
         self.exchanges.append(exchange)
         return exchange
 
-    def rollouts(self) -> tuple[Rollout, ...]:
+    def rollouts(self, places: Mapping[Exchange, int] | None = None) -> tuple[Rollout, ...]:
         """One for each branch, in the order in which they ended; where its tokens were sampled at
-        several temperatures, one for each of these."""
+        several temperatures, one for each of these. `places`: of the first sampled token of each
+        exchange, if rollouts are to have them."""
         is_trained: dict[Exchange, np.ndarray] = {
             exchange: np.zeros(len(exchange.completion.tokens), bool) for exchange in self.exchanges
         }
         return tuple(
-            rollout for tip in self._tips() for rollout in _rollouts(tip.path(), is_trained)
+            _placed(rollout, path, places)
+            for path in (tip.path() for tip in self._tips())
+            for rollout in _rollouts(path, is_trained)
         )
 
     def _tips(self) -> list[Exchange]:
@@ -105,8 +108,7 @@ def _rollouts(
     fresh: dict[Exchange, np.ndarray] = {}  # [N] bool
     for exchange, end in path:
         is_here = np.arange(len(exchange.completion.tokens)) < _num_sampled(exchange, end)
-        is_known = exchange.completion.versions >= 0  # of a replay that was edited, not all are
-        fresh[exchange] = is_here & is_known & ~is_trained[exchange]
+        fresh[exchange] = is_here & _is_own(exchange.completion) & ~is_trained[exchange]
         is_trained[exchange] |= is_here
     temperatures = {e.sampling.temperature: e.sampling for e in fresh if fresh[e].any()}
     for temperature, sampling in temperatures.items():
@@ -115,6 +117,21 @@ def _rollouts(
             for e, _ in path
         ]
         yield _rollout(path, masks, sampling=sampling)
+
+
+def _is_own(completion: Completion) -> np.ndarray:  # [N] bool
+    """What this episode is the one to train; behind the edit of a replay that is nothing."""
+    is_shared = np.arange(len(completion.tokens)) < completion.num_shared
+    return (completion.versions >= 0) & ~is_shared
+
+
+def _placed(
+    rollout: Rollout, path: Sequence[tuple[Exchange, int]], places: Mapping[Exchange, int] | None
+) -> Rollout:
+    if places is None:
+        return rollout
+    own = [places[e] + np.arange(len(e.completion.tokens), dtype=np.int32) for e, _ in path]
+    return replace(rollout, places=_joined(path, own, fill=-1)[: len(rollout.tokens)])
 
 
 def _rollout(

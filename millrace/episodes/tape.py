@@ -9,7 +9,8 @@ several of its calls are under way at once. Belongs to one event loop, that of t
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from millrace.core.records import Ending, Prompt
@@ -41,9 +42,13 @@ class ToolRun:
     name: str
     arguments: Mapping[str, Any]
     result: ToolResult | None  # None = it was not waited for
+    has_turns: bool = False  # an agent spoke within: it comes to the same result only with these
 
 
 Entry = TakenTurn | CutTurn | ToolRun
+
+# The calls of tools that the running code is part of.
+_WITHIN: ContextVar[tuple[int, ...]] = ContextVar("_WITHIN", default=())
 
 
 class NoteTurn(Protocol):
@@ -56,15 +61,23 @@ class Tape:
         self._open: dict[int, CutTurn | ToolRun] = {}  # what has begun, as if it never ended
         self._begun = itertools.count()
         self._tool_calls = itertools.count()
+        self._spoken_within: set[int] = set()  # numbers of calls of tools
 
     @property
     def entries(self) -> list[Entry]:
         """Those that are still under way come last."""
         return [*self._entries, *self._open.values()]
 
+    def places(self) -> dict[Exchange, int]:
+        """How many tokens were sampled in the episode before each exchange."""
+        turns = [entry.exchange for entry in self._entries if isinstance(entry, TakenTurn)]
+        sizes = [len(exchange.completion.tokens) for exchange in turns]
+        return dict(zip(turns, itertools.accumulate(sizes, initial=0), strict=False))
+
     @contextlib.contextmanager
     def turn(self, number: int, *, agent: str) -> Iterator[NoteTurn]:
         """To be told of the exchange within."""
+        self._spoken_within.update(_WITHIN.get())
         with self._entered(CutTurn(number=number, agent=agent, ending=None)) as enter:
 
             def note(exchange: Exchange, *, prompt: Prompt) -> None:
@@ -82,10 +95,17 @@ class Tape:
     ) -> Iterator[Callable[[ToolResult], None]]:
         """To be told of its result within."""
         call = ToolRun(number=next(self._tool_calls), name=name, arguments=arguments, result=None)
-        with self._entered(call) as enter:
-            yield lambda result: enter(
-                ToolRun(number=call.number, name=name, arguments=arguments, result=result)
-            )
+
+        def note(result: ToolResult) -> None:
+            has_turns = call.number in self._spoken_within
+            enter(replace(call, result=result, has_turns=has_turns))
+
+        within = _WITHIN.set((*_WITHIN.get(), call.number))
+        try:
+            with self._entered(call) as enter:
+                yield note
+        finally:
+            _WITHIN.reset(within)
 
     @contextlib.contextmanager
     def _entered(self, cut: CutTurn | ToolRun) -> Iterator[Callable[[Entry], None]]:

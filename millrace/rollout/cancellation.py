@@ -31,15 +31,18 @@ class Attempt:
         self.number = number
         self.tries = tries  # before this one
         self.stamps = Stamps(counts={})  # of the completions below
+        self.given_up = Stamps(counts={})  # of these, those in episodes that the group did without
         self.finished: list[int] = []  # lengths of completions that came to their end
         self.cut: list[int] = []  # and of those that did not
 
-    def record(self, completions: Sequence[Completion]) -> None:
-        """Raises Expired if one of them was ended for its age."""
+    def record(self, completions: Sequence[Completion], *, num_known: int = 0) -> None:
+        """Raises Expired if one of them was ended for its age. `num_known`: of their tokens, those
+        that were recorded with another completion."""
         for completion in completions:
             has_ended = completion.finish in ("stop", "length")
             (self.finished if has_ended else self.cut).append(len(completion.tokens))
-            self.stamps = Stamps.joined([self.stamps, Stamps.of(completion.versions)])
+            stamps = Stamps.of(completion.versions[num_known:])
+            self.stamps = Stamps.joined([self.stamps, stamps])
         if any(completion.finish == "expire" for completion in completions):
             raise Expired(f"group {self.number}")
 

@@ -25,7 +25,7 @@ from millrace.journal.records import Outcome
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import Attempt, Cancellations, Expired
 from millrace.rollout.filtering import Filtering
-from millrace.rollout.waste import CANCELLED, DROPPED, FAILED, Waste
+from millrace.rollout.waste import CANCELLED, DROPPED, FAILED, REDUNDANT, Waste
 
 S = TypeVar("S", bound=Scoring)
 
@@ -210,6 +210,7 @@ class Dispatcher(Generic[S]):
         with self._open_scoring(task, attempt) as scoring:
             group = await self._play(task, attempt, scoring)
             running.stamps = Stamps.of_group(group)
+            self.waste.add(REDUNDANT, attempt.given_up, version=self._version)
             if self._is_ruled_out(running):
                 raise Expired(f"group {attempt.number}")
             self.cancellations.learn(attempt.finished)

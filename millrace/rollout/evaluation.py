@@ -2,8 +2,10 @@
 pass@k, and the versions of the policy that they are about."""
 
 import asyncio
+import math
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ class Evaluation:
     accuracy: float  # mean@samples: the share of episodes solved; what failed counts as not solved
     num_tasks: int
     num_failed: int  # tasks
+    num_unscored: int = 0  # of these: their scorers could not be asked
     samples: int  # episodes per task
     pass_at: dict[int, float]  # by k: the chance that one of k episodes solves its task
     versions: dict[int, int]  # tokens by the version that sampled them
@@ -35,7 +38,34 @@ class Evaluation:
             **(several if self.samples > 1 else {}),
             "evaluation_step": self.step,
             "evaluation_versions": self.versions,
+            **({"evaluation_unscored": self.num_unscored} if self.num_unscored else {}),
         }
+
+
+class Patience:
+    """Waits for scores as long as some come in: `timeout_s` after the last, for none any more."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._scored_s = -math.inf  # monotonic
+        self._is_over = False
+        self.num_given_up = 0
+
+    async def wait(self, scoring: Coroutine[Any, Any, Group]) -> Group | None:
+        """None if it is given up."""
+        began_s, task = time.monotonic(), asyncio.create_task(scoring)
+        try:
+            while not task.done() and not self._is_over:
+                left_s = max(began_s, self._scored_s) + self._timeout_s - time.monotonic()
+                self._is_over = left_s <= 0
+                await asyncio.wait({task}, timeout=max(left_s, 0))
+            if not task.done():
+                self.num_given_up += 1
+                return None
+            self._scored_s = time.monotonic()
+            return task.result()
+        finally:
+            task.cancel()
 
 
 async def evaluate(
@@ -44,17 +74,18 @@ async def evaluate(
     step: int,
     samples: int,
     play: Callable[[Task, int], Awaitable[Group]],
-    score: Callable[[Group], Awaitable[Group]],
+    score: Callable[[Group], Coroutine[Any, Any, Group]],
     solved_at: float,
     max_running: int,
+    score_timeout_s: float,
 ) -> Evaluation:
     """Play each task `samples` times and count what reaches the score that means solved."""
-    room = asyncio.Semaphore(max_running)
+    room, patience = asyncio.Semaphore(max_running), Patience(score_timeout_s)
 
     async def one(number: int, task: Task) -> Group | None:
         async with room:
             try:
-                return await score(await play(task, number))
+                return await patience.wait(score(await play(task, number)))
             except (TaskError, ScoreError):
                 return None  # counted as failed below
 
@@ -67,6 +98,7 @@ async def evaluate(
         accuracy=sum(solved) / (len(tasks) * samples),
         num_tasks=len(tasks),
         num_failed=len(tasks) - len(played),
+        num_unscored=patience.num_given_up,
         samples=samples,
         pass_at={
             k: float(np.mean([pass_at(k, samples=samples, solved=count) for count in solved]))

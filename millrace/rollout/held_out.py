@@ -4,8 +4,9 @@ Runs on the controller's event loop.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from millrace.config import RunConfig
 from millrace.core.protocols import Engine
@@ -22,7 +23,7 @@ class HeldOut:
         config: RunConfig,
         player: Player,
         engine: Engine,
-        score: Callable[[Group], Awaitable[Group]],
+        score: Callable[[Group], Coroutine[Any, Any, Group]],
         at_once: Callable[[], AbstractAsyncContextManager[None]] | None,
     ) -> None:
         """`at_once`: within it, requests made together begin together; then all tasks do."""
@@ -61,4 +62,5 @@ class HeldOut:
             score=self._score,
             solved_at=self._settings.solved_at,
             max_running=max_running,
+            score_timeout_s=self._settings.score_timeout_s,
         )

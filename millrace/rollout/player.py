@@ -21,7 +21,9 @@ from millrace.core.records import (
     Task,
     Turn,
 )
+from millrace.core.staleness import Stamps
 from millrace.rollout.cancellation import Attempt
+from millrace.rollout.lengths import Lengths
 from millrace.rollout.overheard import Listen, Overheard
 from millrace.rollout.renderer import Renderer
 
@@ -40,6 +42,7 @@ class GroupPolicy:
         seed: int,
         attempt: Attempt | None,
         on_episode: Callable[[int, Episode], None] | None,
+        overtakes: int = 0,
     ) -> None:
         """`attempt`: what its tokens are sampled for, if that is training. `on_episode` is told of
         each episode that is over."""
@@ -51,7 +54,9 @@ class GroupPolicy:
         self.seed = seed
         self._attempt = attempt
         self._on_episode = on_episode
+        self._overtakes = overtakes
         self._calls = itertools.count()
+        self._versions: dict[int, list[np.ndarray]] = {}  # of what is trained, by episode
 
     @property
     def is_trained(self) -> bool:
@@ -70,6 +75,7 @@ class GroupPolicy:
             prompt=tokens,
             sampling=self.sampling,
             n=n,
+            overtakes=self._overtakes,
             seed=self.seed + call,
             expires=self.is_trained,
         )
@@ -106,6 +112,7 @@ class GroupPolicy:
         adapter: str | None = None,
         is_trained: bool = True,
         pinned: bool = False,
+        partial: Completion | None = None,
     ) -> Completion:
         request = Request(
             id=f"{self.name}/{episode}.{call}",
@@ -115,13 +122,22 @@ class GroupPolicy:
             index=episode,
             session=f"{self.name}/{session}",
             pinned=pinned,
+            overtakes=self._overtakes,
+            partial=partial,
             expires=self.is_trained and is_trained,
             adapter=adapter,
         )
         (completion,) = await self._engine.generate(request)
         if self._attempt is not None and is_trained:
-            self._attempt.record([completion])
+            num_known = 0 if partial is None else len(partial.tokens)
+            self._versions.setdefault(episode, []).append(completion.versions[num_known:])
+            self._attempt.record([completion], num_known=num_known)
         return completion
+
+    def gave_up(self, index: int) -> None:
+        if self._attempt is not None:
+            stamps = [Stamps.of(versions) for versions in self._versions.get(index, ())]
+            self._attempt.given_up = Stamps.joined([self._attempt.given_up, *stamps])
 
     def finished(self, index: int, episode: Episode) -> None:
         if self._on_episode is not None:
@@ -138,7 +154,9 @@ class Player:
         sampling: Sampling,
         max_context: int,
         seed: int,
+        lengths: Lengths | None = None,
     ) -> None:
+        self._lengths = lengths or Lengths(most=0)
         self._environment = environment
         self._engine = engine
         self._renderer = renderer
@@ -211,9 +229,13 @@ class Player:
             seed=seed,
             attempt=attempt,
             on_episode=on_episode,
+            overtakes=self._lengths.overtakes(task) if attempt is not None else 0,
         )
         episodes = await self._environment.play(task, policy, group_size)
-        return Group(number=number, task=task, episodes=tuple(episodes))
+        group = Group(number=number, task=task, episodes=tuple(episodes))
+        if attempt is not None:
+            self._lengths.learn(group)
+        return group
 
 
 def group_seed(seed: int, number: int, *, tries: int = 0) -> int:

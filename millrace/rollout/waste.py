@@ -11,6 +11,9 @@ from millrace.core.staleness import Stamps
 DROPPED = "dropped"  # waited in the buffer until it was too stale
 CANCELLED = "cancelled"  # given up before, because it could not be trained any more
 FAILED = "failed"  # its task or a score failed
+# In episodes that were begun for redundancy and given up, or failed: whole turns of theirs. What an
+# engine had sampled of the turn under way is in its own counter only.
+REDUNDANT = "redundant"
 
 
 class Waste:

@@ -20,6 +20,7 @@ from millrace.core.plugins import build_callable
 from millrace.core.protocols import Advantages
 from millrace.core.records import Group
 from millrace.core.returns import discounted_returns, sampled_rewards
+from millrace.scoring.trees import TreeAdvantages
 
 SECTION = "scoring.advantages"
 
@@ -142,6 +143,7 @@ class CriticAdvantages:
 
 PAIRS = "best_worst"
 CRITIC = "gae"
+TREE = "tree"
 ADVANTAGES: dict[str, type] = {
     "group": GroupAdvantages,
     "leave_one_out": LeaveOneOutAdvantages,
@@ -149,6 +151,7 @@ ADVANTAGES: dict[str, type] = {
     "batch": BatchAdvantages,
     "returns": ReturnAdvantages,
     CRITIC: CriticAdvantages,
+    TREE: TreeAdvantages,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from millrace.core.errors import ScoreError
-from millrace.core.protocols import Advantages, AdvantagesOverBatch
+from millrace.core.protocols import Advantages, AdvantagesByAgent, AdvantagesOverBatch
 from millrace.core.records import Group, Score
 from millrace.scoring.advantages import with_advantages
 
@@ -18,7 +18,8 @@ def by_agent(estimator: Advantages) -> Callable[[Group], Any]:
     """The same estimator, asked once for each agent where they differ."""
 
     def estimate(group: Group) -> Any:
-        if not any(score.by_agent for score in group.scores):
+        is_alike = not any(score.by_agent for score in group.scores)
+        if is_alike or isinstance(estimator, AdvantagesByAgent):
             return estimator(group)
         if isinstance(estimator, AdvantagesOverBatch):
             raise ScoreError(

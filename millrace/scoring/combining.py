@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from millrace.core.errors import ScoreError
-from millrace.core.protocols import Scorer
+from millrace.core.protocols import Scorer, gives_scores
 from millrace.core.records import Episode, Group, Notes, Rollout, Score, Verdict
 
 T = TypeVar("T")
@@ -40,7 +40,11 @@ def combine(
                 f" {', '.join([*names, 'its environment'])} returned None; at least one must give a"
                 " number."
             )
-        parts = {name: verdict.score for name, verdict in zip(names, verdicts, strict=True)}
+        parts = {
+            scorer.name: verdict.score
+            for scorer, verdict in zip(scorers, verdicts, strict=True)
+            if gives_scores(scorer)
+        }
         shared = math.fsum(weighted)
         by_agent = {name: reward + shared for name, reward in own.items()}
         scores.append(

@@ -1,13 +1,13 @@
 """A model in a process of its own, as the controller sees it: started, asked, replaced when lost.
 
 Promise: every call ends. A process that dies, or is killed because it does not answer, is replaced
-at once; calls that it took with it are made once more. One that remembers what no other could know
-is not replaced: its loss ends the run.
+at once; calls that it took with it are made once more.
 
 Runs on the controller's event loop. Calls overlap: the process reads together what has arrived.
 """
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Awaitable, Callable
 
@@ -30,10 +30,9 @@ class ModelProcess:
         start: Message,
         launch: Launch,
         start_timeout_s: float,
-        memory: str | None = None,
+        warn: Callable[[str], None] = print,
     ) -> None:
-        """`role`: what it is called in messages. `memory`: of one that cannot be replaced, what is
-        lost with it."""
+        """`role`: what it is called in messages. `warn` is told of the first loss."""
         self.name = name
         self.num_lost = 0  # processes that died or were killed, and had to be replaced
         self._label = f"{role} {name!r}"
@@ -41,7 +40,7 @@ class ModelProcess:
         self._start = start
         self._launch = launch
         self._start_timeout_s = start_timeout_s
-        self._memory = memory
+        self._warn = warn
         self._numbers = itertools.count()  # a worker's name is never used twice
         self._coming: asyncio.Task[Worker] | None = None  # done = that worker is asked
         self._current: Worker | None = None
@@ -62,14 +61,8 @@ class ModelProcess:
 
     async def ask(self, message: Message, *, timeout_s: float) -> Message:
         """The reply; raises ScoreError, or RunFailed where asking again would be no use."""
-        try:
+        with contextlib.suppress(WorkerError):  # it is replaced, and counted
             return await self._ask(message, timeout_s=timeout_s)
-        except WorkerError as error:
-            if self._memory is not None:
-                raise RunFailed(
-                    f"{self._label} is lost, and with it {self._memory}: {error} Resume the run"
-                    " from its last checkpoint."
-                ) from error
         try:
             return await self._ask(message, timeout_s=timeout_s)
         except WorkerError as error:
@@ -78,8 +71,13 @@ class ModelProcess:
             raise failure from None
 
     async def tell(self, message: Message) -> Message:
-        """The reply, however long it takes."""
-        return await (await self._worker()).call(message)
+        """The reply, however long it takes; raises WorkerError if the process is lost."""
+        worker = await self._worker()
+        try:
+            return await worker.call(message)
+        except WorkerError as error:
+            self._lose(worker, error)
+            raise
 
     async def _worker(self) -> Worker:
         assert self._coming is not None, "started before it is asked"
@@ -91,22 +89,25 @@ class ModelProcess:
             async with asyncio.timeout(timeout_s):
                 return await worker.call(message)
         except TimeoutError:
-            self._lose(worker)
-            raise ScoreError(
+            slow = ScoreError(
                 f"{self._label} took longer than {timeout_s:g} s; ask it for less at a time"
                 " (rollout.max_running_groups), or raise its timeout_s."
-            ) from None
-        except WorkerError:
-            self._lose(worker)  # the news of its death may come later than this
+            )
+            self._lose(worker, slow)
+            raise slow from None
+        except WorkerError as error:
+            self._lose(worker, error)  # the news of its death may come later than this
             raise
 
-    def _lose(self, worker: Worker) -> None:
-        """Start another, if it would be as good; unless someone else has noticed before."""
-        if self._is_closing or self._memory is not None or worker is not self._current:
+    def _lose(self, worker: Worker, reason: Exception) -> None:
+        """Start another, unless someone else has noticed before."""
+        if self._is_closing or worker is not self._current:
             return
         worker.kill()  # it may live, and have failed at what it was asked
         self._current = None
         self.num_lost += 1
+        if self.num_lost == 1:
+            self._warn(f"a process is replaced (further times are only counted): {reason}")
         self._coming = asyncio.create_task(self._replace())
 
     async def _replace(self) -> Worker:
@@ -126,5 +127,5 @@ class ModelProcess:
             worker.kill()
             raise
         self._current = worker
-        worker.dead.add_done_callback(lambda _: self._lose(worker))
+        worker.dead.add_done_callback(lambda dead: self._lose(worker, dead.result()))
         return worker

@@ -21,9 +21,9 @@ from millrace.core.protocols import (
     Advantages,
     AdvantagesOverBatch,
     Follower,
-    NotesOnly,
     Scorer,
     Service,
+    gives_scores,
 )
 from millrace.core.records import Group, Task
 from millrace.core.scorer_load import ScorerLoad
@@ -118,7 +118,7 @@ class ScorerPool:
         stations = {
             name: station
             for name, station in self._stations.items()
-            if not isinstance(station.desk.scorer, NotesOnly)
+            if gives_scores(station.desk.scorer)
         }
         ticket = Ticket(order=next(self._orders), number=group.number, task=group.task)
         with GroupScoring(stations, ticket=ticket) as scoring:
@@ -195,6 +195,7 @@ def build_scorer_pool(
         folder=folder,
         start_timeout_s=start_timeout_s,
         run=run,
+        warn=warn,
     )
     stations: list[Station] = []
     for spec in specs:

@@ -55,6 +55,7 @@ class ScorerTools:
     folder: Path  # in the run directory, for what a scorer wants to find again after a resume
     start_timeout_s: float = 180.0
     run: RunFacts | None = None  # None = it belongs to none
+    warn: Callable[[str], None] = print  # for who watches the run
     functions: dict[str, str | Callable[..., Any]] = field(default_factory=dict)
     """By name; what a scorer puts here while it is made, `workers` can run."""
 

@@ -8,11 +8,14 @@ its makers' own service (whom to bill, what to log) are taken and ignored.
 import json
 import re
 import secrets
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from millrace.core.errors import TaskError
 from millrace.core.records import Sampling
+from millrace.models.grammars import grammar_of
 from millrace.serving.errors import ApiError
 
 MAX_CHOICES = 128
@@ -119,7 +122,8 @@ class OpenAIBody(SamplingBody):
 
 
 class ResponseFormat(Body):
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
 
 
 class ToolFunction(BaseModel):  # its schema is the model's business
@@ -144,6 +148,20 @@ class ChatBody(OpenAIBody):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # not in the OpenAI API
+
+    def sampling(self, *, max_new_tokens: int) -> Sampling:
+        wanted = self.response_format and self.response_format.model_dump(exclude_none=True)
+        try:
+            grammar = grammar_of(wanted)
+        except TaskError as error:
+            raise ApiError(str(error), param="response_format") from None
+        if grammar is not None and self.offered_tools:
+            raise ApiError(
+                "With a response_format, the reply is JSON and can call no tools; leave out one of"
+                " the two, or set tool_choice to 'none'.",
+                param="response_format",
+            )
+        return replace(super().sampling(max_new_tokens=max_new_tokens), grammar=grammar)
 
     @property
     def most_tokens(self) -> int | None:

@@ -11,6 +11,9 @@ Every call through a door is a turn of that door's agent, recorded as its enviro
 be. How is sampled is up to the run: what a program says about temperature, top_p or seed is not
 used; max_tokens can only lower the run's.
 
+Clients that keep one address for all their episodes are let in together: shared() gives the address
+and a key, admit() says which sessions, named in a header of each request, belong to which door.
+
 Promise: a call with a wrong key gets 401, one after the episode's end 410, one that cannot be
 served 400; none of these touches another episode. Listens on this machine only, from the first
 door on until its event loop ends. Belongs to that loop, the one of the environments.
@@ -18,6 +21,7 @@ door on until its event loop ends. Belongs to that loop, the one of the environm
 
 import asyncio
 import contextlib
+import copy
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
@@ -39,6 +43,7 @@ from millrace.serving.served import Usage
 from millrace.serving.server import check_key, read_request, telling_errors
 from millrace.serving.sse import send_events
 
+SESSION_HEADER = "X-Session-ID"
 _REMEMBERED = 4096  # doors that are closed, to tell those who come late from strangers
 T = TypeVar("T")
 
@@ -49,9 +54,23 @@ class Door:
     def __init__(self, agent: Agent, *, root: str, id: str) -> None:
         self.key = secrets.token_urlsafe(24)
         self.base_url = f"{root}/episodes/{id}/v1"
-        self.num_calls = 0  # that were answered
         self.agent = agent
+        self._answered: list[Agent] = []  # who answered each call
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def num_calls(self) -> int:
+        """That were answered, also beside it."""
+        return len(self._answered)
+
+    def beside(self, agent: Agent) -> "Door":
+        """The same door, to another agent of the episode."""
+        other = copy.copy(self)
+        other.agent = agent
+        return other
+
+    def answered(self) -> None:
+        self._answered.append(self.agent)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -85,6 +104,8 @@ class Gateway:
     def __init__(self) -> None:
         self._doors: dict[str, Door] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()  # id -> key
+        self._sessions: dict[str, Door] = {}  # of those that come by the shared address
+        self._shared_key = secrets.token_urlsafe(24)
         self._opening: asyncio.Lock | None = None
         self._listening: asyncio.Task[None] | None = None
         self._root = ""
@@ -99,9 +120,20 @@ class Gateway:
             yield door
         finally:
             del self._doors[id]
+            for session in [s for s, other in self._sessions.items() if other.key == door.key]:
+                del self._sessions[session]
             self._closed[id] = door.key
             if len(self._closed) > _REMEMBERED:
                 self._closed.popitem(last=False)
+
+    async def shared(self) -> tuple[str, str]:
+        """Base URL and key of all doors together."""
+        await self._start()
+        return f"{self._root}/sessions/v1", self._shared_key
+
+    def admit(self, session: str, door: Door) -> None:
+        """Let requests of this session in by the shared address, while the door is open."""
+        self._sessions[session] = door
 
     async def _start(self) -> None:
         """Listen, if this loop's gateway does not already; one that ended with its loop is
@@ -119,9 +151,10 @@ class Gateway:
     async def _listen(self, ready: asyncio.Future[int]) -> None:
         """Ends when it is cancelled, with all of its loop."""
         app = web.Application(middlewares=[telling_errors], client_max_size=64 * 2**20)
-        app.router.add_get("/episodes/{id}/v1/models", self._models)
-        app.router.add_post("/episodes/{id}/v1/chat/completions", self._chat)
-        app.router.add_post("/episodes/{id}/v1/completions", self._complete)
+        for root in ("/episodes/{id}/v1", "/sessions/v1"):
+            app.router.add_get(f"{root}/models", self._models)
+            app.router.add_post(f"{root}/chat/completions", self._chat)
+            app.router.add_post(f"{root}/completions", self._complete)
         try:
             async with listening(app, host="127.0.0.1", port=0) as port:
                 ready.set_result(port)
@@ -130,12 +163,21 @@ class Gateway:
             ready.set_exception(error)
 
     def _door(self, request: web.Request) -> Door:
+        if "id" not in request.match_info:
+            return self._shared_door(request)
         id = request.match_info["id"]
         door = self._doors.get(id)
         # A stranger is not told which episodes there are.
         check_key(request, door.key if door else self._closed.get(id, secrets.token_hex()))
         if door is None:
             raise _over("its environment has returned")
+        return door
+
+    def _shared_door(self, request: web.Request) -> Door:
+        check_key(request, self._shared_key)
+        door = self._sessions.get(request.headers.get(SESSION_HEADER, ""))
+        if door is None:
+            raise _over("no open one has this session")
         return door
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -193,7 +235,7 @@ async def _replies(
         raise ApiError(
             "The episode cannot go on.", status=503, kind="server_error", code="episode_failed"
         ) from error
-    door.num_calls += 1
+    door.answered()
     return replies
 
 
@@ -209,8 +251,9 @@ def _settings(body: OpenAIBody, agent: Agent, *, most_tokens: int | None) -> dic
     """What a program may change about sampling."""
     ours = agent.sampling
     most = min(most_tokens or ours.max_new_tokens, ours.max_new_tokens)
-    stop = body.sampling(max_new_tokens=most).stop
-    return {"max_new_tokens": most, "stop": tuple(dict.fromkeys((*ours.stop, *stop)))}
+    asked = body.sampling(max_new_tokens=most)
+    stop = tuple(dict.fromkeys((*ours.stop, *asked.stop)))
+    return {"max_new_tokens": most, "stop": stop, "grammar": asked.grammar}
 
 
 def _chat_choice(

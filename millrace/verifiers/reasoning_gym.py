@@ -6,6 +6,7 @@ made again in another process. So an entry travels with its task, written as a P
 
 import ast
 import functools
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class ReasoningGym:
     def __post_init__(self) -> None:
         if not isinstance(self.tag, str):
             raise ValueError(f"tag = {self.tag!r} must be a text")
-        require_reasoning_gym()
+        reasoning_gym()
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
@@ -44,8 +45,7 @@ class ReasoningGym:
         return judge_each(self._judge, completions, columns[COLUMN])
 
     def _judge(self, text: str, puzzle: Mapping[str, Any]) -> float:
-        from reasoning_gym.utils import extract_answer
-
+        extract_answer = reasoning_gym("utils").extract_answer
         answer = extract_answer(text, tag_name=self.tag) if self.tag else text.strip()
         if answer is None:
             return 0.0
@@ -73,23 +73,22 @@ def told_of(name: str, config: Mapping[str, Any], entry: Mapping[str, Any]) -> d
 
 def make_dataset(name: str, config: Mapping[str, Any]) -> Any:
     """One of reasoning_gym's datasets; raises ConfigError."""
-    require_reasoning_gym()
-    from reasoning_gym.factory import DATASETS, create_dataset
-
-    if name not in DATASETS:
-        known = ", ".join(sorted(DATASETS))
+    factory = reasoning_gym("factory")
+    if name not in factory.DATASETS:
+        known = ", ".join(sorted(factory.DATASETS))
         raise ConfigError(f"Dataset {name!r} is not one of reasoning_gym's; there are {known}.")
     try:
-        return create_dataset(name, **config)
+        return factory.create_dataset(name, **config)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"Dataset {name!r} of reasoning_gym does not take {dict(config)!r}: {error}."
         ) from None
 
 
-def require_reasoning_gym() -> None:
+def reasoning_gym(module: str = "") -> Any:
+    """The package, or a module of it."""
     try:
-        import reasoning_gym  # noqa: F401 - what it needs may be missing, too
+        return importlib.import_module(f"reasoning_gym.{module}".rstrip("."))
     except ImportError:
         raise ConfigError(
             "Puzzles of reasoning_gym need that package, which is not installed; install"

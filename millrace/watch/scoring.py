@@ -41,6 +41,7 @@ class ScorerRates:
             "failures": load.failures,
             "skipped": load.skipped,
             "breaker_opened": load.breaker_opened,
+            "lost": load.lost,
         }
 
 
@@ -73,5 +74,6 @@ def total_text(row: Mapping[str, Any]) -> str:
     """What a scorer's part of the last row says about the whole run."""
     text = f"{row['episodes']} episodes in {row['calls']} calls"
     counted = {"retries": "tried again", "failures": "given up", "skipped": "episodes gated out"}
-    counted["breaker_opened"] = "times out of reach"
-    return ", ".join([text, *(f"{row[key]} {what}" for key, what in counted.items() if row[key])])
+    counted |= {"breaker_opened": "times out of reach", "lost": "processes replaced"}
+    said = [f"{row[key]} {what}" for key, what in counted.items() if row.get(key)]
+    return ", ".join([text, *said])

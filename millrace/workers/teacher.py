@@ -3,7 +3,7 @@
 The main thread reads: what has arrived goes into one forward pass, up to a budget of tokens. A
 teacher that follows the policy is brought its versions meanwhile; a thread fetches them, keeps what
 its history needs and lays out what is due; the main thread copies that into the model between two
-passes.
+passes. What it has become is kept in a file now and then, for a process that takes its place.
 
 Promise: every call is answered once. A passage is read in one pass, so by one version, which its
 answer names; nobody waits for a refresh.
@@ -37,7 +37,7 @@ from millrace.models.loading import load_model, resolve_device
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.scoring.teachers.settings import ReaderSettings
 from millrace.weights.history import Following
-from millrace.workers.following import Followed, Staged, follow
+from millrace.workers.following import Followed, Past, Staged, follow
 from millrace.workers.starting import out_of_turn, serve_as_told
 
 PROGRESS_S = 0.25
@@ -73,8 +73,14 @@ def start(message: StartTeacher, link: Link, timeline: Timeline) -> "TeacherWork
     if message.following is not None:
         assert message.version is not None
         adapter = None if message.adapter_path is None else Path(message.adapter_path)
-        following = Following(**message.following)
-        followed = follow(model, following, config, version=message.version, adapter=adapter)
+        followed = follow(
+            model,
+            Following(**message.following),
+            config,
+            version=message.version,
+            adapter=adapter,
+            past=None if message.past is None else Past(Path(message.past)),
+        )
     return TeacherWorker(
         link,
         engine=engine,
@@ -114,6 +120,7 @@ class TeacherWorker:
         self._swaps: deque[Call] = deque()  # the first is being staged
         self._staged: Future[Staged] | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
+        self._keeping: Future[None] | None = None
         self._num_swaps = self._num_tokens = 0
         self._reported_s = 0.0  # monotonic
 
@@ -168,6 +175,8 @@ class TeacherWorker:
         if self._staged is None or not self._staged.done():
             return
         assert self._followed is not None
+        if self._keeping is not None:
+            self._keeping.result()  # it is over: one thread did both
         call, outcome = self._swaps.popleft(), self._staged
         self._staged = None
         started_s = time.perf_counter()
@@ -177,6 +186,7 @@ class TeacherWorker:
             if staged.prepared is not None:
                 self._followed.commit(staged.prepared)
                 self._num_swaps += 1
+                self._keeping = self._stager.submit(self._followed.keep)
         except WeightError as error:
             call.fail(error)
         else:

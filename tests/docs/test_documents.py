@@ -101,6 +101,8 @@ def test_the_settings_in_the_page_on_tasks_are_settings():
 def test_the_environments_in_the_page_on_adapters_can_be_made():
     pytest.importorskip("gymnasium")
     for code in examples("adapters", "python"):
+        if "import verifiers" in code:
+            continue  # its pins do not go with those of the tests; tests/adapters plays one
         names: dict[str, Any] = {}
         exec(code, names)
         check_function(names["play"])

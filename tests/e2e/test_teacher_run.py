@@ -1,7 +1,10 @@
 """Whole runs that learn from models instead of rewards, with real processes."""
 
+import threading
+import time
 from typing import Any
 
+import psutil
 import pytest
 from digits import TASKS, share_of_digits
 from tiny_model import make_tiny_model
@@ -65,3 +68,31 @@ def test_a_run_learns_from_its_own_past_and_says_which(tmp_path, follows, lora):
     assert versions[0] == 0
     assert versions[-1] > 0
     assert versions == sorted(versions)
+
+
+@pytest.mark.slow
+def test_a_self_teacher_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path):
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def kill_one() -> None:
+        while not metrics.exists() or len(read_metrics(metrics)) < 2:
+            time.sleep(0.05)
+        children = psutil.Process().children(recursive=True)
+        (teacher,) = [c for c in children if "millrace.workers.teacher" in c.cmdline()]
+        teacher.kill()
+
+    sections = {
+        "scorer": [{"type": "self_teacher", "ema": 0.5}],
+        "trainer": {"steps": 8, "groups_per_step": 4, "threads": 1, "learning_rate": 1e-3},
+        "loss": {"distil_weight": 0.1},
+    }
+    killing = threading.Thread(target=kill_one)
+    killing.start()
+    mr.train(settings_of(tmp_path, **sections), tasks=TASKS, scorers=[share_of_digits])
+    killing.join()
+    rows = read_metrics(metrics)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert rows[-1]["scorers"]["self_teacher"]["lost"] == 1
+    assert rows[-1]["teacher_version"] > rows[1]["teacher_version"]
+    assert rows[-1]["score_shares"] == {}
+    assert rows[-1]["groups_failed"] == {}

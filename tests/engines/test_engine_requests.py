@@ -237,3 +237,16 @@ def out_of_memory_beyond(num_tokens: int):
             raise torch.OutOfMemoryError("a stand-in for a full GPU")
 
     return check
+
+
+def test_a_request_overtakes_as_many_of_those_that_wait_as_it_may():
+    engine = make_engine(max_sequences=1)
+    for name, overtakes in [("a", 0), ("b", 0), ("c", 0), ("d", 2), ("e", 1)]:
+        engine.submit(
+            dataclasses.replace(make_request(name, max_new_tokens=2), overtakes=overtakes)
+        )
+    ended = []
+    while engine.has_work:
+        ended += [finished.id for finished in engine.step()]
+    # Nobody is seated before the first step; d goes before c and level with b, e level with c.
+    assert ended == ["a", "b", "d", "c", "e"]

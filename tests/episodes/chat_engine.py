@@ -8,8 +8,9 @@ from fakes import ScriptedEngine
 from families import FAMILIES, tokenizer_of
 
 from millrace.core.records import Completion, Request, Sampling
-from millrace.episodes.environment import FunctionEnvironment, Rules
+from millrace.episodes.environment import FunctionEnvironment
 from millrace.episodes.loop_thread import LoopThread
+from millrace.episodes.rules import Rules
 from millrace.rollout.player import Player
 from millrace.rollout.renderer import Renderer
 

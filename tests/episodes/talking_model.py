@@ -45,8 +45,8 @@ def make_model(seed: int = 0) -> PreTrainedModel:
     return Qwen3ForCausalLM(config)
 
 
-def make_engine(*, seed: int = 0, **settings: Any) -> EmbeddedEngine:
-    model = make_model(seed)
+def make_engine(*, seed: int = 0, device: str = "cpu", **settings: Any) -> EmbeddedEngine:
+    model = make_model(seed).to(device)
     model.set_attn_implementation(PAGED_ATTENTION)
     sizes = {"max_context": 2048, "max_sequences": 8, "num_blocks": 2048, "prefill_tokens": 512}
     return EmbeddedEngine(

@@ -179,6 +179,26 @@ async def test_of_redundant_episodes_those_that_come_first_are_kept(thread):
     assert [episode.reward for episode in group.episodes] == [1.0] * 3
 
 
+async def test_tokens_of_episodes_that_are_given_up_are_counted(thread):
+    async def chain(task, agent):
+        first = await agent.complete("x")
+        await agent.complete(f"{first.text}: slow?")
+        return 1.0
+
+    async def answer(prompt):
+        if "slow?" in prompt and next(seconds) in (1, 3):
+            await asyncio.sleep(30)
+        return "12"
+
+    seconds = itertools.count()
+    player = player_of(chain, ChatEngine(answer), thread=thread, redundancy=2)
+    attempt = Attempt(3)
+    group = await player.try_group(TASK, attempt=attempt, group_size=3)
+    per_turn = len(TOKENIZERS["chatml"].encode("12<|im_end|>"))
+    assert attempt.given_up.num_tokens == 2 * per_turn  # the first turns of two episodes
+    assert attempt.stamps.num_tokens - attempt.given_up.num_tokens == group.num_sampled
+
+
 async def test_an_episode_whose_environment_raises_costs_its_group_unless_there_are_others(thread):
     async def fragile(task, agent):
         reply = await agent.complete("x")

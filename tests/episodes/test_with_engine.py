@@ -1,11 +1,18 @@
 """Agents on a real engine: the trainer's logprobs, the cost of turns, forks."""
 
+import asyncio
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from talking_model import BLOCK, TOKENIZER, agent_on, make_engine, make_model, user, weights
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Episode, Group, Rollout, Score, Task
+from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.episodes.record import Exchange
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.staging.packing import pack
 from millrace.training.objectives.policy_loss import PolicyLoss
@@ -24,22 +31,49 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-async def converse(agent, rng: np.random.Generator) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """What happens in a conversation, turn by turn."""
+
+    prompt: str
+    num_tools: int
+    truncates: bool
+    turns: tuple[tuple[str, bool, int], ...]  # what is done, at a lower temperature, with a number
+
+
+SCRIPTS = st.builds(
+    Script,
+    prompt=st.text(alphabet="xyz ", min_size=1, max_size=8),
+    num_tools=st.integers(0, 2),
+    truncates=st.booleans(),
+    turns=st.lists(
+        st.tuples(
+            st.sampled_from(["drop", "summarise", "fork", "tool", "ask"]),
+            st.booleans(),
+            st.integers(0, 11),
+        ),
+        min_size=1,
+        max_size=5,
+    ).map(tuple),
+)
+
+
+async def converse(agent, script: Script) -> None:
     """Some turns, with tools or without, in which the history is now and then edited."""
-    messages = [user("x" * int(rng.integers(1, 9)))]
-    tools = [[], [search], [search, add]][rng.integers(3)]
-    for _ in range(rng.integers(1, 6)):
-        reply = await agent.chat(messages, tools=tools, temperature=float(rng.choice([1.0, 0.7])))
-        kind = rng.integers(5)
-        if kind == 0 and len(messages) > 2:
-            messages = messages[:-2]  # a turn is dropped
-        elif kind == 1:
-            messages = [user(f"So far {len(messages)} messages.")]  # all is summarised
-        elif kind == 2:
-            await agent.fork(reply, at=int(rng.integers(len(reply.exchange.completion.tokens))))
+    messages = [user(script.prompt)]
+    tools = [search, add][: script.num_tools]
+    for action, cooler, number in script.turns:
+        reply = await agent.chat(messages, tools=tools, temperature=0.7 if cooler else 1.0)
+        num_sampled = len(reply.exchange.completion.tokens)
+        if action == "drop" and len(messages) > 2:
+            messages = messages[:-2]
+        elif action == "summarise":
+            messages = [user(f"So far {len(messages)} messages.")]
+        elif action == "fork":
+            await agent.fork(reply, at=number % num_sampled)
         else:
-            answer = {"role": "tool", "content": "12" * int(rng.integers(1, 5))}
-            messages = [*messages, reply, answer if rng.random() < 0.5 else user("and?")]
+            answer = {"role": "tool", "content": "12" * (1 + number % 4)}
+            messages = [*messages, reply, answer if action == "tool" else user("and?")]
 
 
 def group_of(rollouts: tuple[Rollout, ...]) -> Group:
@@ -58,10 +92,29 @@ def group_of(rollouts: tuple[Rollout, ...]) -> Group:
     )
 
 
+def says_the_same(script: Script, *, engine: EmbeddedEngine, trainer: Trainer) -> None:
+    async def rollouts_of() -> tuple[tuple[Rollout, ...], list[Exchange]]:
+        truncation = {"top_k": 20, "top_p": 0.9} if script.truncates else {}
+        async with agent_on(engine, seed=len(script.prompt), **truncation) as (agent, cast):
+            await converse(agent, script)
+            return cast.rollouts(), agent._record.exchanges
+
+    rollouts, exchanges = asyncio.run(rollouts_of())
+    num_sampled = sum(len(exchange.completion.tokens) for exchange in exchanges)
+    assert sum(r.num_sampled for r in rollouts) == num_sampled
+    batch = pack([group_of(rollouts)], microbatch_tokens=4096)
+    assert batch.num_trained_tokens == num_sampled
+    for micro in batch.microbatches:
+        logprobs, _ = trainer.token_logprobs(micro)
+        np.testing.assert_allclose(
+            logprobs.detach().numpy(), micro.engine_logprobs, rtol=0, atol=1e-5
+        )
+
+
 @pytest.mark.parametrize(
     "num_conversations", [12, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
-async def test_the_trainer_says_what_the_engine_said_about_every_token_of_random_conversations(
+def test_the_trainer_says_what_the_engine_said_about_every_token_of_any_conversation(
     num_conversations: int,
 ):
     engine = make_engine()
@@ -73,27 +126,13 @@ async def test_the_trainer_says_what_the_engine_said_about_every_token_of_random
         schedule=Schedule(learning_rate=1e-3, total_steps=1),
         technique=Technique(),
     )
-    num_branches = num_tokens = 0
-    for number in range(num_conversations):
-        truncation = {"top_k": 20, "top_p": 0.9} if number % 2 else {}
-        async with agent_on(engine, seed=number, **truncation) as (agent, cast):
-            await converse(agent, np.random.default_rng(number))
-            rollouts = cast.rollouts()
-            exchanges = agent._record.exchanges
-        assert sum(r.num_sampled for r in rollouts) == sum(
-            len(exchange.completion.tokens) for exchange in exchanges
-        )
-        batch = pack([group_of(rollouts)], microbatch_tokens=4096)
-        assert batch.num_trained_tokens == sum(r.num_sampled for r in rollouts)
-        for micro in batch.microbatches:
-            logprobs, _ = trainer.token_logprobs(micro)
-            np.testing.assert_allclose(
-                logprobs.detach().numpy(), micro.engine_logprobs, rtol=0, atol=1e-5
-            )
-        num_branches += len(rollouts)
-        num_tokens += batch.num_trained_tokens
-    assert num_branches > num_conversations
-    assert num_tokens > 10 * num_conversations
+
+    @settings(max_examples=num_conversations, deadline=None, derandomize=True)
+    @given(script=SCRIPTS)
+    def check(script: Script) -> None:
+        says_the_same(script, engine=engine, trainer=trainer)
+
+    check()
 
 
 @pytest.mark.parametrize("swaps", [False, True])

@@ -1,3 +1,4 @@
+import asyncio
 import itertools
 from dataclasses import replace
 
@@ -43,7 +44,14 @@ async def examine(solved: dict[int, list[float]], *, samples: int, num_tasks: in
 
     tasks = [Task(prompt=str(number)) for number in range(num_tasks)]
     return await evaluate(
-        tasks, step=9, samples=samples, play=play, score=score, solved_at=1.0, max_running=2
+        tasks,
+        step=9,
+        samples=samples,
+        play=play,
+        score=score,
+        solved_at=1.0,
+        max_running=2,
+        score_timeout_s=60.0,
     )
 
 
@@ -75,3 +83,35 @@ async def test_the_result_says_which_versions_its_tokens_came_from():
     result = await examine({0: [0.0, 1.0], 1: [1.0, 1.0]}, samples=2, num_tasks=2)
     assert result.versions == {3: 8, 4: 6, 5: 2}
     assert result.metrics()["evaluation_versions"] == {3: 8, 4: 6, 5: 2}
+
+
+async def test_tasks_whose_scorer_is_down_are_counted_and_not_waited_for_without_end():
+    asked, given_up = [], []
+
+    async def play(task, number):
+        return replace(make_group(number, size=1), task=task)
+
+    async def score(group):
+        asked.append(group.number)
+        if group.number == 0:
+            return replace(group, scores=(Score(total=1.0, parts={}),))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.append(group.number)
+
+    result = await evaluate(
+        [Task(prompt=str(number)) for number in range(5)],
+        step=9,
+        samples=1,
+        play=play,
+        score=score,  # pyright: ignore[reportArgumentType]
+        solved_at=1.0,
+        max_running=2,
+        score_timeout_s=0.05,
+    )
+    await asyncio.sleep(0)
+    assert (result.num_failed, result.num_unscored, result.accuracy) == (4, 4, 1 / 5)
+    assert result.metrics()["evaluation_unscored"] == 4
+    assert asked == [0, 1, 2], "once it is clear that nobody answers, nobody is asked"
+    assert sorted(given_up) == [1, 2]

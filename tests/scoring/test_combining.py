@@ -50,6 +50,17 @@ def test_scores_and_rewards_of_tokens_are_weighted_and_added():
     assert twice.rollouts[0].rewards.tolist() == [1, 3, -1]
 
 
+def test_what_gives_no_scores_is_no_part_of_them():
+    @dataclass
+    class Noting(Named):
+        only_notes: bool = True
+
+    scorers = [Named("a"), Noting("teacher"), Noting("steps", only_notes=False)]
+    columns = [[Verdict(score=1.0)], [rewards(0, 0, 0)], [Verdict(score=2.0)]]
+    (score,) = combine(one_episode(), columns, scorers=scorers).scores
+    assert score.parts == {"a": 1.0, "steps": 2.0}
+
+
 def test_an_episode_that_nobody_said_anything_about_is_an_error():
     with pytest.raises(ScoreError, match="No scorer applied to episode 0 of group 7"):
         combine(one_episode(), [[Verdict()]], scorers=[Named("a")])

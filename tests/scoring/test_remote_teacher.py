@@ -23,11 +23,12 @@ from millrace.models.vocabulary import vocabulary_checksum
 from millrace.scoring.services.endpoint import Endpoint
 from millrace.scoring.teachers import remote
 from millrace.scoring.teachers.remote import RemoteTeacher
+from millrace.serving.listening import listening
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import Limits
 from millrace.serving.score import NoEngine, Readers, ReadModel
 from millrace.serving.served import Served
-from millrace.serving.server import listening, make_app
+from millrace.serving.server import make_app
 
 VOCABULARY = vocabulary_checksum(letter_tokenizer())
 KEY = "a-key"

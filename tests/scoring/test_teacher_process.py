@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -168,3 +169,43 @@ async def test_a_swap_in_the_middle_of_scoring_never_mixes_versions_in_a_sequenc
     seen = {one.version for likelihoods in told for one in likelihoods}
     assert len(seen) > 2
     assert told[-1][0].version == versions[-1]
+
+
+@pytest.mark.parametrize("following", [Following(ema=0.5), Following(lag=0)], ids=["ema", "lag"])
+def test_who_takes_the_place_of_a_self_teacher_goes_on_from_what_it_was(tmp_path, following):
+    save_model(tmp_path / "model")
+    past = str(tmp_path / "scorers" / "teacher.safetensors")
+    start = msgspec.structs.replace(
+        start_message(tmp_path / "model", following=following), past=past
+    )
+    sender = make_sender("shm", dtype=torch.float32)
+    update = sender.publish(4, weights(seed=4))
+    told: list[Likelihoods] = []
+    for is_first in (True, False):
+        link = FakeLink()
+        with in_thread(lambda link=link: teacher_worker.main(link, "teacher-0")):  # pyright: ignore[reportArgumentType]
+            link.call(start).result()
+            if is_first:
+                assert link.call(Swap(update=update)).result().version == 4
+            told += link.call(ScoreTokens(passages=[passage(3)])).result().likelihoods
+            link.call(Stop()).result()
+    sender.close()
+    assert [one.version for one in told] == [4, 4]
+    np.testing.assert_allclose(told[1].logprobs, told[0].logprobs, rtol=0, atol=1e-6)
+    expected = plain_logprobs(passage(3), tiny_model("qwen3"))
+    assert np.abs(told[1].logprobs - expected).max() > 1e-2, "not what it was at the start"
+
+
+def test_a_past_that_cannot_be_written_costs_nothing_but_itself(link, tmp_path, capfd):
+    save_model(tmp_path / "model")
+    (tmp_path / "scorers").write_text("a file where a folder is wanted")
+    past = str(tmp_path / "scorers" / "teacher.safetensors")
+    start = start_message(tmp_path / "model", following=Following(lag=0))
+    link.call(msgspec.structs.replace(start, past=past)).result()
+    sender = make_sender("shm", dtype=torch.float32)
+    for version in (1, 2):
+        update = sender.publish(version, weights(seed=version))
+        assert link.call(Swap(update=update)).result().version == version
+        sender.release(version)
+    sender.close()
+    assert "teacher.safetensors cannot be written" in capfd.readouterr().err

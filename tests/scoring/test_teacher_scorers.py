@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from fakes import make_group
 
-from millrace.cluster.messages import StartTeacher, TokensScored
-from millrace.core.errors import RunFailed, ScoreError, WorkerError
+from millrace.cluster.messages import StartTeacher, Swap, Swapped, TokensScored
+from millrace.core.errors import ScoreError, WorkerError
 from millrace.core.passages import Likelihoods, Passage
 from millrace.core.records import Group, Prompt, Task
+from millrace.core.weight_update import WeightUpdate
 from millrace.scoring.teachers.process import TeacherProcess
 from millrace.scoring.teachers.scorers import ReferenceScorer, TeacherScorer, hinted_prompt
 from millrace.scoring.teachers.settings import TeachingSettings
@@ -163,10 +164,17 @@ class MortalWorker:
             if not self.dead.done():
                 self.dead.set_result(error)
             raise error
+        if isinstance(message, Swap):
+            return Swapped(version=message.update.version, stage_ms=0.0, gap_ms=0.0)
         return TokensScored(likelihoods=[])
 
 
-def process_of(*dies: bool, follows: bool = False) -> tuple[TeacherProcess, list[str]]:
+UPDATE = WeightUpdate(version=3, tensors=(), num_bytes=0, checksum=0, transport="", location="")
+
+
+def process_of(
+    *dies: bool, follows: bool = False, warn=lambda _: None
+) -> tuple[TeacherProcess, list[str]]:
     names: list[str] = []
 
     async def launch(name: str, module: str):
@@ -176,7 +184,8 @@ def process_of(*dies: bool, follows: bool = False) -> tuple[TeacherProcess, list
     start = StartTeacher(
         config={}, settings={}, model_path="m", following={"lag": 1} if follows else None
     )
-    return TeacherProcess("t", start=start, launch=launch, start_timeout_s=1), names  # pyright: ignore[reportArgumentType]
+    process = TeacherProcess("t", start=start, launch=launch, start_timeout_s=1, warn=warn)  # pyright: ignore[reportArgumentType]
+    return process, names
 
 
 async def test_a_lost_teacher_is_replaced_and_asked_again():
@@ -194,9 +203,27 @@ async def test_a_question_that_kills_twice_costs_its_group():
         await process.likelihoods([], timeout_s=5)
 
 
-async def test_a_lost_self_teacher_ends_the_run():
+async def test_a_version_is_brought_to_who_takes_the_place_of_a_lost_self_teacher():
     process, names = process_of(True, False, follows=True)
     await process.start()
-    with pytest.raises(RunFailed, match="lost, and with it what it knew of the policy's past"):
+    assert await process.swap(UPDATE) == 3
+    assert names == ["t-0", "t-1"]
+
+
+async def test_a_version_that_nobody_lives_to_take_holds_up_nothing():
+    process, names = process_of(True, True, False, follows=True)
+    await process.start()
+    assert await process.swap(UPDATE) == 3
+    assert await process.likelihoods([], timeout_s=5) == []
+    assert names == ["t-0", "t-1", "t-2"]
+
+
+async def test_the_first_loss_is_told_and_further_ones_are_counted():
+    said: list[str] = []
+    process, _ = process_of(True, True, False, warn=said.append)
+    await process.start()
+    with pytest.raises(ScoreError):
         await process.likelihoods([], timeout_s=5)
-    assert names == ["t-0"]
+    (sentence,) = said
+    assert sentence.startswith("a process is replaced (further times are only counted): Worker 't'")
+    assert process.num_lost == 2

@@ -265,8 +265,8 @@ WRONG = {
     "frequency_penalty": ({"frequency_penalty": 0.5}, "only 0 is supported"),
     "tool_choice": ({"tools": [ADD], "tool_choice": "required"}, "only 'auto' or 'none'"),
     "response_format.type": (
-        {"response_format": {"type": "json_object"}},
-        "only 'text' is supported",
+        {"response_format": {"type": "xml"}},
+        "only 'text', 'json_object' or 'json_schema' is supported",
     ),
     "reasoning_effort": ({"reasoning_effort": "low"}, "Unknown field"),
     "stop.1": ({"stop": ["a", ""]}, "at least 1 character"),

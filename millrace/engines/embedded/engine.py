@@ -28,6 +28,7 @@ from millrace.engines.embedded.decode.prefill import can_flash
 from millrace.engines.embedded.decode.rounds import Rounds
 from millrace.engines.embedded.decode.state import NOTHING
 from millrace.engines.embedded.endings import Endings
+from millrace.engines.embedded.guiding import guided
 from millrace.engines.embedded.intake import adapter_slot, check_request
 from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.live_weights import LiveWeights, Prepared
@@ -37,11 +38,13 @@ from millrace.engines.embedded.paged_attention import new_cache
 from millrace.engines.embedded.plans import Plan
 from millrace.engines.embedded.prefix_cache import PrefixCache
 from millrace.engines.embedded.runner import Runner
+from millrace.engines.embedded.sampler import sample
 from millrace.engines.embedded.scheduler import Scheduler
 from millrace.engines.embedded.sequence import sequences_of
 from millrace.engines.embedded.stopping import Stopping
 from millrace.engines.embedded.streams import Streams
 from millrace.models.adapters import Adapter
+from millrace.models.grammars import Guides
 from millrace.models.logprobs import final_logits
 
 
@@ -129,6 +132,7 @@ class EmbeddedEngine:
         self._weights = LiveWeights(model, version=version, merger=merger, bank=self._bank)
         self._must_step_singly = False  # a round had no room for what truncation kept
         self._has_new = False  # requests came since the last round
+        self._guides = Guides(tokenizer, vocab_size=self._vocab_size, eos_ids=eos_ids)
         stopping = Stopping(tokenizer, eos_ids=eos_ids)
         self._endings = Endings(self._lanes, stopping)
         self._outcomes = Outcomes(stopping, block_tokens=block_tokens)
@@ -182,7 +186,12 @@ class EmbeddedEngine:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
         slot = adapter_slot(request, self._bank)
-        sequences = sequences_of(request, first_arrival=self._num_arrived, adapter_slot=slot)
+        sequences = sequences_of(
+            request,
+            first_arrival=self._num_arrived,
+            adapter_slot=slot,
+            guide=self._guides.of(request.sampling.grammar),
+        )
         self._num_arrived += request.n
         self._outcomes.expect(request, singly=singly)
         if stream:
@@ -219,12 +228,13 @@ class EmbeddedEngine:
         device works. A round ends early when must_end() says so: something waits for its end.
         """
         if self.version is not None:
-            if self._rounds is None or self._must_step_singly:
+            if self._rounds is None or self._must_step_singly or self._lanes.any_guided:
                 self._must_step_singly = False
                 self._pass(self._scheduler.plan())
             else:
                 self._pass(self._scheduler.plan_prefill())
-                self._round(self._rounds, must_end=must_end)
+                if not self._lanes.any_guided:  # the host has a say in each of their tokens
+                    self._round(self._rounds, must_end=must_end)
         if not self._scheduler.has_work:
             self._record_ended()
         return self._outcomes.take()
@@ -388,10 +398,11 @@ class EmbeddedEngine:
         if len(rows) != len(hidden) or (rows[1:] != rows[:-1] + 1).any():
             hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
         logits = final_logits(self._model, hidden.to(self._model.dtype))
-        drawn = sample_rows(
-            logits,
-            self._lanes.sampling_rows(lanes, vocab_size=logits.shape[1], device=logits.device),
-        )
+        how = self._lanes.sampling_rows(lanes, vocab_size=logits.shape[1], device=logits.device)
+        if self._lanes.is_guided[lanes].any():
+            drawn = sample(guided(logits, self._lanes, lanes), how)
+        else:
+            drawn = sample_rows(logits, how)
         logprobs = drawn.logprobs.cpu().numpy()
         self._check_finite(logprobs)
         assert self.version is not None

@@ -33,10 +33,15 @@ class Lanes:
         self.min_p = np.zeros(num_lanes, dtype=np.float32)
         self.truncates = np.zeros(num_lanes, dtype=bool)
         self.has_stop_strings = np.zeros(num_lanes, dtype=bool)
+        self.is_guided = np.zeros(num_lanes, dtype=bool)  # by a grammar
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def any_guided(self) -> bool:
+        return bool((self.occupied & self.is_guided).any())
 
     def sequence(self, lane: int) -> Sequence:
         sequence = self._sequences[lane]
@@ -79,6 +84,7 @@ class Lanes:
         self.min_p[lane] = sampling.min_p
         self.truncates[lane] = sampling.truncates
         self.has_stop_strings[lane] = bool(sampling.stop)
+        self.is_guided[lane] = sequence.guide is not None
         sequence.lane = lane
         return lane
 

@@ -65,7 +65,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
     scaled = logits / temperatures[:, None]
     kept = None
     if rows.any_truncates:
-        allowed = _allowed(scaled, rows) | greedy[:, None]
+        # What a grammar rules out is -inf, which no threshold may let pass.
+        allowed = (_allowed(scaled, rows) & (scaled > -torch.inf)) | greedy[:, None]
         scaled = scaled.masked_fill(~allowed, -torch.inf)
         kept = _kept_rows(allowed)
     tokens = _draw(scaled.softmax(-1), uniforms(rows.keys, rows.positions))

@@ -10,6 +10,7 @@ import numpy as np
 from millrace.core.records import Completion, Finish, KVOrigin, Request
 from millrace.engines.embedded.kept_ids import KeptIds
 from millrace.engines.embedded.lineage import Lineage
+from millrace.models.grammars import Guide
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -32,6 +33,7 @@ class Sequence:
     held_blocks: np.ndarray | None = None
     # Of the KV it has, or had when it gave up its lane; in one, up to the last Scheduler.settle().
     lineage: Lineage = ()
+    guide: Guide | None = None  # by the grammar of its request
     finish: Finish | None = None  # once it has ended
 
     @property
@@ -57,7 +59,9 @@ class Sequence:
         )
 
 
-def sequences_of(request: Request, *, first_arrival: int, adapter_slot: int = 0) -> list[Sequence]:
+def sequences_of(
+    request: Request, *, first_arrival: int, adapter_slot: int = 0, guide: Guide | None = None
+) -> list[Sequence]:
     """The n sequences of a request, each where its completion begins or goes on."""
     prompt = np.asarray(request.prompt, dtype=np.int32)
     done = request.partial
@@ -79,6 +83,7 @@ def sequences_of(request: Request, *, first_arrival: int, adapter_slot: int = 0)
             logprobs=done.logprobs,
             versions=done.versions,
             kept=KeptIds(done.kept),
+            guide=None if guide is None else guide.copy(),
         )
         for member in range(request.n)
     ]

@@ -1,4 +1,4 @@
-"""The sequences without a lane, in the order of their arrival.
+"""The sequences without a lane, in the order of their arrival; a request may overtake some others.
 
 While new ones are held back, those that have no token yet stand aside, without any KV: it may be
 long until it is their turn, and the weights will be others then. The rest may hold KV: blocks that
@@ -48,7 +48,9 @@ class WaitingLine:
             line = self._aside
             self._drop_held(sequence, ends=True)
             sequence.lineage = ()
-        bisect.insort(line, sequence, key=lambda waiting: waiting.arrival)
+        bisect.insort(
+            line, sequence, key=lambda waiting: waiting.arrival - waiting.request.overtakes
+        )
 
     def take_first(self) -> Sequence:
         """Takes it out."""

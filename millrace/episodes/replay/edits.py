@@ -20,12 +20,13 @@ def with_reward(recording: Recording, reward: float | dict[str, float] | None) -
 def with_tool_results(recording: Recording, texts: Mapping[int, str | None]) -> Recording:
     """Other results of tool calls, by their number; None = it is dropped, and the model is told
     nothing. The edited recording is to be run again: its rewards are those of before."""
-    known = {row.number for row in recording.tool_runs}
+    known = {row.number for row in recording.tool_runs if not row.has_turns}
     for number in texts:
         if number not in known:
             raise ConfigError(
                 f"There is no tool call {number} in the recording of {recording.name}, episode"
-                f" {recording.index}; it has {len(known)}."
+                f" {recording.index}, or an agent spoke in it; choose one of"
+                f" {', '.join(map(str, sorted(known))) or 'none'}."
             )
     entries: list[Entry] = []
     is_recorded = True

@@ -1,6 +1,7 @@
 """A recording -> its episode, exactly as it was played. Needs neither engine nor tokenizer."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -25,6 +26,7 @@ def episode_of(recording: Recording) -> Episode:
         reward=recording.reward,
         ending=recording.ending,
         counts=recording.counts,
+        branching=recording.branching,
     )
 
 
@@ -42,6 +44,7 @@ def completion_of(row: TurnRow) -> Completion:
         finish=row.finish,
         text=row.text,
         kv=row.kv,
+        num_shared=row.num_shared,
     )
 
 
@@ -56,9 +59,11 @@ def _rollouts(recording: Recording) -> tuple[Rollout, ...]:
             parent=None if row.parent is None else exchanges[row.parent],
             at=row.start,
         )
+    sizes = [len(row.tokens) for row in recording.turns]
+    places = dict(zip(exchanges.values(), accumulate(sizes, initial=0), strict=False))
     return tuple(
         replace(rollout, agent=agent.name)
         for agent in recording.agents
         if agent.is_trained
-        for rollout in records[agent.name].rollouts()
+        for rollout in records[agent.name].rollouts(places if recording.branching else None)
     )

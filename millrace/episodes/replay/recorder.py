@@ -1,6 +1,5 @@
 """An episode that was played -> its recording. Runs on the loop of the environments."""
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,18 +18,19 @@ from millrace.episodes.replay.schema import (
     TaskRow,
     ToolRow,
     TurnRow,
-    encode,
 )
 from millrace.episodes.tape import CutTurn, TakenTurn, ToolRun
 from millrace.episodes.tool_calls import name_of
 
 
-def record(episode: Episode, task: Task, *, play: Play, cast: Cast, ended_reward: float) -> Episode:
-    """The episode with its recording."""
-    recording = Recording(
+def recording_of(
+    episode: Episode, task: Task, *, play: Play, cast: Cast, ended_reward: float
+) -> Recording:
+    return Recording(
         name=play.name,
         index=play.index,
         seed=play.seed,
+        random_index=play.random_index,
         task=_task(task),
         limits=play.limits,
         max_context=play.max_context,
@@ -47,8 +47,8 @@ def record(episode: Episode, task: Task, *, play: Play, cast: Cast, ended_reward
         reward=episode.reward,
         ending=episode.ending,
         counts=episode.counts,
+        branching=episode.branching,
     )
-    return replace(episode, recording=encode(recording))
 
 
 def _task(task: Task) -> TaskRow:
@@ -99,6 +99,7 @@ def _turn(entry: TakenTurn, numbers: dict[Exchange, int]) -> TurnRow:
         finish=completion.finish,
         text=completion.text,
         kv=completion.kv,
+        num_shared=completion.num_shared,
         sampling=exchange.sampling,
         is_recorded=bool((completion.versions >= 0).any()) or not len(completion.tokens),
     )
@@ -115,4 +116,5 @@ def _tool(entry: ToolRun) -> ToolRow:
         arguments=dict(entry.arguments),
         text=None if entry.result is None else entry.result.text,
         fault=None if entry.result is None else entry.result.fault,
+        has_turns=entry.has_turns,
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from millrace.core.records import Ending, Finish, KVOrigin, Message, Sampling
+from millrace.core.records import Branching, Ending, Finish, KVOrigin, Message, Sampling
 from millrace.episodes.limits import Limits
 from millrace.episodes.tools import Fault
 
@@ -54,6 +54,7 @@ class TurnRow(Row, frozen=True, kw_only=True, tag="turn"):
     finish: Finish
     text: str
     kv: KVOrigin | None = None
+    num_shared: int = 0
     sampling: Sampling
     is_recorded: bool = True  # False = behind an edit: nobody knows what the model would have said
 
@@ -72,6 +73,7 @@ class ToolRow(Row, frozen=True, kw_only=True, tag="tool"):
     arguments: dict[str, Any]
     text: str | None  # that the model was told; None = the call was not waited for
     fault: Fault | None = None
+    has_turns: bool = False  # an agent spoke within: it is run again, on the recorded turns
     is_recorded: bool = True
 
 
@@ -83,6 +85,7 @@ class Recording(Row, frozen=True, kw_only=True):
     name: str  # of its group
     index: int  # within the group
     seed: int  # of the group
+    random_index: int  # whose draws of agent.rng it has: its own, or those of what it branched off
     task: TaskRow
     limits: Limits
     max_context: int
@@ -96,6 +99,7 @@ class Recording(Row, frozen=True, kw_only=True):
     reward: float | dict[str, float] | None
     ending: Ending
     counts: dict[str, int]
+    branching: Branching | None = None
 
     @property
     def turns(self) -> list[TurnRow]:

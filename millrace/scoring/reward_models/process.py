@@ -1,6 +1,6 @@
 """The process of one reward model: what it is told, and what is asked of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Literal
 
@@ -11,7 +11,13 @@ from millrace.scoring.reward_models.settings import ModelSettings
 
 class RewardModelProcess(ModelProcess):
     def __init__(
-        self, name: str, *, start: StartRewardModel, launch: Launch, start_timeout_s: float
+        self,
+        name: str,
+        *,
+        start: StartRewardModel,
+        launch: Launch,
+        start_timeout_s: float,
+        warn: Callable[[str], None] = print,
     ) -> None:
         super().__init__(
             name,
@@ -20,6 +26,7 @@ class RewardModelProcess(ModelProcess):
             start=start,
             launch=launch,
             start_timeout_s=start_timeout_s,
+            warn=warn,
         )
 
     async def read(self, readings: Sequence[Reading], *, timeout_s: float) -> list[list[float]]:

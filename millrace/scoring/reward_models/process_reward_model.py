@@ -79,7 +79,11 @@ class ProcessRewardModel(ModelSettings):
             kept_tokens=self.kept_tokens,
         )
         process = RewardModelProcess(
-            name, start=start, launch=tools.launch, start_timeout_s=tools.start_timeout_s
+            name,
+            start=start,
+            launch=tools.launch,
+            start_timeout_s=tools.start_timeout_s,
+            warn=tools.warn,
         )
         reader = StepReader(
             process,
@@ -129,6 +133,7 @@ class ProcessRewardScorer:
         not say where the steps before it ended."""
         self.name = name
         self.weight = weight
+        self.only_notes = aggregate is None
         self._steps = steps
         self._reduce: Reduce = reduce
         self._aggregate: Aggregate | None = aggregate
@@ -144,6 +149,10 @@ class ProcessRewardScorer:
         if self._ahead is not None:
             self._ahead.close()
         await self._reader.close()
+
+    @property
+    def num_lost(self) -> int:
+        return self._reader.num_lost
 
     def listen(self, request: Request, *, task: Task) -> OnTokens | None:
         may_be_later = request.session is not None

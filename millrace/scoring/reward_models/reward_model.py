@@ -31,6 +31,7 @@ class RewardModel(ModelSettings):
             start=start_message(settings, head="sequence", is_whole=True),
             launch=tools.launch,
             start_timeout_s=tools.start_timeout_s,
+            warn=tools.warn,
         )
         return RewardModelScorer(
             name,
@@ -58,6 +59,10 @@ class RewardModelScorer:
         self._timeout_s = timeout_s
         self._takes_ids = takes_ids
         self._process = process
+
+    @property
+    def num_lost(self) -> int:
+        return self._process.num_lost
 
     async def start(self) -> None:
         await self._process.start()

@@ -24,6 +24,10 @@ class StepReader:
         self._takes_ids = takes_ids
         self._timeout_s = timeout_s
 
+    @property
+    def num_lost(self) -> int:
+        return self._process.num_lost
+
     async def start(self) -> None:
         await self._process.start()
 

@@ -7,6 +7,7 @@ them itself (see Trainer).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from millrace.cluster.messages import StartTeacher
@@ -15,6 +16,7 @@ from millrace.core.protocols import Scorer
 from millrace.core.records import Group, Task, Verdict
 from millrace.models.directory import load_tokenizer, text_config
 from millrace.models.vocabulary import vocabulary_checksum
+from millrace.models.weight_file import version_in
 from millrace.scoring.scorer_kind import CallRules, RunFacts, ScorerTools
 from millrace.scoring.services.endpoint import Endpoint, check_endpoint, check_texts
 from millrace.scoring.teachers.process import TeacherProcess
@@ -263,10 +265,23 @@ def _process(
         following=following,
         version=None if following is None else run.version,
         adapter_path=None if following is None else run.adapter_path,
+        past=None if following is None else str(_past(name, tools)),
     )
     return TeacherProcess(
-        name, start=start, launch=tools.launch, start_timeout_s=tools.start_timeout_s
+        name,
+        start=start,
+        launch=tools.launch,
+        start_timeout_s=tools.start_timeout_s,
+        warn=tools.warn,
     )
+
+
+def _past(name: str, tools: ScorerTools) -> Path:
+    """Where a self-teacher keeps what it was."""
+    path = (tools.folder / f"{name}.safetensors").absolute()
+    if path.exists() and version_in(path) > tools.facts.version:
+        path.unlink()  # of versions that this run, resumed from an earlier one, will make anew
+    return path
 
 
 def _context(model: str, run: RunFacts) -> int:

@@ -1,18 +1,29 @@
 """The process of one teacher: what is asked of it, and how new weights reach it."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 from millrace.cluster.messages import ScoreTokens, StartTeacher, Swap, Swapped, TokensScored
+from millrace.core.errors import WorkerError
 from millrace.core.passages import Likelihoods, Passage
 from millrace.core.weight_update import WeightUpdate
 from millrace.scoring.model_process import Launch, ModelProcess
 
+SWAP_ATTEMPTS = 2
+
 
 class TeacherProcess(ModelProcess):
-    """One that follows the policy remembers its past; any other is replaced when it is lost."""
+    """One that follows the policy keeps its past in a file, from which another goes on when it is
+    lost."""
 
     def __init__(
-        self, name: str, *, start: StartTeacher, launch: Launch, start_timeout_s: float
+        self,
+        name: str,
+        *,
+        start: StartTeacher,
+        launch: Launch,
+        start_timeout_s: float,
+        warn: Callable[[str], None] = print,
     ) -> None:
         super().__init__(
             name,
@@ -21,7 +32,7 @@ class TeacherProcess(ModelProcess):
             start=start,
             launch=launch,
             start_timeout_s=start_timeout_s,
-            memory=None if start.following is None else "what it knew of the policy's past",
+            warn=warn,
         )
 
     async def likelihoods(
@@ -33,7 +44,11 @@ class TeacherProcess(ModelProcess):
         return reply.likelihoods
 
     async def swap(self, update: WeightUpdate) -> int:
-        """Returns the version it holds now; the bytes of this one are not needed any more."""
-        reply = await self.tell(Swap(update=update))
-        assert isinstance(reply, Swapped)
-        return reply.version
+        """Returns the version it holds now; the bytes of this one are not needed any more. Who
+        takes the place of a process that is lost meanwhile is brought them, too."""
+        for _ in range(SWAP_ATTEMPTS):
+            with contextlib.suppress(WorkerError):  # it is replaced, and counted
+                reply = await self.tell(Swap(update=update))
+                assert isinstance(reply, Swapped)
+                return reply.version
+        return update.version  # those who were to read it are no more; the next version will come

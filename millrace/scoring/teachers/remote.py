@@ -45,6 +45,7 @@ class RemoteTeacher:
     ) -> None:
         """`vocabulary`: the checksum of the policy's; `num_known`: token ids it has a row for."""
         self.name = name
+        self.num_lost = 0  # its processes are the server's business
         self._endpoint = endpoint
         self._vocabulary = vocabulary
         self._num_known = num_known

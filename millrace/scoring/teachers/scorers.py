@@ -25,6 +25,7 @@ class Reader(Protocol):
     """A model that says how likely tokens are, wherever it is."""
 
     name: str
+    num_lost: int  # processes that had to be replaced
 
     async def start(self) -> None: ...
 
@@ -60,6 +61,10 @@ class TeacherScorer:
         self._timeout_s = timeout_s
         self._max_context = max_context
         self._render = render
+
+    @property
+    def num_lost(self) -> int:
+        return self._reader.num_lost
 
     async def start(self) -> None:
         await self._reader.start()
@@ -117,6 +122,10 @@ class ReferenceScorer:
         self._process = process
         self._timeout_s = timeout_s
         self._max_context = max_context
+
+    @property
+    def num_lost(self) -> int:
+        return self._process.num_lost
 
     async def start(self) -> None:
         await self._process.start()

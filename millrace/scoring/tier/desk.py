@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.core.errors import RunFailed, ScoreError, TransientScoreError
-from millrace.core.protocols import Scorer
+from millrace.core.protocols import Replaced, Scorer
 from millrace.core.records import Episode, Group, Task, Verdict
 from millrace.core.scorer_load import ScorerLoad
 from millrace.scoring.scorer_kind import CallRules
@@ -124,6 +124,7 @@ class Desk:
             concurrency=self._rules.concurrency,
             breaker_opened=self._breaker.num_opened,
             is_held=self._breaker.is_open,
+            lost=self.scorer.num_lost if isinstance(self.scorer, Replaced) else 0,
         )
 
     async def close(self) -> None:

@@ -40,7 +40,9 @@ class Usage:
         self._advance()
         self.in_flight -= 1
 
-    def load(self, *, concurrency: int, breaker_opened: int, is_held: bool) -> ScorerLoad:
+    def load(
+        self, *, concurrency: int, breaker_opened: int, is_held: bool, lost: int
+    ) -> ScorerLoad:
         self._advance()
         return ScorerLoad(
             concurrency=concurrency,
@@ -55,6 +57,7 @@ class Usage:
             skipped=self.skipped,
             breaker_opened=breaker_opened,
             is_held=is_held,
+            lost=lost,
         )
 
     def _advance(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 
 import msgspec
 import numpy as np
@@ -14,10 +15,11 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Completion, Episode, Kept, Task
 from millrace.episodes.limits import EpisodeOver, Limits
 from millrace.episodes.loop_thread import LoopThread
+from millrace.episodes.replay.answers import ReplayError
 from millrace.episodes.replay.edits import with_reward, with_tool_results
 from millrace.episodes.replay.episodes import episode_of
 from millrace.episodes.replay.files import Line, read_recordings, write_recordings
-from millrace.episodes.replay.rerun import ReplayError, rerun
+from millrace.episodes.replay.rerun import rerun
 from millrace.episodes.replay.schema import Recording
 from millrace.episodes.tool_calls import ToolCall
 from millrace.episodes.tools import tool_of
@@ -182,6 +184,46 @@ async def test_tools_are_not_run_again(thread):
     again = await rerun(read(episode), counted, tokenizer=TOKENIZER)
     assert_same(again, episode)
     assert next(calls) == 1
+
+
+async def test_sub_agents_that_a_tool_spawns_speak_again_as_they_did(thread):
+    async def delegating(task, agent):
+        async def ask(question: str) -> str:
+            """Asks an expert, who asks another."""
+
+            async def deeper(question: str) -> str:
+                """Asks the other."""
+                return (await agent.role("expert").role("other").chat([user(question)])).text
+
+            messages = await agent.role("expert").run([user(question)], tools=[deeper])
+            return messages[-1]["content"]
+
+        messages = await agent.run([user("Begin.")], tools=[ask, lookup])
+        return float(messages[-1]["content"] == "12")
+
+    def call(name: str, **arguments: str) -> str:
+        written = json.dumps({"name": name, "arguments": arguments})
+        return f"<tool_call>{written}</tool_call>"
+
+    answers = iter(
+        [
+            call("ask", question="What is a?"),
+            call("deeper", question="And a?"),
+            "twelve",
+            "it is twelve",
+            call("lookup", key="a"),
+            "12",
+        ]
+    )
+    episode = await recorded(delegating, ChatEngine(lambda _: next(answers)), thread=thread)
+    assert [turn.agent for turn in episode.turns] == ["", "expert", "other", "expert", "", ""]
+    assert episode.counts == {"tool_calls": 3}
+    assert {rollout.agent for rollout in episode.rollouts} == {"", "expert", "other"}
+    recording = read(episode)
+    assert [row.has_turns for row in recording.tool_runs] == [True, True, False]
+    assert_same(await rerun(recording, delegating, tokenizer=TOKENIZER), episode)
+    with pytest.raises(ConfigError, match=r"or an agent spoke in it; choose one of 2\."):
+        with_tool_results(recording, {0: "no"})
 
 
 async def test_an_environment_that_asks_something_else_is_named_with_its_turn(thread):

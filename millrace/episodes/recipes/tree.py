@@ -1,0 +1,67 @@
+"""Tree rollouts: every episode branches at each level, and each leaf is an episode of the group."""
+
+from dataclasses import dataclass
+
+from millrace.core.errors import ConfigError
+from millrace.core.records import Episode
+from millrace.episodes.recipes.grove import Grove, Leaf, together
+from millrace.episodes.stage import Stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tree:
+    """Trees of `branches` ** `depth` leaves. Levels lie evenly over the tokens that are sampled:
+    with depth = 2, after a third of the first episode, and half-way through what follows."""
+
+    branches: int = 2
+    depth: int = 2
+
+    def __post_init__(self) -> None:
+        if self.branches < 2 or self.depth < 1:
+            raise ValueError("branches must be at least 2 and depth at least 1")
+
+    @property
+    def size(self) -> int:
+        return self.branches**self.depth
+
+    def check(self, n: int) -> None:
+        if n < self.size:
+            raise ConfigError(
+                f"environment.recipe 'tree' with branches = {self.branches} and depth ="
+                f" {self.depth} makes trees of {self.size} episodes, but a group has {n}; raise"
+                " rollout.group_size."
+            )
+
+    async def play(self, stage: Stage, n: int) -> list[Episode]:
+        grove = Grove(stage)
+        num_trees, num_alone = divmod(n, self.size)
+        await together(
+            [
+                *(self._tree(grove) for _ in range(num_trees)),
+                *(grove.plant() for _ in range(num_alone)),
+            ]
+        )
+        return grove.episodes
+
+    async def _tree(self, grove: Grove) -> Leaf:
+        root = await grove.plant()
+        await self._grow(grove, root, first=0, levels=self.depth)
+        return root
+
+    async def _grow(self, grove: Grove, leaf: Leaf, *, first: int, levels: int) -> None:
+        """Branch a leaf, from its own token number `first` on, so many levels deep."""
+        if levels == 0:
+            return
+        cut = first + (len(leaf.places) - first) // (levels + 1)
+        place = int(leaf.places[cut])
+
+        async def beside() -> None:
+            other = await grove.branch(leaf, place=place)
+            await self._grow(grove, other, first=0, levels=levels - 1)
+
+        await together(
+            [
+                self._grow(grove, leaf, first=cut, levels=levels - 1),
+                *(beside() for _ in range(self.branches - 1)),
+            ]
+        )

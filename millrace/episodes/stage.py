@@ -1,0 +1,185 @@
+"""Where the episodes of one group are played, whole or as branches of one another.
+
+A branch is the environment played again: up to the point where it branches off, replies and tool
+results are those of the other episode; there the model goes on from its KV, and everything behind
+is new. So any environment that is deterministic itself can be branched, at any token.
+
+Promise: what a branch shares is trained with the episode that it branched off. An environment that
+asks something else the second time makes a ReplayError, never a branch that is none.
+Called from the controller's event loop; the environments run on the thread of theirs.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from millrace.core.errors import TaskError
+from millrace.core.protocols import Policy
+from millrace.core.records import Branching, Completion, Episode, Kept, Task
+from millrace.episodes.cast import Cast
+from millrace.episodes.loop_thread import LoopThread, on_loop
+from millrace.episodes.performing import EnvironmentFunction, name_of, perform
+from millrace.episodes.play import Play, Sample
+from millrace.episodes.replay.answers import RecordedAnswers, is_answered
+from millrace.episodes.replay.episodes import completion_of
+from millrace.episodes.replay.recorder import recording_of
+from millrace.episodes.replay.schema import Recording, TurnRow, encode
+from millrace.episodes.rules import Rules
+from millrace.episodes.tool_calls import ToolFormat
+from millrace.episodes.tools import Tool, ToolResult, run_tool
+from millrace.rollout.renderer import Renderer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Branch:
+    """What an episode begins with that is not its own."""
+
+    recording: Recording  # of the other one
+    turn: TurnRow  # in which it branches off
+    at: int  # after so many of the tokens sampled in it
+    family: int  # number of the first episode of the tree, in whose session the KV lies
+
+    @property
+    def shared(self) -> Recording:
+        """What was answered before that turn was."""
+        entries = self.recording.entries
+        end = next(index for index, entry in enumerate(entries) if entry is self.turn)
+        answered = [entry for entry in entries[:end] if is_answered(entry)]
+        return msgspec.structs.replace(self.recording, entries=answered)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Performance:
+    """An episode that was played, and what a branch of it needs."""
+
+    episode: Episode
+    recording: Recording | None  # of leaves of trees
+
+
+class Stage:
+    def __init__(
+        self,
+        function: EnvironmentFunction,
+        *,
+        task: Task,
+        policy: Policy,
+        renderer: Renderer,
+        rules: Rules,
+        tool_format: ToolFormat,
+        thread: LoopThread,
+    ) -> None:
+        self.policy = policy
+        self._function = function
+        self._task = task
+        self._renderer = renderer
+        self._rules = rules
+        self._format = tool_format
+        self._thread = thread
+
+    async def play(
+        self, index: int, *, branching: Branching | None = None, branch: Branch | None = None
+    ) -> Performance:
+        """Episode `index` of the group; of a tree, with its place in it, and if it is no root with
+        what it shares."""
+        policy, home = self.policy, asyncio.get_running_loop()
+
+        def sample(prompt: np.ndarray, **settings: Any) -> Coroutine[Any, Any, Completion]:
+            """From the loop of the environments to the controller's, and back."""
+            return on_loop(home, policy.sample(prompt, **settings))
+
+        source = None
+        if branch is not None:
+            source = _BranchSource(branch, sample=sample, renderer=self._renderer)
+        play = Play(
+            name=policy.name,
+            index=index,
+            sample=sample if source is None else source.sample,
+            max_context=policy.max_context,
+            limits=self._rules.limits,
+            seed=policy.seed,
+            random_index=None if branch is None else branch.recording.random_index,
+            family=None if branch is None else branch.family,
+            run_tool=run_tool if source is None else source.run_tool,
+        )
+        return await self._thread.run(self._performed(play, branching=branching))
+
+    async def _performed(self, play: Play, *, branching: Branching | None) -> Performance:
+        """Runs on the loop of the environments."""
+        cast = Cast(
+            play,
+            renderer=self._renderer,
+            history=self._rules.history,
+            tool_format=self._format,
+            sampling=self.policy.sampling,
+        )
+        known: dict[str, Any] = {
+            "play": play,
+            "cast": cast,
+            "ended_reward": self._rules.ended_reward,
+        }
+        episode = await perform(self._function, self._task, **known, branching=branching)
+        if not episode.rollouts and self.policy.is_trained:
+            raise TaskError(
+                f"{play.name}: episode {play.index} of environment {name_of(self._function)!r}"
+                f" ended ({play.ending}) before the model had said anything to be trained on; call"
+                " agent.chat or agent.complete."
+            )
+        if branching is None and not self._rules.records:
+            return Performance(episode=episode, recording=None)
+        recording = recording_of(episode, self._task, **known)
+        if self._rules.records:
+            episode = replace(episode, recording=encode(recording))
+        return Performance(episode=episode, recording=recording)
+
+
+class _BranchSource:
+    """Answers with what is shared, then goes on with what is new. Belongs to the loop of the
+    environments."""
+
+    def __init__(self, branch: Branch, *, sample: Sample, renderer: Renderer) -> None:
+        self._branch = branch
+        self._sample = sample
+        self._answers = RecordedAnswers(branch.shared, renderer=renderer)
+        self._tool_runs = itertools.count()
+
+    async def sample(self, prompt: np.ndarray, *, call: int, **settings: Any) -> Completion:
+        if self._answers.has_turn(call):
+            known = await self._answers.turn(call, prompt)
+            return replace(known, num_shared=len(known.tokens))
+        branch = self._branch
+        if call != branch.turn.number:
+            return await self._sample(prompt, call=call, **settings)
+        self._answers.check_prompt(branch.turn, prompt, recording=branch.recording)
+        partial = _begun(completion_of(branch.turn), branch.at) if branch.at else None
+        settings |= {"partial": partial, "pinned": True}
+        completion = await self._sample(prompt, call=call, **settings)
+        return replace(completion, num_shared=branch.at)
+
+    async def run_tool(self, tool: Tool, arguments: Mapping[str, Any], **limits: Any) -> ToolResult:
+        number = next(self._tool_runs)
+        if self._answers.has_tool_run(number):
+            return await self._answers.tool_run(number, tool, arguments)
+        return await run_tool(tool, arguments, **limits)
+
+
+def _begun(completion: Completion, count: int) -> Completion:
+    """Its first tokens, to go on from."""
+    kept = completion.kept
+    return replace(
+        completion,
+        tokens=completion.tokens[:count],
+        logprobs=completion.logprobs[:count],
+        versions=completion.versions[:count],
+        kept=None
+        if kept is None
+        else Kept(ids=kept.ids[: kept.offsets[count]], offsets=kept.offsets[: count + 1]),
+        finish="abort",
+        text="",
+        kv=None,
+        num_shared=0,
+    )

@@ -1,0 +1,41 @@
+"""One whole run of a recipe, of an environment that it does not know."""
+
+import numpy as np
+from tiny_model import make_tiny_model
+
+import millrace as mr
+from millrace.episodes.replay.episodes import episode_of
+from millrace.episodes.replay.files import read_recordings
+from millrace.watch.metrics import read_metrics
+
+
+async def two_turns(task: mr.Task, agent: mr.Agent) -> float:
+    first = await agent.complete(task.prompt)
+    second = await agent.complete(f"{task.prompt}{first.text}+{agent.rng.integers(9)}=")
+    return float(len(second.text) % 2)
+
+
+def test_a_run_is_trained_on_branches(tmp_path):
+    result = mr.train(
+        model=str(make_tiny_model(tmp_path / "model")),
+        run_dir=str(tmp_path / "run"),
+        tasks=[{"prompt": f"{n}+1="} for n in range(8)],
+        environment={"function": two_turns, "recipe": {"type": "pivot", "branches": 3}},
+        sampling={"max_new_tokens": 6},
+        rollout={"group_size": 4},
+        trainer={"steps": 1, "groups_per_step": 2, "learning_rate": 1e-3},
+        scoring={"workers": 1},
+        watch={"progress": "off", "record_episodes": 8},
+    )
+    assert result.episodes == 2 * 4
+    for row in read_metrics(result.run_dir / "metrics.jsonl"):
+        assert row["staleness_max"] > 0 or row["logprob_mismatch"] < 1e-5
+    lines = list(read_recordings(result.run_dir / "episodes" / "step_1.jsonl"))
+    for group in {line.group for line in lines}:
+        members = [line for line in lines if line.group == group]
+        parents = [line.episode.branching.parent for line in members]
+        assert sorted(parents, key=str) == [0, 0, 0, None]
+        trained = sum(r.num_sampled for m in members for r in episode_of(m.episode).rollouts)
+        turns = [turn for member in members for turn in member.episode.turns]
+        assert trained == sum(len(turn.tokens) - turn.num_shared for turn in turns)
+        assert np.isfinite([line.advantage for line in members]).all()

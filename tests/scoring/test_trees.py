@@ -1,0 +1,115 @@
+"""Local advantages on trees that are written by hand."""
+
+import numpy as np
+import pytest
+
+from millrace.core.records import Branching, Episode, Group, Rollout, Sampling, Score, Task
+from millrace.scoring.advantages import with_advantages
+from millrace.scoring.agents import by_agent
+from millrace.scoring.trees import TreeAdvantages
+
+LOCAL = TreeAdvantages(normalize_std=False)
+
+
+def rollout(places: range, *, num_shared: int = 0, agent: str = "") -> Rollout:
+    """One given token, then sampled ones at these places, of which the first are shared."""
+    length = 1 + len(places)
+    mask = np.arange(length) > num_shared
+    return Rollout(
+        tokens=np.arange(length, dtype=np.int32),
+        mask=mask,
+        engine_logprobs=np.zeros(length, np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        sampling=Sampling(),
+        agent=agent,
+        places=np.array([-1, *places], np.int32),
+    )
+
+
+def leaf(number: int, length: int, *, parent: int | None = None, place: int = 0) -> Episode:
+    return Episode(
+        turns=(),
+        rollouts=(rollout(range(length), num_shared=place),),
+        branching=Branching(number=number, parent=parent, place=place),
+    )
+
+
+def group_of(episodes: list[Episode], scores: list[float | dict[str, float]]) -> Group:
+    return Group(
+        number=0,
+        task=Task(prompt=""),
+        episodes=tuple(episodes),
+        scores=tuple(
+            Score(total=float(np.mean([*s.values()])), parts={}, by_agent=s)
+            if isinstance(s, dict)
+            else Score(total=s, parts={})
+            for s in scores
+        ),
+    )
+
+
+def test_tokens_behind_a_pivot_are_compared_with_their_siblings_and_those_before_have_the_mean():
+    # A root of 5 tokens with two branches after its second; another root alone.
+    episodes = [
+        leaf(0, 5),
+        leaf(1, 4, parent=0, place=2),
+        leaf(2, 6, parent=0, place=2),
+        leaf(3, 3),
+    ]
+    first, *others = LOCAL(group_of(episodes, [1.0, 0.0, 0.5, 0.0]))
+    # The tree is worth (1 + 0 + 0.5) / 3 = 0.5, both trees 0.25 on average.
+    np.testing.assert_allclose(first, [0, 0.25, 0.25, 0.5, 0.5, 0.5])
+    np.testing.assert_allclose(others[0], [0, 0, 0, -0.5, -0.5])
+    np.testing.assert_allclose(others[1], [0, 0, 0, 0, 0, 0, 0])
+    np.testing.assert_allclose(others[2], [0, -0.25, -0.25, -0.25])
+
+
+def test_along_each_episode_of_a_deep_tree_the_advantages_add_up_to_its_score_minus_the_mean():
+    # 0 branches after 1 (into 1) and after 3 (into 2); 1 branches after its place 2 (into 3).
+    episodes = [
+        leaf(0, 5),
+        leaf(1, 4, parent=0, place=1),
+        leaf(2, 5, parent=0, place=3),
+        leaf(3, 4, parent=1, place=2),
+    ]
+    scores = [8.0, 0.0, 4.0, 2.0]
+    root, one, two, three = LOCAL(group_of(episodes, scores))
+    # Worths: behind 3 in the root (8 + 4) / 2 = 6; behind 2 in the other (0 + 2) / 2 = 1; all 3.5.
+    np.testing.assert_allclose(root, [0, 0, 2.5, 2.5, 2, 2])
+    np.testing.assert_allclose(one, [0, 0, -2.5, -1, -1])
+    np.testing.assert_allclose(two, [0, 0, 0, 0, -2, -2])
+    np.testing.assert_allclose(three, [0, 0, 0, 1, 1])
+    paths = {0: [0, 2.5, 2], 1: [0, -2.5, -1], 2: [0, 2.5, -2], 3: [0, -2.5, 1]}
+    for index, path in paths.items():
+        assert sum(path) == pytest.approx(scores[index] - 3.5)
+
+
+def test_a_tree_of_which_an_episode_is_not_trained_is_seen_as_far_as_it_is_there():
+    episodes = [leaf(1, 4, parent=0, place=2), leaf(2, 6, parent=0, place=2), leaf(3, 3)]
+    one, two, alone = LOCAL(group_of(episodes, [0.0, 1.0, 1.0]))
+    np.testing.assert_allclose(one, [0, 0, 0, -0.5, -0.5])
+    np.testing.assert_allclose(two, [0, 0, 0, 0.5, 0.5, 0.5, 0.5])
+    np.testing.assert_allclose(alone, [0, 0.25, 0.25, 0.25])
+
+
+def test_each_agent_is_compared_with_itself_also_where_all_it_said_is_shared():
+    both = (rollout(range(2), agent="a"), rollout(range(2, 4), agent="b"))
+    root = Episode(turns=(), rollouts=both, branching=Branching(number=0))
+    only_b = (rollout(range(2, 5), agent="b"),)
+    branch = Episode(turns=(), rollouts=only_b, branching=Branching(number=1, parent=0, place=2))
+    group = group_of([root, branch], [{"a": 1.0, "b": 3.0}, {"a": 0.0, "b": 1.0}])
+    found = by_agent(LOCAL)(group)
+    # The one tree is all there is: nothing to compare its first stretch with.
+    np.testing.assert_allclose(found[0], [0, 0, 0])
+    np.testing.assert_allclose(found[1], [0, 1, 1])
+    np.testing.assert_allclose(found[2], [0, -1, -1, -1])
+
+
+def test_without_branches_it_is_the_score_minus_the_mean_over_the_deviation():
+    plain = [Episode(turns=(), rollouts=(rollout(range(2)),)) for _ in range(3)]
+    group = group_of(plain, [0.0, 1.0, 2.0])
+    found = with_advantages(group, TreeAdvantages(epsilon=0.0)(group))
+    assert found.advantages is not None
+    np.testing.assert_allclose(found.advantages, [-1, 0, 1])
+    same = group_of(plain, [0.1, 0.1, 0.1])
+    assert not np.concatenate(TreeAdvantages()(same)).any()
