@@ -184,7 +184,9 @@ class _Run:
         self._controller = self._make_controller(crew, scorers=scorers, environment=environment)
         async with asyncio.TaskGroup() as activities:
             keeping = activities.create_task(crew.run())
-            async with controlled(crew, pointer=self._run_dir.control, private=private):
+            async with controlled(
+                crew, pointer=self._run_dir.control, private=private, warn=self._watcher.warn
+            ):
                 outcome = await self._controller.run()
             keeping.cancel()
         return outcome

@@ -1,4 +1,4 @@
-"""TCP addresses of the hub: as the user writes them, as zmq binds them, as others reach them."""
+"""Addresses of the hub: as the user writes them, as zmq binds them, as others reach them."""
 
 import re
 import socket
@@ -7,6 +7,7 @@ from millrace.core.errors import ConfigError
 
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\[\]\s]+):(\d{1,5}|\*)")
 _EVERYWHERE = ("0.0.0.0", "[::]")
+MAX_SOCKET_PATH = 100  # bytes of a local one; the operating system's limit is 104 or 108
 
 
 def to_bind(address: str) -> str:

@@ -36,7 +36,6 @@ from millrace.core.errors import ConfigError, WorkerError
 from millrace.core.file_names import check_file_name
 
 RECEIVE_MESSAGES = 1000
-MAX_SOCKET_PATH = 100  # bytes; the operating system's limit is 104 or 108
 
 OnEvent = Callable[[str, Message], None]
 
@@ -253,7 +252,7 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 
 def _local(folder: Path) -> str:
     path = folder / "hub"
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+    if len(os.fsencode(path)) > addresses.MAX_SOCKET_PATH:
         raise ConfigError(
             f"The path of the local socket, {str(path)!r}, is too long;"
             " set TMPDIR to a shorter folder."

@@ -9,11 +9,13 @@ controller's event loop.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
+from millrace.cluster.address import MAX_SOCKET_PATH
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.crew.asking import Answer, Wish
 from millrace.crew.crew import Crew
@@ -23,7 +25,9 @@ _SOCKET = "ctl"  # a path has little room
 
 
 @contextlib.asynccontextmanager
-async def controlled(crew: Crew, *, pointer: Path, private: Path) -> AsyncIterator[None]:
+async def controlled(
+    crew: Crew, *, pointer: Path, private: Path, warn: Callable[[str], None]
+) -> AsyncIterator[None]:
     """While inside, engines can be added and removed from elsewhere; `pointer` says where."""
     visits: set[asyncio.Task[None] | None] = set()
 
@@ -40,6 +44,13 @@ async def controlled(crew: Crew, *, pointer: Path, private: Path) -> AsyncIterat
             visits.discard(asyncio.current_task())
 
     path = private / _SOCKET
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        warn(
+            f"Engines cannot be added or removed while this run goes on: the path of its socket,"
+            f" {str(path)!r}, is too long; set TMPDIR to a shorter folder."
+        )
+        yield
+        return
     server = await asyncio.start_unix_server(serve, path)
     try:
         with _pointing(pointer, path):

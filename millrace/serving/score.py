@@ -30,11 +30,12 @@ from millrace.serving.errors import ApiError
 
 MAX_TOP = 1024
 Place = Annotated[int, Field(strict=True, ge=1)]
+Range = Annotated[tuple[Place, Place], Field(strict=False)]  # JSON has lists for it
 
 
 class PassageBody(Body):
     tokens: TokenIds
-    ranges: Annotated[list[tuple[Place, Place]], Field(min_length=1)]  # from, and up to
+    ranges: Annotated[list[Range], Field(min_length=1)]  # from, and up to
     temperature: Annotated[Number, Field(gt=0, le=100)] = 1.0
     top_k: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP)] = 0
 

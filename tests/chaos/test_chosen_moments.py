@@ -23,6 +23,7 @@ def tear(tmp_path):
         run.close()
 
 
+@pytest.mark.slow
 def test_a_run_killed_behind_its_last_checkpoint_is_concluded_once_and_then_over(
     tear, monkeypatch, capsys
 ):

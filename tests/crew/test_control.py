@@ -23,7 +23,8 @@ class FakeCrew:
 
 @pytest.fixture
 async def run_dir(tmp_path):
-    async with controlled(FakeCrew(), pointer=tmp_path / CONTROL, private=tmp_path):  # pyright: ignore
+    crew, pointer = FakeCrew(), tmp_path / CONTROL
+    async with controlled(crew, pointer=pointer, private=tmp_path, warn=pytest.fail):  # pyright: ignore
         yield tmp_path
     assert not (tmp_path / CONTROL).exists()
 
@@ -70,3 +71,12 @@ def test_a_run_that_is_over_is_told_from_one_that_goes_on(tmp_path):
     (tmp_path / CONTROL).write_text(f"{tmp_path}/nobody-listens\n")
     with pytest.raises(ConfigError, match="No run goes on in"):
         ask(tmp_path)
+
+
+async def test_a_run_whose_socket_would_have_too_long_a_path_goes_on_without_it(tmp_path):
+    private, said = tmp_path / ("long" * 30), []
+    crew, pointer = FakeCrew(), tmp_path / CONTROL
+    async with controlled(crew, pointer=pointer, private=private, warn=said.append):  # pyright: ignore
+        assert not pointer.exists()
+    (sentence,) = said
+    assert "set TMPDIR to a shorter folder" in sentence

@@ -11,6 +11,7 @@ from millrace.training.checkpoints import CRITIC
 from millrace.watch.metrics import read_metrics
 
 
+@pytest.mark.slow
 def test_a_run_with_a_critic_learns_both_and_keeps_both(tmp_path):
     settings = {
         "model": str(make_tiny_model(tmp_path / "model")),

@@ -51,7 +51,8 @@ def test_an_environment_is_trained_with_its_own_rewards(tmp_path):
         for line in lines:
             again = asyncio.run(rerun(line.episode, two_turns, tokenizer=tokenizer))
             assert again.reward == line.episode.reward
-            assert len(again.rollouts) == len(episode_of(line.episode).rollouts) == 2
+            # One for each agent; one more where a text came back as other tokens.
+            assert len(again.rollouts) == len(episode_of(line.episode).rollouts) >= 2
 
 
 def test_redundant_episodes_of_one_request_are_refused_before_the_run(tmp_path):

@@ -91,6 +91,7 @@ def test_workers_say_nothing_in_their_logs(finished):
     assert {path.name: path.read_text() for path in logs.glob("*.log") if path.stat().st_size} == {}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(model, finished, tmp_path):
     """Unmerged from now on, with the adapter of another run beside it."""
     shutil.copytree(finished.run_dir, tmp_path / "run")

@@ -64,7 +64,8 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("*")}
 
 
-@pytest.mark.parametrize("victim", ["engine-0", pytest.param("trainer", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["engine-0", "trainer"])
 def test_a_worker_that_must_not_be_restarted_ends_the_run_with_a_sentence_and_no_orphans(
     start, victim
 ):

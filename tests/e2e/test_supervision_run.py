@@ -1,5 +1,6 @@
 """Workers that are killed in the middle of a run, which goes on as if nothing had happened."""
 
+import contextlib
 import json
 import signal
 from pathlib import Path
@@ -25,9 +26,10 @@ class Run(Command):
 
     def worker(self, name: str) -> psutil.Process:
         for process in psutil.Process(self.process.pid).children(recursive=True):
-            command = process.cmdline()
-            if name in command and "--name" in command:
-                return process
+            with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
+                command = process.cmdline()
+                if name in command and "--name" in command:
+                    return process
         raise AssertionError(f"no {name}")
 
     def assert_finished(self, *, steps: int) -> dict:

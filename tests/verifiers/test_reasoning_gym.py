@@ -20,6 +20,8 @@ def tasks_of(**changes):
 
 
 def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("reasoning_gym.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"which is not installed; install millrace\[reasoning-"):
         ReasoningGym()
