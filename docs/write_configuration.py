@@ -31,10 +31,11 @@ def _tables(section: type[BaseModel], *, above: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         below = _section(field)
         if below is not None:
-            is_list = typing.get_origin(field.annotation) is tuple
-            heading = f"[[{above}{name}]]" if is_list else f"[{above}{name}]"
+            origin = typing.get_origin(field.annotation)
+            path = f"{above}{name}.NAME" if origin is dict else f"{above}{name}"
+            heading = f"[[{path}]]" if origin is tuple else f"[{path}]"
             yield _table(heading, below, text=_text(field))
-            yield from _tables(below, above=f"{above}{name}.")
+            yield from _tables(below, above=f"{path}.")
 
 
 def _table(heading: str, section: type[BaseModel], *, text: str = "") -> str:

@@ -4,7 +4,7 @@ Promise: what prepare() returns is enough to run, and every error it raises is o
 the user's own input. It reads the model's tokenizer and configuration, never its weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from millrace.envs.sources import load_section, load_sources, make_stream
 from millrace.envs.streams import TaskStream
 from millrace.episodes.environment import check_function
 from millrace.episodes.mcp_server import McpServer
+from millrace.episodes.other_models import OtherModel, load_other_models
 from millrace.episodes.performing import EnvironmentFunction
 from millrace.episodes.recipes.answer import answer
 from millrace.episodes.recipes.recipe import Recipe
@@ -67,6 +68,7 @@ class Prepared:
     renderer: Renderer
     environment: EnvironmentFunction | None  # None = one prompt, one completion
     recipe: Recipe | None
+    others: Mapping[str, OtherModel]  # besides the policy, by name
     max_context: int
     checkpoint: Path | None  # to go on from
     cursor: Cursor
@@ -165,6 +167,7 @@ def prepare(
         renderer=renderer,
         environment=played,
         recipe=_recipe(config),
+        others=_others(config, has_roles=played is not None),
         max_context=max_context,
         checkpoint=found.directory,
         cursor=cursor,
@@ -219,6 +222,16 @@ def _recipe(config: RunConfig) -> Recipe | None:
     recipe = build_recipe(table)
     recipe.check(rollout.group_size + rollout.oversample)
     return recipe
+
+
+def _others(config: RunConfig, *, has_roles: bool) -> dict[str, OtherModel]:
+    models = config.environment.models
+    if models and (config.environment.command or not has_roles):
+        raise ConfigError(
+            f"environment.models ({', '.join(models)}) are for roles that an environment.function"
+            " takes, and there is none; leave them out."
+        )
+    return load_other_models(models)
 
 
 def _program(settings: EnvironmentConfig, *, log: Path) -> Blackbox:
@@ -460,9 +473,17 @@ def continued(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
 
 def _with_threads(config: RunConfig) -> RunConfig:
     """Cores shared out evenly among all engines and the trainer, where nothing else is said."""
-    share = max(1, available_cores() // (config.engine.count + config.evaluate.engines + 1))
+    models = config.environment.models
+    num_engines = config.engine.count + config.evaluate.engines
+    num_engines += sum(model.count for model in models.values())
+    share = max(1, available_cores() // (num_engines + 1))
+    others = {
+        name: model.model_copy(update={"threads": model.threads or share})
+        for name, model in models.items()
+    }
     return config.model_copy(
         update={
+            "environment": config.environment.model_copy(update={"models": others}),
             "engine": config.engine.model_copy(update={"threads": config.engine.threads or share}),
             "trainer": config.trainer.model_copy(
                 update={"threads": config.trainer.threads or share}

@@ -195,6 +195,8 @@ class _Run:
         engine, trainer = self._config.engine, self._config.trainer
         num_engines = engine.count + self._config.evaluate.engines
         num_engines = num_engines if engine.device != "cpu" else 0
+        others = self._config.environment.models.values()
+        num_engines += sum(other.count for other in others if other.device != "cpu")
         return shared_gpu(
             self._config.cluster.mps,
             num_cuda_workers=num_engines + (trainer.device != "cpu"),
@@ -219,6 +221,7 @@ class _Run:
                 ),
                 thread=thread,
                 recipe=self._prepared.recipe,
+                others=self._prepared.others,
             )
             async with lifetime(self._prepared.environment, thread=thread):
                 yield environment
@@ -279,6 +282,7 @@ class _Run:
             max_context=prepared.max_context,
             seed=config.seed,
             lengths=Lengths(most=config.rollout.longest_first),
+            others=crew.models,
         )
         return Controller(
             config,

@@ -421,6 +421,23 @@ def test_all_engines_may_be_on_other_hosts():
     assert (config.engine.count, config.engine.remote) == (0, 2)
 
 
+def test_models_of_roles_have_the_settings_of_an_engine_but_none_of_its_weights(tmp_path):
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "run.toml").write_text(
+        'model = "m"\n[environment.models.judge]\npath = "judge"\ncount = 2\nmax_sequences = 4\n'
+        '[environment.models.hub]\npath = "owner/name"\ntrust_remote_code = true\n'
+    )
+    models = load_config(tmp_path / "run.toml").environment.models
+    judge = models["judge"]
+    assert judge.path == str(tmp_path / "judge")
+    assert (judge.engine.count, judge.engine.max_sequences) == (2, 4)
+    assert models["hub"].model.path == "owner/name"
+    assert models["hub"].model.trust_remote_code
+    for key, value in {"count": 0, "remote": 1, "kv": "keep", "adapters": {}}.items():
+        table = {"models": {"judge": {"path": "m", key: value}}}
+        assert f"environment.models.judge.{key}" in sentence_of({"environment": table})
+
+
 def test_relative_adapters_start_from_the_folder_of_their_toml(tmp_path):
     (tmp_path / "run.toml").write_text('model = "m"\nengine.adapters = { judge = "j" }\n')
     assert load_config(tmp_path / "run.toml").engine.adapters == {"judge": str(tmp_path / "j")}

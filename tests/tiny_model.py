@@ -10,8 +10,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 ALPHABET = "0123456789+-*= abcdefghij"
 
 
-def make_tiny_model(directory: Path, *, seed: int = 0, max_context: int = 128) -> Path:
-    vocab = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(ALPHABET)}}
+def make_tiny_model(
+    directory: Path, *, seed: int = 0, max_context: int = 128, alphabet: str = ALPHABET
+) -> Path:
+    vocab = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(alphabet)}}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = Fuse()

@@ -7,6 +7,7 @@ before any worker starts. Nothing is accepted and ignored. Torch-free.
 from millrace.config.environment import EnvironmentConfig, McpConfig
 from millrace.config.journal import JournalConfig
 from millrace.config.loading import load_config, parse_override
+from millrace.config.role_model import RoleModelConfig
 from millrace.config.run_config import RunConfig
 from millrace.config.scorer import ScorerConfig
 from millrace.config.sections import (
@@ -31,6 +32,7 @@ __all__ = [
     "LoraConfig",
     "McpConfig",
     "ReplayConfig",
+    "RoleModelConfig",
     "RunConfig",
     "ScorerConfig",
     "TaskPlace",

@@ -4,6 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from millrace.config.role_model import RoleModelConfig, ToolFormatName
 from millrace.config.sections import Float, PositiveFloat, PositiveInt, Section
 
 
@@ -51,7 +52,7 @@ class EnvironmentConfig(Section):
     """A tool call that takes longer is given up, and the model is told."""
     tool_result_chars: PositiveInt = 16384
     """What is longer is cut, and the model is told."""
-    tool_format: Literal["auto", "hermes", "llama3", "mistral", "gemma"] = "auto"
+    tool_format: ToolFormatName = "auto"
     """How the model writes tool calls; "auto" sees it by the chat template."""
     history: Literal["template", "sampled"] = "template"
     """Where the chat template would render earlier turns otherwise than before (some drop their
@@ -59,6 +60,9 @@ class EnvironmentConfig(Section):
     template: dict[str, Any] = Field(default={})
     """What the chat template is told besides messages and tools, such as {enable_thinking =
     false}."""
+    models: dict[str, RoleModelConfig] = Field(default={})
+    """Models besides the policy, by name, which roles may be: `agent.role("judge", model="NAME")`.
+    They are never trained; see docs/episodes.md."""
 
     recipe: dict[str, Any] | None = None
     """How a group is played, where not n times side by side: "pivot" (branches at surprising

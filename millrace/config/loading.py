@@ -89,7 +89,8 @@ def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
     # A model may also be a hub name, which is no path at all; a reference to a file holds ".py:".
     # What a command names is a file beside the TOML, or anything else.
     may_be_path = ("model", "model.path", "critic.path", "scorer.model", *_COMMANDS)
-    is_found = key in may_be_path and (folder / value).exists()
+    is_of_role = key.startswith("environment.models.") and key.endswith(".path")
+    is_found = (key in may_be_path or is_of_role) and (folder / value).exists()
     is_path = (key in _PATHS and not value.startswith(HUB)) or key.startswith("engine.adapters.")
     return str(folder / value) if is_found or is_path or ".py:" in value else value
 

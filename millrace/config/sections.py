@@ -139,11 +139,9 @@ class BufferConfig(Section):
         )
 
 
-class EngineConfig(Section):
-    count: NonNegativeInt = 1
-    """Engine processes on this host."""
-    remote: NonNegativeInt = 0
-    """Further engines, which other hosts bring with `millrace join`; see docs/cluster.md."""
+class DecodingConfig(Section):
+    """Of any process that generates."""
+
     device: str = "auto"
     dtype: Dtype = "float32"
     threads: PositiveInt | None = None
@@ -167,16 +165,23 @@ class EngineConfig(Section):
     """On a GPU, fuse each decoder layer with torch.compile; it takes some seconds at the start."""
     max_context: PositiveInt | None = None
     """Longest sequence; the model's own limit if not given."""
+    prefix_cache: bool = True
+    """Take the KV of a known prefix from memory that is free at the moment, instead of computing
+    it; only KV of the version served, but with kv = "keep" also what earlier turns of the same
+    session left."""
+
+
+class EngineConfig(DecodingConfig):
+    count: NonNegativeInt = 1
+    """Engine processes on this host."""
+    remote: NonNegativeInt = 0
+    """Further engines, which other hosts bring with `millrace join`; see docs/cluster.md."""
     adapters: dict[str, str] = {}
     """Further LoRA adapters that requests may choose by name: PEFT folders, never trained. See
     docs/lora.md."""
     kv: Literal["keep", "recompute"] = "keep"
     """On a weight swap: go on with the KV of the old weights, or recompute it under the new
     ones."""
-    prefix_cache: bool = True
-    """Take the KV of a known prefix from memory that is free at the moment, instead of computing
-    it; only KV of the version served, but with kv = "keep" also what earlier turns of the same
-    session left."""
 
 
 class TrainerConfig(Section):

@@ -254,11 +254,13 @@ class Policy(Protocol):
         sampling: Sampling,
         session: str,  # unique within the group, see Request
         adapter: str | None = None,
+        model: str | None = None,
         is_trained: bool = True,
         pinned: bool = False,
         partial: Completion | None = None,
     ) -> Completion:
-        """One turn of one episode; with `partial` it begins with these tokens."""
+        """One turn of one episode; with `partial` it begins with these tokens. `model`: who takes
+        it, if that is not the policy; its tokens are of that model, and never trained."""
         ...
 
     def finished(self, index: int, episode: Episode) -> None:

@@ -54,6 +54,8 @@ class Crew:
         self._on_restored = on_restored
         self.engines = EnginePool(replaces=True)
         self.evaluators = EnginePool(replaces=True) if config.evaluate.engines else None
+        self.models = {name: EnginePool(replaces=True) for name in config.environment.models}
+        """Of the models besides the policy, by name; their weights never change."""
         self._trainer: RemoteTrainer | None = None
         self._keepers: dict[str, Keeper] = {}  # by worker
         self._places: dict[str, EnginePlace] = {}  # of the engines of the rollouts, likewise
@@ -81,6 +83,9 @@ class Crew:
                 starting.create_task(self._enlist_remote(f"engine-{i}"))
             for i in range(self._config.evaluate.engines):
                 starting.create_task(self._enlist_evaluator(f"evaluator-{i}"))
+            for model, settings in self._config.environment.models.items():
+                for i in range(settings.count):
+                    starting.create_task(self._enlist_model(f"model-{model}-{i}", model))
             starting.create_task(self._enlist_trainer())
             for other in others:
                 starting.create_task(_awaited(other))
@@ -138,6 +143,18 @@ class Crew:
         assert self.evaluators is not None
         place = self._place(self.evaluators, name)
         worker = await self._first(name, partial(self._launcher.start_engine, name))
+        await place.take(worker)
+        self._keep(worker, replace=place.fill, on_death=place.clear)
+
+    async def _enlist_model(self, name: str, model: str) -> None:
+        start = partial(self._launcher.start_model, name, model=model)
+        place = EnginePlace(
+            self.models[model],
+            start=start,
+            bring_newest=None,
+            swap_timeout_s=self._config.supervision.swap_timeout_s,
+        )
+        worker = await self._first(name, start)
         await place.take(worker)
         self._keep(worker, replace=place.fill, on_death=place.clear)
 

@@ -12,6 +12,7 @@ from millrace.cluster.messages import Message, StartEngine, StartTrainer
 from millrace.cluster.mps import behind
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
+from millrace.config.sections import WeightsConfig
 from millrace.core.errors import ConfigError
 from millrace.prepare import Prepared
 
@@ -41,6 +42,28 @@ class Launcher:
         """`is_late`: the newest weights will be brought to it before it serves."""
         worker = await self._hub.launch(name, "millrace.workers.engine", env=self._gpu_env)
         await self._load(worker, self._model(self._prepared.config, is_late=is_late))
+        return worker
+
+    async def start_model(self, name: str, *, model: str) -> Worker:
+        """An engine of one of environment.models."""
+        config = self._prepared.config
+        settings = config.environment.models[model]
+        own = {
+            "model": settings.model,
+            "engine": settings.engine,
+            "lora": None,
+            "weights": WeightsConfig(),  # those of the run never come to it
+        }
+        worker = await self._hub.launch(name, "millrace.workers.engine", env=self._gpu_env)
+        start = StartEngine(
+            config=config.model_copy(update=own).model_dump(mode="json"),
+            model_path=_from_any_folder(settings.path),
+            version=0,
+        )
+        try:
+            await self._load(worker, start)
+        except ConfigError as error:
+            raise ConfigError(f"For environment.models.{model}: {error}") from error
         return worker
 
     async def expect_engine(

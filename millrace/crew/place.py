@@ -20,13 +20,14 @@ class EnginePlace:
         pool: EnginePool,
         *,
         start: Start,
-        bring_newest: Callable[[Engine], Awaitable[None]],
+        bring_newest: Callable[[Engine], Awaitable[None]] | None,
         swap_timeout_s: float,
     ) -> None:
-        """`start` starts an engine, with whatever weights."""
+        """`start` starts an engine, with whatever weights; `bring_newest` is None where they never
+        change."""
         self._pool = pool
         self._start = start
-        self._bring_newest = bring_newest
+        self._bring_newest = bring_newest or _is_ready
         self._swap_timeout_s = swap_timeout_s
         self._held: tuple[Worker, RemoteEngine] | None = None
 

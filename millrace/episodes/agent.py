@@ -71,12 +71,16 @@ class Agent:
         sampling: Sampling,
         name: str = "",
         adapter: str | None = None,
+        model: str | None = None,
+        max_context: int | None = None,
         is_trained: bool = True,
         cast: Callable[..., "Agent"],
     ) -> None:
-        """`cast` gives the agents of the episode by name, as Cast.agent does."""
+        """`model`: where it is not the run's, with its longest context. `cast` gives the agents of
+        the episode by name, as Cast.agent does."""
         self.name = name
         self.adapter = adapter
+        self.model = model
         self.is_trained = is_trained
         self._play = play
         self._conversation = conversation
@@ -84,27 +88,47 @@ class Agent:
         self._sampling = sampling
         self._cast = cast
         self._record = TokenRecord()
-        self._voice = Voice(agent=name, adapter=adapter, is_trained=is_trained, record=self._record)
+        self._voice = Voice(
+            agent=name,
+            adapter=adapter,
+            model=model,
+            max_context=max_context,
+            is_trained=is_trained,
+            record=self._record,
+        )
         self._num_forks = 0  # with KV of their own
         self.tools: tuple[Tool, ...] = ()  # what the run offers the agent of an environment
 
     def role(
-        self, name: str, *, adapter: str | None = None, trained: bool | None = None
+        self,
+        name: str,
+        *,
+        adapter: str | None = None,
+        model: str | None = None,
+        trained: bool | None = None,
     ) -> "Agent":
         """Another agent of this episode, with conversations of its own; the same each time.
 
-        It is the policy, unless it names one of engine.adapters, or "base". What the policy says in
-        a role is trained unless `trained` is False; what others say never is.
+        It is the policy, unless it names one of engine.adapters, or "base", or one of
+        environment.models. What the policy says in a role is trained unless `trained` is False;
+        what others say never is.
         """
         if not name:
             raise TaskError("agent.role was given no name; give the role one.")
-        if trained and adapter is not None:
+        if adapter is not None and model is not None:
             raise TaskError(
-                f"The role {name!r} has the adapter {adapter!r}, which is never trained; leave out"
-                " trained = True, or the adapter."
+                f"The role {name!r} has the adapter {adapter!r} and the model {model!r}, but"
+                " adapters belong to the policy's model; leave out one."
             )
-        is_trained = adapter is None if trained is None else trained
-        return self._cast(name, adapter=adapter, is_trained=is_trained)
+        other = f"adapter {adapter!r}" if adapter is not None else f"model {model!r}"
+        is_policy = adapter is None and model is None
+        if trained and not is_policy:
+            raise TaskError(
+                f"The role {name!r} has the {other}, which is never trained; leave out"
+                f" trained = True, or the {other.partition(' ')[0]}."
+            )
+        is_trained = is_policy if trained is None else trained
+        return self._cast(name, adapter=adapter, model=model, is_trained=is_trained)
 
     @property
     def tool_format(self) -> ToolFormat:

@@ -10,6 +10,7 @@ from millrace.core.errors import TaskError
 from millrace.core.records import Rollout, Sampling
 from millrace.episodes.agent import Agent
 from millrace.episodes.conversation import Conversation, History
+from millrace.episodes.other_models import OtherModel
 from millrace.episodes.play import Play
 from millrace.episodes.record import Exchange
 from millrace.episodes.tool_calls import ToolFormat
@@ -27,40 +28,68 @@ class Cast:
         history: History,
         tool_format: ToolFormat,
         sampling: Sampling,
+        others: Mapping[str, OtherModel] | None = None,
     ) -> None:
+        """`others`: models besides the run's, whose renderer and tool format the former are."""
         self.history: History = history
         self.tool_format = tool_format
         self.sampling = sampling
         self._play = play
         self._renderer = renderer
+        self._others = others or {}
         self._agents: dict[str, Agent] = {}
 
     def agent(
-        self, name: str = "", *, adapter: str | None = None, is_trained: bool = True
+        self,
+        name: str = "",
+        *,
+        adapter: str | None = None,
+        model: str | None = None,
+        is_trained: bool = True,
     ) -> Agent:
         """The same one each time."""
         found = self._agents.get(name)
         if found is None:
+            other = None if model is None else self._other(model, role=name)
+            renderer = self._renderer if other is None else other.renderer
             found = self._agents[name] = Agent(
                 play=self._play,
-                conversation=Conversation(self._renderer, history=self.history),
-                tool_format=self.tool_format,
+                conversation=Conversation(renderer, history=self.history),
+                tool_format=self.tool_format if other is None else other.tool_format,
                 sampling=self.sampling,
                 name=name,
                 adapter=adapter,
+                model=model,
+                max_context=None if other is None else other.max_context,
                 is_trained=is_trained,
                 cast=self.agent,
             )
-        if (found.adapter, found.is_trained) != (adapter, is_trained):
+        if (found.adapter, found.model, found.is_trained) != (adapter, model, is_trained):
             raise TaskError(
-                f"The role {name!r} was taken with adapter = {found.adapter!r} and trained ="
-                f" {found.is_trained}; take it in the same way each time."
+                f"The role {name!r} was taken with adapter = {found.adapter!r}, model ="
+                f" {found.model!r} and trained = {found.is_trained}; take it in the same way each"
+                " time."
             )
         return found
+
+    def _other(self, model: str, *, role: str) -> OtherModel:
+        if model in self._others:
+            return self._others[model]
+        known = ", ".join(self._others) or "none"
+        raise TaskError(
+            f"The role {role!r} names the model {model!r}, which is none of environment.models;"
+            f" there are: {known}."
+        )
 
     @property
     def agents(self) -> list[Agent]:
         return list(self._agents.values())
+
+    @property
+    def others(self) -> dict[str, OtherModel]:
+        """Those that its agents are, by name."""
+        named = {agent.model for agent in self.agents}
+        return {name: other for name, other in self._others.items() if name in named}
 
     @property
     def template_settings(self) -> dict[str, Any]:

@@ -12,12 +12,14 @@ are given up.
 
 import asyncio
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.protocols import Policy
 from millrace.core.records import Episode, Task
 from millrace.episodes.loop_thread import LoopThread
+from millrace.episodes.other_models import OtherModel
 from millrace.episodes.performing import EnvironmentFunction, name_of
 from millrace.episodes.recipes.recipe import Recipe
 from millrace.episodes.rules import Rules
@@ -37,13 +39,16 @@ class FunctionEnvironment:
         rules: Rules,
         thread: LoopThread,
         recipe: Recipe | None = None,
+        others: Mapping[str, OtherModel] | None = None,
     ) -> None:
-        """`recipe`: how a group for training is played, where that is not n times side by side."""
+        """`recipe`: how a group for training is played, where that is not n times side by side.
+        `others`: models besides the policy that roles may be, by name."""
         self._recipe = recipe
         self._function = function
         self._renderer = renderer
         self._rules = rules
         self._thread = thread
+        self._others = others or {}
         self._format = format_of(rules.tool_format, template=renderer.chat_template)
 
     async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
@@ -55,6 +60,7 @@ class FunctionEnvironment:
             rules=self._rules,
             tool_format=self._format,
             thread=self._thread,
+            others=self._others,
         )
         if self._recipe is not None and policy.is_trained:
             return await self._recipe.play(stage, n)

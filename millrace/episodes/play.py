@@ -38,6 +38,7 @@ class Sample(Protocol):
         sampling: Sampling,
         session: str,
         adapter: str | None,
+        model: str | None,
         is_trained: bool,
         pinned: bool,
     ) -> Awaitable[Completion]: ...
@@ -57,6 +58,8 @@ class Voice:
 
     agent: str
     adapter: str | None
+    model: str | None  # one of environment.models; None = the run's
+    max_context: int | None  # of that model; None = the episode's
     is_trained: bool
     record: TokenRecord
 
@@ -126,8 +129,8 @@ class Play:
         if call >= self.limits.max_turns:
             raise self.end("turns")
         tokens = beginning.tokens
-        if len(tokens) >= self.max_context:
-            raise self._too_long(len(tokens))
+        if len(tokens) >= (voice.max_context or self.max_context):
+            raise self._too_long(len(tokens), voice)
         with self.tape.turn(call, agent=voice.agent) as noted:
             completion = await self._sampled(
                 tokens, call=call, voice=voice, sampling=sampling, session=session, pinned=pinned
@@ -158,6 +161,7 @@ class Play:
                     call=call,
                     session=f"{self._family}/{session}",
                     adapter=voice.adapter,
+                    model=voice.model,
                     is_trained=voice.is_trained,
                     **settings,
                 )
@@ -198,11 +202,13 @@ class Play:
         self.close()
         return EpisodeOver(ending)
 
-    def _too_long(self, num_tokens: int) -> Exception:
+    def _too_long(self, num_tokens: int, voice: Voice) -> Exception:
         """A first prompt that does not fit is the task's fault, a later one the episode's end."""
         if self.turns:
             return self.end("length")
+        section = "engine" if voice.model is None else f"environment.models.{voice.model}"
         return TaskError(
             f"{self.name}: its prompt has {num_tokens} tokens, but the context holds"
-            f" {self.max_context}; shorten the prompt or raise engine.max_context."
+            f" {voice.max_context or self.max_context}; shorten the prompt or raise"
+            f" {section}.max_context."
         )

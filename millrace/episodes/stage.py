@@ -23,6 +23,7 @@ from millrace.core.protocols import Policy
 from millrace.core.records import Branching, Completion, Episode, Kept, Task
 from millrace.episodes.cast import Cast
 from millrace.episodes.loop_thread import LoopThread, on_loop
+from millrace.episodes.other_models import OtherModel
 from millrace.episodes.performing import EnvironmentFunction, name_of, perform
 from millrace.episodes.play import Play, Sample
 from millrace.episodes.replay.answers import RecordedAnswers, is_answered
@@ -72,6 +73,7 @@ class Stage:
         rules: Rules,
         tool_format: ToolFormat,
         thread: LoopThread,
+        others: Mapping[str, OtherModel],
     ) -> None:
         self.policy = policy
         self._function = function
@@ -80,6 +82,7 @@ class Stage:
         self._rules = rules
         self._format = tool_format
         self._thread = thread
+        self._others = others
 
     async def play(
         self, index: int, *, branching: Branching | None = None, branch: Branch | None = None
@@ -94,7 +97,8 @@ class Stage:
 
         source = None
         if branch is not None:
-            source = _BranchSource(branch, sample=sample, renderer=self._renderer)
+            answers = RecordedAnswers(branch.shared, renderer=self._renderer, others=self._others)
+            source = _BranchSource(branch, sample=sample, answers=answers)
         play = Play(
             name=policy.name,
             index=index,
@@ -116,6 +120,7 @@ class Stage:
             history=self._rules.history,
             tool_format=self._format,
             sampling=self.policy.sampling,
+            others=self._others,
         )
         known: dict[str, Any] = {
             "play": play,
@@ -141,10 +146,10 @@ class _BranchSource:
     """Answers with what is shared, then goes on with what is new. Belongs to the loop of the
     environments."""
 
-    def __init__(self, branch: Branch, *, sample: Sample, renderer: Renderer) -> None:
+    def __init__(self, branch: Branch, *, sample: Sample, answers: RecordedAnswers) -> None:
         self._branch = branch
         self._sample = sample
-        self._answers = RecordedAnswers(branch.shared, renderer=renderer)
+        self._answers = answers
         self._tool_runs = itertools.count()
 
     async def sample(self, prompt: np.ndarray, *, call: int, **settings: Any) -> Completion:

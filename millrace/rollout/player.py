@@ -4,7 +4,7 @@ Runs on the controller's event loop.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -43,10 +43,12 @@ class GroupPolicy:
         attempt: Attempt | None,
         on_episode: Callable[[int, Episode], None] | None,
         overtakes: int = 0,
+        others: Mapping[str, Generator] | None = None,
     ) -> None:
         """`attempt`: what its tokens are sampled for, if that is training. `on_episode` is told of
-        each episode that is over."""
+        each episode that is over. `others`: engines of other models, by name."""
         self._engine = engine
+        self._others = others or {}
         self._renderer = renderer
         self.sampling = sampling
         self.max_context = max_context
@@ -110,10 +112,13 @@ class GroupPolicy:
         sampling: Sampling,
         session: str,
         adapter: str | None = None,
+        model: str | None = None,
         is_trained: bool = True,
         pinned: bool = False,
         partial: Completion | None = None,
     ) -> Completion:
+        assert model is None or not is_trained, "only the policy learns"
+        engine = self._engine if model is None else self._others[model]
         request = Request(
             id=f"{self.name}/{episode}.{call}",
             prompt=prompt,
@@ -127,7 +132,7 @@ class GroupPolicy:
             expires=self.is_trained and is_trained,
             adapter=adapter,
         )
-        (completion,) = await self._engine.generate(request)
+        (completion,) = await engine.generate(request)
         if self._attempt is not None and is_trained:
             num_known = 0 if partial is None else len(partial.tokens)
             self._versions.setdefault(episode, []).append(completion.versions[num_known:])
@@ -155,7 +160,10 @@ class Player:
         max_context: int,
         seed: int,
         lengths: Lengths | None = None,
+        others: Mapping[str, Generator] | None = None,
     ) -> None:
+        """`others`: engines of models besides the policy, by name."""
+        self._others = others
         self._lengths = lengths or Lengths(most=0)
         self._environment = environment
         self._engine = engine
@@ -175,6 +183,7 @@ class Player:
             sampling=replace(self._sampling, temperature=temperature, **greedy),
             max_context=self._max_context,
             seed=self._seed,
+            others=self._others,
         )
 
     async def try_group(
@@ -230,6 +239,7 @@ class Player:
             attempt=attempt,
             on_episode=on_episode,
             overtakes=self._lengths.overtakes(task) if attempt is not None else 0,
+            others=self._others,
         )
         episodes = await self._environment.play(task, policy, group_size)
         group = Group(number=number, task=task, episodes=tuple(episodes))

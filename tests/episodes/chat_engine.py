@@ -1,7 +1,7 @@
 """An engine that says what a test wants, with the tokens of a real tokenizer."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from fakes import ScriptedEngine
@@ -10,6 +10,7 @@ from families import FAMILIES, tokenizer_of
 from millrace.core.records import Completion, Request, Sampling
 from millrace.episodes.environment import FunctionEnvironment
 from millrace.episodes.loop_thread import LoopThread
+from millrace.episodes.other_models import OtherModel
 from millrace.episodes.rules import Rules
 from millrace.rollout.player import Player
 from millrace.rollout.renderer import Renderer
@@ -51,11 +52,18 @@ def player_of(
     thread: LoopThread,
     family: str = "chatml",
     max_context: int = 2000,
+    others: Mapping[str, tuple[OtherModel, ChatEngine]] | None = None,
     **rules,
 ) -> Player:
+    """`others`: models that roles may be, each with its engine."""
     renderer = Renderer(TOKENIZERS[family])
+    others = others or {}
     environment = FunctionEnvironment(
-        function, renderer=renderer, rules=Rules(**rules), thread=thread
+        function,
+        renderer=renderer,
+        rules=Rules(**rules),
+        thread=thread,
+        others={name: model for name, (model, _engine) in others.items()},
     )
     return Player(
         environment=environment,
@@ -64,4 +72,5 @@ def player_of(
         sampling=Sampling(),
         max_context=max_context,
         seed=7,
+        others={name: engine for name, (_model, engine) in others.items()},
     )

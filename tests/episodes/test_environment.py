@@ -387,7 +387,9 @@ async def test_a_role_may_be_the_policy_and_yet_not_trained(thread):
     async def rehearse(task, agent):
         await agent.role("opponent", trained=False).complete("x")
         await agent.complete("y")
-        with pytest.raises(TaskError, match="'opponent' was taken with adapter = None and trained"):
+        with pytest.raises(
+            TaskError, match="'opponent' was taken with adapter = None, model = None and trained"
+        ):
             agent.role("opponent")
         with pytest.raises(TaskError, match="adapter 'base', which is never trained; leave out"):
             agent.role("other", adapter="base", trained=True)

@@ -13,12 +13,15 @@ from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Completion, Group, Sampling, Task
 from millrace.episodes.environment import FunctionEnvironment
 from millrace.episodes.loop_thread import LoopThread
+from millrace.episodes.other_models import OtherModel
 from millrace.episodes.recipes.answer import answer
 from millrace.episodes.recipes.pivot import Pivot
 from millrace.episodes.recipes.registry import build_recipe
 from millrace.episodes.recipes.tree import Tree
+from millrace.episodes.tool_calls import FORMATS
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.rollout.cancellation import Attempt
+from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import with_advantages
 from millrace.scoring.combining import combine
 from millrace.scoring.trees import TreeAdvantages
@@ -119,6 +122,32 @@ async def test_a_pivot_branches_where_the_model_was_most_surprised(thread):
     assert all(len(request.partial.tokens) == 3 and request.pinned for request in branches)
     assert len({(request.seed, request.index) for request in branches}) == 6
     assert len({request.session for request in branches}) == 2  # that of their root
+
+
+async def test_what_another_model_said_before_the_pivot_is_shared_and_never_branched(thread):
+    async def hinted(task, agent):
+        hint = await agent.role("guide", model="llama").chat([user(task.prompt)])
+        await agent.chat([user(hint.text)])
+
+    hints = itertools.count()
+    guide = ChatEngine(lambda _: f"hint {next(hints)}", family="llama3")
+    model = OtherModel(
+        path="llama",
+        renderer=Renderer(TOKENIZERS["llama3"]),
+        tool_format=FORMATS["llama3"],
+        max_context=2000,
+    )
+    engine = BranchingEngine()
+    others = {"llama": (model, guide)}
+    recipe = Pivot(branches=3)
+    group = await grown(hinted, recipe, engine, thread=thread, group_size=4, others=others)
+    assert len(guide.requests) == 1  # of the root
+    assert len(engine.requests) == 4
+    assert len({request.prompt.tobytes() for request in engine.requests}) == 1
+    for episode in group.episodes:
+        (rollout,) = episode.rollouts
+        assert rollout.agent == ""
+        assert rollout.num_sampled == (10 if episode.branching.parent is None else 7)
 
 
 async def test_an_environment_of_many_turns_is_played_again_up_to_the_pivot(thread):

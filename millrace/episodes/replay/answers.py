@@ -12,6 +12,7 @@ import numpy as np
 
 from millrace.core.errors import MillraceError
 from millrace.core.records import Completion
+from millrace.episodes.other_models import OtherModel
 from millrace.episodes.play import Play
 from millrace.episodes.replay.episodes import completion_of
 from millrace.episodes.replay.schema import CutRow, Entry, Recording, ToolRow, TurnRow, encode
@@ -31,10 +32,19 @@ class RecordedAnswers:
     play: Play  # of the environment that asks
 
     def __init__(
-        self, recording: Recording, *, renderer: Renderer, patience_s: float = PATIENCE_S
+        self,
+        recording: Recording,
+        *,
+        renderer: Renderer,
+        others: Mapping[str, OtherModel],
+        patience_s: float = PATIENCE_S,
     ) -> None:
+        """`others`: models besides the run's, of which the renderer is."""
         self._recording = recording
-        self._renderer = renderer
+        self._renderers = {
+            agent.name: renderer if agent.model is None else others[agent.model].renderer
+            for agent in recording.agents
+        }
         self._patience_s = patience_s
         turns = [e for e in recording.entries if not isinstance(e, ToolRow)]
         self._turns = {entry.number: entry for entry in turns}
@@ -118,7 +128,8 @@ class RecordedAnswers:
         shorter = min(len(known), len(prompt))
         apart = np.flatnonzero(known[:shorter] != prompt[:shorter])
         at = int(apart[0]) if len(apart) else shorter
-        asked, recorded = (self._renderer.decode(t[at:])[:80] for t in (prompt, known))
+        renderer = self._renderers[entry.agent]
+        asked, recorded = (renderer.decode(t[at:])[:80] for t in (prompt, known))
         raise self._differs(
             f"turn {entry.number}",
             f"with another prompt: from token {at} on it is {asked!r}, and in the recording"

@@ -91,9 +91,15 @@ async def _played(
     model = options.model or line.model
     if model is None:
         raise ConfigError(f"{options.path} does not say which model it is of; give --model.")
-    if model not in tokenizers:
-        tokenizers[model] = load_tokenizer(model)
-    episode = await rerun(line.episode, function, tokenizer=tokenizers[model])
+    others = {name: row.path for name, row in line.episode.models.items()}
+    for path in {model, *others.values()} - tokenizers.keys():
+        tokenizers[path] = load_tokenizer(path)
+    episode = await rerun(
+        line.episode,
+        function,
+        tokenizer=tokenizers[model],
+        tokenizers={name: tokenizers[path] for name, path in others.items()},
+    )
     assert episode.recording is not None
     recording = msgspec.json.decode(episode.recording, type=Recording)
     if options.reward is not None:

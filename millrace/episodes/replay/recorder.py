@@ -7,6 +7,7 @@ import numpy as np
 
 from millrace.core.records import Episode, Kept, Task
 from millrace.episodes.cast import Cast
+from millrace.episodes.other_models import OtherModel
 from millrace.episodes.play import Play
 from millrace.episodes.record import Exchange
 from millrace.episodes.replay.schema import (
@@ -14,6 +15,7 @@ from millrace.episodes.replay.schema import (
     CutRow,
     Entry,
     KeptRow,
+    ModelRow,
     Recording,
     TaskRow,
     ToolRow,
@@ -40,14 +42,29 @@ def recording_of(
         template=cast.template_settings,
         sampling=cast.sampling,
         agents=[
-            AgentRow(name=agent.name, adapter=agent.adapter, is_trained=agent.is_trained)
+            AgentRow(
+                name=agent.name,
+                adapter=agent.adapter,
+                model=agent.model,
+                is_trained=agent.is_trained,
+            )
             for agent in cast.agents
         ],
+        models={name: _model(other) for name, other in cast.others.items()},
         entries=_entries(play),
         reward=episode.reward,
         ending=episode.ending,
         counts=episode.counts,
         branching=episode.branching,
+    )
+
+
+def _model(other: OtherModel) -> ModelRow:
+    return ModelRow(
+        path=other.path,
+        max_context=other.max_context,
+        tool_format=name_of(other.tool_format),
+        template=other.renderer.template_settings,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from millrace.core.records import Episode, Task
 from millrace.episodes.cast import Cast
+from millrace.episodes.other_models import OtherModel
 from millrace.episodes.performing import EnvironmentFunction, perform
 from millrace.episodes.play import Play
 from millrace.episodes.replay.answers import PATIENCE_S, RecordedAnswers, ReplayError
@@ -31,16 +32,19 @@ async def rerun(
     function: EnvironmentFunction,
     *,
     tokenizer: Any,
+    tokenizers: Mapping[str, Any] | None = None,
     task: Task | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Episode:
-    """The episode that comes of it, with a recording of its own. `task`: where the recorded one
-    lacks columns. `patience_s`: how long an answer is held back for one that came before it."""
+    """The episode that comes of it, with a recording of its own. `tokenizers`: of the recording's
+    other models, by name. `task`: where the recorded one lacks columns. `patience_s`: how long an
+    answer is held back for one that came before it."""
     if task is None and recording.task.left_out:
         names = ", ".join(recording.task.left_out)
         raise ReplayError(f"The columns {names} of the task could not be recorded; pass the task.")
     renderer = Renderer(tokenizer, template_settings=recording.template)
-    answers = RecordedAnswers(recording, renderer=renderer, patience_s=patience_s)
+    others = _others(recording, tokenizers or {})
+    answers = RecordedAnswers(recording, renderer=renderer, others=others, patience_s=patience_s)
     tool_runs = itertools.count()
 
     async def repeat(tool: Tool, arguments: Mapping[str, Any], **limits: Any) -> ToolResult:
@@ -66,9 +70,28 @@ async def rerun(
         history=recording.history,
         tool_format=FORMATS[recording.tool_format],
         sampling=recording.sampling,
+        others=others,
     )
     task = task_of(recording) if task is None else task
     known: dict[str, Any] = {"play": play, "cast": cast, "ended_reward": recording.ended_reward}
     episode = await perform(function, task, **known, branching=recording.branching)
     answers.check_complete()
     return replace(episode, recording=encode(recording_of(episode, task, **known)))
+
+
+def _others(recording: Recording, tokenizers: Mapping[str, Any]) -> dict[str, OtherModel]:
+    missing = [name for name in recording.models if name not in tokenizers]
+    if missing:
+        raise ReplayError(
+            f"Roles of the recording were other models ({', '.join(missing)}), whose tokenizers are"
+            " needed; pass tokenizers={name: tokenizer}."
+        )
+    return {
+        name: OtherModel(
+            path=row.path,
+            renderer=Renderer(tokenizers[name], template_settings=row.template),
+            tool_format=FORMATS[row.tool_format],
+            max_context=row.max_context,
+        )
+        for name, row in recording.models.items()
+    }

@@ -30,7 +30,17 @@ class TaskRow(Row, frozen=True, kw_only=True):
 class AgentRow(Row, frozen=True, kw_only=True):
     name: str
     adapter: str | None
+    model: str | None = None  # one of the recording's models; None = the run's
     is_trained: bool
+
+
+class ModelRow(Row, frozen=True, kw_only=True):
+    """A model besides the run's that roles were."""
+
+    path: str
+    max_context: int
+    tool_format: str
+    template: dict[str, Any]
 
 
 class KeptRow(Row, frozen=True, kw_only=True):
@@ -95,6 +105,7 @@ class Recording(Row, frozen=True, kw_only=True):
     template: dict[str, Any]  # what the chat template was told besides messages and tools
     sampling: Sampling
     agents: list[AgentRow]
+    models: dict[str, ModelRow] = msgspec.field(default_factory=dict)  # by name
     entries: list[Entry]  # in the order in which they ended
     reward: float | dict[str, float] | None
     ending: Ending

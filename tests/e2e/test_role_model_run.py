@@ -1,0 +1,111 @@
+"""A run in which a second model, with a vocabulary of its own, judges what the policy says."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_model import ALPHABET, make_tiny_model
+
+import millrace as mr
+from millrace.core.errors import ConfigError
+from millrace.episodes.replay.files import read_recordings
+from millrace.episodes.replay.rerun import rerun
+from millrace.models.directory import load_tokenizer
+
+JUDGED = "klmnopqrstuvwxyz"  # nothing that the policy can say
+
+
+def letters(reply: mr.Reply) -> set[str]:
+    return set(reply.text.replace("<pad>", ""))
+
+
+async def judged(task: mr.Task, agent: mr.Agent) -> float:
+    answer = await agent.complete(task.prompt)
+    verdict = await agent.role("judge", model="judge").complete("k" * (1 + len(answer.text)))
+    assert letters(verdict) <= set(JUDGED), verdict.text
+    return float("m" in verdict.text)
+
+
+def settings_of(folder: Path) -> dict:
+    judge = make_tiny_model(folder / "judge", seed=1, alphabet=JUDGED)
+    return {
+        "model": str(make_tiny_model(folder / "model")),
+        "run_dir": str(folder / "run"),
+        "tasks": [{"prompt": f"{n}+1="} for n in range(8)],
+        "environment": {"function": judged, "models": {"judge": {"path": str(judge)}}},
+        "sampling": {"max_new_tokens": 6},
+        "rollout": {"group_size": 4},
+        "trainer": {"steps": 2, "groups_per_step": 2},
+        "scoring": {"workers": 1},
+        "watch": {"progress": "off", "record_episodes": 2},
+    }
+
+
+@pytest.mark.slow
+def test_a_role_is_another_model_in_a_run_and_in_its_replay(tmp_path):
+    settings = settings_of(tmp_path)
+    result = mr.train(**settings)
+    assert result.episodes == 2 * 2 * 4
+    assert (result.run_dir / "logs" / "model-judge-0.log").exists()
+    lines = list(read_recordings(result.run_dir / "episodes" / "step_2.jsonl"))
+    assert lines
+    tokenizers = {"judge": load_tokenizer(str(tmp_path / "judge"))}
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    for line in lines:
+        assert [(agent.name, agent.model) for agent in line.episode.agents] == [
+            ("", None),
+            ("judge", "judge"),
+        ]
+        again = asyncio.run(rerun(line.episode, judged, tokenizer=tokenizer, tokenizers=tokenizers))
+        assert again.reward == line.episode.reward
+        (rollout,) = again.rollouts  # the judge has none
+        assert set(tokenizer.decode(rollout.tokens, skip_special_tokens=True)) <= set(ALPHABET)
+
+
+def worker(name: str) -> psutil.Process:
+    """One that this process has started."""
+    started = psutil.Process().children(recursive=True)
+    return next(process for process in started if name in process.cmdline())
+
+
+@pytest.mark.slow
+def test_the_process_of_another_model_is_replaced_when_it_is_killed(tmp_path):
+    marker = tmp_path / "killed"
+
+    async def killing(task: mr.Task, agent: mr.Agent) -> float:
+        judge = agent.role("judge", model="judge")
+        before = await judge.complete("k")
+        if not marker.exists():
+            marker.touch()
+            worker("model-judge-0").kill()
+        after = await judge.complete("k", temperature=0.5)
+        assert letters(before) | letters(after) <= set(JUDGED)
+        answer = await agent.complete(task.prompt)
+        return float("1" in answer.text)
+
+    settings = settings_of(tmp_path)
+    settings["environment"]["function"] = killing
+    result = mr.train(**settings)
+    assert marker.exists()
+    assert result.episodes == 2 * 2 * 4
+    summary = json.loads((result.run_dir / "summary.json").read_text())
+    assert summary["worker_restarts"] == {"model-judge-0": 1}
+
+
+def test_what_is_wrong_with_another_model_is_said_before_the_run(tmp_path):
+    settings = settings_of(tmp_path)
+    judge = settings["environment"]["models"]["judge"]
+    settings["environment"]["models"] = {"judge": {**judge, "max_context": 4096}}
+    with pytest.raises(
+        ConfigError, match=r"environment\.models\.judge\.max_context = 4096 is more than the 128"
+    ):
+        mr.train(**settings)
+    settings["environment"]["models"] = {"judge": {"path": str(tmp_path / "absent" / "model")}}
+    with pytest.raises(ConfigError, match=r"does not exist; check environment\.models\.judge\.pat"):
+        mr.train(**settings)
+    settings["environment"], settings["watch"] = {"models": {"judge": judge}}, {}
+    with pytest.raises(ConfigError, match=r"\(judge\) are for roles that an environment\.function"):
+        mr.train(**settings, scorers=[lambda completions, **_: [0.0 for _ in completions]])
+    assert not (tmp_path / "run").exists()
