@@ -41,6 +41,7 @@ def finished(chat_model, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_script_writes_a_row_per_measure(finished):
     rows = {row["measure"]: row for row in json.loads((finished / "rows.json").read_text())}
     assert all({"ours", "peer", "ratio"} <= row.keys() for row in rows.values())
@@ -54,6 +55,7 @@ def test_the_script_writes_a_row_per_measure(finished):
     assert rows[f"reward of the first {STEPS * PROMPTS * GROUP} samples"]["curve"][-1][0] == 8
 
 
+@pytest.mark.slow
 def test_a_saved_run_can_be_the_peer_of_another(finished):
     run = load_measurement(finished / "run.json")
     ratios = {row["measure"]: row["ratio"] for row in compare(run, run)}

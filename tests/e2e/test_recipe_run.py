@@ -1,6 +1,7 @@
 """One whole run of a recipe, of an environment that it does not know."""
 
 import numpy as np
+import pytest
 from tiny_model import make_tiny_model
 
 import millrace as mr
@@ -15,6 +16,7 @@ async def two_turns(task: mr.Task, agent: mr.Agent) -> float:
     return float(len(second.text) % 2)
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_on_branches(tmp_path):
     result = mr.train(
         model=str(make_tiny_model(tmp_path / "model")),

@@ -35,6 +35,7 @@ def train(folder, scorer: dict[str, Any], *, scorers=None, **settings):
     )
 
 
+@pytest.mark.slow
 def test_a_run_is_judged_by_a_reward_model(tmp_path):
     model = make_tiny_classifier(tmp_path / "judge", head="sequence", architecture="bert")
     train(tmp_path, {"type": "reward_model", "model": str(model), "name": "quality"})

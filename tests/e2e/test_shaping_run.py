@@ -9,6 +9,8 @@ import millrace as mr
 from millrace.watch.metrics import read_metrics
 from millrace.watch.trace import read_trace
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 
 

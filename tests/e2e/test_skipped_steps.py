@@ -37,6 +37,7 @@ def moody_project(folder: Path, *, bad: list[int], steps: int) -> Path:
     return make_project(folder, loss=loss, trainer={"steps": steps})
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_skipped_steps_and_says_what_they_were_given(tmp_path):
     moody_project(tmp_path, bad=[2, 3, 5], steps=6)
     run_dir = mr.train(tmp_path / "run.toml", watch={"progress": "off"}).run_dir

@@ -11,6 +11,8 @@ import millrace as mr
 from millrace.watch.metrics import read_metrics
 from millrace.watch.trace import read_trace
 
+pytestmark = pytest.mark.slow
+
 
 def train(folder: Path, *, take_turns: bool) -> mr.RunResult:
     """Batches are large enough that the trace keeps the order of every span."""

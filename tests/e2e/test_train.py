@@ -134,7 +134,8 @@ def _line(process: psutil.Process) -> str:
         return ""
 
 
-@pytest.mark.parametrize("interrupt", [pytest.param("swap", marks=pytest.mark.slow), "barrier"])
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupt", ["swap", "barrier"])
 def test_at_staleness_zero_they_take_turns_and_their_logprobs_agree(settings, interrupt):
     """With steps that are long beside the time until a process notes what it does."""
     result = mr.train(
