@@ -5,53 +5,43 @@ the user's own input. It reads the model's tokenizer and configuration, never it
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from millrace.adapters.seating import seated
-from millrace.config import EnvironmentConfig, McpConfig, ReplayConfig, RunConfig, ScorerConfig
+from millrace.config import ReplayConfig, RunConfig, ScorerConfig
 from millrace.controller import Cursor
-from millrace.core.errors import CheckpointError, ConfigError, TaskError
+from millrace.core.errors import ConfigError, TaskError
 from millrace.core.machine import available_cores
 from millrace.core.protocols import Advantages
 from millrace.core.records import Task
+from millrace.environments import build_environment, others_of, recipe_of
 from millrace.envs.sources import load_section, load_sources, make_stream
 from millrace.envs.streams import TaskStream
-from millrace.episodes.environment import check_function
-from millrace.episodes.mcp_server import McpServer
-from millrace.episodes.other_models import OtherModel, load_other_models
+from millrace.episodes.other_models import OtherModel
 from millrace.episodes.performing import EnvironmentFunction
-from millrace.episodes.recipes.answer import answer
 from millrace.episodes.recipes.recipe import Recipe
-from millrace.episodes.recipes.registry import build_recipe
-from millrace.episodes.tool_environment import WithServers, use_tools
-from millrace.journal import Ledger, Past
-from millrace.journal.resuming import Checkpointed, recall, reissued_numbers
-from millrace.models.adapter_folders import check_resident, check_same_kind
+from millrace.journal import Past
+from millrace.models.adapter_folders import check_resident
 from millrace.models.adapters import require_peft
 from millrace.models.directory import configured_context, load_tokenizer, text_config
+from millrace.resumption import continued, past_of, resume_point
 from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import CRITIC, PAIRS, TREE, build_advantages
-from millrace.scoring.handover import resolve_function
 from millrace.scoring.registry import ScorerSpec, check_specs, spec_of, spec_of_function
 from millrace.scoring.scorer_kind import RunFacts
 from millrace.scoring.selection import ROC
 from millrace.scoring.shaping import Shaping, build_shaping
-from millrace.serving.blackbox import PROGRAM_TIMEOUT_S, Blackbox
 from millrace.staging.orders import check_room
 from millrace.teachers import check_evaluation, check_models, check_teaching, with_distillation
 from millrace.training.checkpoints import (
     Found,
-    check_same_critic,
-    newest_checkpoint,
-    read_run_state,
 )
 from millrace.training.losses import Loss
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.objectives.preference import PreferenceLoss
 from millrace.training.objectives.recipes import ADVANTAGES, DEFAULT, PREFERENCE, build_loss
-from millrace.watch.run_dir import RunDir
 
 PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
 
@@ -128,7 +118,7 @@ def prepare(
         )
     specs = _scorers(config.scorer, scorers)
     all_tasks = [*train_tasks, *held_out]
-    specs, played = seated(specs, _environment(config, environment), tasks=all_tasks)
+    specs, played = seated(specs, build_environment(config, environment), tasks=all_tasks)
     rewards = environment is not None or config.environment.may_reward
     check_specs(specs, all_tasks, may_be_none=rewards)
     check_evaluation(specs, num_held_out=len(held_out))
@@ -150,8 +140,8 @@ def prepare(
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)
     _check_prompts(renderer, train_tasks, max_context=max_context)
-    found, cursor = _resume_point(config) if resume else (Found(), Cursor())
-    past, doubts = _past(config, cursor, resume=resume)
+    found, cursor = resume_point(config) if resume else (Found(), Cursor())
+    past, doubts = past_of(config, cursor, resume=resume)
     stream = make_stream(sources, config.tasks, seed=config.seed)
     stream.restore(cursor.tasks)
     if past is not None:
@@ -166,8 +156,8 @@ def prepare(
         tokenizer=tokenizer,
         renderer=renderer,
         environment=played,
-        recipe=_recipe(config),
-        others=_others(config, has_roles=played is not None),
+        recipe=recipe_of(config),
+        others=others_of(config, has_roles=played is not None),
         max_context=max_context,
         checkpoint=found.directory,
         cursor=cursor,
@@ -176,73 +166,6 @@ def prepare(
     )
     check_models(specs, prepared.facts)
     return prepared
-
-
-def _environment(config: RunConfig, given: Callable[..., Any] | None) -> EnvironmentFunction | None:
-    settings = config.environment
-    if given is None and settings.command:
-        return _program(settings, log=Path(config.run_dir) / "logs" / "programs.log")
-    servers = [_server(row, logs=Path(config.run_dir) / "logs") for row in settings.mcp]
-    if given is None and settings.function is None:
-        if servers:
-            return WithServers(use_tools, servers)
-        if settings.recipe is not None:
-            return answer
-        if config.rollout.redundancy:
-            raise ConfigError(
-                f"rollout.redundancy = {config.rollout.redundancy} is for episodes that are played"
-                " one by one, and there is no environment.function or command; use"
-                " rollout.oversample."
-            )
-        if config.watch.record_episodes:
-            raise ConfigError(
-                f"watch.record_episodes = {config.watch.record_episodes} records what an"
-                " environment plays, and there is no environment.function or command; read"
-                " rollouts/ instead, or write one."
-            )
-        return None
-    function = given if given is not None else resolve_function(str(settings.function))
-    check_function(function)
-    return WithServers(function, servers) if servers else function
-
-
-def _server(settings: McpConfig, *, logs: Path) -> McpServer:
-    return McpServer(**settings.model_dump(), log=logs / "mcp.log")
-
-
-def _recipe(config: RunConfig) -> Recipe | None:
-    table, rollout = config.environment.recipe, config.rollout
-    if table is None:
-        return None
-    if rollout.redundancy:
-        raise ConfigError(
-            f"rollout.redundancy = {rollout.redundancy} gives up episodes that others may branch"
-            " off; leave it or environment.recipe out."
-        )
-    recipe = build_recipe(table)
-    recipe.check(rollout.group_size + rollout.oversample)
-    return recipe
-
-
-def _others(config: RunConfig, *, has_roles: bool) -> dict[str, OtherModel]:
-    models = config.environment.models
-    if models and (config.environment.command or not has_roles):
-        raise ConfigError(
-            f"environment.models ({', '.join(models)}) are for roles that an environment.function"
-            " takes, and there is none; leave them out."
-        )
-    return load_other_models(models)
-
-
-def _program(settings: EnvironmentConfig, *, log: Path) -> Blackbox:
-    return Blackbox(
-        settings.command,
-        score=None if settings.score is None else resolve_function(settings.score),
-        columns=settings.columns,
-        timeout_s=settings.episode_timeout_s or PROGRAM_TIMEOUT_S,
-        max_running=settings.max_programs,
-        log=log,
-    )
 
 
 def _scorers(
@@ -408,67 +331,6 @@ def _check_prompts(renderer: Renderer, tasks: Sequence[Task], *, max_context: in
             f" tokens, but the context holds {max_context}; shorten the prompts or raise"
             " engine.max_context."
         )
-
-
-def _resume_point(config: RunConfig) -> tuple[Found, Cursor]:
-    """The newest good checkpoint; a run that never wrote one starts from the beginning."""
-    found = newest_checkpoint(Path(config.run_dir))
-    checkpoint = found.directory
-    if checkpoint is None:
-        if found.refused:
-            raise CheckpointError(
-                f"{config.run_dir} holds no checkpoint to go on from: {' '.join(found.refused)}"
-                " Bring one back from a copy, or start anew in another run_dir."
-            )
-        return found, Cursor()
-    state = read_run_state(checkpoint)
-    check_same_kind(checkpoint, config.lora)
-    check_same_critic(checkpoint, has_critic=config.critic is not None)
-    is_over = RunDir(config.run_dir).is_finished or state["version"] > config.trainer.steps
-    if is_over and state["version"] >= config.trainer.steps:
-        raise ConfigError(
-            f"{config.run_dir} already did its {state['version']} steps; to go on, raise"
-            f" trainer.steps (now {config.trainer.steps})."
-        )
-    return found, Cursor(
-        version=state["version"],
-        next_number=state["next_number"],
-        unfinished=tuple(state["unfinished"]),
-        tasks=state.get("tasks", {}),
-        journal=state.get("journal"),
-    )
-
-
-def _past(
-    config: RunConfig, cursor: Cursor, *, resume: bool
-) -> tuple[Past | None, tuple[str, ...]]:
-    """Where the journal goes on, if the run has one."""
-    if not config.journal.enabled:
-        return None, ()
-    if not resume:
-        return Past(ledger=Ledger.begin()), ()
-    checkpoint = Checkpointed(
-        version=cursor.version,
-        next_number=cursor.next_number,
-        unfinished=cursor.unfinished,
-        position=cursor.journal,
-    )
-    past, doubts = recall(RunDir(config.run_dir).journal, checkpoint)
-    return past, tuple(doubts)
-
-
-def continued(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
-    """Where the run stands by its journal; the stream learns what it was told since the
-    checkpoint."""
-    for position, observed in ledger.observed:
-        if position > (cursor.journal or 0):
-            stream.remember(observed.number, observed.draw)
-            stream.observe(observed.number, observed.solve_rate)
-            stream.finish(observed.number)
-    reissued = reissued_numbers(ledger)
-    for number in ledger.open & ledger.draws.keys():
-        stream.remember(number, ledger.draws[number])
-    return replace(cursor, next_number=ledger.next_number, unfinished=tuple(reissued))
 
 
 def _with_threads(config: RunConfig) -> RunConfig:

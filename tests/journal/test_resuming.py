@@ -13,7 +13,7 @@ from millrace.core.records import Task
 from millrace.envs.curriculum import Curriculum
 from millrace.journal import Journal, Ledger, Past, read_journal
 from millrace.journal.resuming import Checkpointed, recall, redone_numbers, reissued_numbers
-from millrace.prepare import continued
+from millrace.resumption import continued
 
 TASKS = [Task(prompt=str(n)) for n in range(9)]
 
