@@ -111,7 +111,7 @@ def _check_columns(wanted: Sequence[str] | None, found: Sequence[str], *, where:
 
 def _datasets(what: str) -> Any:
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError(f"{what} needs datasets, {_EXTRA}.") from None
     return datasets
