@@ -129,24 +129,7 @@ class Controller:
         )
         if isinstance(journal, Journal):
             trainer.past = StepsOnRecord(self._batches.redo, version=cursor.version)
-        self._dispatcher = Dispatcher(
-            task_of=tasks.task,
-            draw_of=tasks.draw_of,
-            on_closed=tasks.finish,
-            open_scoring=lambda task, attempt: scorers.open(number=attempt.number, task=task),
-            play=self._play,
-            score=self._score,
-            admit=self._buffer.admit,
-            admission=self._admission,
-            failures=self._failures,
-            filtering=Filtering(max_share=config.rollout.max_filtered_share, warn=watcher.warn),
-            limit=self._limit,
-            journal=journal,
-            version=taking,
-            next_number=cursor.next_number,
-            unfinished=cursor.unfinished,
-            begun=begun,
-        )
+        self._dispatcher = self._make_dispatcher(cursor, begun=begun, version=taking)
         self._courier = Courier(
             swap=engines.swap,
             release=lambda update: self._releases.begin(update),
@@ -179,26 +162,7 @@ class Controller:
                 self._examiner.done_with,
             ),
         )
-        pools = [pool for pool in (engines, evaluators) if pool is not None]
-        self._learner = Learner(
-            config,
-            version=cursor.version,
-            batches=self._batches,
-            journal=journal,
-            trainer=trainer,
-            dispatcher=self._dispatcher,
-            examiner=self._examiner,
-            notifier=self._notifier,
-            rounds=self._rounds,
-            pools=pools if config.cluster.take_turns else (),
-            watcher=watcher,
-            skipped=skipped,
-            checkpoints=checkpoints,
-            moment=self.moment,
-            expire=self._expire,
-            run_state=self._run_state,
-            resumed_at=cursor.journal,
-        )
+        self._learner = self._make_learner(cursor, checkpoints=checkpoints)
 
     async def run(self) -> Outcome:
         with contextlib.closing(self._learner):
@@ -292,6 +256,53 @@ class Controller:
                 )
             self._watcher.evaluated(evaluation.metrics())
         return evaluation
+
+    def _make_dispatcher(
+        self, cursor: Cursor, *, begun: Sequence[int], version: int
+    ) -> Dispatcher[GroupScoring]:
+        """`version` is that of the first new take; `begun` are in steps that are to be redone."""
+        return Dispatcher(
+            task_of=self._tasks.task,
+            draw_of=self._tasks.draw_of,
+            on_closed=self._tasks.finish,
+            open_scoring=lambda task, attempt: self._scorers.open(number=attempt.number, task=task),
+            play=self._play,
+            score=self._score,
+            admit=self._buffer.admit,
+            admission=self._admission,
+            failures=self._failures,
+            filtering=Filtering(
+                max_share=self._config.rollout.max_filtered_share, warn=self._watcher.warn
+            ),
+            limit=self._limit,
+            journal=self._journal,
+            version=version,
+            next_number=cursor.next_number,
+            unfinished=cursor.unfinished,
+            begun=begun,
+        )
+
+    def _make_learner(self, cursor: Cursor, *, checkpoints: Path) -> Learner:
+        pools = [pool for pool in (self._engines, self._evaluators) if pool is not None]
+        return Learner(
+            self._config,
+            version=cursor.version,
+            batches=self._batches,
+            journal=self._journal,
+            trainer=self._trainer,
+            dispatcher=self._dispatcher,
+            examiner=self._examiner,
+            notifier=self._notifier,
+            rounds=self._rounds,
+            pools=pools if self._config.cluster.take_turns else (),
+            watcher=self._watcher,
+            skipped=self._skipped,
+            checkpoints=checkpoints,
+            moment=self.moment,
+            expire=self._expire,
+            run_state=self._run_state,
+            resumed_at=cursor.journal,
+        )
 
     def _make_examiner(self, *, version: int) -> Examiner:
         due: dict[str, Any] = {
