@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from chat_engine import TOKENIZERS, ChatEngine, player_of
+from tool_user import caller, lookup, user, with_a_tool
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
@@ -30,37 +31,9 @@ async def play(function, answer, *, thread, group_size=2, task=TASK, **settings)
     return await player.try_group(task, attempt=Attempt(3), group_size=group_size), engine
 
 
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
 async def once(task, agent):
     reply = await agent.chat([user(task.prompt)])
     return float(reply.text == task.columns["value"])
-
-
-def lookup(key: str) -> str:
-    """The value of a key."""
-    if key == "broken":
-        raise KeyError(key)
-    return {"a": "12"}[key]
-
-
-async def with_a_tool(task, agent):
-    messages = [user(f"What is {task.prompt}?")]
-    for _ in range(4):
-        reply = await agent.chat(messages, tools=[lookup])
-        messages += [reply.message, *await agent.call_tools(reply)]
-        if not reply.wants_tools:
-            return float(reply.text == task.columns["value"])
-    return 0.0
-
-
-def caller(prompt: str) -> str:
-    """Calls the tool, and says what it returned."""
-    if "<tool_response>" not in prompt:
-        return '<tool_call>\n{"name": "lookup", "arguments": {"key": "a"}}\n</tool_call>'
-    return prompt.rpartition("<tool_response>\n")[2].partition("\n</tool_response>")[0]
 
 
 async def test_an_environment_is_played_once_for_each_episode_and_its_reward_is_theirs(thread):

@@ -10,6 +10,7 @@ import pytest
 from chat_engine import TOKENIZERS, ChatEngine, player_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tool_user import caller, lookup, user, with_a_tool
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Completion, Episode, Kept, Task
@@ -33,15 +34,6 @@ TOKENIZER = TOKENIZERS["chatml"]
 def thread():
     with LoopThread("environments") as thread:
         yield thread
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def lookup(key: str) -> str:
-    """The value of a key."""
-    return {"a": "12"}[key]
 
 
 CALL = ToolCall(id="call00000", name="lookup", arguments={"key": "a"})
@@ -150,22 +142,6 @@ def test_a_replayed_episode_is_the_one_that_was_recorded(seed: int, thread):
             assert again.recording == episode.recording
 
     asyncio.run(check())
-
-
-async def with_a_tool(task, agent):
-    messages = [user(f"What is {task.prompt}?")]
-    for _ in range(4):
-        reply = await agent.chat(messages, tools=[lookup])
-        messages += [reply.message, *await agent.call_tools(reply)]
-        if not reply.wants_tools:
-            return float(reply.text == task.columns["value"])
-    return 0.0
-
-
-def caller(prompt: str) -> str:
-    if "<tool_response>" not in prompt:
-        return '<tool_call>\n{"name": "lookup", "arguments": {"key": "a"}}\n</tool_call>'
-    return prompt.rpartition("<tool_response>\n")[2].partition("\n</tool_response>")[0]
 
 
 async def test_tools_are_not_run_again(thread):
