@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable
+from typing import ClassVar
 
 from millrace.cluster.messages import Message
 from millrace.cluster.worker import Worker
@@ -21,22 +22,22 @@ Launch = Callable[[str, str], Awaitable[Worker]]  # name, module -> a process of
 
 
 class ModelProcess:
+    ROLE: ClassVar[str]  # what it is called in messages
+    MODULE: ClassVar[str]
+
     def __init__(
         self,
         name: str,
         *,
-        role: str,
-        module: str,
         start: Message,
         launch: Launch,
         start_timeout_s: float,
         warn: Callable[[str], None] = print,
     ) -> None:
-        """`role`: what it is called in messages. `warn` is told of the first loss."""
+        """`warn` is told of the first loss."""
         self.name = name
         self.num_lost = 0  # processes that died or were killed, and had to be replaced
-        self._label = f"{role} {name!r}"
-        self._module = module
+        self._label = f"{self.ROLE} {name!r}"
         self._start = start
         self._launch = launch
         self._start_timeout_s = start_timeout_s
@@ -120,7 +121,7 @@ class ModelProcess:
         raise RunFailed(f"{self._label} could not be started again: {failure}") from failure
 
     async def _start_worker(self) -> Worker:
-        worker = await self._launch(f"{self.name}-{next(self._numbers)}", self._module)
+        worker = await self._launch(f"{self.name}-{next(self._numbers)}", self.MODULE)
         try:
             await worker.call(self._start, timeout_s=self._start_timeout_s)
         except BaseException:

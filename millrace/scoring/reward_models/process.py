@@ -1,33 +1,17 @@
 """The process of one reward model: what it is told, and what is asked of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Literal
 
 from millrace.cluster.messages import Reading, ReadSteps, StartRewardModel, StepValues
-from millrace.scoring.model_process import Launch, ModelProcess
+from millrace.scoring.model_process import ModelProcess
 from millrace.scoring.reward_models.settings import ModelSettings
 
 
 class RewardModelProcess(ModelProcess):
-    def __init__(
-        self,
-        name: str,
-        *,
-        start: StartRewardModel,
-        launch: Launch,
-        start_timeout_s: float,
-        warn: Callable[[str], None] = print,
-    ) -> None:
-        super().__init__(
-            name,
-            role="Reward model",
-            module="millrace.workers.reward_model",
-            start=start,
-            launch=launch,
-            start_timeout_s=start_timeout_s,
-            warn=warn,
-        )
+    ROLE = "Reward model"
+    MODULE = "millrace.workers.reward_model"
 
     async def read(self, readings: Sequence[Reading], *, timeout_s: float) -> list[list[float]]:
         """The values of each reading's steps; raises as ask() does."""

@@ -1,13 +1,13 @@
 """The process of one teacher: what is asked of it, and how new weights reach it."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from millrace.cluster.messages import ScoreTokens, StartTeacher, Swap, Swapped, TokensScored
+from millrace.cluster.messages import ScoreTokens, Swap, Swapped, TokensScored
 from millrace.core.errors import WorkerError
 from millrace.core.passages import Likelihoods, Passage
 from millrace.core.weight_update import WeightUpdate
-from millrace.scoring.model_process import Launch, ModelProcess
+from millrace.scoring.model_process import ModelProcess
 
 SWAP_ATTEMPTS = 2
 
@@ -16,24 +16,8 @@ class TeacherProcess(ModelProcess):
     """One that follows the policy keeps its past in a file, from which another goes on when it is
     lost."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        start: StartTeacher,
-        launch: Launch,
-        start_timeout_s: float,
-        warn: Callable[[str], None] = print,
-    ) -> None:
-        super().__init__(
-            name,
-            role="Teacher",
-            module="millrace.workers.teacher",
-            start=start,
-            launch=launch,
-            start_timeout_s=start_timeout_s,
-            warn=warn,
-        )
+    ROLE = "Teacher"
+    MODULE = "millrace.workers.teacher"
 
     async def likelihoods(
         self, passages: Sequence[Passage], *, timeout_s: float
