@@ -6,22 +6,17 @@ worker's own traceback follows it. Nothing heavy is imported before a command ne
 
 import argparse
 import ast
-import importlib
 import importlib.util
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import millrace
+from millrace import commands as run
+from millrace.commands import FAILED, INTERRUPTED, WRONG_INPUT
 from millrace.core.errors import ConfigError, GivenUp, MillraceError, WorkerError
 from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
-
-if TYPE_CHECKING:
-    from millrace.run import RunResult
-
-DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 INTRODUCTION = """\
 Asynchronous reinforcement-learning post-training of language models: engines generate
@@ -137,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments, settings = split_settings(arguments, only_dotted=True)
         args = _parser().parse_args(arguments)
         if args.command in ("train", "serve"):
-            return (_train if args.command == "train" else _serve)(args, settings)
+            return (run.train if args.command == "train" else run.serve)(args, settings)
         return args.run(args)
     except MillraceError as error:
         return report(error)
@@ -188,11 +183,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--run-dir", type=Path, default=Path("runs/demo"), metavar="DIR")
     demo.add_argument("--seed", type=int, default=0, help="another model, other tasks (default: 0)")
     demo.add_argument("--json", type=Path, metavar="FILE", help="also write the summary there")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=run.demo)
 
     init = _new_parser(commands.add_parser, INIT, name="init", help="write a starter to build on")
     init.add_argument("directory", type=Path, nargs="?", default=Path(), metavar="DIR")
-    init.set_defaults(run=_init)
+    init.set_defaults(run=run.init)
 
     train = _new_parser(
         commands.add_parser,
@@ -223,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="account for every task instead: trained, dropped, failed or pending",
     )
-    inspect.set_defaults(run=_inspect)
+    inspect.set_defaults(run=run.inspect)
 
     _add_replay(commands)
     if benches := _benches():
@@ -244,7 +239,7 @@ def _add_join(commands: Any) -> None:
         metavar="DIR",
         help="what the engines print (default: logs)",
     )
-    join.set_defaults(run=_join)
+    join.set_defaults(run=run.join)
 
 
 def _add_engines(commands: Any) -> None:
@@ -259,7 +254,7 @@ def _add_engines(commands: Any) -> None:
     engines.add_argument(
         "--remove", action="append", default=[], metavar="NAME", help="by name; may be repeated"
     )
-    engines.set_defaults(run=_engines)
+    engines.set_defaults(run=run.engines)
 
 
 def _add_replay(commands: Any) -> None:
@@ -296,7 +291,7 @@ def _add_replay(commands: Any) -> None:
     )
     replay.add_argument("--reward", type=float, help="instead of the environment's")
     replay.add_argument("--out", type=Path, metavar="FILE", help="write what came of it there")
-    replay.set_defaults(run=_replay)
+    replay.set_defaults(run=run.replay)
 
 
 def _add_bench(commands: Any, benches: Mapping[str, str]) -> None:
@@ -310,7 +305,7 @@ def _add_bench(commands: Any, benches: Mapping[str, str]) -> None:
     )
     bench.add_argument("bench", choices=benches, metavar="NAME")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[--json FILE] ...")
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=run.bench)
 
 
 def _new_parser(make: Any, description: str, epilog: str = "", **settings: Any) -> Any:
@@ -333,139 +328,6 @@ def _benches() -> dict[str, str]:
         if said and name == f"`millrace bench {file.stem}`":
             found[file.stem] = what
     return found
-
-
-def _demo(args: argparse.Namespace) -> int:
-    from millrace.demo.run import run_demo
-
-    run_demo(run_dir=args.run_dir, seed=args.seed)
-    if args.json is not None:
-        shutil.copyfile(args.run_dir / "summary.json", args.json)
-    return DONE
-
-
-def _init(args: argparse.Namespace) -> int:
-    from millrace.starter import SEED, write_starter
-
-    def make(directory: Path) -> None:
-        from millrace.demo.model import make_model  # only now: it imports torch
-
-        print("Making a tiny model and teaching it the form of the answers, half a minute ...")
-        make_model(directory, SEED)
-
-    for path in write_starter(args.directory, make_model=make):
-        print(f"wrote {path}")
-    print(f"\nNext: millrace train {args.directory / 'run.toml'}")
-    return DONE
-
-
-def _train(args: argparse.Namespace, settings: dict[str, str]) -> int:
-    from millrace.config import load_config, parse_override
-
-    overrides = {key: parse_override(value) for key, value in settings.items()}
-    config = load_config(args.config, overrides=overrides)
-    from millrace.run import train  # only now: a wrong setting needs no torch to be told
-
-    try:
-        result = train(config, resume=args.resume)
-    except KeyboardInterrupt:
-        print(f"interrupted; {what_is_left(config.run_dir)}", file=sys.stderr)
-        return INTERRUPTED
-    print(_outcome(result))
-    return DONE
-
-
-def _serve(args: argparse.Namespace, settings: dict[str, str]) -> int:
-    from millrace.config import parse_override
-    from millrace.serving.settings import read_options
-
-    options = read_options(args, {key: parse_override(value) for key, value in settings.items()})
-    from millrace.serving.command import serve  # only now: it imports transformers
-
-    serve(options)
-    return DONE
-
-
-def what_is_left(run_dir: str) -> str:
-    """Where an interrupted run's files lie, and whether it can go on."""
-    from millrace.watch.run_dir import RunDir
-
-    saved = RunDir(run_dir).checkpoint_paths
-    how = f"--resume goes on from {saved[-1].name}" if saved else "no checkpoint was written yet"
-    return f"metrics, trace and logs so far lie in {run_dir}; {how}"
-
-
-def _outcome(result: "RunResult") -> str:
-    from millrace.watch.text import duration
-
-    lines = [f"trained {result.steps} steps in {duration(result.seconds)}"]
-    if result.accuracy_before is not None and result.accuracy_after is not None:
-        change = f"{result.accuracy_before:.3f} → {result.accuracy_after:.3f}"
-        lines.append(f"held-out accuracy  {change}")
-    lines.append(f"checkpoint         {result.checkpoint}")
-    lines.append(f"everything else    {result.run_dir} (see `millrace inspect {result.run_dir}`)")
-    return "\n".join(lines)
-
-
-def _join(args: argparse.Namespace) -> int:
-    from millrace.cluster.guests.join import join
-    from millrace.cluster.guests.ticket import read_ticket
-
-    ticket = read_ticket(args.ticket)
-    join(ticket, module="millrace.workers.engine", count=args.count, log_dir=args.log_dir)
-    return DONE
-
-
-def _ledger(run_dir: Path, console: Any) -> int:
-    from millrace.core.errors import JournalError
-    from millrace.watch.ledger import ledger_table, read_ledger
-
-    ledger = read_ledger(run_dir)
-    console.print(ledger_table(ledger), highlight=False)
-    if troubles := ledger.check():
-        raise JournalError(f"The ledger of {run_dir} does not add up: {' '.join(troubles)}")
-    return DONE
-
-
-def _engines(args: argparse.Namespace) -> int:
-    from millrace.crew.asking import ask
-
-    for name in ask(args.run_dir, add=args.add, remove=tuple(args.remove)):
-        print(name)
-    return DONE
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from millrace.watch.plots import render_plots
-    from millrace.watch.summary import summarise, summary_table
-
-    console = Console()
-    if args.ledger:
-        return _ledger(args.run_dir, console)
-    console.print(summary_table(summarise(args.run_dir)), highlight=False)
-    if not args.no_plots:
-        for path in render_plots(args.run_dir):
-            console.print(f"drew {path}", highlight=False, soft_wrap=True)
-    return DONE
-
-
-def _replay(args: argparse.Namespace) -> int:
-    from millrace.cluster.own_loop import run_on_own_loop
-    from millrace.episodes.replay.command import ReplayOptions, replay
-
-    given = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
-    options = ReplayOptions(
-        **{**given, "scores": tuple(args.scores), "tool_results": tuple(args.tool_results)}
-    )
-    run_on_own_loop(lambda: replay(options))
-    return DONE
-
-
-def _bench(args: argparse.Namespace) -> int:
-    module = importlib.import_module(f"millrace.bench.{args.bench}")
-    return module.main(args.arguments) or DONE
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli import report, split_settings, what_is_left
+from millrace.cli import report, split_settings
+from millrace.commands import what_is_left
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, RunFailed, WorkerError
 from millrace.core.references import load_reference

@@ -40,7 +40,7 @@ ALLOWED = {
     # Names that are written in our own code.
     "__init__.py: import_module('millrace.verifiers')",
     "__init__.py: import_module(_HOMES[name])",
-    "cli.py: import_module(f'millrace.bench.{args.bench}')",
+    "commands.py: import_module(f'millrace.bench.{args.bench}')",
     "adapters/verifiers_env.py: import_module('verifiers.v1')",
     "verifiers/reasoning_gym.py: import_module(f'reasoning_gym.{module}'.rstrip('.'))",
     "sandbox/judge.py: import_module('_strptime')",
