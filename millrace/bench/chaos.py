@@ -153,10 +153,15 @@ def _table(result: Result) -> str:
 
 
 def _plain(result: Result) -> dict[str, Any]:
+    disturbed = result.summaries["disturbed"]
     return {
+        "kills": len(result.monkey.kills),
+        **{promise.name: promise.count for promise in result.promises if promise.name},
+        "steps_completed": disturbed["steps"],
+        "accuracy_after": disturbed["accuracy_after"],
         "steps": result.steps,
         "seed": result.seed,
-        "kills": [asdict(kill) for kill in result.monkey.kills],
+        "struck": [asdict(kill) for kill in result.monkey.kills],
         "undisturbed": asdict(result.pace),
         "account": {**asdict(result.account), "rest_s": result.account.rest_s},
         "summaries": result.summaries,

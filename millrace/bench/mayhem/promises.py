@@ -27,6 +27,8 @@ class Promise:
     what: str
     holds: bool
     found: str
+    name: str = ""  # in the machine-readable result, of what is counted there
+    count: int = 0  # of what breaks it
 
 
 def check_kills(kills: Sequence[Kill], *, wanted: int) -> Promise:
@@ -51,6 +53,8 @@ def check_work(subject: Subject, witness: Witness, *, summary: dict[str, Any]) -
         what="no group is lost: each is trained, dropped with a reason, or pending",
         holds=not troubles,
         found=troubles[0] if troubles else _totals(ledger.totals, num_open=len(ledger.open)),
+        name="groups_lost",
+        count=len(troubles),
     )
     times = Counter(number for groups in witness.groups.values() for number in groups)
     twice = [number for number, count in times.items() if count > 1]
@@ -58,6 +62,8 @@ def check_work(subject: Subject, witness: Witness, *, summary: dict[str, Any]) -
         what="no group is trained twice",
         holds=not twice and len(times) == ledger.totals[TRAINED] == subject.steps * GROUPS_PER_STEP,
         found=f"{len(times)} groups in {len(witness.groups)} steps, {len(twice)} in two of them",
+        name="groups_trained_twice",
+        count=len(twice),
     )
     yield Promise(
         what="a step that is done again is made of the same groups",
