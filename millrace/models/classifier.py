@@ -3,8 +3,7 @@
 Promise: a value is what transformers computes for that sequence alone, whatever it is batched with;
 where the model is a causal decoder, a sequence that grows is read on from where it was read last.
 
-B = sequences of a batch, N = longest of what is new to the model, P = longest of what it has seen,
-D = hidden size, C = labels.
+B = sequences of a batch, N = what is new to the model of one of them, D = hidden size, C = labels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from transformers import (
 )
 
 from millrace.core.errors import ConfigError
-from millrace.models.continuing import States, run_on
+from millrace.models.continuing import GROWING_ATTENTION, States, run_on
 from millrace.models.directory import LOADING_ERRORS, check_directory, first_line
 from millrace.models.loading import without_progress_bars
 
@@ -72,14 +71,14 @@ class Classifier:
         return [(self._values(logits_C[None]), None) for logits_C in logits_BC]
 
     def _read_on(self, passages: Sequence[Passage]) -> list[tuple[list[float], States | None]]:
-        hidden_BND, kept = run_on(
+        hidden, kept = run_on(
             self.model.base_model,
             [passage.tokens for passage in passages],
             [passage.states for passage in passages],
             keeps=[passage.keeps for passage in passages],
         )
         values = []
-        for hidden_ND, passage in zip(hidden_BND, passages, strict=True):
+        for hidden_ND, passage in zip(hidden, passages, strict=True):
             known = len(passage.tokens) - passage.num_new
             rows = torch.as_tensor([end - known for end in passage.ends], device=hidden_ND.device)
             values.append(self._values(self._of_rows(hidden_ND[rows])))
@@ -136,8 +135,8 @@ def load_classifier(
 
 @torch.inference_mode()
 def _reads_on(model: PreTrainedModel, head: Head) -> bool:
-    """Whether the model computes the same when it is given a sequence in two parts, and its head
-    at the last row is what it says itself."""
+    """Whether the model computes the same when it is given a sequence in two parts and another one
+    beside it, and its head at the last row is what it says itself. Then it will read like that."""
     of_rows = getattr(model, "score", None)
     if not isinstance(of_rows, nn.Linear):
         return False
@@ -145,14 +144,21 @@ def _reads_on(model: PreTrainedModel, head: Head) -> bool:
     ids = [token for token in range(_PROBE_TOKENS + 1) if token != config.pad_token_id]
     tokens = np.array(ids[:_PROBE_TOKENS]) % config.vocab_size
     half = tokens[: _PROBE_TOKENS // 2]
+    usual: Any = config._attn_implementation
     try:
         whole = model(input_ids=torch.from_numpy(tokens[None]).to(model.device)).logits[0]
+        model.set_attn_implementation(GROWING_ATTENTION)
         _, (states,) = run_on(model.base_model, [half], [None], keeps=[True])
-        rest, _ = run_on(model.base_model, [tokens], [states], keeps=[True])
-        in_parts = of_rows(rest[0, -1])
+        sequences, before = [tokens[::-1], tokens], [None, states]
+        (_, rest), _ = run_on(model.base_model, sequences, before, keeps=[False, True])
+        in_parts = of_rows(rest[-1])
     except _RUNNING_ERRORS:
+        model.set_attn_implementation(usual)
         return False
     said = (whole[-1] if head == "token" else whole).float()
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
     scale = max(said.abs().max().item(), 1e-3)
-    return (in_parts.float() - said).abs().max().item() <= tolerance * scale
+    if (in_parts.float() - said).abs().max().item() <= tolerance * scale:
+        return True
+    model.set_attn_implementation(usual)
+    return False

@@ -1,43 +1,51 @@
 """Forward passes over sequences that grow: what a causal model has read is kept, not read again.
 
-Promise: hidden states are those of one pass over each whole sequence by itself.
+Promise: hidden states are those of one pass over each whole sequence by itself. New tokens of all
+sequences are laid end to end, without padding, and the states of one are never copied for a pass:
+each sequence has room of its own, where what is new is written behind what was there.
 
-B = sequences of a batch, N = longest of what is new, P = longest of what has been read,
-H = heads, E = head size, D = hidden size.
+T = new tokens of all sequences, H = heads, E = head size, D = hidden size.
 """
 
 import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import AttentionInterface, AttentionMaskInterface
 
-MAX_CHUNKS = (
-    8  # of one sequence, before they are joined to one: each costs a copy when it is read on
-)
+from millrace.models.packed_attention import attend
+from millrace.models.packed_layout import Block
+
+GROWING_ATTENTION = "millrace_growing"
+_ROOM = 64  # tokens, of a sequence that is kept for the first time; it doubles as it fills
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class States:
-    """Keys and values of all tokens that were read of one sequence."""
+    """Keys and values of all tokens that were read of one sequence. Used by one pass at a time."""
 
-    chunks: tuple[Tensor, ...]  # [layers, 2, H, tokens of the chunk, E] each, in order
-    length: int
+    def __init__(self) -> None:
+        self.length = 0  # tokens whose states are complete in all layers
+        self._rooms: dict[int, tuple[Tensor, Tensor]] = {}  # by layer; [H, room, E] each
 
-    def grown(self, chunk: Tensor) -> "States":
-        chunks = (*self.chunks, chunk)
-        if len(chunks) > MAX_CHUNKS:
-            chunks = (torch.cat(chunks, dim=3),)
-        return States(chunks=chunks, length=self.length + chunk.shape[3])
-
-
-NOTHING = States(chunks=(), length=0)
+    def grow(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of a layer's new tokens, [H, new, E], are written behind its others; all of
+        them."""
+        end = self.length + key.shape[1]
+        rooms = self._rooms.get(layer)
+        if rooms is None or end > rooms[0].shape[1]:
+            size = max(_ROOM, 2 * end)
+            roomier = tuple(x.new_empty(x.shape[0], size, x.shape[2]) for x in (key, value))
+            for new, old in zip(roomier, rooms or (), strict=False):
+                new[:, : self.length] = old[:, : self.length]
+            rooms = self._rooms[layer] = (roomier[0], roomier[1])
+        keys, values = rooms
+        keys[:, self.length : end], values[:, self.length : end] = key, value
+        return keys[:, :end], values[:, :end]
 
 
 class Shelf:
@@ -70,89 +78,67 @@ def run_on(
     before: Sequence[States | None],
     *,
     keeps: Sequence[bool],
-) -> tuple[Tensor, list[States | None]]:
-    """Hidden states [B, N, D] of what is new in each sequence, and the states that are to be kept.
-
-    The past stands on the left up to P, the new tokens behind it; both are padded on the outside.
-    """
+) -> tuple[list[Tensor], list[States | None]]:
+    """Hidden states [new, D] of what is new in each sequence, and the states that are to be kept:
+    those of before, grown. The backbone's attention is GROWING_ATTENTION."""
     device = next(backbone.parameters()).device
-    past = [states or NOTHING for states in before]
-    known = [states.length for states in past]
-    new = [len(tokens) - length for tokens, length in zip(sequences, known, strict=True)]
-    most_known, most_new = max(known), max(new)
-    ids = np.zeros((len(sequences), most_new), np.int64)
-    positions = np.zeros_like(ids)
-    seen = np.zeros((len(sequences), most_known + most_new), np.int64)
-    for row, (tokens, length, count) in enumerate(zip(sequences, known, new, strict=True)):
-        ids[row, :count] = tokens[length:]
-        positions[row, :count] = np.arange(length, length + count)
-        seen[row, most_known - length : most_known + count] = 1
-    cache = _joined(past, most_known=most_known, most_new=most_new)
-    output = backbone(
-        input_ids=torch.from_numpy(ids).to(device),
-        position_ids=torch.from_numpy(positions).to(device),
-        attention_mask=torch.from_numpy(seen).to(device),
-        past_key_values=cache if any(keeps) or most_known else None,
-        use_cache=any(keeps) or most_known > 0,
+    past = [
+        states or (States() if keep else None) for states, keep in zip(before, keeps, strict=True)
+    ]
+    known = [states.length if states else 0 for states in past]
+    new = [tokens[length:] for tokens, length in zip(sequences, known, strict=True)]
+    counts = [len(tokens) for tokens in new]
+    positions = np.concatenate(
+        [np.arange(length, length + count) for length, count in zip(known, counts, strict=True)]
     )
-    kept: list[States | None] = [None] * len(sequences)
-    for row, count in enumerate(new):
-        if keeps[row]:
-            chunk = _cut(cache, row, slice(most_known, most_known + count))
-            kept[row] = past[row].grown(chunk)
-    return output.last_hidden_state, kept
+    output = backbone(
+        input_ids=torch.from_numpy(np.concatenate(new).astype(np.int64))[None].to(device),
+        position_ids=torch.from_numpy(positions)[None].to(device),
+        use_cache=False,
+        growing=list(zip(past, counts, strict=True)),
+    )
+    for states, count in zip(past, counts, strict=True):
+        if states is not None:
+            states.length += count
+    kept = [states if keep else None for states, keep in zip(past, keeps, strict=True)]
+    return list(output.last_hidden_state[0].split(counts)), kept
 
 
-class _RoomyLayer(DynamicLayer):
-    """Keys and values of a layer with room behind them: what is new is written there, where
-    appending would copy all that was before."""
-
-    def __init__(self, keys: Tensor, values: Tensor, *, length: int) -> None:
-        super().__init__()
-        self.keys, self.values = keys, values  # [B, H, P + N, E]
-        self.dtype, self.device = keys.dtype, keys.device
-        self.is_initialized = True
-        self._length = length
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
-        new = slice(self._length, self._length + key_states.shape[-2])
-        self.keys[:, :, new], self.values[:, :, new] = key_states, value_states
-        self._length = new.stop
-        return self.keys, self.values
-
-    def get_seq_length(self, *_args: Any) -> int:
-        return self._length
-
-
-def _joined(past: Sequence[States], *, most_known: int, most_new: int) -> DynamicCache:
-    """The states of all sequences as one cache; those of shorter ones begin later."""
-    cache = DynamicCache()
-    example = next((states.chunks[0] for states in past if states.chunks), None)
-    if example is None:
-        return cache
-    num_layers, _, heads, _, size = example.shape
-    columns = most_known + most_new
-    room = example.new_empty(num_layers, 2, len(past), heads, columns, size)
-    for row, states in enumerate(past):
-        at = most_known - states.length
-        room[:, :, row, :, :at] = 0  # never seen, but what is not finite would be heard of
-        for chunk in states.chunks:
-            room[:, :, row, :, at : at + chunk.shape[3]] = chunk
-            at += chunk.shape[3]
-    cache.layers += [_RoomyLayer(keys, values, length=most_known) for keys, values in room]
-    return cache
-
-
-def _cut(cache: DynamicCache, row: int, columns: slice) -> Tensor:
-    """Copied, or a view would hold the padded batch in memory."""
-    layers: list[Any] = cache.layers
-    cut = [(layer.keys[row, :, columns], layer.values[row, :, columns]) for layer in layers]
-    return torch.stack([torch.stack(sides) for sides in cut])
+def growing_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, E]
+    key: Tensor,  # [1, H_kv, T, E]
+    value: Tensor,  # [1, H_kv, T, E_v]
+    attention_mask: Tensor | None,
+    *,
+    growing: Sequence[tuple[States | None, int]],  # of each sequence, and its new tokens
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The signature transformers calls; returns [1, T, H, E_v]."""
+    layer: Any = module.layer_idx
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    ends = itertools.accumulate(count for _, count in growing)
+    parts = []
+    for (states, count), end in zip(growing, ends, strict=True):
+        q, k, v = (x[0, :, end - count : end] for x in (query, key, value))
+        if states is not None:
+            k, v = states.grow(layer, k, v)
+        block = Block(shape=(1, count, k.shape[1]))
+        options = {"block": block, "scale": scale, "window": sliding_window, "softcap": softcap}
+        parts.append(attend(q[None], k[None], v[None], **options)[0])
+    return torch.cat(parts, dim=1).transpose(0, 1)[None], None
 
 
 def _key(tokens: np.ndarray) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(tokens, np.int64).data, digest_size=16).digest()
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """What grows says who attends to whom."""
+
+
+AttentionInterface.register(GROWING_ATTENTION, growing_attention)
+AttentionMaskInterface.register(GROWING_ATTENTION, _no_mask)
