@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from millrace.cluster.messages import Message
 from millrace.cluster.worker import Worker
@@ -130,3 +130,32 @@ class ModelProcess:
         self._current = worker
         worker.dead.add_done_callback(lambda dead: self._lose(worker, dead.result()))
         return worker
+
+
+class Model(Protocol):
+    """A model that scorers ask, wherever it is."""
+
+    num_lost: int  # processes that had to be replaced
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class ModelScorer:
+    """A scorer that is started, ended and lost with the model it asks."""
+
+    def __init__(self, name: str, model: Model, *, weight: float) -> None:
+        self.name = name
+        self.weight = weight
+        self._model = model
+
+    @property
+    def num_lost(self) -> int:
+        return self._model.num_lost
+
+    async def start(self) -> None:
+        await self._model.start()
+
+    async def close(self) -> None:
+        await self._model.close()

@@ -11,6 +11,7 @@ import numpy as np
 
 from millrace.core.protocols import OnTokens
 from millrace.core.records import Episode, Group, Notes, Request, Rollout, Task, Verdict
+from millrace.scoring.model_process import ModelScorer
 from millrace.scoring.reward_models.ahead import ReadingAhead
 from millrace.scoring.reward_models.process import RewardModelProcess, start_message
 from millrace.scoring.reward_models.reward_model import check_finite
@@ -113,7 +114,7 @@ class ProcessRewardModel(ModelSettings):
         return build_steps(self.steps, section="scorer.steps")
 
 
-class ProcessRewardScorer:
+class ProcessRewardScorer(ModelScorer):
     """Runs on the controller's event loop."""
 
     def __init__(
@@ -131,8 +132,7 @@ class ProcessRewardScorer:
     ) -> None:
         """`of_later_turns`: whether steps of these can be read ahead, too, although a request does
         not say where the steps before it ended."""
-        self.name = name
-        self.weight = weight
+        super().__init__(name, reader.process, weight=weight)
         self.only_notes = aggregate is None
         self._steps = steps
         self._reduce: Reduce = reduce
@@ -142,17 +142,10 @@ class ProcessRewardScorer:
         self._ahead = ahead
         self._of_later_turns = of_later_turns
 
-    async def start(self) -> None:
-        await self._reader.start()
-
     async def close(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
-        await self._reader.close()
-
-    @property
-    def num_lost(self) -> int:
-        return self._reader.num_lost
+        await super().close()
 
     def listen(self, request: Request, *, task: Task) -> OnTokens | None:
         may_be_later = request.session is not None

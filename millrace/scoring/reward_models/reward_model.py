@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from millrace.cluster.messages import Reading
 from millrace.core.errors import ScoreError
 from millrace.core.records import Episode, Group, Verdict
+from millrace.scoring.model_process import ModelScorer
 from millrace.scoring.reward_models.process import RewardModelProcess, start_message
 from millrace.scoring.reward_models.settings import ModelSettings
 from millrace.scoring.scorer_kind import CallRules, ScorerTools
@@ -42,7 +43,7 @@ class RewardModel(ModelSettings):
         )
 
 
-class RewardModelScorer:
+class RewardModelScorer(ModelScorer):
     """Runs on the controller's event loop."""
 
     def __init__(
@@ -54,21 +55,10 @@ class RewardModelScorer:
         takes_ids: bool,
         process: RewardModelProcess,
     ) -> None:
-        self.name = name
-        self.weight = weight
+        super().__init__(name, process, weight=weight)
         self._timeout_s = timeout_s
         self._takes_ids = takes_ids
         self._process = process
-
-    @property
-    def num_lost(self) -> int:
-        return self._process.num_lost
-
-    async def start(self) -> None:
-        await self._process.start()
-
-    async def close(self) -> None:
-        await self._process.close()
 
     async def score(self, group: Group) -> list[Verdict]:
         readings = [self._reading(episode) for episode in group.episodes]

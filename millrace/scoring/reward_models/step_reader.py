@@ -19,20 +19,10 @@ class StepReader:
         self, process: RewardModelProcess, *, tokenizer: Any, takes_ids: bool, timeout_s: float
     ) -> None:
         """`tokenizer` is the policy's; the model is given its ids, or else text."""
-        self._process = process
+        self.process = process
         self._tokenizer = tokenizer
         self._takes_ids = takes_ids
         self._timeout_s = timeout_s
-
-    @property
-    def num_lost(self) -> int:
-        return self._process.num_lost
-
-    async def start(self) -> None:
-        await self._process.start()
-
-    async def close(self) -> None:
-        await self._process.close()
 
     async def read(
         self,
@@ -58,7 +48,7 @@ class StepReader:
             num_known=num_known,
             goes_on=goes_on,
         )
-        (values,) = await self._process.read([reading], timeout_s=self._timeout_s)
+        (values,) = await self.process.read([reading], timeout_s=self._timeout_s)
         return values
 
     def _pieces(self, tokens: np.ndarray, ends: Sequence[int], *, num_prompt: int) -> list[str]:

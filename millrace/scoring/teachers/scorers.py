@@ -15,21 +15,17 @@ from millrace.core.errors import ScoreError
 from millrace.core.passages import Likelihoods, Passage
 from millrace.core.records import Group, Kept, Notes, Prompt, Rollout, Task, Teaching, Verdict
 from millrace.core.weight_update import WeightUpdate
+from millrace.scoring.model_process import Model, ModelScorer
 from millrace.scoring.teachers.process import TeacherProcess
 from millrace.scoring.teachers.settings import TeachingSettings
 
 Render = Callable[[Prompt], np.ndarray]  # -> [P] int32
 
 
-class Reader(Protocol):
-    """A model that says how likely tokens are, wherever it is."""
+class Reader(Model, Protocol):
+    """A model that says how likely tokens are."""
 
     name: str
-    num_lost: int  # processes that had to be replaced
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
 
     async def likelihoods(
         self, passages: Sequence[Passage], *, timeout_s: float
@@ -38,7 +34,7 @@ class Reader(Protocol):
         ...
 
 
-class TeacherScorer:
+class TeacherScorer(ModelScorer):
     """Notes what a teacher says of each sampled token. Runs on the controller's event loop."""
 
     only_notes = True
@@ -54,23 +50,12 @@ class TeacherScorer:
         render: Render,
     ) -> None:
         """`max_context`: the longest sequence it reads; None = the reader itself refuses more."""
-        self.name = reader.name
-        self.weight = weight
+        super().__init__(reader.name, reader, weight=weight)
         self._reader = reader
         self._settings = settings
         self._timeout_s = timeout_s
         self._max_context = max_context
         self._render = render
-
-    @property
-    def num_lost(self) -> int:
-        return self._reader.num_lost
-
-    async def start(self) -> None:
-        await self._reader.start()
-
-    async def close(self) -> None:
-        await self._reader.close()
 
     async def score(self, group: Group) -> list[Verdict]:
         settings = self._settings
@@ -108,7 +93,7 @@ class FollowingScorer(TeacherScorer):
         return await self._process.swap(update)
 
 
-class ReferenceScorer:
+class ReferenceScorer(ModelScorer):
     """Notes what a reference model says of each sampled token, in the distribution that its own
     sampling would have drawn from: at the same temperature, restricted to the same ids."""
 
@@ -117,21 +102,10 @@ class ReferenceScorer:
     def __init__(
         self, process: TeacherProcess, *, weight: float, timeout_s: float, max_context: int
     ) -> None:
-        self.name = process.name
-        self.weight = weight
+        super().__init__(process.name, process, weight=weight)
         self._process = process
         self._timeout_s = timeout_s
         self._max_context = max_context
-
-    @property
-    def num_lost(self) -> int:
-        return self._process.num_lost
-
-    async def start(self) -> None:
-        await self._process.start()
-
-    async def close(self) -> None:
-        await self._process.close()
 
     async def score(self, group: Group) -> list[Verdict]:
         passages = [
