@@ -92,3 +92,20 @@ def test_what_passages_of_a_group_begin_with_is_read_once():
     assert num_rows(group) == len(laid.tokens) == 30 + 4  # no row predicts what comes after the end
     twice = lay_out([[group[0]], [group[0]]])
     assert len(twice.tokens) == 2 * 31  # of two groups nothing is shared
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_on_a_gpu_it_says_what_the_cpu_says(dtype, tolerance):
+    prompt = random_tokens(7, seed=0)
+    group = [
+        passage_of(prompt + random_tokens(length, seed=length), judged_from=7, top_k=3)
+        for length in (3, 1, 12)
+    ]
+    model = tiny_model("qwen3").to("cuda", dtype)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    [readings] = ScoringEngine(model).read([group], version=1)
+    [expected] = engine_of().read([group], version=1)
+    for reading, cpu in zip(readings, expected, strict=True):
+        np.testing.assert_allclose(reading.logprobs, cpu.logprobs, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(reading.top_logprobs, cpu.top_logprobs, rtol=0, atol=tolerance)
