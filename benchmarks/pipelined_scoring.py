@@ -6,13 +6,16 @@ generated, against episodes read when they are complete.
 Both runs are strictly on-policy (buffer.max_staleness = 0), so that a step of training waits for
 generation and scoring of its whole batch, and differ in `pipelined` alone. Policy and judge have
 random weights: nothing is learned, all completions have the same length, and a step ends about
-every 13 tokens. Engine, judge and trainer have a thread each; two idle cores are needed.
+every 13 tokens. Engine and judge have a thread each, and the trainer, which works while both wait,
+has two; two idle cores are needed.
 """
 
 import argparse
 import json
 import random
+import statistics
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +32,11 @@ WARM_STEPS = 2  # left out of the rates
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=384, help="of each completion")
+    parser.add_argument("--steps", type=int, default=8, help="timed; their median counts")
+    parser.add_argument("--tokens", type=int, default=768, help="of each completion")
     parser.add_argument("--groups", type=int, default=4, help="of 8 episodes, per step")
+    parser.add_argument("--policy-layers", type=int, default=2)
+    parser.add_argument("--policy-size", type=int, default=64)
     parser.add_argument("--judge-layers", type=int, default=4)
     parser.add_argument("--judge-size", type=int, default=192)
     parser.add_argument("--ahead-tokens", type=int, default=64, help="read together at least (64)")
@@ -40,7 +45,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_models(folder, judge_size=args.judge_size, judge_layers=args.judge_layers)
+        make_models(folder, args)
         for repeat in range(args.repeats):
             rows = {
                 pipelined: measure(folder, pipelined=pipelined, repeat=repeat, args=args)
@@ -52,15 +57,19 @@ def main() -> None:
             print(f"pipelined: {ratio:.2f} times the throughput", flush=True)
 
 
-def make_models(folder: Path, *, judge_size: int, judge_layers: int) -> None:
+def make_models(folder: Path, args: argparse.Namespace) -> None:
     tokenizer = without_end(build_tokenizer(PIECES))
     torch.manual_seed(0)
-    config = small_config(len(tokenizer))
+    config = small_config(
+        len(tokenizer), hidden_size=args.policy_size, num_layers=args.policy_layers
+    )
     config.eos_token_id = None
+    config.max_position_embeddings = 2 * args.tokens
     policy = Qwen3ForCausalLM(config)
     policy.generation_config.eos_token_id = None
-    config = small_config(len(tokenizer), hidden_size=judge_size, num_layers=judge_layers)
+    config = small_config(len(tokenizer), hidden_size=args.judge_size, num_layers=args.judge_layers)
     config.num_labels = 1
+    config.max_position_embeddings = 2 * args.tokens
     judge = Qwen3ForTokenClassification(config)
     for name, model in (("policy", policy), ("judge", judge)):
         model.save_pretrained(folder / name)
@@ -99,7 +108,7 @@ def measure(
                 "steps": args.steps + WARM_STEPS,
                 "groups_per_step": args.groups,
                 "learning_rate": 1e-6,
-                "threads": 1,
+                "threads": 2,
             },
             "engine": {"threads": 1, "max_sequences": 8 * args.groups},
             "scoring": {"workers": 1, "advantages": {"type": "returns"}},
@@ -109,19 +118,22 @@ def measure(
         tasks=[{"prompt": "".join(rng.choices("01234", k=5)) + "="} for _ in range(256)],
     )
     rows = read_metrics(run_dir / "metrics.jsonl")
-    seconds = rows[-1]["time_s"] - rows[WARM_STEPS - 1]["time_s"]
+    times = [row["time_s"] for row in rows[WARM_STEPS - 1 :]]
+    seconds = statistics.median(end - begin for begin, end in pairwise(times))
     timed = rows[WARM_STEPS:]
+    idle = [row["wait_reasons"].get("process_reward_model-0", {}) for row in timed]
     return {
         "pipelined": pipelined,
-        "episodes_per_s": round(8 * args.groups * args.steps / seconds, 2),
-        "seconds_per_step": round(seconds / args.steps, 3),
-        "engine_busy": round(sum(row["engine_busy"] for row in timed) / len(timed), 3),
-        "trainer_busy": round(sum(row["trainer_busy"] for row in timed) / len(timed), 3),
-        "judge_idle": [
-            round(row["wait_reasons"].get("process_reward_model-0", {}).get("no work", 0.0), 2)
-            for row in timed
-        ],
+        "episodes_per_s": round(8 * args.groups / seconds, 2),
+        "seconds_per_step": round(seconds, 3),
+        "engine_busy": mean([row["engine_busy"] for row in timed]),
+        "judge_busy": mean([1.0 - sum(reasons.values()) for reasons in idle]),
+        "trainer_busy": mean([row["trainer_busy"] for row in timed]),
     }
+
+
+def mean(values: list[float]) -> float:
+    return round(sum(values) / len(values), 3)
 
 
 if __name__ == "__main__":
