@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from millrace.core.errors import EnginesDown, WorkerError
+from millrace.core.passages import Likelihoods, Passage
 from millrace.core.protocols import Engine, OnCompletion, OnTokens
 from millrace.core.records import Completion, Request
 from millrace.core.weight_update import WeightUpdate
@@ -221,6 +222,13 @@ class EnginePool:
         if len(self._homes) > self._max_sessions:
             self._homes.popitem(last=False)
         return chosen
+
+    async def read(self, passages: Sequence[Passage]) -> list[Likelihoods]:
+        while True:
+            await self._until_served(max_wait_s=self._max_wait_s)
+            seat = self._choose(None, pinned=False)
+            for told in await self._ask(seat, seat.engine.read(passages)):
+                return told
 
     async def swap(self, update: WeightUpdate) -> int:
         """Swap all engines, side by side; returns the oldest version now visible."""
