@@ -3,7 +3,7 @@
 Called by prepare(), before any worker starts; every error is one sentence about the settings.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from millrace.episodes.mcp_server import McpServer
 from millrace.episodes.other_models import OtherModel, load_other_models
 from millrace.episodes.performing import EnvironmentFunction
 from millrace.episodes.recipes.answer import answer
+from millrace.episodes.recipes.pivot import Pivot
 from millrace.episodes.recipes.recipe import Recipe
 from millrace.episodes.recipes.registry import build_recipe
 from millrace.episodes.tool_environment import WithServers, use_tools
 from millrace.scoring.handover import resolve_function
+from millrace.scoring.registry import ScorerSpec, may_reward_tokens
 from millrace.serving.blackbox import PROGRAM_TIMEOUT_S, Blackbox
 
 
@@ -55,7 +57,7 @@ def _server(settings: McpConfig, *, logs: Path) -> McpServer:
     return McpServer(**settings.model_dump(), log=logs / "mcp.log")
 
 
-def recipe_of(config: RunConfig) -> Recipe | None:
+def recipe_of(config: RunConfig, specs: Sequence[ScorerSpec]) -> Recipe | None:
     table, rollout = config.environment.recipe, config.rollout
     if table is None:
         return None
@@ -66,6 +68,12 @@ def recipe_of(config: RunConfig) -> Recipe | None:
         )
     recipe = build_recipe(table)
     recipe.check(rollout.group_size + rollout.oversample)
+    by_value = isinstance(recipe, Pivot) and recipe.by == "value"
+    if by_value and not any(may_reward_tokens(spec.kind) for spec in specs):
+        raise ConfigError(
+            "environment.recipe.by = 'value' needs a scorer that rewards single tokens, and there"
+            " is none; add a [[scorer]] of type 'process_reward_model', or set it to 'entropy'."
+        )
     return recipe
 
 

@@ -156,7 +156,7 @@ def prepare(
         tokenizer=tokenizer,
         renderer=renderer,
         environment=played,
-        recipe=recipe_of(config),
+        recipe=recipe_of(config, specs),
         others=others_of(config, has_roles=played is not None),
         max_context=max_context,
         checkpoint=found.directory,

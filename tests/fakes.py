@@ -5,6 +5,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from millrace.core.passages import Likelihoods, Passage
 from millrace.core.protocols import OnCompletion, OnTokens
 from millrace.core.records import (
     Completion,
@@ -95,6 +96,9 @@ class ScriptedEngine:
         for member, completion in enumerate(done if on_completion else []):
             on_completion(member, completion)  # pyright: ignore
         return done
+
+    async def read(self, passages: Sequence[Passage]) -> list[Likelihoods]:
+        raise NotImplementedError("it writes, and knows no probabilities")
 
     async def swap(self, update: WeightUpdate) -> int:
         return update.version

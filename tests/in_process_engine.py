@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from millrace.config import Interrupt
+from millrace.core.passages import Likelihoods, Passage
 from millrace.core.protocols import OnCompletion, OnTokens, WeightReceiver
 from millrace.core.records import Completion, Request
 from millrace.core.weight_update import WeightUpdate
@@ -47,6 +48,9 @@ class InProcessEngine:
         self._waiting[request.id] = asyncio.get_running_loop().create_future()
         self._arrived.set()
         return await self._waiting[request.id]
+
+    async def read(self, passages: Sequence[Passage]) -> list[Likelihoods]:
+        return self._engine.read(passages)
 
     async def swap(self, update: WeightUpdate) -> int:
         self._hand_out(self._interrupt.announce())

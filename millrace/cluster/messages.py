@@ -161,6 +161,18 @@ class Swapped(Message, frozen=True):
     gap_ms: float  # between the two forward passes
 
 
+class ScoreTokens(Message, frozen=True):
+    """Say how likely the tokens of these passages are; to a teacher or an engine. -> TokensScored
+
+    Passages of one message that begin alike are read together."""
+
+    passages: list[Passage]
+
+
+class TokensScored(Message, frozen=True):
+    likelihoods: list[Likelihoods]
+
+
 class Abort(Message, frozen=True):
     """End these requests now, with what they have. -> Done"""
 
@@ -322,18 +334,6 @@ class StartTeacher(Message, frozen=True):
     version: int | None = None  # of one that follows the policy: the Version it begins with
     adapter_path: str | None = None  # likewise, in a LoRA run: the adapter that goes on top
     past: str | None = None  # likewise: the file with what it was, for who takes its place
-
-
-class ScoreTokens(Message, frozen=True):
-    """Say how likely the tokens of these passages are. -> TokensScored
-
-    Passages of one message that begin alike are read together."""
-
-    passages: list[Passage]
-
-
-class TokensScored(Message, frozen=True):
-    likelihoods: list[Likelihoods]
 
 
 AnyMessage = (

@@ -65,8 +65,8 @@ class EnvironmentConfig(Section):
     They are never trained; see docs/episodes.md."""
 
     recipe: dict[str, Any] | None = None
-    """How a group is played, where not n times side by side: "pivot" (branches at surprising
-    tokens), "tree", or {type = "module:Name", ...} of yours; see docs/episodes.md."""
+    """How a group is played, where not n times side by side: "pivot" (branches at the tokens
+    that matter most), "tree", or {type = "module:Name", ...} of yours; see docs/episodes.md."""
 
     @property
     def may_reward(self) -> bool:

@@ -64,6 +64,10 @@ class WorkerError(MillraceError):
         self.was_killed = was_killed
 
 
+class EnginesDown(MillraceError):
+    """There is no engine now; there may be one when asked again."""
+
+
 class RunFailed(MillraceError):
     """The run stopped for a reason that no retry mends."""
 

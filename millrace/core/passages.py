@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.core.records import Kept
+from millrace.core.records import Kept, Rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -18,6 +18,7 @@ class Passage:
     positions: np.ndarray  # [n] int32 ascending, n > 0; the first token of all cannot be judged
     temperature: float = 1.0
     top_k: int = 0  # K
+    wants_entropies: bool = False
     kept: Kept | None = None  # rows = n; what the distribution is restricted to
 
     @property
@@ -35,3 +36,33 @@ class Likelihoods:
     top_ids: np.ndarray  # [n, K] int32; the likeliest first
     top_logprobs: np.ndarray  # [n, K] float32
     version: int | None  # None = of a model that never changes
+    entropies: np.ndarray | None = None  # [n] float32, in nats; of what each token was one of
+
+
+def passage_of(
+    rollout: Rollout,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    wants_entropies: bool = False,
+    kept: Kept | None = None,
+    instead_of_prompt: np.ndarray | None = None,
+) -> Passage:
+    """About all sampled tokens of a rollout; perhaps after another prompt than theirs."""
+    sampled = np.flatnonzero(rollout.mask)
+    tokens, shift = rollout.tokens, 0
+    if instead_of_prompt is not None:
+        num_prompt = int(sampled[0])
+        tokens = np.concatenate([instead_of_prompt, tokens[num_prompt:]])
+        shift = len(instead_of_prompt) - num_prompt
+    if kept is not None:  # rows that were not sampled are empty
+        sizes = np.diff(kept.offsets)[sampled]
+        kept = Kept(ids=kept.ids, offsets=np.concatenate([np.zeros(1, np.int64), sizes.cumsum()]))
+    return Passage(
+        tokens=tokens.astype(np.int32, copy=False),
+        positions=(sampled + shift).astype(np.int32),
+        temperature=temperature,
+        top_k=top_k,
+        wants_entropies=wants_entropies,
+        kept=kept,
+    )

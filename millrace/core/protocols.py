@@ -5,6 +5,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
+from millrace.core.passages import Likelihoods, Passage
 from millrace.core.records import (
     Completion,
     Episode,
@@ -42,7 +43,15 @@ class Generator(Protocol):
         ...
 
 
-class Engine(Generator, Protocol):
+class Reader(Protocol):
+    """Says how likely tokens are. Called from the controller's event loop."""
+
+    async def read(self, passages: Sequence[Passage]) -> list[Likelihoods]:
+        """All of them by one version of the policy: that which is served now."""
+        ...
+
+
+class Engine(Generator, Reader, Protocol):
     """Can be given new weights, and told to end, pause or go on."""
 
     async def swap(self, update: WeightUpdate) -> int:
@@ -143,6 +152,10 @@ class Scoring(Protocol):
 
     def listen(self, request: Request) -> OnTokens | None:
         """Hears what a request for one of its episodes samples, if some scorer begins with that."""
+        ...
+
+    async def token_rewards(self, index: int) -> list[np.ndarray]:
+        """See Policy; of an episode that was added."""
         ...
 
 
@@ -261,6 +274,15 @@ class Policy(Protocol):
     ) -> Completion:
         """One turn of one episode; with `partial` it begins with these tokens. `model`: who takes
         it, if that is not the policy; its tokens are of that model, and never trained."""
+        ...
+
+    async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:  # [L] each
+        """In nats, of what each of their sampled tokens would be drawn from now; 0.0 elsewhere."""
+        ...
+
+    async def token_rewards(self, index: int) -> list[np.ndarray]:  # [L] for each rollout
+        """What scorers say about single tokens of an episode that is over; 0.0 where they say
+        nothing. Raises TaskError if none of them may, and ScoreError if one fails."""
         ...
 
     def finished(self, index: int, episode: Episode) -> None:

@@ -16,20 +16,17 @@ from pathlib import Path
 from millrace.cluster.messages import Progress
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
-from millrace.core.errors import ConfigError, WeightError, WorkerError
+from millrace.core.errors import ConfigError, WeightError
 from millrace.core.protocols import Engine
 from millrace.core.weight_update import WeightUpdate
 from millrace.crew.launcher import Launcher
-from millrace.crew.place import EnginePlace, Start
+from millrace.engines.place import EnginePlace
 from millrace.engines.pool import EnginePool
-from millrace.supervision.deaths import Deaths, RestartLimits
-from millrace.supervision.keeper import Keeper
-from millrace.supervision.pulse import Pulse
+from millrace.supervision.keepers import Keepers, Start
 from millrace.training.checkpoints import newest_checkpoint, read_run_state
 from millrace.training.past_steps import StepsInMemory
 from millrace.training.remote import RemoteTrainer
 
-STARTED_AGAIN = "It is started again."
 OPEN_AGAIN = "Its place is open to another host: run `millrace join` there."
 
 
@@ -50,18 +47,19 @@ class Crew:
         self._launcher = launcher
         self._checkpoint = checkpoint
         self._version = version
-        self._on_restart = on_restart
         self._on_restored = on_restored
         self.engines = EnginePool(replaces=True)
         self.evaluators = EnginePool(replaces=True) if config.evaluate.engines else None
         self.models = {name: EnginePool(replaces=True) for name in config.environment.models}
         """Of the models besides the policy, by name; their weights never change."""
         self._trainer: RemoteTrainer | None = None
-        self._keepers: dict[str, Keeper] = {}  # by worker
-        self._places: dict[str, EnginePlace] = {}  # of the engines of the rollouts, likewise
+        self._keepers = Keepers(
+            config.supervision,
+            start_timeout_s=config.cluster.start_timeout_s,
+            on_restart=on_restart,
+        )
+        self._places: dict[str, EnginePlace] = {}  # of the engines of the rollouts, by name
         self._numbers = itertools.count(config.engine.count + config.engine.remote)
-        self._keeping: asyncio.TaskGroup | None = None  # while run() runs
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # of the keepers
 
     @property
     def trainer(self) -> RemoteTrainer:
@@ -92,24 +90,19 @@ class Crew:
 
     async def run(self) -> None:
         """Keep all workers. Ends only by cancellation, or raises GivenUp."""
-        async with asyncio.TaskGroup() as self._keeping:
-            for keeper in self._keepers.values():
-                self._tasks[keeper.name] = self._keeping.create_task(keeper.run())
+        await self._keepers.run()
 
     def heard(self, worker: str, progress: Progress) -> None:
         """A worker tells what it does; some of them are kept by others."""
-        if worker in self._keepers:
-            self._keepers[worker].heard(progress)
+        self._keepers.heard(worker, progress)
 
     async def add_engine(self) -> str:
         """One more on this host, for as long as the run lasts; returns its name."""
-        assert self._keeping is not None, "the run goes on"
         name = f"engine-{next(self._numbers)}"
         place = self._place(self.engines, name)
         worker = await place.fill()
         self._places[name] = place
-        keeper = self._keep(worker, replace=place.fill, on_death=place.clear)
-        self._tasks[name] = self._keeping.create_task(keeper.run())
+        self._keepers.keep(worker, replace=place.fill, on_death=place.clear)
         return name
 
     async def remove_engine(self, name: str) -> None:
@@ -119,16 +112,15 @@ class Crew:
         if len(self._places) == 1:
             raise ConfigError(f"{name!r} is the run's last engine; add another first.")
         place = self._places.pop(name)
-        self._tasks.pop(name).cancel()
-        del self._keepers[name]
+        self._keepers.drop(name)
         await place.give_up()
 
     async def _enlist(self, name: str) -> None:
         """Start an engine, and see to it that there is one of this name from now on."""
         place = self._places[name] = self._place(self.engines, name)
-        worker = await self._first(name, partial(self._launcher.start_engine, name))
+        worker = await self._keepers.first(name, partial(self._launcher.start_engine, name))
         await place.take(worker)
-        self._keep(worker, replace=place.fill, on_death=place.clear)
+        self._keepers.keep(worker, replace=place.fill, on_death=place.clear)
 
     async def _enlist_remote(self, name: str) -> None:
         expect = partial(self._launcher.expect_engine, name)
@@ -137,14 +129,14 @@ class Crew:
         self._places[name] = place
         worker = await expect(timeout_s=self._config.cluster.join_timeout_s)
         await place.take(worker)
-        self._keep(worker, replace=place.fill, on_death=place.clear, remedy=OPEN_AGAIN)
+        self._keepers.keep(worker, replace=place.fill, on_death=place.clear, remedy=OPEN_AGAIN)
 
     async def _enlist_evaluator(self, name: str) -> None:
         assert self.evaluators is not None
         place = self._place(self.evaluators, name)
-        worker = await self._first(name, partial(self._launcher.start_engine, name))
+        worker = await self._keepers.first(name, partial(self._launcher.start_engine, name))
         await place.take(worker)
-        self._keep(worker, replace=place.fill, on_death=place.clear)
+        self._keepers.keep(worker, replace=place.fill, on_death=place.clear)
 
     async def _enlist_model(self, name: str, model: str) -> None:
         start = partial(self._launcher.start_model, name, model=model)
@@ -154,23 +146,9 @@ class Crew:
             bring_newest=None,
             swap_timeout_s=self._config.supervision.swap_timeout_s,
         )
-        worker = await self._first(name, start)
+        worker = await self._keepers.first(name, start)
         await place.take(worker)
-        self._keep(worker, replace=place.fill, on_death=place.clear)
-
-    async def _first(self, name: str, start: Start) -> Worker:
-        """Start it, and again if it is killed meanwhile. What it says itself is for the user, and
-        no retry mends it."""
-        deaths = Deaths(name, limits=self._limits)
-        while True:
-            try:
-                return await start()
-            except WorkerError as error:
-                if not error.was_killed:
-                    raise
-                delay_s = deaths.note(error)
-                self._on_restart(name, f"{error} {STARTED_AGAIN}")
-                await asyncio.sleep(delay_s)
+        self._keepers.keep(worker, replace=place.fill, on_death=place.clear)
 
     def _place(self, pool: EnginePool, name: str, *, start: Start | None = None) -> EnginePlace:
         """`start` of those who come late; by default on this host."""
@@ -193,7 +171,7 @@ class Crew:
 
     async def _enlist_trainer(self) -> None:
         start = partial(self._launcher.start_trainer, self._checkpoint)
-        worker = await self._first("trainer", start)
+        worker = await self._keepers.first("trainer", start)
         settings = self._config.supervision
         self._trainer = RemoteTrainer(
             worker,
@@ -201,7 +179,7 @@ class Crew:
             step_timeout_s=settings.step_timeout_s,
             save_timeout_s=settings.save_timeout_s,
         )
-        self._keep(worker, replace=self._replace_trainer, on_death=self._trainer.lose)
+        self._keepers.keep(worker, replace=self._replace_trainer, on_death=self._trainer.lose)
 
     async def _replace_trainer(self) -> Worker:
         found = await asyncio.to_thread(newest_checkpoint, Path(self._config.run_dir))
@@ -214,40 +192,6 @@ class Crew:
             worker.kill()
             raise
         return worker
-
-    def _keep(
-        self,
-        worker: Worker,
-        *,
-        replace: Callable[[], Awaitable[Worker]],
-        on_death: Callable[[], None],
-        remedy: str = STARTED_AGAIN,
-    ) -> Keeper:
-        keeper = self._keepers[worker.name] = Keeper(
-            worker,
-            replace=replace,
-            on_death=on_death,
-            limits=self._limits,
-            make_pulse=self._make_pulse,
-            remedy=remedy,
-            on_restart=self._on_restart,
-        )
-        return keeper
-
-    @property
-    def _limits(self) -> RestartLimits:
-        settings = self._config.supervision
-        return RestartLimits(
-            max_restarts=settings.max_restarts,
-            window_s=settings.window_s,
-            backoff_s=settings.backoff_s,
-        )
-
-    def _make_pulse(self) -> Pulse:
-        return Pulse(
-            timeout_s=self._config.supervision.hang_timeout_s,
-            first_timeout_s=self._config.cluster.start_timeout_s,
-        )
 
 
 async def _awaited(work: Awaitable[object]) -> None:

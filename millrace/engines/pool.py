@@ -7,7 +7,8 @@ request that is pinned goes there in any case.
 Promise: what an engine gave up half-way because new weights came is resumed, on whichever engine
 has the least to do then; generate() returns whole completions, or those its caller wanted ended.
 Where lost engines are replaced, what one of them had told is gone on with elsewhere, and what it
-had not is sampled again; while there is no engine, requests wait.
+had not is sampled again. While there is no engine, requests wait: those that have begun for as long
+as it takes, others no longer than they are allowed to.
 
 Runs on the controller's event loop; torch-free.
 """
@@ -19,7 +20,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from millrace.core.errors import WorkerError
+from millrace.core.errors import EnginesDown, WorkerError
+from millrace.core.passages import Likelihoods, Passage
 from millrace.core.protocols import Engine, OnCompletion, OnTokens
 from millrace.core.records import Completion, Request
 from millrace.core.weight_update import WeightUpdate
@@ -45,6 +47,7 @@ class _Open:
 
     audience: Audience
     placed: dict[str, _Seat] = field(default_factory=dict[str, _Seat])  # by id at its engine
+    has_begun: bool = False  # an engine was given it
     is_aborted: bool = False
 
 
@@ -65,14 +68,17 @@ class EnginePool:
         engines: Sequence[Engine] = (),
         *,
         replaces: bool = False,
+        max_wait_s: float | None = None,
         max_sessions: int = 65536,
     ) -> None:
         """`replaces`: a lost engine's place is taken by another, see join(); else its loss is
+        raised. `max_wait_s`: for an engine, of a request that has not begun; then EnginesDown is
         raised. `max_sessions`: whose engine is remembered; one that is forgotten is routed by
         load."""
         assert engines or replaces
         self.continued = Continued()
         self._replaces = replaces
+        self._max_wait_s = max_wait_s
         self._max_sessions = max_sessions
         self._seats = [_Seat(engine=engine) for engine in engines]
         self._came = asyncio.Event()  # set when an engine begins to serve
@@ -162,7 +168,9 @@ class EnginePool:
         return completion
 
     async def _place(self, request: Request, opened: _Open, *, first: int = 0) -> list[Completion]:
-        seat = await self._choose(request.session, pinned=request.pinned)
+        await self._until_served(max_wait_s=None if opened.has_begun else self._max_wait_s)
+        opened.has_begun = True
+        seat = self._choose(request.session, pinned=request.pinned)
         audience = opened.audience
         transcript = Transcript(request, audience=audience, first=first)
         hear = transcript.hear if audience.wants_tokens or self._replaces else None
@@ -192,11 +200,18 @@ class EnginePool:
             self.continued.anew += len(completion.tokens) == 0
         return known
 
-    async def _choose(self, session: str | None, *, pinned: bool) -> _Seat:
-        # Without a wait where there is an engine: see at_once().
-        while not (serving := [seat for seat in self._seats if seat.serves]):
-            self._came.clear()
-            await self._came.wait()
+    async def _until_served(self, *, max_wait_s: float | None) -> None:
+        """Until there is an engine; without a wait where there is one, see at_once()."""
+        try:
+            async with asyncio.timeout(max_wait_s):
+                while not self.num_engines:
+                    self._came.clear()
+                    await self._came.wait()
+        except TimeoutError:
+            raise EnginesDown(f"No engine was up for {max_wait_s:g} s; try again later.") from None
+
+    def _choose(self, session: str | None, *, pinned: bool) -> _Seat:
+        serving = [seat for seat in self._seats if seat.serves]
         idlest = min(serving, key=lambda seat: seat.num_sequences)
         if session is None:
             return idlest
@@ -207,6 +222,13 @@ class EnginePool:
         if len(self._homes) > self._max_sessions:
             self._homes.popitem(last=False)
         return chosen
+
+    async def read(self, passages: Sequence[Passage]) -> list[Likelihoods]:
+        while True:
+            await self._until_served(max_wait_s=self._max_wait_s)
+            seat = self._choose(None, pinned=False)
+            for told in await self._ask(seat, seat.engine.read(passages)):
+                return told
 
     async def swap(self, update: WeightUpdate) -> int:
         """Swap all engines, side by side; returns the oldest version now visible."""

@@ -22,11 +22,14 @@ from millrace.cluster.messages import (
     Pause,
     Resume,
     Sampled,
+    ScoreTokens,
     Swap,
     Swapped,
+    TokensScored,
 )
 from millrace.cluster.worker import Worker
 from millrace.core.errors import MillraceError, WorkerError
+from millrace.core.passages import Likelihoods, Passage
 from millrace.core.protocols import OnCompletion, OnTokens
 from millrace.core.records import Completion, Request
 from millrace.core.weight_update import WeightUpdate
@@ -60,6 +63,11 @@ class RemoteEngine:
         except BaseException:  # cancelled, or who listens raised
             self._abort_later(request.id)
             raise
+
+    async def read(self, passages: Sequence[Passage]) -> list[Likelihoods]:
+        reply = await self._call(ScoreTokens(passages=list(passages)))
+        assert isinstance(reply, TokensScored)
+        return reply.likelihoods
 
     async def swap(self, update: WeightUpdate) -> int:
         # Not pulsed: fetching and laying out weights is no progress that it could tell of.

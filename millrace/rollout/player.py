@@ -4,19 +4,21 @@ Runs on the controller's event loop.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from millrace.core.errors import TaskError
-from millrace.core.protocols import Engine, Environment, Generator, OnReply
+from millrace.core.passages import passage_of
+from millrace.core.protocols import Engine, Environment, Generator, OnReply, Reader
 from millrace.core.records import (
     Completion,
     Episode,
     Group,
     Prompt,
     Request,
+    Rollout,
     Sampling,
     Task,
     Turn,
@@ -26,6 +28,8 @@ from millrace.rollout.cancellation import Attempt
 from millrace.rollout.lengths import Lengths
 from millrace.rollout.overheard import Listen, Overheard
 from millrace.rollout.renderer import Renderer
+
+TokenRewards = Callable[[int], Awaitable[list[np.ndarray]]]  # see Policy
 
 
 class GroupPolicy:
@@ -44,10 +48,15 @@ class GroupPolicy:
         on_episode: Callable[[int, Episode], None] | None,
         overtakes: int = 0,
         others: Mapping[str, Generator] | None = None,
+        reader: Reader | None = None,
+        token_rewards: TokenRewards | None = None,
     ) -> None:
         """`attempt`: what its tokens are sampled for, if that is training. `on_episode` is told of
-        each episode that is over. `others`: engines of other models, by name."""
+        each episode that is over. `others`: engines of other models, by name. `reader` and
+        `token_rewards`: who may be asked about what was sampled."""
         self._engine = engine
+        self._reader = reader
+        self._token_rewards = token_rewards
         self._others = others or {}
         self._renderer = renderer
         self.sampling = sampling
@@ -139,6 +148,28 @@ class GroupPolicy:
             self._attempt.record([completion], num_known=num_known)
         return completion
 
+    async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        assert self._reader is not None, "those who train have one"
+        found = [np.zeros(len(rollout.tokens), np.float32) for rollout in rollouts]
+        # Where the likeliest token is taken each time, there is no chance.
+        drawn = [i for i, r in enumerate(rollouts) if r.num_sampled and r.sampling.temperature > 0]
+        passages = [
+            passage_of(r, temperature=r.sampling.temperature, kept=r.kept, wants_entropies=True)
+            for r in (rollouts[i] for i in drawn)
+        ]
+        told = await self._reader.read(passages) if passages else []
+        for i, likelihoods in zip(drawn, told, strict=True):
+            found[i][rollouts[i].mask] = likelihoods.entropies
+        return found
+
+    async def token_rewards(self, index: int) -> list[np.ndarray]:
+        if self._token_rewards is None:
+            raise TaskError(
+                f"{self.name}: nobody rewards single tokens while a group is played; add a"
+                " [[scorer]] of type 'process_reward_model'."
+            )
+        return await self._token_rewards(index)
+
     def gave_up(self, index: int) -> None:
         if self._attempt is not None:
             stamps = [Stamps.of(versions) for versions in self._versions.get(index, ())]
@@ -194,10 +225,12 @@ class Player:
         group_size: int,
         on_episode: Callable[[int, Episode], None] | None = None,
         listen: Listen | None = None,
+        token_rewards: TokenRewards | None = None,
     ) -> Group:
         """A group for training; each attempt at it draws anew. Raises Expired when its tokens have
         become too old. `on_episode` hears of each episode, by its place, as soon as it is
-        finished, and `listen` says who hears of its tokens as they are sampled."""
+        finished, `listen` says who hears of its tokens as they are sampled, and `token_rewards`
+        what scorers found in an episode that on_episode was told of."""
         number, tries = attempt.number, attempt.tries
         return await self._play(
             task,
@@ -208,6 +241,7 @@ class Player:
             attempt=attempt,
             on_episode=on_episode,
             listen=listen,
+            token_rewards=token_rewards,
         )
 
     async def play(self, task: Task, *, number: int, group_size: int, name: str) -> Group:
@@ -228,6 +262,7 @@ class Player:
         attempt: Attempt | None = None,
         on_episode: Callable[[int, Episode], None] | None = None,
         listen: Listen | None = None,
+        token_rewards: TokenRewards | None = None,
     ) -> Group:
         policy = GroupPolicy(
             engine=self._engine if listen is None else Overheard(self._engine, listen=listen),
@@ -240,6 +275,8 @@ class Player:
             on_episode=on_episode,
             overtakes=self._lengths.overtakes(task) if attempt is not None else 0,
             others=self._others,
+            reader=self._engine,
+            token_rewards=token_rewards,
         )
         episodes = await self._environment.play(task, policy, group_size)
         group = Group(number=number, task=task, episodes=tuple(episodes))

@@ -74,6 +74,13 @@ def spec_of_function(function: str | Callable[..., Any], *, name: str | None = N
     return ScorerSpec(kind=kind, name=name or kind.default_name)
 
 
+def may_reward_tokens(kind: ScorerKind) -> bool:
+    """Whether it may say something about single tokens, as far as that can be known: a user's own
+    may."""
+    known = (Function, *KINDS.values(), *VERIFIERS.values())
+    return isinstance(kind, ProcessRewardModel) or not isinstance(kind, known)
+
+
 def check_specs(
     specs: Sequence[ScorerSpec], tasks: Sequence[Task], *, may_be_none: bool = False
 ) -> None:

@@ -8,6 +8,7 @@ its makers' own service (whom to bill, what to log) are taken and ignored.
 import json
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Sampling
+from millrace.episodes.tool_calls import ToolCall
 from millrace.models.grammars import grammar_of
 from millrace.serving.errors import ApiError
 
@@ -170,6 +172,9 @@ class ChatBody(OpenAIBody):
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         return [] if self.tool_choice == "none" else self.tools or []
+
+    def allowed_calls(self, calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
+        return calls[:1] if self.parallel_tool_calls is False else calls
 
     @model_validator(mode="after")
     def _template_is_the_models(self) -> Self:

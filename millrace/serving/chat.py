@@ -162,8 +162,7 @@ def _parsed(served: Served, body: ChatBody, text: str) -> tuple[Message, Sequenc
     parsed = Parsed(content=text)
     if body.offered_tools:
         parsed = served.tool_format.parse(text, body.offered_tools)
-    if body.parallel_tool_calls is False:
-        parsed = replace(parsed, calls=parsed.calls[:1])
+        parsed = replace(parsed, calls=tuple(body.allowed_calls(parsed.calls)))
     return served.tool_format.reply(text, parsed), parsed.calls
 
 

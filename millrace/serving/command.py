@@ -1,27 +1,27 @@
 """`millrace serve`: engines in processes of their own, and an HTTP server before them.
 
-Promise: no process outlives the command. An engine that dies ends it, with that engine's account.
+Promise: no process outlives the command. An engine that dies is replaced; one that dies too often
+ends it, with that engine's account.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, NoReturn
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
 
 from aiohttp import web
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Message, Progress, StartEngine, StartTeacher
+from millrace.cluster.messages import Message, Progress, StartTeacher
 from millrace.cluster.own_loop import run_on_own_loop
-from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
 from millrace.core.causes import first_cause
 from millrace.core.errors import ConfigError
-from millrace.engines.pool import EnginePool
-from millrace.engines.remote import RemoteEngine
 from millrace.episodes.tool_calls import format_of
 from millrace.scoring.teachers.process import TeacherProcess
 from millrace.scoring.teachers.settings import ReaderSettings
+from millrace.serving.engines import Engines
 from millrace.serving.listening import listening
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.score import NoEngine, Readers, ReadModel
@@ -43,22 +43,26 @@ async def _serve(settings: ServeSettings) -> None:
     def heard(worker: str, message: Message) -> None:
         if isinstance(message, Progress):
             metrics.heard(worker, message.counters)
+            engines.heard(worker, message)
 
     config = settings.config
     settings.log_dir.mkdir(parents=True, exist_ok=True)
     async with Hub(log_dir=settings.log_dir, on_event=heard) as hub:
+        engines = Engines(
+            hub,
+            count=settings.engines,
+            config=config,
+            max_wait_s=settings.limits.wait_s,
+            metrics=metrics,
+            warn=_warn,
+        )
         with first_cause():
             async with asyncio.TaskGroup() as starting:
-                engines = [
-                    starting.create_task(_start_engine(hub, f"engine-{i}", config=config))
-                    for i in range(settings.engines)
-                ]
+                starting.create_task(engines.start())
                 reading = starting.create_task(asyncio.to_thread(_read_model, config))
-        workers = [task.result() for task in engines]
         tokenizer, max_context = reading.result()
-        engine = EnginePool([RemoteEngine(worker) for worker in workers]) if workers else NoEngine()
         served = Served(
-            engine,
+            engines.pool if settings.engines else NoEngine(),
             tokenizer=tokenizer,
             name=settings.name,
             adapters=tuple(config.engine.adapters),
@@ -71,24 +75,18 @@ async def _serve(settings: ServeSettings) -> None:
                 served,
                 key=settings.key,
                 limits=settings.limits,
-                is_healthy=lambda: not any(worker.dead.done() for worker in workers),
+                health=engines.health,
                 readers=readers,
             )
-            with contextlib.closing(served):
+            with contextlib.closing(served), first_cause():
                 async with _listening(app, settings) as port:
                     host = f"[{settings.host}]" if ":" in settings.host else settings.host
                     print(f"Serving {settings.name} at http://{host}:{port}/v1", flush=True)
-                    await _until_one_dies(workers)
+                    await engines.run()
 
 
-async def _until_one_dies(workers: Sequence[Worker]) -> NoReturn:
-    """Raises why."""
-    if not workers:
-        await asyncio.Event().wait()
-    died, _ = await asyncio.wait(
-        [worker.dead for worker in workers], return_when=asyncio.FIRST_COMPLETED
-    )
-    raise died.pop().result()
+def _warn(sentence: str) -> None:
+    print(f"millrace: {sentence}", file=sys.stderr, flush=True)
 
 
 @contextlib.asynccontextmanager
@@ -141,15 +139,6 @@ async def _listening(app: web.Application, settings: ServeSettings) -> AsyncIter
             f"Cannot listen at --host {settings.host} --port {settings.port}: {error}; choose"
             " others."
         ) from None
-
-
-async def _start_engine(hub: Hub, name: str, *, config: RunConfig) -> Worker:
-    worker = await hub.launch(name, "millrace.workers.engine")
-    load = StartEngine(
-        config=config.model_dump(mode="json"), model_path=config.model.path, version=0
-    )
-    await worker.call(load, timeout_s=config.cluster.start_timeout_s)
-    return worker
 
 
 def _read_model(config: RunConfig) -> tuple[Any, int]:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from millrace.core.errors import MillraceError, TaskError, WorkerError
+from millrace.core.errors import EnginesDown, MillraceError, TaskError, WorkerError
 
 Kind = Literal[
     "invalid_request_error",
@@ -14,6 +14,9 @@ Kind = Literal[
     "rate_limit_error",
     "server_error",
 ]
+
+
+COME_AGAIN_S = 5  # while an engine is started
 
 
 class ApiError(MillraceError):
@@ -53,6 +56,14 @@ def as_api_error(error: MillraceError) -> ApiError:
         return error
     if isinstance(error, TaskError):  # this request cannot be served; others can
         return ApiError(str(error))
+    if isinstance(error, EnginesDown):
+        return ApiError(
+            str(error),
+            status=503,
+            kind="server_error",
+            code="no_engine",
+            retry_after_s=COME_AGAIN_S,
+        )
     # Tracebacks and log tails of a worker are for who runs the server, not for its clients.
     what = "The engine failed." if isinstance(error, WorkerError) else str(error)
     return ApiError(what, status=503, kind="server_error", code="engine_failed")

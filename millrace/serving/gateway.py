@@ -188,6 +188,12 @@ class Gateway:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         door = self._door(request)
         body = await read_request(request, ChatBody)
+        if body.chat_template_kwargs:
+            raise ApiError(
+                "In an episode, what the chat template is told is up to the run; leave out"
+                " chat_template_kwargs, and set environment.template.",
+                param="chat_template_kwargs",
+            )
         messages = read_messages(body.messages, form=door.agent.tool_format)
         tools = [_tool(schema["function"]) for schema in body.offered_tools]
         settings = _settings(body, door.agent, most_tokens=body.most_tokens)
@@ -268,7 +274,7 @@ def _chat_choice(
     return head.choice(
         index,
         content=reply.message["content"],
-        calls=reply.tool_calls,
+        calls=body.allowed_calls(reply.tool_calls),
         finish=reply.finish,
         logprobs=logprobs,
     )

@@ -37,6 +37,7 @@ class ServerMetrics:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.disconnects = 0
+        self.restarts = 0  # of engines
         self.first_token_s = Histogram()
         self.request_s = Histogram()
         self._engines: dict[str, Mapping[str, float]] = {}
@@ -44,6 +45,10 @@ class ServerMetrics:
     def heard(self, engine: str, counters: Mapping[str, float]) -> None:
         """What an engine says it has done so far."""
         self._engines[engine] = counters
+
+    def forget(self, engine: str) -> None:
+        """It is dead, and runs nothing any more."""
+        self._engines.pop(engine, None)
 
     def text(self) -> str:
         lines = ["# TYPE millrace_requests_total counter"]
@@ -54,6 +59,7 @@ class ServerMetrics:
             ("disconnects_total", "counter", self.disconnects),
             ("prompt_tokens_total", "counter", self.prompt_tokens),
             ("completion_tokens_total", "counter", self.completion_tokens),
+            ("engine_restarts_total", "counter", self.restarts),
         ):
             lines += [f"# TYPE millrace_{name} {kind}", f"millrace_{name} {value}"]
         lines += self.first_token_s.lines("millrace_time_to_first_token_seconds")

@@ -7,7 +7,8 @@ from pathlib import Path
 SERVE = """\
 Serve a model over HTTP: the OpenAI API (/v1/chat/completions, /v1/completions, /v1/models), tokens
 in and out (/generate), /health and /metrics; with --scorers also how likely given tokens are
-(/score). Any setting of the engines can be given as --engine.key value.
+(/score). Any setting of the engines can be given as --engine.key value, and when one that died is
+started again as --supervision.key value.
 
 It listens on this machine only. Beyond that it wants a key, which clients must show: in the
 environment as MILLRACE_API_KEY, or in a file.
@@ -27,6 +28,7 @@ class Limits:
     body_bytes: int = 4 * 2**20
     requests: int = 1024  # at once
     rate: float = 1000.0  # requests each second, of one client
+    wait_s: float = 60.0  # of a request, for an engine while none is up
     connections: int = 4096  # at once
     patience_s: float = 60.0  # for a request to arrive, and for a client to take what it gets
 
@@ -66,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=limits.body_bytes,
         metavar="N",
         help=f"of one request (default: {limits.body_bytes})",
+    )
+    parser.add_argument(
+        "--max-wait",
+        type=float,
+        default=limits.wait_s,
+        metavar="SECONDS",
+        help=f"of a request, for an engine while none is up (default: {limits.wait_s:g})",
     )
     parser.add_argument(
         "--log-dir",

@@ -13,7 +13,9 @@ class Reply(BaseModel):
 
 
 class Health(Reply):
-    status: Literal["ok", "failed"]
+    status: Literal["ok", "degraded", "down"]
+    engines: int  # there should be,
+    serving: int  # and that are up
 
 
 class Model(Reply):

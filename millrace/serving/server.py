@@ -25,6 +25,7 @@ from millrace.serving.metrics import ServerMetrics
 from millrace.serving.openapi import describe
 from millrace.serving.options import Limits
 from millrace.serving.rate import RateLimit
+from millrace.serving.replies import Health
 from millrace.serving.score import Readers, ScoreBody
 from millrace.serving.served import Served
 from millrace.serving.sse import send_events
@@ -41,17 +42,16 @@ def make_app(
     *,
     key: str | None,
     limits: Limits,
-    is_healthy: Callable[[], bool],
+    health: Callable[[], Health],
     readers: Readers | None = None,
 ) -> web.Application:
     """`key`: what clients must show; None lets in all who can reach the server. `readers` answer
     /score, where there are any."""
     described = describe(needs_key=key is not None, scores=readers is not None)
 
-    async def health(_request: web.Request) -> web.Response:
-        is_well = is_healthy()
-        status = 200 if is_well else 503
-        return json_response({"status": "ok" if is_well else "failed"}, status=status)
+    async def tell_health(_request: web.Request) -> web.Response:
+        found = health()
+        return json_response(found.model_dump(), status=503 if found.status == "down" else 200)
 
     async def models(_request: web.Request) -> web.Response:
         return json_response({"object": "list", "data": [_model(served, n) for n in served.names]})
@@ -77,7 +77,7 @@ def make_app(
         client_max_size=limits.body_bytes,
     )
     busy = _Busy(served.metrics, limit=limits.requests)
-    app.router.add_get("/health", health)
+    app.router.add_get("/health", tell_health)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{name:.+}", model)
     app.router.add_get("/metrics", metrics)

@@ -34,9 +34,10 @@ class ServeSettings:
 def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> ServeSettings:
     """`settings` are those of a run, by dotted key."""
     for key in settings:
-        if not key.startswith(("engine.", "model.")) or key in _NOT_HERE:
+        if not key.startswith(("engine.", "model.", "supervision.")) or key in _NOT_HERE:
             raise ConfigError(
-                f"--{key} is no setting of a server; it has --engine.KEY, as a run, and --engines."
+                f"--{key} is no setting of a server; it has --engine.KEY and --supervision.KEY, as"
+                " a run, and --engines."
             )
     if min(args.engines, args.scorers) < 0 or args.engines + args.scorers == 0:
         raise ConfigError(
@@ -66,11 +67,17 @@ def _limits(args: argparse.Namespace) -> Limits:
         "--max-requests": args.max_requests,
         "--max-rate": args.max_rate,
         "--max-body-bytes": args.max_body_bytes,
+        "--max-wait": args.max_wait,
     }
     for option, value in found.items():
         if not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{option} {value:g} lets nobody in; give a number above 0.")
-    return Limits(body_bytes=args.max_body_bytes, requests=args.max_requests, rate=args.max_rate)
+    return Limits(
+        body_bytes=args.max_body_bytes,
+        requests=args.max_requests,
+        rate=args.max_rate,
+        wait_s=args.max_wait,
+    )
 
 
 def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:

@@ -28,10 +28,12 @@ from millrace.cluster.messages import (
     Progress,
     Resume,
     Sampled,
+    ScoreTokens,
     StartEngine,
     Stop,
     Swap,
     Swapped,
+    TokensScored,
 )
 from millrace.config import Interrupt, RunConfig, load_config
 from millrace.core.errors import TaskError, WeightError
@@ -122,6 +124,8 @@ class EngineWorker:
         self._receiver = receiver
         self._timeline = timeline
         self._calls: dict[str, Call] = {}  # Generate calls by request id
+        self._reads: deque[Call] = deque()  # ScoreTokens calls
+        self._num_read = 0  # tokens
         self._staging: _Staging | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
         self._is_paused = False
@@ -135,6 +139,9 @@ class EngineWorker:
         try:
             while (stop := self._take_calls()) is None:
                 self._land_weights()
+                if self._may_read:
+                    self._timeline.enter("score", busy=True)
+                    self._read(self._reads.popleft())
                 if self._may_generate:
                     self._timeline.enter(self._interrupt.activity, busy=True)
                     self._answer(self._engine.step(must_end=self._is_awaited))
@@ -182,13 +189,17 @@ class EngineWorker:
         return self._arrived.popleft() if self._arrived else self._link.receive(patience_s)
 
     def _patience_s(self) -> float:
-        if self._may_generate or self._arrived:
+        if self._may_generate or self._may_read or self._arrived:
             return 0
         return PROGRESS_S if self._staging is None else STAGING_POLL_S
 
     @property
     def _may_generate(self) -> bool:
         return self._engine.has_work and not self._is_held
+
+    @property
+    def _may_read(self) -> bool:
+        return bool(self._reads) and self._engine.version is not None and not self._is_held
 
     @property
     def _is_held(self) -> bool:
@@ -214,6 +225,8 @@ class EngineWorker:
                     self._calls[request.id] = call
             case Swap(update=update):
                 self._stage(update, call)
+            case ScoreTokens():
+                self._reads.append(call)
             case Abort(ids=ids):
                 self._answer(self._engine.abort(ids))
                 call.reply()
@@ -228,6 +241,21 @@ class EngineWorker:
                 call.reply()
             case _:
                 call.fail(out_of_turn(call))
+
+    def _read(self, call: Call) -> None:
+        assert isinstance(call.message, ScoreTokens)
+        passages = call.message.passages
+        self._num_read += sum(len(passage.read) for passage in passages)
+        try:
+            call.reply(TokensScored(likelihoods=self._engine.read(passages)))
+        except torch.OutOfMemoryError:
+            longest = max(len(passage.read) for passage in passages)
+            call.fail(
+                TaskError(
+                    f"A passage of {longest} tokens does not fit into the memory of the engine"
+                    " besides what it decodes; lower engine.kv_bytes."
+                )
+            )
 
     def _answer(self, finished: list[Finished]) -> None:
         for id, pieces in self._engine.news().items():
@@ -313,7 +341,10 @@ class EngineWorker:
                     "waiting": stats.waiting,
                     "swaps": self._num_swaps,
                 },
-                work=stats.generated_tokens + stats.prefill_tokens + self._num_swaps,
+                work=stats.generated_tokens
+                + stats.prefill_tokens
+                + self._num_read
+                + self._num_swaps,
                 waits=self._is_held,
             )
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,14 +22,19 @@ from millrace.cluster.messages import (
     Done,
     Generate,
     Generated,
+    Pause,
     Progress,
+    Resume,
+    ScoreTokens,
     StartEngine,
     StartScorer,
     Stop,
     Swap,
     Swapped,
+    TokensScored,
 )
 from millrace.core.errors import ConfigError, MillraceError, TaskError, WeightError
+from millrace.core.passages import Passage
 from millrace.core.spans import Timeline
 from millrace.core.weight_update import WeightUpdate
 from millrace.weights.outlet import PackingSender
@@ -266,3 +272,26 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_and_the_worker_waits_for_
     start(link, model_path)
     with pytest.raises(MillraceError, match="cannot take StartScorer now"):
         link.call(StartScorer(functions={})).result()
+
+
+def test_tokens_are_read_beside_decoding_and_not_while_it_is_paused():
+    link = FakeLink()
+    about = Passage(
+        tokens=np.arange(3, 15, dtype=np.int32),
+        positions=np.arange(4, 12, dtype=np.int32),
+        wants_entropies=True,
+    )
+    with serving(link, GatedReceiver()):
+        decoding = link.call(long_request())
+        told = link.call(ScoreTokens(passages=[about])).result()
+        assert isinstance(told, TokensScored)
+        (likelihoods,) = told.likelihoods
+        assert likelihoods.entropies.shape == (8,)
+        assert decoding.result().completions[0].finish == "length"
+        link.call(Pause()).result()
+        waiting = link.call(ScoreTokens(passages=[about]))
+        with pytest.raises(queue.Empty):
+            waiting.result(timeout_s=0.1)
+        link.call(Resume()).result()
+        again = waiting.result().likelihoods[0]
+        np.testing.assert_array_equal(again.logprobs, likelihoods.logprobs)

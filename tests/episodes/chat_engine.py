@@ -18,6 +18,10 @@ from millrace.rollout.renderer import Renderer
 TOKENIZERS = {name: tokenizer_of(family) for name, family in FAMILIES.items()}
 
 
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
 class ChatEngine(ScriptedEngine):
     """`answer` is asked with the text of each prompt, and may be a coroutine."""
 

@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from chat_engine import TOKENIZERS
 from in_process_engine import InProcessEngine
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from millrace.core.microbatch import Batch
 from millrace.core.records import Sampling
 from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
@@ -18,8 +20,13 @@ from millrace.episodes.cast import Cast
 from millrace.episodes.limits import Limits
 from millrace.episodes.play import Play
 from millrace.episodes.tool_calls import FORMATS
+from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.rollout.player import GroupPolicy
 from millrace.rollout.renderer import Renderer
+from millrace.training.objectives.policy_loss import PolicyLoss
+from millrace.training.optimizer import Schedule
+from millrace.training.technique import Technique
+from millrace.training.trainer import Trainer
 
 torch.set_num_threads(1)
 
@@ -96,5 +103,21 @@ async def agent_on(
         running.cancel()
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+def make_trainer(seed: int = 0) -> Trainer:
+    model = make_model(seed)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    return Trainer(
+        model,
+        loss=PolicyLoss(),
+        schedule=Schedule(learning_rate=1e-3, total_steps=1),
+        technique=Technique(),
+    )
+
+
+def assert_says_the_same(trainer: Trainer, batch: Batch) -> None:
+    """What the engine said about every token that is trained."""
+    for micro in batch.microbatches:
+        logprobs, _ = trainer.token_logprobs(micro)
+        np.testing.assert_allclose(
+            logprobs.detach().numpy(), micro.engine_logprobs, rtol=0, atol=1e-5
+        )

@@ -39,12 +39,6 @@ def ask(text):
 """
 
 
-@pytest.fixture
-def thread():
-    with LoopThread("environments") as thread:
-        yield thread
-
-
 def program(folder: Path, body: str) -> list[str]:
     (folder / "agent.py").write_text(AGENT + body)
     return ["python", str(folder / "agent.py")]

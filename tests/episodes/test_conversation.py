@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from families import FAMILIES, tokenizer_of
+from chat_engine import TOKENIZERS, user
+from families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from millrace.episodes.conversation import RERENDERED, Conversation
 from millrace.episodes.record import TokenRecord
 from millrace.rollout.renderer import Renderer
 
-TOKENIZERS = {name: tokenizer_of(family) for name, family in FAMILIES.items()}
 SEARCH = {
     "type": "function",
     "function": {"name": "search", "description": "Looks up.", "parameters": {"type": "object"}},
@@ -73,10 +73,6 @@ class Talk:
     @property
     def num_rerendered(self) -> int:
         return self.conversation.counts[RERENDERED]
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
 
 
 def call(name: str, **arguments) -> dict:

@@ -5,23 +5,16 @@ import time
 
 import numpy as np
 import pytest
-from chat_engine import TOKENIZERS, ChatEngine, player_of
-from tool_user import caller, lookup, user, with_a_tool
+from chat_engine import TOKENIZERS, ChatEngine, player_of, user
+from tool_user import caller, lookup, with_a_tool
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
 from millrace.episodes.environment import check_function
 from millrace.episodes.limits import EpisodeOver, Limits
-from millrace.episodes.loop_thread import LoopThread
 from millrace.rollout.cancellation import Attempt, Expired
 
 TASK = Task(prompt="a", columns={"value": "12"})
-
-
-@pytest.fixture
-def thread():
-    with LoopThread("environments") as thread:
-        yield thread
 
 
 async def play(function, answer, *, thread, group_size=2, task=TASK, **settings):

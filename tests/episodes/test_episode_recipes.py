@@ -5,40 +5,32 @@ import itertools
 
 import numpy as np
 import pytest
-from chat_engine import TOKENIZERS, ChatEngine, player_of
+from chat_engine import TOKENIZERS, ChatEngine, player_of, user
 from in_process_engine import InProcessEngine
-from talking_model import BLOCK, make_engine, make_model
+from talking_model import BLOCK, assert_says_the_same, make_engine, make_trainer
 
+from millrace.config import load_config
 from millrace.core.errors import ConfigError, TaskError
+from millrace.core.passages import Likelihoods
 from millrace.core.records import Completion, Group, Sampling, Task
+from millrace.environments import recipe_of
 from millrace.episodes.environment import FunctionEnvironment
-from millrace.episodes.loop_thread import LoopThread
 from millrace.episodes.other_models import OtherModel
 from millrace.episodes.recipes.answer import answer
 from millrace.episodes.recipes.pivot import Pivot
 from millrace.episodes.recipes.registry import build_recipe
 from millrace.episodes.recipes.tree import Tree
 from millrace.episodes.tool_calls import FORMATS
-from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.renderer import Renderer
 from millrace.scoring.advantages import with_advantages
 from millrace.scoring.combining import combine
+from millrace.scoring.registry import spec_of_function
 from millrace.scoring.trees import TreeAdvantages
 from millrace.staging.packing import pack
-from millrace.training.objectives.policy_loss import PolicyLoss
-from millrace.training.optimizer import Schedule
-from millrace.training.technique import Technique
-from millrace.training.trainer import Trainer
 
 TASK = Task(prompt="a")
 TOKENIZER = TOKENIZERS["chatml"]
-
-
-@pytest.fixture(scope="module")
-def thread():
-    with LoopThread("environments") as thread:
-        yield thread
 
 
 class BranchingEngine(ChatEngine):
@@ -68,10 +60,6 @@ class BranchingEngine(ChatEngine):
         ]
 
 
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
 async def two_turns(task, agent):
     """Draws, asks, looks up and asks again."""
     messages = [user(f"{task.prompt} {agent.rng.integers(1000)}")]
@@ -80,12 +68,16 @@ async def two_turns(task, agent):
     return float(agent.rng.random())
 
 
-async def grown(function, recipe, engine, *, thread, group_size: int, **settings) -> Group:
+async def grown(
+    function, recipe, engine, *, thread, group_size: int, token_rewards=None, **settings
+) -> Group:
     player = player_of(function, engine, thread=thread, **settings)
     environment = player._environment
     assert isinstance(environment, FunctionEnvironment)
     environment._recipe = recipe
-    return await player.try_group(TASK, attempt=Attempt(3), group_size=group_size)
+    return await player.try_group(
+        TASK, attempt=Attempt(3), group_size=group_size, token_rewards=token_rewards
+    )
 
 
 def trained_once(group: Group) -> None:
@@ -122,6 +114,45 @@ async def test_a_pivot_branches_where_the_model_was_most_surprised(thread):
     assert all(len(request.partial.tokens) == 3 and request.pinned for request in branches)
     assert len({(request.seed, request.index) for request in branches}) == 6
     assert len({request.session for request in branches}) == 2  # that of their root
+
+
+async def test_by_entropy_it_branches_where_the_model_was_least_sure(thread):
+    class Reading(BranchingEngine):
+        async def read(self, passages):
+            entropies = np.array([0.1, 0.2, 0.3, 0.0, 0.2, 0.1, 2.5, 0.9, 0.2, 0.0], np.float32)
+            return [
+                Likelihoods(
+                    logprobs=entropies,
+                    top_ids=np.empty((10, 0)),
+                    top_logprobs=np.empty((10, 0)),
+                    version=0,
+                    entropies=entropies if passage.wants_entropies else None,
+                )
+                for passage in passages
+            ]
+
+    recipe = Pivot(pivots=2, branches=1, by="entropy")
+    group = await grown(answer, recipe, Reading(), thread=thread, group_size=3)
+    assert sorted(e.branching.place for e in group.episodes[1:]) == [6, 7]
+    trained_once(group)
+
+
+async def test_by_value_it_branches_where_the_worst_steps_begin(thread):
+    async def rewards_of(index: int) -> list[np.ndarray]:
+        assert index == 0  # the root's
+        rewards = np.zeros(num_prompt + 10, np.float32)
+        rewards[num_prompt + np.array([2, 5, 9])] = [0.5, -0.25, 0.25]
+        return [rewards]
+
+    num_prompt = len(Renderer(TOKENIZER).render(TASK.prompt))
+    recipe = Pivot(pivots=2, branches=1, by="value")
+    engine = BranchingEngine()
+    group = await grown(
+        answer, recipe, engine, thread=thread, group_size=3, token_rewards=rewards_of
+    )
+    assert [e.branching.place for e in group.episodes[1:]] == [3, 6]
+    with pytest.raises(TaskError, match="nobody rewards single tokens while a group is played"):
+        await grown(answer, recipe, engine, thread=thread, group_size=3)
 
 
 async def test_what_another_model_said_before_the_pivot_is_shared_and_never_branched(thread):
@@ -210,10 +241,13 @@ def test_settings_that_do_not_fit_are_refused():
         Pivot(pivots=2, branches=3).check(4)
     with pytest.raises(ConfigError, match="trees of 8 episodes, but a group has 4"):
         Tree(depth=3).check(4)
-    with pytest.raises(ConfigError, match=r"by = 'entropie' must be 'surprisal', 'chance' or"):
+    with pytest.raises(ConfigError, match=r"by = 'entropie' must be 'entropy', 'surprisal', "):
         build_recipe({"type": "pivot", "by": "entropie"})
     with pytest.raises(ConfigError, match=r"Unknown setting 'environment.recipe.branchs'"):
         build_recipe({"type": "tree", "branchs": 3})
+    by_value = {"model": "m", "environment": {"recipe": {"type": "pivot", "by": "value"}}}
+    with pytest.raises(ConfigError, match="needs a scorer that rewards single tokens, and there"):
+        recipe_of(load_config(by_value), [spec_of_function(len)])
 
 
 async def test_branches_cost_no_prefill_of_what_they_share_and_the_trainer_says_the_same(thread):
@@ -235,22 +269,10 @@ async def test_branches_cost_no_prefill_of_what_they_share_and_the_trainer_says_
             new += int((rollout.places[start:] < 0).sum())
     num_turns = 2 * len(group.episodes)
     assert engine.stats().prefill_tokens <= new + num_turns * (1 + BLOCK)
-    model = make_model()
-    model.set_attn_implementation(PACKED_ATTENTION)
-    trainer = Trainer(
-        model,
-        loss=PolicyLoss(),
-        schedule=Schedule(learning_rate=1e-3, total_steps=1),
-        technique=Technique(),
-    )
     judged = combine(group, [], scorers=[])
     scored = with_advantages(judged, TreeAdvantages()(judged))
     batch = pack([scored], microbatch_tokens=4096)
     assert batch.num_trained_tokens == sum(r.num_sampled for r in group.rollouts)
     num_rows = sum(len(micro.tokens) for micro in batch.microbatches)
     assert num_rows < sum(len(rollout.tokens) for rollout in group.rollouts)
-    for micro in batch.microbatches:
-        logprobs, _ = trainer.token_logprobs(micro)
-        np.testing.assert_allclose(
-            logprobs.detach().numpy(), micro.engine_logprobs, rtol=0, atol=1e-5
-        )
+    assert_says_the_same(make_trainer(), batch)

@@ -12,7 +12,6 @@ from families import FAMILIES
 from millrace.core.errors import WorkerError
 from millrace.core.records import Task
 from millrace.episodes.limits import Limits
-from millrace.episodes.loop_thread import LoopThread
 from millrace.rollout.cancellation import Attempt
 from millrace.serving.gateway import Gateway
 
@@ -32,12 +31,6 @@ CALLS = {
     "mistral": '[TOOL_CALLS][{"name": "lookup", "arguments": {"key": "a"}}]',
     "gemma": '```tool_code\nlookup(key="a")\n```',
 }
-
-
-@pytest.fixture
-def thread():
-    with LoopThread("environments") as thread:
-        yield thread
 
 
 def client_of(door, **settings) -> openai.AsyncOpenAI:
@@ -183,6 +176,23 @@ async def test_a_request_that_makes_no_sense_is_the_programs_to_mend(thread):
     engine = ChatEngine(lambda _: "hi")
     (episode,) = (await play_group(environment(playing), engine, thread=thread)).episodes
     assert (episode.reward, len(episode.turns)) == (1.0, 1)
+
+
+async def test_what_a_program_asks_for_is_done_or_refused_and_not_left_out(thread):
+    async def playing(client, _door) -> float:
+        ask = {"model": "x", "messages": ASK, "tools": [LOOKUP]}
+        both = await client.chat.completions.create(**ask)
+        one = await client.chat.completions.create(**ask, parallel_tool_calls=False)
+        counts = [len(reply.choices[0].message.tool_calls or ()) for reply in (both, one)]
+        assert counts == [2, 1]
+        kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+        with pytest.raises(openai.BadRequestError, match=r"set environment\.template"):
+            await client.chat.completions.create(**ask, extra_body=kwargs)
+        return 1.0
+
+    engine = ChatEngine(lambda _: CALLS["chatml"] * 2)
+    (episode,) = (await play_group(environment(playing), engine, thread=thread)).episodes
+    assert (episode.reward, len(episode.turns)) == (1.0, 2)
 
 
 async def test_the_death_of_an_engine_ends_the_episode_whatever_its_program_does(thread):

@@ -7,15 +7,14 @@ import json
 import msgspec
 import numpy as np
 import pytest
-from chat_engine import TOKENIZERS, ChatEngine, player_of
+from chat_engine import TOKENIZERS, ChatEngine, player_of, user
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tool_user import caller, lookup, user, with_a_tool
+from tool_user import caller, lookup, with_a_tool
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Completion, Episode, Kept, Task
 from millrace.episodes.limits import EpisodeOver, Limits
-from millrace.episodes.loop_thread import LoopThread
 from millrace.episodes.replay.answers import ReplayError
 from millrace.episodes.replay.edits import with_reward, with_tool_results
 from millrace.episodes.replay.episodes import episode_of
@@ -28,12 +27,6 @@ from millrace.rollout.cancellation import Attempt
 
 TASK = Task(prompt="a", columns={"value": "12"})
 TOKENIZER = TOKENIZERS["chatml"]
-
-
-@pytest.fixture(scope="module")
-def thread():
-    with LoopThread("environments") as thread:
-        yield thread
 
 
 CALL = ToolCall(id="call00000", name="lookup", arguments={"key": "a"})

@@ -9,29 +9,35 @@ import numpy as np
 import openai
 import pytest
 import torch
+from chat_engine import user
 from in_process_engine import InProcessEngine
-from talking_model import END, TOKENIZER, agent_on, make_engine, make_model, user
+from talking_model import (
+    END,
+    TOKENIZER,
+    agent_on,
+    assert_says_the_same,
+    make_engine,
+    make_model,
+    make_trainer,
+)
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Episode, Group, Request, Sampling, Score, Task
 from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.episodes.tool_calls import FORMATS
 from millrace.models.grammars import Guides, grammar_of
-from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.serving.listening import listening
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import Limits
+from millrace.serving.replies import Health
 from millrace.serving.served import Served
 from millrace.serving.server import make_app
 from millrace.staging.packing import pack
-from millrace.training.objectives.policy_loss import PolicyLoss
-from millrace.training.optimizer import Schedule
-from millrace.training.technique import Technique
-from millrace.training.trainer import Trainer
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
+HEALTH = Health(status="ok", engines=1, serving=1)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -141,14 +147,6 @@ async def test_the_trainer_says_what_the_engine_said_where_kept_ids_travel():
         assert_valid(reply.text)
         await agent.chat([*messages, reply, user("And now freely.")])
         rollouts = cast.rollouts()
-    model = make_model()
-    model.set_attn_implementation(PACKED_ATTENTION)
-    trainer = Trainer(
-        model,
-        loss=PolicyLoss(),
-        schedule=Schedule(learning_rate=1e-3, total_steps=1),
-        technique=Technique(),
-    )
     group = Group(
         number=0,
         task=Task(prompt=""),
@@ -156,9 +154,7 @@ async def test_the_trainer_says_what_the_engine_said_where_kept_ids_travel():
         scores=(Score(total=0.0, parts={}),),
         advantages=np.zeros(1, np.float32),
     )
-    (micro,) = pack([group], microbatch_tokens=4096).microbatches
-    logprobs, _ = trainer.token_logprobs(micro)
-    np.testing.assert_allclose(logprobs.detach().numpy(), micro.engine_logprobs, rtol=0, atol=1e-5)
+    assert_says_the_same(make_trainer(), pack([group], microbatch_tokens=4096))
 
 
 async def test_what_could_not_be_trained_is_refused():
@@ -184,7 +180,7 @@ async def client_of(engine: EmbeddedEngine):
         tool_format=FORMATS["hermes"],
         metrics=ServerMetrics(),
     )
-    app = make_app(model, key=None, limits=Limits(), is_healthy=lambda: True)
+    app = make_app(model, key=None, limits=Limits(), health=lambda: HEALTH)
     async with listening(app, host="127.0.0.1", port=0) as port:
         url = f"http://127.0.0.1:{port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:

@@ -2,11 +2,10 @@
 
 import msgspec
 import pytest
-from chat_engine import TOKENIZERS, ChatEngine, player_of
+from chat_engine import TOKENIZERS, ChatEngine, player_of, user
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Task
-from millrace.episodes.loop_thread import LoopThread
 from millrace.episodes.other_models import OtherModel
 from millrace.episodes.replay.answers import ReplayError
 from millrace.episodes.replay.episodes import episode_of
@@ -18,16 +17,6 @@ from millrace.rollout.renderer import Renderer
 
 TASK = Task(prompt="a")
 POLICY, JUDGE = TOKENIZERS["chatml"], TOKENIZERS["llama3"]
-
-
-@pytest.fixture
-def thread():
-    with LoopThread("environments") as thread:
-        yield thread
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
 
 
 def lookup(key: str) -> str:

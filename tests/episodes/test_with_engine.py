@@ -5,19 +5,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from chat_engine import user
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from talking_model import BLOCK, TOKENIZER, agent_on, make_engine, make_model, user, weights
+from talking_model import (
+    BLOCK,
+    TOKENIZER,
+    agent_on,
+    assert_says_the_same,
+    make_engine,
+    make_trainer,
+    weights,
+)
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Episode, Group, Rollout, Score, Task
 from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.episodes.record import Exchange
-from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.staging.packing import pack
-from millrace.training.objectives.policy_loss import PolicyLoss
-from millrace.training.optimizer import Schedule
-from millrace.training.technique import Technique
 from millrace.training.trainer import Trainer
 
 
@@ -104,11 +109,7 @@ def says_the_same(script: Script, *, engine: EmbeddedEngine, trainer: Trainer) -
     assert sum(r.num_sampled for r in rollouts) == num_sampled
     batch = pack([group_of(rollouts)], microbatch_tokens=4096)
     assert batch.num_trained_tokens == num_sampled
-    for micro in batch.microbatches:
-        logprobs, _ = trainer.token_logprobs(micro)
-        np.testing.assert_allclose(
-            logprobs.detach().numpy(), micro.engine_logprobs, rtol=0, atol=1e-5
-        )
+    assert_says_the_same(trainer, batch)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +119,7 @@ def test_the_trainer_says_what_the_engine_said_about_every_token_of_any_conversa
     num_conversations: int,
 ):
     engine = make_engine()
-    model = make_model()
-    model.set_attn_implementation(PACKED_ATTENTION)
-    trainer = Trainer(
-        model,
-        loss=PolicyLoss(),
-        schedule=Schedule(learning_rate=1e-3, total_steps=1),
-        technique=Technique(),
-    )
+    trainer = make_trainer()
 
     @settings(max_examples=num_conversations, deadline=None, derandomize=True)
     @given(script=SCRIPTS)

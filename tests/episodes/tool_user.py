@@ -1,8 +1,6 @@
 """An environment with one tool, and a model that uses it."""
 
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
+from chat_engine import user
 
 
 def lookup(key: str) -> str:

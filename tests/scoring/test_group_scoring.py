@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine_rig import letter_tokenizer, make_engine
-from fakes import Listener, make_completion, make_piece
+from fakes import Listener, make_completion, make_piece, make_rollout
 from in_process_engine import InProcessEngine
 from scripted_scorer import ScriptedScorer, group, settle
 
 from millrace.core.errors import ScoreError
-from millrace.core.records import Request, Sampling, Task
+from millrace.core.records import Notes, Request, Sampling, Task, Verdict
 from millrace.engines.pool import EnginePool
 from millrace.envs.single_turn import SingleTurn
 from millrace.rollout.cancellation import Attempt
@@ -212,3 +212,40 @@ async def test_a_short_completion_is_judged_before_the_long_one_of_its_group_has
 async def test_a_group_whose_scorers_all_compare_it_has_no_use_for_single_episodes():
     with scoring(station(ScriptedScorer(), batch=0)) as going:
         assert not going.takes_episodes
+
+
+class Noting(ScriptedScorer):
+    """Rewards the last token of each rollout by 1."""
+
+    async def score(self, group):
+        notes = []
+        for rollout in group.rollouts:
+            rewards = np.zeros(len(rollout.tokens), np.float32)
+            rewards[-1] = 1.0
+            notes.append(Notes(rewards=rewards))
+        await super().score(group)
+        return [Verdict(notes=tuple(notes))]
+
+
+async def test_rewards_of_single_tokens_are_told_while_siblings_are_still_generating():
+    stations = (
+        station(Noting("steps", weight=0.5)),
+        station(Noting("more", weight=2.0)),
+        station(ScriptedScorer("whole"), batch=0),
+        station(ScriptedScorer("late"), when="whole > 0"),  # its gate wants the whole group
+    )
+    first, second = make_rollout(), make_rollout(sampled_tokens=2)
+    episode = replace(group("a").episodes[0], rollouts=(first, second))
+    with scoring(*stations) as going:
+        going.add(3, episode)
+        rewards = await asyncio.wait_for(going.token_rewards(3), 5)
+    assert [each.tolist() for each in rewards] == [[0.0] * 6 + [2.5], [0.0] * 4 + [2.5]]
+
+
+async def test_who_asks_for_rewards_is_told_when_a_scorer_fails():
+    failing = Noting("steps")
+    failing.fails = lambda group: ScoreError("no")
+    with scoring(station(failing)) as going:
+        going.add(0, replace(group("a").episodes[0], rollouts=(make_rollout(),)))
+        with pytest.raises(ScoreError, match="no"):
+            await going.token_rewards(0)

@@ -26,12 +26,14 @@ from millrace.scoring.teachers.remote import RemoteTeacher
 from millrace.serving.listening import listening
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import Limits
+from millrace.serving.replies import Health
 from millrace.serving.score import NoEngine, Readers, ReadModel
 from millrace.serving.served import Served
 from millrace.serving.server import make_app
 
 VOCABULARY = vocabulary_checksum(letter_tokenizer())
 KEY = "a-key"
+HEALTH = Health(status="ok", engines=0, serving=0)
 
 
 def local_engine() -> ScoringEngine:
@@ -67,7 +69,7 @@ async def serving(reader: LocalReader, *, vocabulary: str = VOCABULARY) -> Async
     )
     model = ReadModel(vocabulary=vocabulary, num_tokens=VOCAB, max_context=64)
     readers = Readers([reader], model=model, timeout_s=9)  # pyright: ignore
-    app = make_app(served, key=KEY, limits=Limits(), is_healthy=lambda: True, readers=readers)
+    app = make_app(served, key=KEY, limits=Limits(), health=lambda: HEALTH, readers=readers)
     async with listening(app, host="127.0.0.1", port=0) as port:
         yield f"http://127.0.0.1:{port}/score"
     served.close()

@@ -24,10 +24,12 @@ from millrace.serving.listening import listening
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.openapi import describe
 from millrace.serving.options import Limits
+from millrace.serving.replies import Health
 from millrace.serving.served import Served
 from millrace.serving.server import make_app
 
 KEY = "a-key"
+HEALTH = Health(status="ok", engines=1, serving=1)
 CONTEXT = 48  # tokens; so that no answer takes long
 
 
@@ -43,7 +45,7 @@ async def serve(model: Path, *, ready: "Future[tuple[str, asyncio.Event]]") -> N
         tool_format=FORMATS["hermes"],
         metrics=ServerMetrics(),
     )
-    app = make_app(served, key=KEY, limits=Limits(), is_healthy=lambda: True)
+    app = make_app(served, key=KEY, limits=Limits(), health=lambda: HEALTH)
     over = asyncio.Event()
     running = asyncio.create_task(remote.run())
     async with listening(app, host="127.0.0.1", port=0) as port:

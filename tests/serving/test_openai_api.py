@@ -11,6 +11,7 @@ from writing_engine import WritingEngine, served, until
 
 from millrace.core.errors import TaskError, WorkerError
 from millrace.serving.options import Limits
+from millrace.serving.replies import Health
 
 ASK = [{"role": "user", "content": "What is 2 + 3?"}]
 ADD = {
@@ -199,6 +200,23 @@ async def test_who_offers_no_tools_gets_what_looks_like_a_call_as_text():
         assert each.choices[0].message.content == CALL
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_wants_one_call_at_a_time_gets_the_first(stream):
+    async with served(WritingEngine(f"So.{CALL}{CALL}")) as client:
+        ask = {"model": "tiny", "messages": ASK, "tools": [ADD], "parallel_tool_calls": False}
+        if stream:
+            chunks = await client.chat.completions.create(**ask, stream=True)
+            calls = [c for chunk in [c async for c in chunks] for c in _calls_of(chunk)]
+        else:
+            calls = (await client.chat.completions.create(**ask)).choices[0].message.tool_calls
+    (call,) = calls
+    assert call.function.name == "add"
+
+
+def _calls_of(chunk):
+    return chunk.choices[0].delta.tool_calls or []
+
+
 async def test_completions_go_on_from_texts_and_from_tokens():
     engine = WritingEngine("one", "two")
     async with served(engine) as client:
@@ -258,24 +276,29 @@ async def test_models_are_the_model_and_its_adapters():
             await client.chat.completions.create(model="large", messages=ASK)
 
 
-WRONG = {
-    "temperature": ({"temperature": -1}, "greater than or equal to 0"),
-    "n": ({"n": 1000}, "less than or equal to 128"),
-    "top_logprobs": ({"logprobs": True, "top_logprobs": 5}, "only 0 is supported"),
-    "frequency_penalty": ({"frequency_penalty": 0.5}, "only 0 is supported"),
-    "tool_choice": ({"tools": [ADD], "tool_choice": "required"}, "only 'auto' or 'none'"),
-    "response_format.type": (
-        {"response_format": {"type": "xml"}},
-        "only 'text', 'json_object' or 'json_schema' is supported",
-    ),
-    "reasoning_effort": ({"reasoning_effort": "low"}, "Unknown field"),
-    "stop.1": ({"stop": ["a", ""]}, "at least 1 character"),
-}
+NAMED = {"type": "function", "function": {"name": "add"}}
 
 
-@pytest.mark.parametrize("field", WRONG)
-async def test_what_cannot_be_done_is_refused_by_name(field):
-    settings, words = WRONG[field]
+@pytest.mark.parametrize(
+    ("field", "settings", "words"),
+    [
+        ("temperature", {"temperature": -1}, "greater than or equal to 0"),
+        ("n", {"n": 1000}, "less than or equal to 128"),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 5}, "only 0 is supported"),
+        ("frequency_penalty", {"frequency_penalty": 0.5}, "only 0 is supported"),
+        ("tool_choice", {"tools": [ADD], "tool_choice": "required"}, "only 'auto' or 'none'"),
+        ("tool_choice", {"tools": [ADD], "tool_choice": NAMED}, "only 'auto' or 'none'"),
+        (
+            "response_format.type",
+            {"response_format": {"type": "xml"}},
+            "only 'text', 'json_object' or 'json_schema' is supported",
+        ),
+        ("reasoning_effort", {"reasoning_effort": "low"}, "Unknown field"),
+        ("stop.1", {"stop": ["a", ""]}, "at least 1 character"),
+        (None, {"stream_options": {"include_usage": True}}, "need stream = true"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(field, settings, words):
     engine = WritingEngine("x")
     async with served(engine) as client:
         with pytest.raises(openai.BadRequestError, match=words) as info:
@@ -301,8 +324,10 @@ async def test_what_cannot_be_done_is_refused_by_name(field):
 )
 async def test_messages_that_are_none_are_refused(messages, words):
     async with served(WritingEngine("x")) as client:
-        with pytest.raises(openai.BadRequestError, match=words):
+        with pytest.raises(openai.BadRequestError, match=words) as info:
             await client.chat.completions.create(model="tiny", messages=messages)
+    is_too_long = "context holds" in words
+    assert info.value.code == ("context_length_exceeded" if is_too_long else None)
 
 
 async def test_parts_of_text_are_text_and_developers_are_the_system():
@@ -454,13 +479,19 @@ async def test_metrics_count_requests_and_tokens():
     assert "millrace_request_seconds_count 2" in lines
 
 
-async def test_health_follows_the_engines():
-    health = {"is_well": True}
+@pytest.mark.parametrize(
+    ("health", "status"),
+    [
+        (Health(status="ok", engines=2, serving=2), 200),
+        (Health(status="degraded", engines=2, serving=1), 200),
+        (Health(status="down", engines=2, serving=0), 503),
+    ],
+)
+async def test_health_is_good_while_an_engine_serves(health: Health, status: int):
     async with (
-        served(WritingEngine("x"), is_healthy=lambda: health["is_well"]) as client,
+        served(WritingEngine("x"), health=lambda: health) as client,
         aiohttp.ClientSession() as http,
+        http.get(f"{root_of(client)}health") as response,
     ):
-        for is_well, status in ((True, 200), (False, 503)):
-            health["is_well"] = is_well
-            async with http.get(f"{root_of(client)}health") as response:
-                assert response.status == status
+        assert response.status == status
+        assert await response.json() == health.model_dump()

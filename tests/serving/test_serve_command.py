@@ -2,23 +2,17 @@
 
 import asyncio
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
 import openai
-import psutil
 import pytest
 from chat_model import chat_tokenizer, make_chat_model
+from server_process import HEADERS, KEY, server_process
 
 ASK = [{"role": "user", "content": "Count."}]
-KEY = "a-key"
-COMMAND = [sys.executable, "-m", "millrace.cli", "serve"]
 
 
 @pytest.fixture(scope="module")
@@ -30,25 +24,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its address, with an engine that has room for 16 sequences."""
     logs = tmp_path_factory.mktemp("logs")
-    options = ["--port", "0", "--name", "tiny", "--log-dir", str(logs)]
-    engine = ["--engine.max_sequences", "16", "--engine.device", "cpu", "--engine.threads=1"]
-    process = subprocess.Popen(
-        [*COMMAND, str(model), *options, *engine],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "MILLRACE_API_KEY": KEY},
-    )
-    assert process.stdout is not None
-    said = process.stdout.readline()
-    found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:\d+)/v1\n", said)
-    assert found, said
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert children
-    yield found[1]
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 130
-    process.stdout.close()
-    assert not [child for child in children if child.is_running()]
+    with server_process(model, "--engine.max_sequences", "16", logs=logs) as server:
+        yield server.url
 
 
 @pytest.fixture
@@ -58,8 +35,7 @@ async def client(server: str) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def gauge(server: str, name: str) -> float:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    async with aiohttp.ClientSession(headers=headers) as http:
+    async with aiohttp.ClientSession(headers=HEADERS) as http:
         text = await (await http.get(f"{server}/metrics")).text()
     found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else -1.0
@@ -80,8 +56,7 @@ async def test_whole_streamed_and_as_tokens_a_seed_gives_the_same_reply(client, 
         ASK, add_generation_prompt=True, return_dict=False
     )
     body = {"prompt": prompt, "n": 3, "seed": 11, "max_new_tokens": 40, "top_p": 0.9}
-    headers = {"Authorization": f"Bearer {KEY}"}
-    async with aiohttp.ClientSession(headers=headers) as http:
+    async with aiohttp.ClientSession(headers=HEADERS) as http:
         answer = await (await http.post(f"{server}/generate", json=body)).json()
     assert [done["text"] for done in answer["completions"]] == texts
     for done, own in zip(answer["completions"], rows, strict=True):
@@ -130,7 +105,7 @@ async def test_a_client_that_disconnects_frees_its_places_in_the_engine(client, 
 async def test_a_wrong_key_and_malformed_json_are_refused_and_others_served(client, server: str):
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key="wrong").models.list()
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    headers = {**HEADERS, "Content-Type": "application/json"}
     async with aiohttp.ClientSession(headers=headers) as http:
         response = await http.post(f"{server}/v1/completions", data=b'{"model": "tiny"')
         assert response.status == 400

@@ -10,14 +10,17 @@ from chat_model import IM_END, chat_tokenizer
 from fakes import ScriptedEngine, make_piece
 from openai import AsyncOpenAI
 
-from millrace.core.protocols import OnTokens
+from millrace.core.protocols import Generator, OnTokens
 from millrace.core.records import Completion, Request
 from millrace.episodes.tool_calls import FORMATS
 from millrace.serving.listening import listening
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import Limits
+from millrace.serving.replies import Health
 from millrace.serving.served import Served
 from millrace.serving.server import make_app
+
+WELL = Health(status="ok", engines=1, serving=1)
 
 
 class WritingEngine(ScriptedEngine):
@@ -78,12 +81,12 @@ def cut_out(completion: Completion, place: int, member: int):
 
 @asynccontextmanager
 async def served(
-    engine: ScriptedEngine,
+    engine: Generator,
     *,
     key: str | None = None,
     limits: Limits | None = None,
     form: str = "hermes",
-    is_healthy: Callable[[], bool] = lambda: True,
+    health: Callable[[], Health] = lambda: WELL,
 ) -> AsyncIterator[AsyncOpenAI]:
     """A client of a server before this engine; what it is told first it believes."""
     model = Served(
@@ -96,7 +99,7 @@ async def served(
         metrics=ServerMetrics(),
     )
     limits = limits or Limits()
-    app = make_app(model, key=key, limits=limits, is_healthy=is_healthy)
+    app = make_app(model, key=key, limits=limits, health=health)
     async with listening(app, host="127.0.0.1", port=0, limits=limits) as port:
         url = f"http://127.0.0.1:{port}/v1"
         async with AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0) as client:

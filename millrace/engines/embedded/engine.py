@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.core.errors import RunFailed, TaskError
+from millrace.core.passages import Likelihoods, Passage
 from millrace.core.records import Completion, Finish, Piece, Request, Sampling
 from millrace.engines.embedded.adapter_bank import AdapterBank
 from millrace.engines.embedded.blocks import BlockPool, BlockTables
@@ -40,6 +41,7 @@ from millrace.engines.embedded.prefix_cache import PrefixCache
 from millrace.engines.embedded.runner import Runner
 from millrace.engines.embedded.sampler import sample
 from millrace.engines.embedded.scheduler import Scheduler
+from millrace.engines.embedded.scoring import ScoringEngine, num_rows
 from millrace.engines.embedded.sequence import sequences_of
 from millrace.engines.embedded.stopping import Stopping
 from millrace.engines.embedded.streams import Streams
@@ -129,6 +131,7 @@ class EmbeddedEngine:
                 compiles=compile_layers,
                 bank=self._bank,
             )
+        self._reader = ScoringEngine(model)
         self._weights = LiveWeights(model, version=version, merger=merger, bank=self._bank)
         self._must_step_singly = False  # a round had no room for what truncation kept
         self._has_new = False  # requests came since the last round
@@ -238,6 +241,16 @@ class EmbeddedEngine:
         if not self._scheduler.has_work:
             self._record_ended()
         return self._outcomes.take()
+
+    @torch.inference_mode()
+    def read(self, passages: Sequence[Passage]) -> list[Likelihoods]:
+        """What the policy, as it is served now, says about tokens; one forward pass, between two
+        others."""
+        if self._bank is not None:
+            rows = torch.full((num_rows(passages),), self._bank.slot_of(None))
+            self._bank.choose(rows.to(self._model.device))
+        (told,) = self._reader.read([passages], version=self.version)
+        return told
 
     def news(self) -> dict[str, list[Piece]]:
         """By request, what those that stream have sampled since this was last asked. Asked after

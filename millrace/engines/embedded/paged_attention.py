@@ -23,6 +23,8 @@ from millrace.engines.embedded.decode.attention import DecodeLayer
 from millrace.engines.embedded.decode.prefill import PrefillLayer
 from millrace.engines.embedded.kv_cache import KVCache, KVShape
 from millrace.models.loading import hidden_states
+from millrace.models.packed_attention import packed_attention
+from millrace.models.packed_layout import PackedLayout
 
 PAGED_ATTENTION = "millrace_paged"
 
@@ -214,7 +216,8 @@ def _paged_attention(
     value: Tensor,  # [1, H // G, T, Dv]
     attention_mask: Tensor | None,
     *,
-    millrace_paged: _Attends | DecodeLayer | PrefillLayer,
+    millrace_paged: _Attends | DecodeLayer | PrefillLayer | None = None,
+    layout: PackedLayout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -223,6 +226,10 @@ def _paged_attention(
     # Rotation is done in the dtype of the residual stream; the cache has that of the projections.
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layout is not None:  # the pass reads, and caches nothing: see scoring.py
+        read = {"scaling": scale, "sliding_window": sliding_window, "softcap": softcap}
+        return packed_attention(module, query, key, value, None, layout=layout, **read)
+    assert millrace_paged is not None
     settings = {"scale": scale, "window": sliding_window, "softcap": softcap}
     if isinstance(millrace_paged, DecodeLayer | PrefillLayer):
         # The layer's number stays unread here: compiled code would be made anew for each.

@@ -5,13 +5,15 @@ forward pass, so by one version; what the passages of a group begin with is read
 chunk of positions exist at a time.
 
 There is nothing to decode and so no KV to keep: passages lie end to end as in the trainer, whose
-attention and head this uses. Used by one thread.
+attention and head this uses. An engine that decodes reads in this way, too, between two passes.
+Used by one thread.
 
 T = rows of a pass, n = judged tokens, V = vocabulary, K = top tokens told.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +33,8 @@ class ScoringEngine:
     def __init__(
         self, model: PreTrainedModel, *, logprob_chunk: int = 1024, num_known: int | None = None
     ) -> None:
-        """`model` was loaded with PACKED_ATTENTION. Top tokens are of the first `num_known`: a
-        policy with the same tokenizer may have fewer rows of padding behind it."""
+        """`model` was loaded with PACKED_ATTENTION, or PAGED_ATTENTION. Top tokens are of the first
+        `num_known`: a policy with the same tokenizer may have fewer rows of padding behind it."""
         self._model = model
         self._chunk = logprob_chunk
         self._num_known = num_known
@@ -51,17 +53,18 @@ class ScoringEngine:
             position_ids=torch.from_numpy(laid.positions).to(device)[None],
             layout=PackedLayout.of(laid.lengths, parents=laid.parents, device=device),
         )
-        logprobs, top_ids, top_logprobs = self._judge(hidden, laid.predictors, passages)
+        judged = self._judge(hidden, laid.predictors, passages)
         ends = np.cumsum([len(passage.positions) for passage in passages])
         told: list[Likelihoods] = []
         for passage, end in zip(passages, ends, strict=True):
             mine, top = slice(end - len(passage.positions), end), slice(passage.top_k)
             told.append(
                 Likelihoods(
-                    logprobs=logprobs[mine],
-                    top_ids=top_ids[mine, top],
-                    top_logprobs=top_logprobs[mine, top],
+                    logprobs=judged.logprobs[mine],
+                    top_ids=judged.top_ids[mine, top],
+                    top_logprobs=judged.top_logprobs[mine, top],
                     version=version,
+                    entropies=judged.entropies[mine] if passage.wants_entropies else None,
                 )
             )
         in_order = iter(told)
@@ -69,8 +72,8 @@ class ScoringEngine:
 
     def _judge(
         self, hidden: Tensor, predictors: np.ndarray, passages: Sequence[Passage]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of all judged tokens: logprobs [n], top ids and their logprobs [n, K]."""
+    ) -> "_Judged":
+        """What is said of all judged tokens."""
         device, num_top = hidden.device, max(passage.top_k for passage in passages)
         targets = np.concatenate([p.tokens[p.positions] for p in passages]).astype(np.int64)
         counts = [len(passage.positions) for passage in passages]
@@ -89,11 +92,21 @@ class ScoringEngine:
                 kept=None if allowed is None else allowed[i],
                 num_top=num_top,
                 num_known=self._num_known,
+                wants_entropies=any(passage.wants_entropies for passage in passages),
             )
             for i, (rows, *chunk) in enumerate(chunks)
         ]
-        logprobs, ids, top = (torch.cat(part).cpu().numpy() for part in zip(*told, strict=True))
-        return logprobs, ids.astype(np.int32), top
+        logprobs, ids, top, entropies = (
+            torch.cat(part).cpu().numpy() for part in zip(*told, strict=True)
+        )
+        return _Judged(logprobs, ids.astype(np.int32), top, entropies)
+
+
+class _Judged(NamedTuple):
+    logprobs: np.ndarray  # [n]
+    top_ids: np.ndarray  # [n, K]
+    top_logprobs: np.ndarray  # [n, K]
+    entropies: np.ndarray  # [n]; [0] = nobody wants them
 
 
 def _describe(
@@ -104,15 +117,21 @@ def _describe(
     kept: KeptRows | None,
     num_top: int,
     num_known: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs of the targets [n], ids and logprobs of the likeliest tokens [n, K]."""
+    wants_entropies: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logprobs of the targets [n], ids and logprobs of the likeliest tokens [n, K], entropies [n]
+    if they are wanted."""
     scaled = logits / temperatures[:, None]
     if kept is not None:
         scaled = scaled.masked_fill(~kept.allowed(logits.shape[-1]), -torch.inf)
     normalizers = scaled.logsumexp(-1, keepdim=True)
     top = scaled[:, :num_known].topk(num_top, dim=-1)
     logprobs = scaled.gather(-1, targets[:, None]) - normalizers
-    return logprobs.squeeze(-1), top.indices, top.values - normalizers
+    entropies = logits.new_empty(0)
+    if wants_entropies:
+        # entr(p) = -p log p is 0 where nothing is left of a token.
+        entropies = torch.special.entr((scaled - normalizers).exp()).sum(-1)
+    return logprobs.squeeze(-1), top.indices, top.values - normalizers, entropies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

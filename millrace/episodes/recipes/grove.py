@@ -7,7 +7,7 @@ branch, and counted. Called on the controller's event loop.
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -40,8 +40,13 @@ class Grove:
         self._numbers = itertools.count()
         self._episodes: dict[int, Episode] = {}
 
-    @property
-    def episodes(self) -> list[Episode]:
+    async def grow(
+        self, n: int, *, size: int, tree: Callable[[], Coroutine[Any, Any, object]]
+    ) -> list[Episode]:
+        """n episodes: as many trees of that size as there is room for, and roots beside them."""
+        num_trees, num_alone = divmod(n, size)
+        trees = [tree() for _ in range(num_trees)]
+        await together([*trees, *(self.plant() for _ in range(num_alone))])
         return [self._episodes[number] for number in sorted(self._episodes)]
 
     async def plant(self) -> Leaf:
@@ -77,14 +82,15 @@ class Grove:
         self._episodes[number] = episode
         self._stage.policy.finished(number, episode)
         assert performance.recording is not None
-        places, surprisals = _own(episode)
+        places = [rollout.places for rollout in episode.rollouts]
+        surprisals = [-rollout.engine_logprobs for rollout in episode.rollouts]
         return Leaf(
             episode=episode,
             recording=performance.recording,
             branching=branching,
             family=family,
-            places=places,
-            surprisals=surprisals,
+            places=by_place(episode, places),
+            surprisals=by_place(episode, surprisals),
         )
 
 
@@ -99,17 +105,17 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _own(episode: Episode) -> tuple[np.ndarray, np.ndarray]:
-    """Places and surprisals of the tokens that it trains, by place."""
-    places = [np.empty(0, np.int64)]
-    surprisals = [np.empty(0, np.float32)]
-    for rollout in episode.rollouts:
+def by_place(episode: Episode, columns: Sequence[np.ndarray | None]) -> np.ndarray:
+    """[M] of an array [L] for each of its rollouts: the numbers of the tokens that it trains, in
+    the order of their places."""
+    places: list[np.ndarray] = []
+    numbers: list[np.ndarray] = []
+    for rollout, column in zip(episode.rollouts, columns, strict=True):
         assert rollout.places is not None
+        assert column is not None
         places.append(rollout.places[rollout.mask])
-        surprisals.append(-rollout.engine_logprobs[rollout.mask])
-    joined = np.concatenate(places)
-    order = np.argsort(joined)
-    return joined[order], np.concatenate(surprisals)[order]
+        numbers.append(column[rollout.mask])
+    return np.concatenate(numbers)[np.argsort(np.concatenate(places))]
 
 
 def _turn_at(recording: Recording, place: int) -> tuple[Any, int]:

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from millrace.core.errors import ConfigError, TaskError
-from millrace.core.records import Episode
+from millrace.core.records import Episode, Rollout
 from millrace.core.references import load_reference
-from millrace.episodes.recipes.grove import Grove, Leaf, together
+from millrace.episodes.recipes.grove import Grove, Leaf, by_place, together
 from millrace.episodes.stage import Stage
+
+Measure = Literal["entropy", "surprisal", "value", "chance"]
+MEASURES: tuple[str, ...] = get_args(Measure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,16 +24,18 @@ class Pivot:
     """Tokens of a root at which it is branched."""
     branches: int = 3
     """Further episodes from each of them, beside the root itself."""
-    by: Literal["surprisal", "chance"] | str = "surprisal"
-    """Which tokens: those that the model found least likely (-logprob, an estimate of the entropy
-    it drew from), any, or those for which "module:function", called with a Leaf, says the most: one
-    number for each of `leaf.places`, such as how little a model of yours expects there."""
+    by: Measure | str = "surprisal"
+    """Which tokens: "surprisal" takes those that the model found least likely (-logprob, one draw
+    of the entropy), "entropy" those before which it was least sure, "value" the beginnings of the
+    steps that a process reward model finds worst, "chance" any, and "module:function" those for
+    which that says the most: called with a Leaf, it returns a number for each of `leaf.places`."""
 
     def __post_init__(self) -> None:
         if self.pivots < 1 or self.branches < 1:
             raise ValueError("pivots and branches must be at least 1")
-        if self.by not in ("surprisal", "chance") and ":" not in self.by:
-            raise ValueError(f"by = {self.by!r} must be 'surprisal', 'chance' or 'module:function'")
+        if self.by not in MEASURES and ":" not in self.by:
+            known = ", ".join(map(repr, MEASURES))
+            raise ValueError(f"by = {self.by!r} must be {known} or 'module:function'")
 
     @property
     def size(self) -> int:
@@ -49,37 +54,51 @@ class Pivot:
 
     async def play(self, stage: Stage, n: int) -> list[Episode]:
         grove = Grove(stage)
-        num_trees, num_alone = divmod(n, self.size)
-        await together(
-            [
-                *(self._tree(grove, stage) for _ in range(num_trees)),
-                *(grove.plant() for _ in range(num_alone)),
-            ]
-        )
-        return grove.episodes
+        return await grove.grow(n, size=self.size, tree=lambda: self._tree(grove, stage))
 
-    async def _tree(self, grove: Grove, stage: Stage) -> Leaf:
+    async def _tree(self, grove: Grove, stage: Stage) -> None:
         root = await grove.plant()
-        chosen = self._chosen(root, seed=stage.policy.seed)
+        weights = await self._weights(root, stage)
+        best = root.places[np.argsort(-weights, kind="stable")]
+        # Where there are fewer tokens than pivots, some are taken more than once.
+        chosen = np.resize(best, self.pivots).tolist()
         await together(
             grove.branch(root, place=place) for place in chosen for _ in range(self.branches)
         )
-        return root
 
-    def _chosen(self, leaf: Leaf, *, seed: int) -> list[int]:
-        """Places; where there are fewer tokens than pivots, some are taken more than once."""
-        if self.by == "chance":
-            rng = np.random.default_rng((seed, leaf.branching.number))
-            weights = rng.random(len(leaf.places))
-        elif self.by == "surprisal":
-            weights = leaf.surprisals
-        else:
-            weights = _weights(load_reference(self.by), leaf, by=self.by)
-        best = leaf.places[np.argsort(-weights, kind="stable")]
-        return np.resize(best, self.pivots).tolist()
+    async def _weights(self, leaf: Leaf, stage: Stage) -> np.ndarray:
+        """[M] of its places: how much each of them matters."""
+        episode, number = leaf.episode, leaf.branching.number
+        match self.by:
+            case "surprisal":
+                return leaf.surprisals
+            case "entropy":
+                return by_place(episode, await stage.policy.entropies(episode.rollouts))
+            case "value":
+                rewards = await stage.policy.token_rewards(number)
+                worth = zip(episode.rollouts, rewards, strict=True)
+                return by_place(episode, [_demerits(*each) for each in worth])
+            case "chance":
+                rng = np.random.default_rng((stage.policy.seed, number))
+                return rng.random(len(leaf.places))
+            case reference:
+                return _own_weights(load_reference(reference), leaf, by=reference)
 
 
-def _weights(function: Callable[[Leaf], object], leaf: Leaf, *, by: str) -> np.ndarray:
+def _demerits(rollout: Rollout, rewards: np.ndarray) -> np.ndarray:
+    """[L]; where a step begins, minus its reward, which lies at its end. Branched there, the whole
+    step is sampled again. Other tokens come last."""
+    demerits = np.full(len(rewards), -np.inf)
+    sampled = np.flatnonzero(rollout.mask)
+    begin = 0
+    for i, token in enumerate(sampled):
+        if rewards[token] != 0:
+            demerits[sampled[begin]] = -rewards[token]
+            begin = i + 1
+    return demerits
+
+
+def _own_weights(function: Callable[[Leaf], object], leaf: Leaf, *, by: str) -> np.ndarray:
     weights = np.asarray(function(leaf), np.float64)
     if weights.shape != leaf.places.shape or not np.isfinite(weights).all():
         raise TaskError(

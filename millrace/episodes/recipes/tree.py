@@ -34,19 +34,11 @@ class Tree:
 
     async def play(self, stage: Stage, n: int) -> list[Episode]:
         grove = Grove(stage)
-        num_trees, num_alone = divmod(n, self.size)
-        await together(
-            [
-                *(self._tree(grove) for _ in range(num_trees)),
-                *(grove.plant() for _ in range(num_alone)),
-            ]
-        )
-        return grove.episodes
+        return await grove.grow(n, size=self.size, tree=lambda: self._tree(grove))
 
-    async def _tree(self, grove: Grove) -> Leaf:
+    async def _tree(self, grove: Grove) -> None:
         root = await grove.plant()
         await self._grow(grove, root, first=0, levels=self.depth)
-        return root
 
     async def _grow(self, grove: Grove, leaf: Leaf, *, first: int, levels: int) -> None:
         """Branch a leaf, from its own token number `first` on, so many levels deep."""

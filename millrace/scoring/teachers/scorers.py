@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from millrace.core.errors import ScoreError
-from millrace.core.passages import Likelihoods, Passage
-from millrace.core.records import Group, Kept, Notes, Prompt, Rollout, Task, Teaching, Verdict
+from millrace.core.passages import Likelihoods, Passage, passage_of
+from millrace.core.records import Group, Notes, Prompt, Rollout, Task, Teaching, Verdict
 from millrace.core.weight_update import WeightUpdate
 from millrace.scoring.model_process import Model, ModelScorer
 from millrace.scoring.teachers.process import TeacherProcess
@@ -140,33 +140,6 @@ def hinted_prompt(task: Task, settings: TeachingSettings) -> Prompt:
         return filled(task.prompt)
     *before, last = task.prompt
     return [*before, {**last, "content": filled(last["content"])}]
-
-
-def passage_of(
-    rollout: Rollout,
-    *,
-    temperature: float,
-    top_k: int = 0,
-    kept: Kept | None = None,
-    instead_of_prompt: np.ndarray | None = None,
-) -> Passage:
-    """About all sampled tokens of a rollout; perhaps after another prompt than theirs."""
-    sampled = np.flatnonzero(rollout.mask)
-    tokens, shift = rollout.tokens, 0
-    if instead_of_prompt is not None:
-        num_prompt = int(sampled[0])
-        tokens = np.concatenate([instead_of_prompt, tokens[num_prompt:]])
-        shift = len(instead_of_prompt) - num_prompt
-    if kept is not None:  # rows that were not sampled are empty
-        sizes = np.diff(kept.offsets)[sampled]
-        kept = Kept(ids=kept.ids, offsets=np.concatenate([np.zeros(1, np.int64), sizes.cumsum()]))
-    return Passage(
-        tokens=tokens.astype(np.int32, copy=False),
-        positions=(sampled + shift).astype(np.int32),
-        temperature=temperature,
-        top_k=top_k,
-        kept=kept,
-    )
 
 
 def check_lengths(

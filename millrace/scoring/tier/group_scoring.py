@@ -10,11 +10,12 @@ Runs on the controller's event loop: a task for each scorer and episode, ended b
 """
 
 import asyncio
-import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
+
+import numpy as np
 
 from millrace.core.protocols import OnTokens, Scorer, SegmentScorer
 from millrace.core.records import Episode, Group, Piece, Request, Verdict
@@ -36,7 +37,8 @@ class GroupScoring:
         self._stations = stations
         self._ticket = ticket
         self._episodes: dict[int, Episode] = {}
-        self._judging: defaultdict[int, list[asyncio.Task[None]]] = defaultdict(list)  # by episode
+        # By scorer and episode; of a scorer that takes groups, by the first one of them.
+        self._judging: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._found: defaultdict[tuple[str, int], asyncio.Future[Verdict]] = defaultdict(
             asyncio.get_running_loop().create_future
         )
@@ -63,7 +65,7 @@ class GroupScoring:
         self._episodes[index] = episode
         for name, station in self._stations.items():
             if not station.desk.takes_groups:
-                self._judging[index].append(self._judged(name, {index: episode}))
+                self._judging[name, index] = self._judged(name, {index: episode})
 
     def listen(self, request: Request) -> OnTokens | None:
         """Hears what is sampled for one of its episodes. A scorer behind a gate does not: it may
@@ -84,15 +86,29 @@ class GroupScoring:
 
         return tell
 
+    async def token_rewards(self, index: int) -> list[np.ndarray]:  # [L] for each rollout
+        """What is said about single tokens of an episode that was added, while others are not.
+        Raises what a scorer raises. One behind a gate is not asked: the gate may want the group."""
+        rewards = [np.zeros(len(r.tokens), np.float32) for r in self._episodes[index].rollouts]
+        for name, station in self._stations.items():
+            if station.desk.takes_groups or station.gate is not None:
+                continue
+            # Shielded: whoever gives up waiting must not cancel what the group waits for, too.
+            await asyncio.shield(self._judging[name, index])
+            for total, notes in zip(rewards, self._found[name, index].result().notes, strict=False):
+                if notes.rewards is not None:
+                    total += station.desk.scorer.weight * notes.rewards
+        return rewards
+
     async def verdicts(self, group: Group) -> list[list[Verdict]]:
         """A column per scorer, a verdict per episode. Raises what the first scorer that fails
         raises: the others need not go on then."""
         episodes = {self._place_of(episode): episode for episode in group.episodes}
         for name, station in self._stations.items():
             if station.desk.takes_groups:
-                self._judging[min(episodes)].append(self._judged(name, episodes))
+                self._judging[name, min(episodes)] = self._judged(name, episodes)
         # Only these: one that the group did without is not worth waiting for.
-        await asyncio.gather(*(task for index in episodes for task in self._judging[index]))
+        await asyncio.gather(*(task for (_, i), task in self._judging.items() if i in episodes))
         return [[self._found[name, i].result() for i in episodes] for name in self._stations]
 
     def _place_of(self, episode: Episode) -> int:
@@ -106,7 +122,7 @@ class GroupScoring:
 
     def close(self) -> None:
         """Nobody waits for what is still missing."""
-        for task in itertools.chain.from_iterable(self._judging.values()):
+        for task in self._judging.values():
             if not task.cancel() and not task.cancelled():
                 task.exception()  # looked at, or asyncio warns that nobody did
 

@@ -1,0 +1,145 @@
+"""What a policy learns from the tokens it samples: in plain groups, with pivots, and in trees.
+
+    python benchmarks/recipes.py --seeds 3 --json recipes.json
+
+The task is that of chains.py with fewer steps, rewarded for the right result alone. All runs start
+from the same policy and are strictly on-policy. A step has about as many sampled tokens in each:
+episodes that share a beginning sample it once, so there are more of them. Accuracy is that of the
+likeliest answer on held-out numbers. Rows that the JSON file has already are not run again.
+"""
+
+import argparse
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from chains import make_policy, make_tasks, outcome
+
+import millrace as mr
+from millrace.watch.metrics import read_metrics
+
+NUM_STEPS = 3  # of a chain
+GROUP_SIZE = 8
+TARGET = 0.9
+SIZES = {"steps": 40, "examples": 9600, "held_out": 128, "every": 4}
+QUICK = {"steps": 2, "examples": 128, "held_out": 8, "every": 1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    groups_per_step: int
+    recipe: dict[str, Any] | None = None
+
+
+RUNS = {
+    "groups": Run(groups_per_step=8),
+    "pivot by surprisal": Run(groups_per_step=12, recipe={"type": "pivot", "by": "surprisal"}),
+    "pivot by entropy": Run(groups_per_step=12, recipe={"type": "pivot", "by": "entropy"}),
+    "tree": Run(groups_per_step=12, recipe={"type": "tree", "branches": 2, "depth": 2}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="read and extended, row by row")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--quick", action="store_true", help="two steps of each, to try it out")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    if args.json and args.json.exists():
+        rows = json.loads(args.json.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(args.seeds):
+            for name in args.runs:
+                if (name, seed) in {(row["run"], row["seed"]) for row in rows}:
+                    continue
+                sizes = QUICK if args.quick else SIZES
+                rows.append(measure(Path(folder), name, seed=seed, sizes=sizes))
+                print(json.dumps(rows[-1]), flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(json.dumps(summary(rows)))
+
+
+def measure(folder: Path, name: str, *, seed: int, sizes: dict[str, int]) -> dict[str, Any]:
+    """One run; the policy of a seed is made once and kept in `folder`."""
+    policy = folder / f"policy-{seed}"
+    if not policy.exists():
+        make_policy(policy, seed=seed, num_steps=NUM_STEPS, num_examples=sizes["examples"])
+    run_dir = folder / f"{name}-{seed}"
+    result = mr.train(
+        settings(policy, run_dir, run=RUNS[name], seed=seed, sizes=sizes),
+        tasks=make_tasks(4096, seed=seed, num_steps=NUM_STEPS),
+        eval_tasks=make_tasks(sizes["held_out"], seed=0, num_steps=NUM_STEPS, held_out=True),
+    )
+    metrics = list(read_metrics(run_dir / "metrics.jsonl"))
+    tokens = np.cumsum([0, *(row["trained_tokens"] for row in metrics)]).astype(int).tolist()
+    accuracy = {0: result.accuracy_before, sizes["steps"]: result.accuracy_after}
+    for row in metrics:
+        if row.get("accuracy") is not None:
+            accuracy[row.get("evaluation_step", row["step"])] = row["accuracy"]
+    return {
+        "run": name,
+        "seed": seed,
+        "tokens_per_step": round(tokens[-1] / sizes["steps"]),
+        "curve": [[tokens[step], accuracy[step]] for step in sorted(accuracy)],
+    }
+
+
+def settings(
+    policy: Path, run_dir: Path, *, run: Run, seed: int, sizes: dict[str, int]
+) -> dict[str, Any]:
+    return {
+        "model": str(policy),
+        "run_dir": str(run_dir),
+        "seed": seed,
+        "sampling": {"max_new_tokens": 6 * NUM_STEPS + 1},
+        "rollout": {"group_size": GROUP_SIZE},
+        "environment": {} if run.recipe is None else {"recipe": run.recipe},
+        "scorer": [{"function": f"{outcome.__module__}:{outcome.__name__}"}],
+        "scoring": {"workers": 1},
+        "buffer": {"max_staleness": 0},
+        "trainer": {
+            "steps": sizes["steps"],
+            "groups_per_step": run.groups_per_step,
+            "learning_rate": 2e-4,
+            "threads": 1,
+        },
+        "engine": {"threads": 1, "max_sequences": 128},
+        "evaluate": {"every_steps": sizes["every"]},
+        "checkpoint": {"every_steps": 0},
+        "watch": {"progress": "off"},
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each run, over its seeds: accuracy when all had sampled as many tokens, the mean accuracy
+    on the way there, and the tokens it took to the target (None = not reached)."""
+    budget = min(row["curve"][-1][0] for row in rows)
+    at = np.linspace(0, budget, 101)
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(row["run"] for row in rows):
+        own = [np.array(row["curve"]).T for row in rows if row["run"] == name]
+        curves = [np.interp(at, *curve) for curve in own]
+        found[name] = {
+            "tokens": budget,
+            "accuracy": [round(float(curve[-1]), 3) for curve in curves],
+            "mean_accuracy": [round(float(curve.mean()), 3) for curve in curves],
+            "tokens_to_target": [_reached(tokens, accuracy) for tokens, accuracy in own],
+        }
+    return found
+
+
+def _reached(tokens: np.ndarray, accuracy: np.ndarray) -> int | None:
+    reached = np.flatnonzero(accuracy >= TARGET)
+    return int(tokens[reached[0]]) if len(reached) else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""`millrace serve` as a process of its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+KEY = "a-key"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+_COMMAND = [sys.executable, "-m", "millrace.cli", "serve"]
+_ENGINE = "millrace.workers.engine"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerProcess:
+    url: str
+    process: psutil.Process
+
+    def engine(self, name: str) -> psutil.Process:
+        """The one that has this name now."""
+        (found,) = [
+            child
+            for child in self.process.children(recursive=True)
+            if {_ENGINE, name} <= set(child.cmdline())
+        ]
+        return found
+
+
+@contextmanager
+def server_process(model: Path, *options: str, logs: Path) -> Iterator[ServerProcess]:
+    """A server named "tiny" that ends in order, and all its processes with it."""
+    general = ["--port", "0", "--name", "tiny", "--log-dir", str(logs)]
+    engine = ["--engine.device", "cpu", "--engine.threads=1"]
+    process = subprocess.Popen(
+        [*_COMMAND, str(model), *general, *engine, *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "MILLRACE_API_KEY": KEY},
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:\d+)/v1\n", said)
+            assert found, said
+            server = ServerProcess(url=found[1], process=psutil.Process(process.pid))
+            yield server
+            children = server.process.children(recursive=True)
+            assert children
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 130
+    assert not [child for child in children if child.is_running()]
