@@ -44,9 +44,11 @@ class GroupPolicy:
         on_episode: Callable[[int, Episode], None] | None,
         overtakes: int = 0,
         others: Mapping[str, Generator] | None = None,
+        wants_routes: bool = False,
     ) -> None:
         """`attempt`: what its tokens are sampled for, if that is training. `on_episode` is told of
-        each episode that is over. `others`: engines of other models, by name."""
+        each episode that is over. `others`: engines of other models, by name. `wants_routes`: of
+        what is trained, if the policy has any."""
         self._engine = engine
         self._others = others or {}
         self._renderer = renderer
@@ -57,6 +59,7 @@ class GroupPolicy:
         self._attempt = attempt
         self._on_episode = on_episode
         self._overtakes = overtakes
+        self._wants_routes = wants_routes
         self._calls = itertools.count()
         self._versions: dict[int, list[np.ndarray]] = {}  # of what is trained, by episode
 
@@ -80,6 +83,7 @@ class GroupPolicy:
             overtakes=self._overtakes,
             seed=self.seed + call,
             expires=self.is_trained,
+            routes_from=0 if self._wants_routes else None,
         )
         told: set[int] = set()
 
@@ -116,6 +120,7 @@ class GroupPolicy:
         is_trained: bool = True,
         pinned: bool = False,
         partial: Completion | None = None,
+        routes_from: int = 0,
     ) -> Completion:
         assert model is None or not is_trained, "only the policy learns"
         engine = self._engine if model is None else self._others[model]
@@ -131,6 +136,7 @@ class GroupPolicy:
             partial=partial,
             expires=self.is_trained and is_trained,
             adapter=adapter,
+            routes_from=routes_from if self._wants_routes and is_trained else None,
         )
         (completion,) = await engine.generate(request)
         if self._attempt is not None and is_trained:
@@ -161,10 +167,13 @@ class Player:
         seed: int,
         lengths: Lengths | None = None,
         others: Mapping[str, Generator] | None = None,
+        wants_routes: bool = False,
     ) -> None:
-        """`others`: engines of models besides the policy, by name."""
+        """`others`: engines of models besides the policy, by name. `wants_routes`: of groups for
+        training, as they are replayed there."""
         self._others = others
         self._lengths = lengths or Lengths(most=0)
+        self._wants_routes = wants_routes
         self._environment = environment
         self._engine = engine
         self._renderer = renderer
@@ -240,6 +249,7 @@ class Player:
             on_episode=on_episode,
             overtakes=self._lengths.overtakes(task) if attempt is not None else 0,
             others=self._others,
+            wants_routes=self._wants_routes and attempt is not None,
         )
         episodes = await self._environment.play(task, policy, group_size)
         group = Group(number=number, task=task, episodes=tuple(episodes))

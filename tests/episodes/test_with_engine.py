@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from astray import lead_astray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from talking_model import BLOCK, TOKENIZER, agent_on, make_engine, make_model, user, weights
@@ -14,6 +15,8 @@ from millrace.core.records import Episode, Group, Rollout, Score, Task
 from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.episodes.record import Exchange
 from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.models.router_search import find_routing
+from millrace.models.routing import Replay
 from millrace.staging.packing import pack
 from millrace.training.objectives.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
@@ -111,17 +114,24 @@ def says_the_same(script: Script, *, engine: EmbeddedEngine, trainer: Trainer) -
         )
 
 
+SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
 @pytest.mark.parametrize(
-    "num_conversations", [12, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    ("num_experts", "num_conversations"),
+    [(0, 12), (8, 6), pytest.param(0, 200, marks=SLOW), pytest.param(8, 200, marks=SLOW)],
 )
 def test_the_trainer_says_what_the_engine_said_about_every_token_of_any_conversation(
-    num_conversations: int,
+    num_experts: int, num_conversations: int
 ):
-    engine = make_engine()
-    model = make_model()
+    engine = make_engine(num_experts=num_experts)
+    lead_astray(engine, num_experts=num_experts)
+    model = make_model(num_experts=num_experts)
     model.set_attn_implementation(PACKED_ATTENTION)
+    routing = find_routing(model)
     trainer = Trainer(
         model,
+        replay=None if routing is None else Replay(routing),
         loss=PolicyLoss(),
         schedule=Schedule(learning_rate=1e-3, total_steps=1),
         technique=Technique(),

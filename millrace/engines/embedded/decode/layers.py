@@ -136,13 +136,19 @@ def keep_residual_in_float32(model: PreTrainedModel) -> None:
         return
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: output.float())
     for module in model.base_model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(_as_weight)
+        matrix = next((p for p in module.parameters(recurse=False) if p.ndim > 1), None)
+        if matrix is not None and not isinstance(module, _Part):  # which casts by itself
+            holder: Any = module
+            holder.matrix_dtype = matrix.dtype
+            module.register_forward_pre_hook(_as_matrix)
 
 
-def _as_weight(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    assert isinstance(module, nn.Linear)
-    return (inputs[0].to(module.weight.dtype), *inputs[1:])
+def _as_matrix(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Linear layers, routers and experts take what their weights are."""
+    dtype = module.matrix_dtype
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
+    )
 
 
 def install(model: PreTrainedModel, caches: Mapping[int, Tensor], *, compile_layers: bool) -> None:
