@@ -16,6 +16,7 @@ from millrace.core.routes import unknown_id
 from millrace.models.router_search import find_routing
 from millrace.models.routing import Replay
 from millrace.rollout.renderer import Renderer
+from millrace.training.layers import checkpoint_layers, compile_layers
 from millrace.training.splitting import halves
 from millrace.training.trainer import Trainer
 
@@ -174,6 +175,23 @@ def test_layers_that_are_computed_twice_go_the_same_way_twice():
     other = gradients(dataclasses.replace(part, routes=None))
     name = "model.layers.0.mlp.experts.down_proj"
     assert not torch.allclose(other[name], plain[name], rtol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_compiled_layers_go_the_same_way(checkpointing: bool):
+    part = astray_part()
+    trainer = replaying(tiny_model(MIXTURE))
+    compile_layers(trainer.model, backend="aot_eager")
+    if checkpointing:
+        checkpoint_layers(trainer.model)
+    logprobs, _ = trainer.token_logprobs(part)
+    np.testing.assert_allclose(logprobs.detach().numpy(), part.engine_logprobs, rtol=0, atol=1e-5)
+    logprobs.sum().backward()
+    for name, gradient in gradients(part).items():
+        ours = trainer.model.get_parameter(name).grad
+        torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=1e-5, msg=name)
+    torch._dynamo.reset()
 
 
 def test_routers_learn_although_they_do_not_choose():
