@@ -38,7 +38,7 @@ from millrace.training.critic import Critic, write_critic
 from millrace.training.layers import arrange_layers
 from millrace.training.loss_scale import LossScale
 from millrace.training.losses import Adapts, Anchored, Distils, Loss, Refers, TokenBatch
-from millrace.training.metrics import StepMetrics
+from millrace.training.metrics import StepMetrics, replayed_share
 from millrace.training.noting import noted
 from millrace.training.optimizer import Schedule, build_optimizer
 from millrace.training.snapshot import STATE_FILE, Snapshot, host_copy
@@ -139,6 +139,7 @@ class Trainer:
         return {
             **summary,
             **({} if self._critic is None else self._critic.step_metrics()),
+            **({} if self._replay is None else {"routes_replayed": replayed_share(batches)}),
             "loss": summary["loss"] / len(told),
             "microbatch_splits": float(sum(update.num_splits for update in updates)),
             "loss_scale": self._scale.value,

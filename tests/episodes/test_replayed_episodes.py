@@ -116,9 +116,9 @@ def assert_same(left: Episode, right: Episode) -> None:
     assert len(left.rollouts) == len(right.rollouts)
     for mine, other in zip(left.rollouts, right.rollouts, strict=True):
         assert (mine.sampling, mine.agent) == (other.sampling, other.agent)
-        arrays = [
-            (r.tokens, r.mask, r.engine_logprobs, r.versions, r.routes) for r in (mine, other)
-        ]
+        arrays = [(r.tokens, r.mask, r.engine_logprobs, r.versions) for r in (mine, other)]
+        if mine.routes is not None or other.routes is not None:
+            arrays = [(*a, r.routes) for a, r in zip(arrays, (mine, other), strict=True)]
         if mine.kept is not None or other.kept is not None:
             arrays = [
                 (*a, r.kept.ids, r.kept.offsets) for a, r in zip(arrays, (mine, other), strict=True)

@@ -221,4 +221,5 @@ def test_a_step_with_replayed_routes_learns():
     trainer = replaying(tiny_model(MIXTURE))
     metrics = trainer.step(batch)
     assert metrics["logprob_mismatch"] < 1e-5
+    assert metrics["routes_replayed"] == 1
     assert differences(trainer, batch).max() > 1e-4
