@@ -135,20 +135,25 @@ def keep_residual_in_float32(model: PreTrainedModel) -> None:
     if model.dtype == torch.float32:
         return
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: output.float())
+    dtype = model.dtype
+
+    def as_experts(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0].to(dtype), *inputs[1:])
+
     for module in model.base_model.modules():
-        matrix = next((p for p in module.parameters(recurse=False) if p.ndim > 1), None)
-        if matrix is not None and not isinstance(module, _Part):  # which casts by itself
-            holder: Any = module
-            holder.matrix_dtype = matrix.dtype
-            module.register_forward_pre_hook(_as_matrix)
+        own = [parameter.ndim for parameter in module.parameters(recurse=False)]
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(_as_weight)
+        elif 3 in own:  # experts, side by side
+            module.register_forward_pre_hook(as_experts)
+        elif 2 in own and not isinstance(module, _Part | nn.Embedding):
+            # A router: what it says weighs the experts, and is a few numbers per token.
+            module.float()
 
 
-def _as_matrix(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Linear layers, routers and experts take what their weights are."""
-    dtype = module.matrix_dtype
-    return tuple(
-        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
-    )
+def _as_weight(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    assert isinstance(module, nn.Linear)
+    return (inputs[0].to(module.weight.dtype), *inputs[1:])
 
 
 def install(model: PreTrainedModel, caches: Mapping[int, Tensor], *, compile_layers: bool) -> None:
