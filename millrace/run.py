@@ -283,6 +283,7 @@ class _Run:
             seed=config.seed,
             lengths=Lengths(most=config.rollout.longest_first),
             others=crew.models,
+            wants_routes=config.trainer.replay_routes,
         )
         return Controller(
             config,

@@ -1,6 +1,7 @@
 """Tiny randomly initialised models of several architectures, made by seed."""
 
 import torch
+import transformers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -17,6 +18,10 @@ from transformers import (
 
 VOCAB = 64
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3")
+MIXTURE = "qwen3_moe"
+MIXTURES = (MIXTURE, "qwen2_moe", "mixtral", "olmoe", "glm4_moe")
+NUM_EXPERTS = 8
+TOP_K = 2
 _SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -33,9 +38,12 @@ _SHAPE = {
 }
 
 
+_EXPERTS = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 16}
+
+
 def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
     """Qwen 2 has biases; Gemmas have a sliding window of 8 in one of their two layers, and Gemma 2
-    softcaps."""
+    softcaps. Routers of mixtures are far from undecided."""
     torch.manual_seed(seed)
     shape = {**_SHAPE, "num_hidden_layers": num_layers}
     windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
@@ -49,8 +57,37 @@ def tiny_model(architecture: str, *, seed: int = 0, num_layers: int = 2) -> PreT
             )
         ),
         "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**shape, **windows)),
+        "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(**shape, **_EXPERTS)
+        ),
+        "qwen2_moe": lambda: transformers.Qwen2MoeForCausalLM(
+            transformers.Qwen2MoeConfig(**shape, **_EXPERTS, shared_expert_intermediate_size=16)
+        ),
+        "mixtral": lambda: transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(
+                **shape, num_local_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K
+            )
+        ),
+        "olmoe": lambda: transformers.OlmoeForCausalLM(
+            transformers.OlmoeConfig(**shape, **_EXPERTS)
+        ),
+        # Its first layer is dense, and experts come in two groups, of which one is chosen.
+        "glm4_moe": lambda: transformers.Glm4MoeForCausalLM(
+            transformers.Glm4MoeConfig(
+                **shape,
+                n_routed_experts=NUM_EXPERTS,
+                num_experts_per_tok=TOP_K,
+                moe_intermediate_size=16,
+                n_shared_experts=1,
+                n_group=2,
+                topk_group=1,
+                first_k_dense_replace=1,
+            )
+        ),
     }[architecture]()
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.bias"):
+            torch.nn.init.normal_(parameter)
+        if name.endswith("mlp.gate.weight"):
             torch.nn.init.normal_(parameter)
     return model.eval()

@@ -1,12 +1,13 @@
 """Engines over tiny models, and what plain transformers says about the tokens they sampled."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from architectures import VOCAB, tiny_model
+from architectures import MIXTURE, VOCAB, tiny_model
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     MinPLogitsWarper,
@@ -22,6 +23,7 @@ from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
 from millrace.models.adapters import Adapter, adapter_of
+from millrace.models.router_search import find_routing
 
 torch.set_num_threads(1)  # on tensors this small, a second thread only spins
 
@@ -50,6 +52,7 @@ def make_engine(
     lora: LoraConfig | None = None,
     residents: Mapping[str, Adapter] | None = None,
     dtype: torch.dtype = torch.float32,
+    notes_routes: bool = False,
     **settings: Any,
 ) -> EmbeddedEngine:
     """Small blocks and chunks, so that a few tokens cross many boundaries."""
@@ -69,6 +72,7 @@ def make_engine(
         "num_blocks": 256,
         "block_tokens": 4,
         "prefill_tokens": 64,
+        "routing": find_routing(model) if notes_routes else None,
     }
     return EmbeddedEngine(model, letter_tokenizer(), eos_ids=eos_ids, **{**sizes, **settings})
 
@@ -92,12 +96,18 @@ def prompt_of(length: int, *, seed: int = 0) -> np.ndarray:
 
 
 def make_request(
-    id: str = "r", *, prompt: np.ndarray | int = 6, n: int = 1, seed: int = 0, **sampling: Any
+    id: str = "r",
+    *,
+    prompt: np.ndarray | int = 6,
+    n: int = 1,
+    seed: int = 0,
+    routes_from: int | None = None,
+    **sampling: Any,
 ) -> Request:
     """`prompt`: its tokens, or how many of them."""
     tokens = prompt_of(prompt) if isinstance(prompt, int) else prompt
     settings = Sampling(**{"max_new_tokens": 16, **sampling})
-    return Request(id=id, prompt=tokens, n=n, seed=seed, sampling=settings)
+    return Request(id=id, prompt=tokens, n=n, seed=seed, sampling=settings, routes_from=routes_from)
 
 
 def finish_all(
@@ -122,6 +132,34 @@ def plain_logits(
     model.set_attn_implementation("eager")
     with torch.no_grad():
         return model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1].float()
+
+
+class _Noted:
+    """A router's own choice, to be looked at."""
+
+    def choose(self, own: torch.Tensor) -> torch.Tensor:
+        self.chosen = own
+        return own
+
+
+def plain_routes(
+    tokens: np.ndarray, *, architecture: str = MIXTURE, seed: int = 0
+) -> np.ndarray:  # [L, layers, top_k]
+    """Where one plain forward pass of transformers sends these tokens."""
+    model, rules = _noting_model(architecture, seed)
+    with torch.no_grad():
+        model(input_ids=torch.from_numpy(tokens).long()[None])
+    return torch.stack([rule.chosen for rule in rules], 1).numpy().astype(np.uint8)
+
+
+@functools.cache
+def _noting_model(architecture: str, seed: int) -> tuple[PreTrainedModel, list[_Noted]]:
+    model = tiny_model(architecture, seed=seed)
+    routing = find_routing(model)
+    assert routing is not None
+    rules = [_Noted() for _ in routing.routers]
+    routing.install(rules)
+    return model, rules
 
 
 def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

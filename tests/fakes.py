@@ -29,6 +29,7 @@ def make_rollout(
     sampled_tokens: int = 4,
     versions: int | list[int] = 0,
     kept: bool = False,
+    routes: bool = False,
     temperature: float = 1.0,
     seed: int = 0,
 ) -> Rollout:
@@ -50,6 +51,7 @@ def make_rollout(
         versions=stamped,
         sampling=Sampling(temperature=temperature, top_k=2 if kept else 0),
         kept=rows,
+        routes=rng.integers(0, 8, (length, 2, 2)).astype(np.uint8) if routes else None,
     )
 
 

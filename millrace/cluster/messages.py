@@ -122,6 +122,7 @@ class StartEngine(Message, frozen=True):
     model_path: str  # the config's model, or a checkpoint of it
     version: int  # the Version those weights are
     adapter_path: str | None = None  # of a LoRA run: the checkpoint whose adapter goes on top
+    notes_routes: bool = False  # of a mixture of experts: note which of them tokens go to
 
 
 class Generate(Message, frozen=True):

@@ -210,6 +210,9 @@ class TrainerConfig(Section):
     """CPU threads; by default the cores are shared out evenly."""
     logprob_chunk: PositiveInt = 1024
     """Tokens whose logits exist at one time."""
+    replay_routes: bool = True
+    """Of a mixture of experts: send each token to the experts that the engine sent it to; see
+    docs/routing.md. False: nobody notes where they went."""
     gradient_checkpointing: bool = False
     """Compute each layer twice to keep less for the backward pass."""
     compile: bool = False

@@ -36,6 +36,7 @@ class Microbatch:
     advantages: np.ndarray  # [N] float32
     temperatures: np.ndarray  # [N] float32; the temperature each token was sampled at
     kept: Kept | None = None  # rows = N
+    routes: np.ndarray | None = None  # [T, layers, top_k] uint8 or uint16, see core/routes.py
     reference_logprobs: np.ndarray | None = None  # [N] float32; where the run has a reference model
     proximal_logprobs: np.ndarray | None = None  # [N] float32; the trainer's, set there, if at all
     # Where the run has teachers; NaN for tokens that none of them teaches:

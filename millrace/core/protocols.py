@@ -271,9 +271,11 @@ class Policy(Protocol):
         is_trained: bool = True,
         pinned: bool = False,
         partial: Completion | None = None,
+        routes_from: int = 0,
     ) -> Completion:
         """One turn of one episode; with `partial` it begins with these tokens. `model`: who takes
-        it, if that is not the policy; its tokens are of that model, and never trained."""
+        it, if that is not the policy; its tokens are of that model, and never trained. If routes
+        are replayed, those from position `routes_from` on come with it."""
         ...
 
     async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:  # [L] each

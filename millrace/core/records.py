@@ -86,6 +86,10 @@ class Completion:
     logprobs: np.ndarray  # [N] float32; after temperature and truncation
     versions: np.ndarray  # [N] int32; Version that sampled each token
     kept: Kept | None = None  # rows = N; present when sampling truncates
+    # [F, layers, top_k] uint8 or uint16, see core/routes.py: where the tokens of prompt and
+    # completion went that were fed, from request.routes_from on; the last one was not. Fewer of a
+    # completion that is to be resumed: what its engine did not tell is noted by the next one.
+    routes: np.ndarray | None = None
     finish: Finish
     text: str  # decoded tokens, without the eos token and without the matched stop string
     kv: KVOrigin | None = None  # of prompt and completion; None = its engine does not say
@@ -134,6 +138,8 @@ class Request:
     at_leisure: bool = False
     # None = the policy; else one of engine.adapters, or "base" = without the adapter in training.
     adapter: str | None = None
+    # Position of the first token whose routes are wanted, where the model has any; None = none are.
+    routes_from: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -156,6 +162,9 @@ class Rollout:
     versions: np.ndarray  # [L] int32; Version that sampled each token, -1 elsewhere
     sampling: Sampling
     kept: Kept | None = None  # rows = L; empty rows where mask is False
+    # [L, layers, top_k] uint8 or uint16, see core/routes.py: experts that each token went to in the
+    # pass that predicted the next one; of a mixture of experts whose routes are replayed.
+    routes: np.ndarray | None = None
     rewards: np.ndarray | None = None  # [L] float32; of single tokens, besides the episode's score
     reference_logprobs: np.ndarray | None = None  # [L] float32; of a model to stay close to
     teaching: Teaching | None = None

@@ -97,6 +97,7 @@ class Launcher:
             model_path=_from_any_folder(path),
             version=0 if is_late else self._prepared.cursor.version,
             adapter_path=None if adapter is None else _from_any_folder(adapter),
+            notes_routes=config.trainer.replay_routes,
         )
 
     async def _load(self, worker: Worker, start: Message) -> None:

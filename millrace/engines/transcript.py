@@ -1,8 +1,9 @@
 """What a pool knows of a request that its engine has not answered yet.
 
 Promise: if the engine is lost, what it has told is enough to go on from: tokens, logprobs, versions
-and kept ids. Who listens hears every token once, and each end and each completion once, however
-often a completion changes its engine.
+and kept ids. Routes come with the end only; those of a lost engine are lost, and who goes on from
+these tokens notes where it sends them itself. Who listens hears every token once, and each end and
+each completion once, however often a completion changes its engine.
 
 Runs on the controller's event loop; torch-free.
 """
@@ -92,6 +93,7 @@ class Transcript:
             ),
             versions=np.concatenate([none, *(part.versions for part in known)]),
             kept=_joined_kept([part.kept for part in known if part.kept]) if truncates else None,
+            routes=None if self._request.partial is None else self._request.partial.routes,
             finish="interrupt",
             text="",  # made when it ends
         )

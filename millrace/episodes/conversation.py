@@ -45,6 +45,13 @@ class Beginning:
     at: int | None = None  # of the parent's branch, where that is not its end
 
     @property
+    def start(self) -> int:
+        """Tokens before the given ones, which are on record."""
+        if self.parent is None:
+            return 0
+        return self.parent.end if self.at is None else self.at
+
+    @property
     def tokens(self) -> np.ndarray:
         """All that the engine is to see."""
         before = [] if self.parent is None else [self.parent.tokens(self.at)]

@@ -20,7 +20,7 @@ from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Ending, Prompt, Sampling, Turn
 from millrace.episodes.conversation import Beginning
 from millrace.episodes.limits import EpisodeOver, Limits
-from millrace.episodes.record import Exchange, TokenRecord
+from millrace.episodes.record import Exchange, TokenRecord, first_routed
 from millrace.episodes.tape import Tape
 from millrace.episodes.tool_calls import ToolCall
 from millrace.episodes.tools import Tool, ToolResult, run_tool
@@ -41,6 +41,7 @@ class Sample(Protocol):
         model: str | None,
         is_trained: bool,
         pinned: bool,
+        routes_from: int,
     ) -> Awaitable[Completion]: ...
 
 
@@ -133,7 +134,13 @@ class Play:
             raise self._too_long(len(tokens), voice)
         with self.tape.turn(call, agent=voice.agent) as noted:
             completion = await self._sampled(
-                tokens, call=call, voice=voice, sampling=sampling, session=session, pinned=pinned
+                tokens,
+                call=call,
+                voice=voice,
+                sampling=sampling,
+                session=session,
+                pinned=pinned,
+                routes_from=first_routed(beginning.start),
             )
             exchange = voice.record.add(
                 beginning.given,

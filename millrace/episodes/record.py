@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.core.records import Completion, Kept, Rollout, Sampling
+from millrace.core.routes import unknown_routes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -25,7 +26,7 @@ class Exchange:
     parent: "Exchange | None"
     start: int  # tokens before it: those of the parent, up to here
     given: np.ndarray  # [G] int32
-    completion: Completion  # [N]
+    completion: Completion  # [N]; its routes begin at first_routed(start)
     sampling: Sampling
 
     @property
@@ -149,6 +150,7 @@ def _rollout(
         versions=np.where(mask, versions, -1)[:last].astype(np.int32),
         sampling=sampling,
         kept=_kept(path, masks, num_rows=last),
+        routes=_routes(path, num_rows=last),
     )
 
 
@@ -182,6 +184,27 @@ def _kept(
         ids=np.concatenate(ids).astype(np.int32),
         offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
     )
+
+
+def first_routed(start: int) -> int:
+    """Position of the first token whose routes an exchange brings that begins at `start`: of the
+    tokens before it they are on record, but for the last one, which this exchange goes on from."""
+    return max(0, start - 1)
+
+
+def _routes(
+    path: Sequence[tuple[Exchange, int]], *, num_rows: int
+) -> np.ndarray | None:  # [num_rows, layers, top_k]
+    """Of all tokens of a branch; where two exchanges have seen one, those of the later: what
+    follows in this branch was predicted there."""
+    known = [(e, routes) for e, _ in path if (routes := e.completion.routes) is not None]
+    if not known:
+        return None
+    joined = unknown_routes(num_rows, like=known[0][1])
+    for exchange, routes in known:
+        rows = joined[first_routed(exchange.start) :][: len(routes)]
+        rows[:] = routes[: len(rows)]
+    return joined
 
 
 def _num_sampled(exchange: Exchange, end: int) -> int:

@@ -174,7 +174,7 @@ class _BranchSource:
 
 def _begun(completion: Completion, count: int) -> Completion:
     """Its first tokens, to go on from."""
-    kept = completion.kept
+    kept, routes = completion.kept, completion.routes
     return replace(
         completion,
         tokens=completion.tokens[:count],
@@ -183,6 +183,7 @@ def _begun(completion: Completion, count: int) -> Completion:
         kept=None
         if kept is None
         else Kept(ids=kept.ids[: kept.offsets[count]], offsets=kept.offsets[: count + 1]),
+        routes=None if routes is None else routes[: len(routes) - (len(completion.tokens) - count)],
         finish="abort",
         text="",
         kv=None,

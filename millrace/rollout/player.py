@@ -50,10 +50,12 @@ class GroupPolicy:
         others: Mapping[str, Generator] | None = None,
         reader: Reader | None = None,
         token_rewards: TokenRewards | None = None,
+        wants_routes: bool = False,
     ) -> None:
         """`attempt`: what its tokens are sampled for, if that is training. `on_episode` is told of
         each episode that is over. `others`: engines of other models, by name. `reader` and
-        `token_rewards`: who may be asked about what was sampled."""
+        `token_rewards`: who may be asked about what was sampled. `wants_routes`: of what is
+        trained, if the policy has any."""
         self._engine = engine
         self._reader = reader
         self._token_rewards = token_rewards
@@ -66,6 +68,7 @@ class GroupPolicy:
         self._attempt = attempt
         self._on_episode = on_episode
         self._overtakes = overtakes
+        self._wants_routes = wants_routes
         self._calls = itertools.count()
         self._versions: dict[int, list[np.ndarray]] = {}  # of what is trained, by episode
 
@@ -89,6 +92,7 @@ class GroupPolicy:
             overtakes=self._overtakes,
             seed=self.seed + call,
             expires=self.is_trained,
+            routes_from=0 if self._wants_routes else None,
         )
         told: set[int] = set()
 
@@ -125,6 +129,7 @@ class GroupPolicy:
         is_trained: bool = True,
         pinned: bool = False,
         partial: Completion | None = None,
+        routes_from: int = 0,
     ) -> Completion:
         assert model is None or not is_trained, "only the policy learns"
         engine = self._engine if model is None else self._others[model]
@@ -140,6 +145,7 @@ class GroupPolicy:
             partial=partial,
             expires=self.is_trained and is_trained,
             adapter=adapter,
+            routes_from=routes_from if self._wants_routes and is_trained else None,
         )
         (completion,) = await engine.generate(request)
         if self._attempt is not None and is_trained:
@@ -192,10 +198,13 @@ class Player:
         seed: int,
         lengths: Lengths | None = None,
         others: Mapping[str, Generator] | None = None,
+        wants_routes: bool = False,
     ) -> None:
-        """`others`: engines of models besides the policy, by name."""
+        """`others`: engines of models besides the policy, by name. `wants_routes`: of groups for
+        training, as they are replayed there."""
         self._others = others
         self._lengths = lengths or Lengths(most=0)
+        self._wants_routes = wants_routes
         self._environment = environment
         self._engine = engine
         self._renderer = renderer
@@ -277,6 +286,7 @@ class Player:
             others=self._others,
             reader=self._engine,
             token_rewards=token_rewards,
+            wants_routes=self._wants_routes and attempt is not None,
         )
         episodes = await self._environment.play(task, policy, group_size)
         group = Group(number=number, task=task, episodes=tuple(episodes))

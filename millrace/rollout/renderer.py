@@ -14,6 +14,7 @@ import numpy as np
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Completion, Kept, Message, Prompt, Rollout, Sampling, Task
+from millrace.core.routes import padded
 
 
 class Renderer:
@@ -115,6 +116,9 @@ class Renderer:
             ).astype(np.int32, copy=False),
             sampling=sampling,
             kept=None if completion.kept is None else _after_prompt(completion.kept, num_prompt),
+            routes=None
+            if completion.routes is None
+            else padded(completion.routes, num_prompt + num_sampled),
         )
 
 

@@ -14,8 +14,9 @@ from itertools import pairwise
 import numpy as np
 
 from millrace.core.microbatch import Batch, Microbatch
-from millrace.core.records import Group, Kept, Rollout
+from millrace.core.records import Group, Rollout
 from millrace.core.returns import sampled_rewards
+from millrace.staging.joining import join_kept, join_references, join_routes, join_teachings
 
 # A shared beginning costs a second look at keys in every layer; a shorter one is not worth it.
 MIN_SHARED_TOKENS = 4
@@ -37,6 +38,12 @@ class _Branch:
 
     tokens: np.ndarray  # [rows] int32; up to the last row that somebody looks at
     members: tuple[_Row, ...]
+
+    @property
+    def routes(self) -> np.ndarray | None:  # [rows, layers, top_k]
+        """Of its first rollout: what several have in common goes one way."""
+        routes = self.members[0].rollout.routes
+        return None if routes is None else routes[: len(self.tokens)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -227,15 +234,14 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
     """Shared rows first, then what follows them, then branches on their own."""
     bundles = sorted(bundles, key=lambda bundle: bundle[0].shared == 0)
     families = [family for bundle in bundles for family in bundle]
-    shared_rows = [f.branches[0].tokens[: f.shared] for f in families if f.shared]
-    segments = _Segments(shared_rows)
+    segments = _Segments([(f.branches[0], f.shared) for f in families if f.shared])
     predictors: list[np.ndarray] = []
     last_rows: list[int] = []
     members: list[_Row] = []
     for number, family in enumerate(families):
         parent = number if family.shared else -1
         for branch in family.branches:
-            rows = segments.lay(branch.tokens, parent=parent, shared=family.shared)
+            rows = segments.lay(branch, parent=parent, shared=family.shared)
             for row in branch.members:
                 trained = np.flatnonzero(row.rollout.mask)
                 predictors.append(rows[trained - 1])
@@ -259,9 +265,10 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
         versions=np.concatenate([r.versions[r.mask] for r in rollouts]),
         advantages=np.concatenate([row.advantages for row in members]),
         temperatures=np.repeat(np.array(temperatures, np.float32), counts),
-        kept=_join_kept(rollouts),
-        reference_logprobs=_join_references(rollouts),
-        **_join_teachings(rollouts),
+        kept=join_kept(rollouts),
+        routes=join_routes(segments.routes, lengths),
+        reference_logprobs=join_references(rollouts),
+        **join_teachings(rollouts),
         groups=np.repeat(np.arange(len(bundles)), sizes).astype(np.int32) if pairs else None,
         rewards=np.concatenate(rewards).astype(np.float32) if rewards else None,
         last_rows=np.array(last_rows, np.int32) if rewards else None,
@@ -271,15 +278,18 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
 class _Segments:
     """The segments of a microbatch while it is laid out; parents were laid before the others."""
 
-    def __init__(self, parents: Sequence[np.ndarray]) -> None:
-        self.tokens = list(parents)
-        self.positions = [np.arange(len(tokens)) for tokens in parents]
+    def __init__(self, parents: Sequence[tuple[_Branch, int]]) -> None:
+        """`parents`: a branch of each family that shares rows, and how many."""
+        self.tokens = [branch.tokens[:shared] for branch, shared in parents]
+        self.positions = [np.arange(shared) for _, shared in parents]
+        self.routes = [_rows_of(branch.routes, slice(shared)) for branch, shared in parents]
         self.parents = [-1] * len(parents)
-        self._ends = np.cumsum([len(tokens) for tokens in parents])
-        self._num_rows = sum(len(tokens) for tokens in parents)
+        self._ends = np.cumsum([shared for _, shared in parents])
+        self._num_rows = sum(shared for _, shared in parents)
 
-    def lay(self, tokens: np.ndarray, *, parent: int, shared: int) -> np.ndarray:
+    def lay(self, branch: _Branch, *, parent: int, shared: int) -> np.ndarray:
         """Add what follows the first `shared` tokens; returns the row of each token [L]."""
+        tokens = branch.tokens
         num_own = len(tokens) - shared
         rows = np.arange(len(tokens)) + (self._num_rows - shared)
         if shared:
@@ -287,56 +297,11 @@ class _Segments:
         if num_own:
             self.tokens.append(tokens[shared:])
             self.positions.append(np.arange(shared, len(tokens)))
+            self.routes.append(_rows_of(branch.routes, slice(shared, None)))
             self.parents.append(parent)
             self._num_rows += num_own
         return rows
 
 
-def _join_kept(rollouts: Sequence[Rollout]) -> Kept | None:
-    if all(rollout.kept is None for rollout in rollouts):
-        return None
-    ids: list[np.ndarray] = []
-    sizes: list[np.ndarray] = []
-    for rollout in rollouts:
-        if rollout.kept is None:
-            sizes.append(np.zeros(rollout.num_sampled, np.int64))
-        else:
-            ids.append(rollout.kept.ids)  # rows that are not trained are empty
-            sizes.append(np.diff(rollout.kept.offsets)[rollout.mask])
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
-    return Kept(ids=np.concatenate(ids), offsets=offsets)
-
-
-def _join_references(rollouts: Sequence[Rollout]) -> np.ndarray | None:
-    found = [r.reference_logprobs[r.mask] for r in rollouts if r.reference_logprobs is not None]
-    if not found:
-        return None
-    assert len(found) == len(rollouts), "either all rollouts of a run have a reference, or none"
-    return np.concatenate(found)
-
-
-def _join_teachings(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    """What teachers say of the trained tokens; NaN where nobody teaches."""
-    if all(rollout.teaching is None for rollout in rollouts):
-        return {}
-    widths = {t.top_ids.shape[1] for r in rollouts if (t := r.teaching) and t.top_ids is not None}
-    assert len(widths) <= 1, "all teachers of a run tell of as many tokens"
-    num_told = widths.pop() if widths else 0
-    logprobs: list[np.ndarray] = []
-    ids: list[np.ndarray] = []
-    told: list[np.ndarray] = []
-    for rollout in rollouts:
-        teaching, mask, count = rollout.teaching, rollout.mask, rollout.num_sampled
-        if teaching is None:
-            logprobs.append(np.full(count, np.nan, np.float32))
-            ids.append(np.tile(np.arange(num_told, dtype=np.int32), (count, 1)))
-            told.append(np.full((count, num_told), np.nan, np.float32))
-            continue
-        logprobs.append(teaching.logprobs[mask])
-        if teaching.top_ids is not None and teaching.top_logprobs is not None:
-            ids.append(teaching.top_ids[mask])
-            told.append(teaching.top_logprobs[mask])
-    joined = {"teacher_logprobs": np.concatenate(logprobs)}
-    if num_told:
-        joined |= {"told_ids": np.concatenate(ids), "told_logprobs": np.concatenate(told)}
-    return joined
+def _rows_of(routes: np.ndarray | None, rows: slice) -> np.ndarray | None:
+    return None if routes is None else routes[rows]

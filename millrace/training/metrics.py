@@ -4,11 +4,13 @@ Promise: every mean is over the trained tokens of the whole step, so no number d
 split. Sums stay on the device, in float64, until the step is over: one wait per step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from millrace.core.microbatch import Batch
+from millrace.core.routes import unknown_id
 from millrace.training.losses import TokenBatch
 
 # Of the histogram that quantiles are read from: they are right to 1 %, and 1 is the middle of a
@@ -102,3 +104,14 @@ def _quantiles(histogram: Tensor) -> dict[str, Tensor]:
         name: (((below < share * below[-1]).sum() - NUM_BINS // 2) * width).double().exp()
         for name, share in QUANTILES.items()
     }
+
+
+def replayed_share(batches: Sequence[Batch]) -> float:
+    """Of the rows that are computed, those that are sent where the engine sent them."""
+    parts = [part for batch in batches for part in batch.microbatches]
+    known = sum(
+        int((routes[:, 0, 0] != unknown_id(routes.dtype)).sum())
+        for part in parts
+        if (routes := part.routes) is not None
+    )
+    return known / sum(len(part.tokens) for part in parts)

@@ -95,6 +95,7 @@ def _part(whole: Microbatch, chosen: np.ndarray) -> Microbatch:
         predictors=new_row[whole.predictors[chosen]],
         rollouts=rollouts - rollouts[0],
         kept=None if whole.kept is None else _kept_rows(whole.kept, chosen),
+        routes=None if whole.routes is None else whole.routes[rows],
         last_rows=None if last_rows is None else new_row[last_rows],
         **{name: getattr(whole, name)[chosen] for name in _PER_TRAINED},
         **{name: _chosen(getattr(whole, name), chosen) for name in _IF_ANY},

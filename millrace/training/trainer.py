@@ -1,9 +1,9 @@
 """The learner: one batch, one step, one version.
 
 Promise: trainer logprobs are those of the distribution each token was drawn from (its temperature,
-its kept ids). An update whose loss or gradient is not finite is skipped: weights and optimizer stay
-as they were, and the step makes its version without it. A microbatch that does not fit into memory
-is split, and the step is the same.
+its kept ids, the experts that tokens went to). An update whose loss or gradient is not finite is
+skipped: weights and optimizer stay as they were, and the step makes its version without it. A
+microbatch that does not fit into memory is split, and the step is the same.
 
 Master weights and optimizer state are float32; bfloat16, or float16 with a scaled loss, is used for
 computing only. The model stays in eval mode: dropout would make the trainer's distribution another
@@ -14,7 +14,7 @@ Used by one thread. T = rows of a microbatch, N = trained tokens of it, D = hidd
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -31,13 +31,14 @@ from millrace.core.microbatch import Batch, Microbatch
 from millrace.models.fused_logprobs import chunked_distributions
 from millrace.models.loading import write_model
 from millrace.models.logprobs import KeptRows
+from millrace.models.routing import Replay
 from millrace.models.trained_adapter import TrainedAdapter
 from millrace.training.checkpoints import CRITIC
 from millrace.training.critic import Critic, write_critic
 from millrace.training.layers import arrange_layers
 from millrace.training.loss_scale import LossScale
 from millrace.training.losses import Adapts, Anchored, Distils, Loss, Refers, TokenBatch
-from millrace.training.metrics import StepMetrics
+from millrace.training.metrics import StepMetrics, replayed_share
 from millrace.training.noting import noted
 from millrace.training.optimizer import Schedule, build_optimizer
 from millrace.training.snapshot import STATE_FILE, Snapshot, host_copy
@@ -77,6 +78,7 @@ class Trainer:
         loss: Loss,
         adapter: TrainedAdapter | None = None,  # in the model; else all weights are trained
         critic: Critic | None = None,  # else batches bring their advantages
+        replay: Replay | None = None,  # of the model's routes; else its routers choose
         schedule: Schedule,
         technique: Technique,
         logprob_chunk: int = 1024,
@@ -91,6 +93,7 @@ class Trainer:
         self._loss = loss
         self._adapter = adapter
         self._critic = critic
+        self._replay = replay
         self._schedule = schedule
         self._technique = technique
         self._scale = LossScale(is_on=technique.compute_dtype is torch.float16)
@@ -136,6 +139,7 @@ class Trainer:
         return {
             **summary,
             **({} if self._critic is None else self._critic.step_metrics()),
+            **({} if self._replay is None else {"routes_replayed": replayed_share(batches)}),
             "loss": summary["loss"] / len(told),
             "microbatch_splits": float(sum(update.num_splits for update in updates)),
             "loss_scale": self._scale.value,
@@ -156,6 +160,8 @@ class Trainer:
         """And those [N, K + 1] of the tokens `told` [N, K] and of all others."""
         self._on_pass()
         device = self.model.device
+        if self._replay is not None:
+            self._replay.begin(microbatch.routes, device=device)
         with self._technique.autocast(device):
             hidden = packed_hidden_states(self.model, microbatch)  # [T, D]
             kept = microbatch.kept
@@ -320,7 +326,8 @@ class Trainer:
             return noted(
                 batch,
                 "reference_logprobs",
-                ask=lambda part: self.token_logprobs(part)[0],
+                # With routers of its own: it is asked what it would say, not what it would have.
+                ask=lambda part: self.token_logprobs(replace(part, routes=None))[0],
                 limit=self._limit,
             )
 

@@ -68,6 +68,7 @@ def _start(message: StartEngine, link: Link, timeline: Timeline) -> "EngineWorke
         version=message.version,
         lora=config.lora,
         adapter_path=None if message.adapter_path is None else Path(message.adapter_path),
+        notes_routes=message.notes_routes,
     )
     return wire(engine, config, link=link, timeline=timeline)
 

@@ -38,6 +38,8 @@ from millrace.core.spans import Timeline
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model, resolve_device
 from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.models.router_search import check_replay, find_routing
+from millrace.models.routing import Replay
 from millrace.models.trained_adapter import TrainedAdapter
 from millrace.training.checkpoint_writer import CheckpointWriter, Ending
 from millrace.training.critic import Critic
@@ -268,6 +270,7 @@ def build_trainer(
         model,
         adapter=adapter,
         critic=None if config.critic is None else build_critic(config, config.critic),
+        replay=replay_of(model) if settings.replay_routes else None,
         loss=build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens),
         schedule=Schedule(
             learning_rate=settings.learning_rate,
@@ -281,6 +284,15 @@ def build_trainer(
         epochs=settings.epochs,
         on_pass=on_pass,
     )
+
+
+def replay_of(model: PreTrainedModel) -> Replay | None:
+    """None of a dense model; raises ConfigError if the routers of the model are not to be told."""
+    routing = find_routing(model)
+    if routing is None:
+        return None
+    check_replay(model, routing)
+    return Replay(routing)
 
 
 def build_critic(config: RunConfig, settings: CriticConfig) -> Critic:

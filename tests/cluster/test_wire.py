@@ -31,6 +31,7 @@ completions = st.builds(
     logprobs=arrays,
     versions=arrays,
     kept=st.none() | kept,
+    routes=st.none() | arrays,
     finish=st.sampled_from(["stop", "length", "abort", "interrupt", "expire"]),
     text=st.text(),
 )
@@ -41,11 +42,12 @@ requests = st.builds(
     sampling=st.builds(Sampling, stop=st.tuples(st.text())),
     partial=st.none() | completions,
 )
-OPTIONAL = ("kept", "reference_logprobs", "proximal_logprobs", "groups")
+OPTIONAL = ("kept", "routes", "reference_logprobs", "proximal_logprobs", "groups")
 microbatches = st.builds(
     Microbatch,
     **{name: arrays for name in Microbatch.__dataclass_fields__ if name not in OPTIONAL},
     kept=st.none() | kept,
+    routes=st.none() | arrays,
     reference_logprobs=st.none() | arrays,
 )
 batches = st.builds(

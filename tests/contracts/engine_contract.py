@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from architectures import tiny_model
+from architectures import MIXTURE, tiny_model
 from engine_rig import (
     EOS,
     assert_same,
@@ -21,6 +21,7 @@ from engine_rig import (
     letter_tokenizer,
     make_request,
     plain_logits,
+    plain_routes,
     prompt_of,
     save_model,
     weights,
@@ -93,6 +94,17 @@ class EngineContract:
                 assert set(completion.versions) == {0}
                 logits = plain_logits(model, request.prompt, completion)
                 assert_sampled_from(logits, completion, request.sampling)
+
+    async def test_tokens_of_a_mixture_come_with_the_experts_they_went_to(
+        self, open_engine: OpenEngine, tmp_path: Path
+    ):
+        save_model(tmp_path / "mixture", MIXTURE)
+        request = make_request(prompt=9, n=2, routes_from=3)
+        async with open_engine(tmp_path / "mixture") as engine:
+            completions = await engine.generate(request)
+        for completion in completions:
+            expected = plain_routes(np.concatenate([request.prompt, completion.tokens]))
+            np.testing.assert_array_equal(completion.routes, expected[3:-1])
 
     def check_form(self, completion: Completion, request: Request) -> None:
         count = len(completion.tokens)

@@ -20,7 +20,9 @@ async def open_in_process(model_path: Path) -> AsyncIterator[Engine]:
     config = EngineConfig(
         device="cpu", max_sequences=8, block_tokens=4, prefill_tokens=16, max_context=MAX_CONTEXT
     )
-    embedded = build_engine(str(model_path), config=config, trust_remote_code=False, version=0)
+    embedded = build_engine(
+        str(model_path), config=config, trust_remote_code=False, version=0, notes_routes=True
+    )
     receiver = make_receiver("shm")
     engine = InProcessEngine(embedded, receiver=receiver)
     running = asyncio.create_task(engine.run())

@@ -272,6 +272,19 @@ async def test_sequences_of_an_engine_that_dies_go_on_elsewhere_from_what_it_tol
     assert (pool.continued.sequences, pool.continued.tokens, pool.continued.anew) == (1, 2, 1)
 
 
+async def test_a_sequence_keeps_the_routes_it_came_with_when_its_engine_dies():
+    dying, healthy = DyingEngine("ab"), ScriptedEngine("rest")
+    dying.dies.set()
+    pool = EnginePool([dying, healthy], replaces=True)
+    routes = np.ones((3, 2, 2), np.uint8)
+    partial = replace(make_completion("x"), routes=routes)
+    await pool.generate(replace(make_request("r"), partial=partial, routes_from=0))
+    (known,) = healthy.requests
+    assert known.partial.tokens.tolist() == [ord(c) for c in "xab"]
+    assert known.partial.routes is routes  # what the lost engine noted, it never told
+    assert known.routes_from == 0
+
+
 async def test_a_completion_that_ended_before_its_engine_died_is_told_once_and_kept():
     class Doomed(DyingEngine):
         async def generate(self, request, on_tokens=None, on_completion=None):

@@ -9,7 +9,13 @@ import numpy as np
 import torch
 from chat_engine import TOKENIZERS
 from in_process_engine import InProcessEngine
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from millrace.core.microbatch import Batch
 from millrace.core.records import Sampling
@@ -21,6 +27,8 @@ from millrace.episodes.limits import Limits
 from millrace.episodes.play import Play
 from millrace.episodes.tool_calls import FORMATS
 from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.models.router_search import find_routing
+from millrace.models.routing import Replay
 from millrace.rollout.player import GroupPolicy
 from millrace.rollout.renderer import Renderer
 from millrace.training.objectives.policy_loss import PolicyLoss
@@ -35,26 +43,33 @@ END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 BLOCK = 4
 
 
-def make_model(seed: int = 0) -> PreTrainedModel:
+def make_model(seed: int = 0, *, num_experts: int = 0) -> PreTrainedModel:
+    """With `num_experts` a mixture, two of which see each token."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(TOKENIZER),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    return Qwen3ForCausalLM(config)
+    shape = {
+        "vocab_size": len(TOKENIZER),
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,
+    }
+    if not num_experts:
+        return Qwen3ForCausalLM(Qwen3Config(**shape))
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)).eval()
 
 
-def make_engine(*, seed: int = 0, device: str = "cpu", **settings: Any) -> EmbeddedEngine:
-    model = make_model(seed).to(device)
+def make_engine(
+    *, seed: int = 0, device: str = "cpu", num_experts: int = 0, **settings: Any
+) -> EmbeddedEngine:
+    model = make_model(seed, num_experts=num_experts).to(device)
     model.set_attn_implementation(PAGED_ATTENTION)
+    settings = {"routing": find_routing(model), **settings}
     sizes = {"max_context": 2048, "max_sequences": 8, "num_blocks": 2048, "prefill_tokens": 512}
     return EmbeddedEngine(
         model, TOKENIZER, version=0, eos_ids=[END], block_tokens=BLOCK, **{**sizes, **settings}
@@ -82,6 +97,7 @@ async def agent_on(
         seed=seed,
         attempt=None,
         on_episode=None,
+        wants_routes=True,
     )
     play = Play(
         name=policy.name,
@@ -103,11 +119,13 @@ async def agent_on(
         running.cancel()
 
 
-def make_trainer(seed: int = 0) -> Trainer:
-    model = make_model(seed)
+def make_trainer(seed: int = 0, *, num_experts: int = 0) -> Trainer:
+    model = make_model(seed, num_experts=num_experts)
     model.set_attn_implementation(PACKED_ATTENTION)
+    routing = find_routing(model)
     return Trainer(
         model,
+        replay=None if routing is None else Replay(routing),
         loss=PolicyLoss(),
         schedule=Schedule(learning_rate=1e-3, total_steps=1),
         technique=Technique(),

@@ -95,6 +95,34 @@ def test_kept_ids_stay_beside_the_tokens_that_are_trained():
     assert other.kept.offsets.tolist() == [0, 0, 0, 0, 0, 2]
 
 
+def routed(*tokens: int, rows: list[int]) -> Completion:
+    """With one layer and one expert per token."""
+    return replace(sampled(*tokens), routes=np.array(rows, np.uint8).reshape(-1, 1, 1))
+
+
+def test_routes_are_those_of_the_exchange_that_went_on_from_a_token():
+    record = TokenRecord()
+    first = record.add(np.array([1, 2]), routed(3, 4, 5, rows=[10, 11, 12, 13]), sampling=PLAIN)
+    # Asked for from the last token on that is on record, which nobody had fed before.
+    record.add(np.array([6]), routed(7, rows=[24, 25]), sampling=PLAIN, parent=first)
+    record.add(np.array([]), routed(8, 9, rows=[32, 33]), sampling=PLAIN, parent=first, at=3)
+    turns, fork = (r.routes for r in record.rollouts())
+    assert turns is not None
+    assert turns[:, 0, 0].tolist() == [10, 11, 12, 13, 24, 25, 255]
+    assert fork is not None
+    assert fork[:, 0, 0].tolist() == [10, 11, 32, 33, 255]
+
+
+def test_rows_that_an_exchange_lacks_are_not_known():
+    record = TokenRecord()
+    first = record.add(np.array([1, 2]), routed(3, 4, rows=[10]), sampling=PLAIN)
+    second = record.add(np.array([5]), sampled(6, 7), sampling=PLAIN, parent=first)
+    record.add(np.array([8]), routed(9, rows=[26, 27]), sampling=PLAIN, parent=second)
+    (rollout,) = record.rollouts()
+    assert rollout.routes is not None
+    assert rollout.routes[:, 0, 0].tolist() == [10, *[255] * 5, 26, 27, 255]
+
+
 @st.composite
 def trees(draw: st.DrawFn) -> TokenRecord:
     """Every sampled token is another, so that each can be told by its number."""

@@ -34,7 +34,7 @@ TOOL = tool_of(lookup)
 
 
 class RandomEngine(ChatEngine):
-    """Random tokens, logprobs, versions and kept ids, after a random while."""
+    """Random tokens, logprobs, versions, kept ids and routes, after a random while."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(lambda _: "")
@@ -56,6 +56,7 @@ class RandomEngine(ChatEngine):
                 )
                 if request.sampling.truncates
                 else None,
+                routes=rng.integers(0, 300, (size, 2, 3)).astype(np.uint16),
                 finish="length",
                 text=TOKENIZER.decode(tokens),
             )
@@ -109,6 +110,8 @@ def assert_same(left: Episode, right: Episode) -> None:
     for mine, other in zip(left.rollouts, right.rollouts, strict=True):
         assert (mine.sampling, mine.agent) == (other.sampling, other.agent)
         arrays = [(r.tokens, r.mask, r.engine_logprobs, r.versions) for r in (mine, other)]
+        if mine.routes is not None or other.routes is not None:
+            arrays = [(*a, r.routes) for a, r in zip(arrays, (mine, other), strict=True)]
         if mine.kept is not None or other.kept is not None:
             arrays = [
                 (*a, r.kept.ids, r.kept.offsets) for a, r in zip(arrays, (mine, other), strict=True)

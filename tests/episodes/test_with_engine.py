@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from astray import lead_astray
 from chat_engine import user
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,14 +113,19 @@ def says_the_same(script: Script, *, engine: EmbeddedEngine, trainer: Trainer) -
     assert_says_the_same(trainer, batch)
 
 
+SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
 @pytest.mark.parametrize(
-    "num_conversations", [12, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    ("num_experts", "num_conversations"),
+    [(0, 12), (8, 6), pytest.param(0, 200, marks=SLOW), pytest.param(8, 200, marks=SLOW)],
 )
 def test_the_trainer_says_what_the_engine_said_about_every_token_of_any_conversation(
-    num_conversations: int,
+    num_experts: int, num_conversations: int
 ):
-    engine = make_engine()
-    trainer = make_trainer()
+    engine = make_engine(num_experts=num_experts)
+    lead_astray(engine, num_experts=num_experts)
+    trainer = make_trainer(num_experts=num_experts)
 
     @settings(max_examples=num_conversations, deadline=None, derandomize=True)
     @given(script=SCRIPTS)

@@ -51,7 +51,7 @@ def past_of(folder: Path) -> Past:
 
 
 async def test_a_group_comes_back_as_it_was_with_the_task_its_number_stands_for(tmp_path):
-    group = make_group(3, kept=True, versions=[1, 1, 2, 2])
+    group = make_group(3, kept=True, routes=True, versions=[1, 1, 2, 2])
     journal = open_journal(tmp_path)
     await admit(journal, 0, 1, 2)
     journal.issued(3, draw=7)
@@ -65,6 +65,7 @@ async def test_a_group_comes_back_as_it_was_with_the_task_its_number_stands_for(
         np.testing.assert_array_equal(mine.tokens, other.tokens)
         np.testing.assert_array_equal(mine.engine_logprobs, other.engine_logprobs)
         np.testing.assert_array_equal(mine.kept.ids, other.kept.ids)
+        np.testing.assert_array_equal(mine.routes, other.routes)
         assert mine.sampling == other.sampling
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from architectures import tiny_model
+from architectures import MIXTURE, MIXTURES, tiny_model
 from batches import batch_of, mixed_rollouts, trainer_of
 from fake_checkpoint import write_fake_checkpoint
 from full_disk import files_of_at_most
@@ -65,7 +65,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", MIXTURE])
 def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, architecture):
     first, second = batches(4)[:2], batches(4)[2:]
     settings = {"weight_decay": 0.1, "learning_rate": 3e-3}
@@ -85,7 +85,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, architecture):
         assert torch.equal(resumed.named_weights()[name], weight), name
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", *MIXTURES])
 def test_a_checkpoint_is_a_hugging_face_model(tmp_path, architecture):
     trainer = trainer_of(tiny_model(architecture))
     trainer.step(batches(1)[0])

@@ -72,6 +72,8 @@ SOME, DORA = LoraConfig(target_modules=("v_proj", "up_proj")), LoraConfig(rank=4
         pytest.param(SOME, "unmerged", "qwen3", 1, id="some-unmerged"),
         pytest.param(DORA, "merged", "qwen3", 1, id="dora-merged"),
         pytest.param(DORA, "unmerged", "llama", 4, id="dora-unmerged"),
+        pytest.param(ALL, "merged", "qwen2_moe", 1, id="mixture-merged"),
+        pytest.param(ALL, "unmerged", "qwen2_moe", 4, id="mixture-unmerged"),
     ],
 )
 def test_an_engine_computes_with_a_swapped_adapter_what_the_trainer_does(

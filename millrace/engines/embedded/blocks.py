@@ -99,6 +99,11 @@ class BlockTables:
         self.rows = np.zeros((num_lanes, -(-max_context // block_tokens)), dtype=np.int64)
         self.sizes = np.zeros(num_lanes, dtype=np.int64)  # blocks in use, per lane
 
+    def slots(self, lanes: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+        """Where the cache holds these tokens, [T] each."""
+        blocks = self.rows[lanes, positions // self.block_tokens]
+        return blocks * self.block_tokens + positions % self.block_tokens
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
 

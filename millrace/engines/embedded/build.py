@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from millrace.models.loading import (
     resolve_device,
     stop_token_ids,
 )
+from millrace.models.router_search import find_routing
+from millrace.models.routing import Routing
 
 _CPU_KV_BYTES = 2**30
 _GPU_KV_SHARE = 0.4  # of the free memory; a trainer may want the rest
@@ -37,10 +40,12 @@ def build_engine(
     version: int,
     lora: LoraConfig | None = None,
     adapter_path: Path | None = None,
+    notes_routes: bool = False,
 ) -> EmbeddedEngine:
     """Load the model; its weights, with the adapter on top if there is one, are `version`.
 
-    With `lora` the engine takes adapters instead of weights from then on.
+    With `lora` the engine takes adapters instead of weights from then on. With `notes_routes` it
+    can tell where tokens went in a mixture of experts.
     """
     device = resolve_device(config.device)
     try:
@@ -59,7 +64,13 @@ def build_engine(
         ) from None
     tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code)
     engine = engine_of(
-        model, tokenizer, config=config, version=version, merger=merger, adapters=adapters
+        model,
+        tokenizer,
+        config=config,
+        version=version,
+        merger=merger,
+        adapters=adapters,
+        routing=find_routing(model) if notes_routes else None,
     )
     if adapter_path is not None:
         engine.swap(read_checkpoint(adapter_path), version=version)
@@ -74,10 +85,12 @@ def engine_of(
     version: int,
     merger: AdapterMerger | None = None,
     adapters: Mapping[str | None, Adapter] | None = None,
+    routing: Routing | None = None,
 ) -> EmbeddedEngine:
     """The engine these settings describe, ready for its first request."""
     on_gpu = model.device.type == "cuda"
-    if on_gpu and config.round_steps != 1:
+    round_steps = _round_steps(model, config)
+    if on_gpu and round_steps != 1:
         _check_compiler()
     context = _context(model, config)
     num_blocks = config.num_blocks or _default_num_blocks(model, config, context=context)
@@ -88,6 +101,7 @@ def engine_of(
             version=version,
             merger=merger,
             adapters=adapters,
+            routing=routing,
             eos_ids=stop_token_ids(model, tokenizer),
             max_context=context,
             max_sequences=config.max_sequences,
@@ -96,7 +110,7 @@ def engine_of(
             prefill_tokens=config.prefill_tokens or (16384 if on_gpu else 2048),
             kv=config.kv,
             prefix_cache=config.prefix_cache,
-            round_steps=config.round_steps or (32 if on_gpu else 1),
+            round_steps=round_steps,
             compile_layers=config.compile and on_gpu,
         )
         engine.warm_up()
@@ -128,6 +142,24 @@ def applied_adapters(
     if lora.apply == "merged" or (lora.apply == "auto" and not residents):
         return AdapterMerger(model, policy), {}
     return None, {None: policy, **residents}
+
+
+def _round_steps(model: PreTrainedModel, config: EngineConfig) -> int:
+    """Tokens per round trip to the device; one where an expert's share of the tokens has to be
+    asked for on the way, which no CUDA graph can."""
+    if model.device.type != "cuda":
+        return config.round_steps or 1
+    wanted = config.round_steps or 32
+    has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
+    major, _ = torch.cuda.get_device_capability(model.device)
+    if wanted == 1 or not has_experts or (model.dtype == torch.bfloat16 and major in (9, 10)):
+        return wanted
+    warnings.warn(
+        f"Experts in {model.dtype} on this GPU decode in single steps, which are several times"
+        " slower than rounds; set engine.dtype to bfloat16 on a GPU of Hopper's kind or later.",
+        stacklevel=2,
+    )
+    return 1
 
 
 def _check_compiler() -> None:

@@ -3,8 +3,8 @@ pass, or one round of them.
 
 Promise: weights change only in commit(), which runs between two steps: no pass sees two versions,
 and an engine whose commit failed half-way computes nothing until it holds a complete version. Every
-sampled token comes with its logprob, the version that sampled it and, when truncation is on, the
-ids it was kept from.
+sampled token comes with its logprob, the version that sampled it, when truncation is on the ids it
+was kept from and, of a mixture of experts whose routing it is given, the experts it went to.
 
 Synchronous; all methods are called by one thread, but prepare(), which another may call meanwhile.
 """
@@ -21,26 +21,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millrace.core.errors import RunFailed, TaskError
 from millrace.core.passages import Likelihoods, Passage
 from millrace.core.records import Completion, Finish, Piece, Request, Sampling
-from millrace.engines.embedded.adapter_bank import AdapterBank
-from millrace.engines.embedded.blocks import BlockPool, BlockTables
 from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, sample_rows
-from millrace.engines.embedded.decode.layers import prepare
-from millrace.engines.embedded.decode.prefill import can_flash
 from millrace.engines.embedded.decode.rounds import Rounds
 from millrace.engines.embedded.decode.state import NOTHING
 from millrace.engines.embedded.endings import Endings
 from millrace.engines.embedded.guiding import guided
 from millrace.engines.embedded.intake import adapter_slot, check_request
-from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.live_weights import LiveWeights, Prepared
 from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.outcomes import Finished, Outcomes
-from millrace.engines.embedded.paged_attention import new_cache
+from millrace.engines.embedded.parts import make_parts
 from millrace.engines.embedded.plans import Plan
-from millrace.engines.embedded.prefix_cache import PrefixCache
-from millrace.engines.embedded.runner import Runner
 from millrace.engines.embedded.sampler import sample
-from millrace.engines.embedded.scheduler import Scheduler
 from millrace.engines.embedded.scoring import ScoringEngine, num_rows
 from millrace.engines.embedded.sequence import sequences_of
 from millrace.engines.embedded.stopping import Stopping
@@ -48,6 +40,7 @@ from millrace.engines.embedded.streams import Streams
 from millrace.models.adapters import Adapter
 from millrace.models.grammars import Guides
 from millrace.models.logprobs import final_logits
+from millrace.models.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +64,7 @@ class EmbeddedEngine:
         # Of this model. With a merger, or an adapter under None, swaps bring adapters.
         merger: AdapterMerger | None = None,
         adapters: Mapping[str | None, Adapter] | None = None,  # not merged; by name in requests
+        routing: Routing | None = None,  # of this model, to note where tokens go
         eos_ids: Sequence[int],
         max_context: int,
         max_sequences: int,
@@ -88,49 +82,26 @@ class EmbeddedEngine:
         self._model = model.requires_grad_(False)
         self._vocab_size = model.config.get_text_config().vocab_size
         self._kv = kv
-        self._pool = BlockPool(num_blocks)
-        self._lanes = Lanes(max_sequences, max_context=self._max_context)
-        tables = BlockTables(
-            self._pool,
-            num_lanes=max_sequences,
-            max_context=self._max_context,
-            block_tokens=block_tokens,
-        )
-        cache = new_cache(model, num_blocks=num_blocks, block_tokens=block_tokens)
-        prefixes = PrefixCache(
-            self._pool,
-            block_tokens=block_tokens,
-            version=version,
-            keeps=kv == "keep",
-            is_on=prefix_cache,
-        )
-        self._scheduler = Scheduler(
-            self._lanes, tables, prefixes=prefixes, prefill_tokens=prefill_tokens
-        )
-        if round_steps > 1:
-            prepare(model, cache.layers, compile_layers=compile_layers)
-        self._bank = AdapterBank(model, adapters) if adapters else None
-        self._runner = Runner(
+        parts = make_parts(
             model,
-            lanes=self._lanes,
-            tables=tables,
-            cache=cache,
-            bank=self._bank,
-            flashes=round_steps > 1 and can_flash(cache, model=model),
+            version=version,
+            adapters=adapters,
+            routing=routing,
+            eos_ids=eos_ids,
+            max_context=self._max_context,
+            max_sequences=max_sequences,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            prefill_tokens=prefill_tokens,
+            keeps_kv=kv == "keep",
+            prefix_cache=prefix_cache,
+            round_steps=round_steps,
+            kept_capacity=kept_capacity,
+            compile_layers=compile_layers,
         )
-        self._rounds: Rounds | None = None
-        if round_steps > 1:
-            self._rounds = Rounds(
-                model,
-                lanes=self._lanes,
-                tables=tables,
-                cache=cache,
-                eos_ids=eos_ids,
-                max_steps=round_steps,
-                kept_capacity=kept_capacity,
-                compiles=compile_layers,
-                bank=self._bank,
-            )
+        self._pool, self._lanes, self._scheduler = parts.pool, parts.lanes, parts.scheduler
+        self._bank, self._runner, self._rounds = parts.bank, parts.runner, parts.rounds
+        self._routes = parts.routes
         self._reader = ScoringEngine(model)
         self._weights = LiveWeights(model, version=version, merger=merger, bank=self._bank)
         self._must_step_singly = False  # a round had no room for what truncation kept
@@ -194,6 +165,7 @@ class EmbeddedEngine:
             first_arrival=self._num_arrived,
             adapter_slot=slot,
             guide=self._guides.of(request.sampling.grammar),
+            notes_routes=self._routes is not None,
         )
         self._num_arrived += request.n
         self._outcomes.expect(request, singly=singly)
@@ -249,6 +221,8 @@ class EmbeddedEngine:
         if self._bank is not None:
             rows = torch.full((num_rows(passages),), self._bank.slot_of(None))
             self._bank.choose(rows.to(self._model.device))
+        if self._routes is not None:
+            self._routes.look_away(num_rows(passages))
         (told,) = self._reader.read([passages], version=self.version)
         return told
 

@@ -5,7 +5,7 @@ H = KV heads, Dk and Dv = dimensions of a key and of a value, T = tokens, B = bl
 Called by the engine's thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,7 @@ class KVCache:
             layer: torch.zeros(num_blocks, block_tokens * shape.numbers, dtype=dtype, device=device)
             for layer, shape in shapes.items()
         }
+        self._riders: list[Tensor] = []
         # The same memory by token: [slots, H, Dk + Dv] of each layer.
         self.layers = {
             layer: self._blocks[layer].view(-1, shape.num_heads, shape.key_dim + shape.value_dim)
@@ -59,6 +60,10 @@ class KVCache:
     def num_heads(self) -> int:
         """KV heads of a layer, at most."""
         return max(shape.num_heads for shape in self.shapes.values())
+
+    def ride_along(self, riders: Iterable[Tensor]) -> None:
+        """Have these [blocks, ...] copied with the blocks."""
+        self._riders += riders
 
     def write(self, layer: int, *, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys [T, H, Dk] and values [T, H, Dv] at slots [T] (block * block_tokens + i)."""
@@ -74,7 +79,7 @@ class KVCache:
 
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy whole blocks, in all layers."""
-        for tensor in self._blocks.values():
+        for tensor in (*self._blocks.values(), *self._riders):
             source = torch.from_numpy(sources).to(tensor.device)
             target = torch.from_numpy(targets).to(tensor.device)
             tensor.index_copy_(0, target, tensor.index_select(0, source))

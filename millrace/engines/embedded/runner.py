@@ -16,6 +16,7 @@ from millrace.engines.embedded.kv_cache import KVCache
 from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.paged_attention import Bucket, PagedBatch
 from millrace.engines.embedded.plans import Plan
+from millrace.engines.embedded.routes import RoutesPool
 from millrace.models.loading import hidden_states
 
 # What one more bucket costs per layer, in KV blocks that could be gathered in the same time.
@@ -33,10 +34,12 @@ class Runner:
         tables: BlockTables,
         cache: KVCache,
         bank: AdapterBank | None = None,
+        routes: RoutesPool | None = None,
         flashes: bool = False,
     ) -> None:
         """`flashes`: prefill passes may use PrefillLayer, because the layers know their caches."""
         self._bank = bank
+        self._routes = routes
         self._model = model
         self._device = model.device
         self._lanes = lanes
@@ -50,14 +53,14 @@ class Runner:
             self._cache.copy(plan.copy_sources, plan.copy_targets)
         starts = self._lanes.num_cached[plan.lanes]
         lanes, positions = _flatten(plan, starts)
-        slots = self._slots(lanes, positions)
+        slots = self._tensor(self._tables.slots(lanes, positions))
+        if self._routes is not None:
+            self._routes.begin(slots)
         batch: PrefillLayer | PagedBatch
         if self._flashes and plan.num_single == 0:
             batch = self._flash_prefill(plan, starts, slots=slots)
         else:
-            batch = PagedBatch(
-                cache=self._cache, slots=self._tensor(slots), buckets=self._buckets(plan, starts)
-            )
+            batch = PagedBatch(cache=self._cache, slots=slots, buckets=self._buckets(plan, starts))
         if self._bank is not None:
             self._bank.choose(self._tensor(self._lanes.adapters[lanes]))
         hidden = hidden_states(
@@ -70,16 +73,16 @@ class Runner:
             return hidden
         return hidden[self._tensor(np.cumsum(plan.counts) - 1)]
 
-    def _flash_prefill(self, plan: Plan, starts: np.ndarray, *, slots: np.ndarray) -> PrefillLayer:
+    def _flash_prefill(self, plan: Plan, starts: np.ndarray, *, slots: Tensor) -> PrefillLayer:
         lengths = starts + plan.counts
         context_slots = np.empty(0, dtype=np.int64)
         if starts.any():
             lanes = np.repeat(plan.lanes, lengths)
             at = np.arange(len(lanes)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            context_slots = self._slots(lanes, at)
+            context_slots = self._tables.slots(lanes, at)
         return PrefillLayer(
             cache=self._cache.layers[0],
-            slots=self._tensor(slots),
+            slots=slots,
             context_slots=self._tensor(context_slots),
             query_starts=self._tensor(np.cumsum([0, *plan.counts])).int(),
             context_starts=self._tensor(np.cumsum([0, *lengths])).int(),
@@ -134,12 +137,6 @@ class Runner:
             unpadded=unpadded,
             fresh=len(starts) == 1 and int(starts[0]) == 0,
         )
-
-    def _slots(self, lanes: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Where the cache holds these tokens, [T] each."""
-        block_tokens = self._tables.block_tokens
-        blocks = self._tables.rows[lanes, positions // block_tokens]
-        return blocks * block_tokens + positions % block_tokens
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)

@@ -23,6 +23,7 @@ from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.lineage import go_on
 from millrace.engines.embedded.plans import Plan, RoundPlan
 from millrace.engines.embedded.prefix_cache import Prefix, PrefixCache
+from millrace.engines.embedded.routes import RoutesPool
 from millrace.engines.embedded.sequence import Sequence
 from millrace.engines.embedded.waiting_line import WaitingLine
 
@@ -31,9 +32,16 @@ _MIN_PREFILL_TOKENS = 16  # smaller passes would save no memory worth having
 
 class Scheduler:
     def __init__(
-        self, lanes: Lanes, tables: BlockTables, *, prefixes: PrefixCache, prefill_tokens: int
+        self,
+        lanes: Lanes,
+        tables: BlockTables,
+        *,
+        prefixes: PrefixCache,
+        prefill_tokens: int,
+        routes: RoutesPool | None = None,
     ) -> None:
         self._lanes = lanes
+        self._routes = routes
         self._tables = tables
         self._prefixes = prefixes
         self._prefill_tokens = prefill_tokens
@@ -170,7 +178,7 @@ class Scheduler:
             lane = sequence.lane
             assert lane is not None
             if lanes.num_tokens[lane] - lanes.num_cached[lane] == 1 and not lanes.leads[lane]:
-                lanes.unseat(sequence)
+                self._unseat(sequence)
                 sequence.held_blocks = self._tables.take(lane)
             else:
                 self._leave(sequence, ends=False)
@@ -188,7 +196,7 @@ class Scheduler:
         """Have all KV recomputed: what is cached belongs to other weights."""
         self._mark_origins()
         for sequence in self._lanes.running():
-            self._tables.free(self._lanes.unseat(sequence))
+            self._tables.free(self._unseat(sequence))
             self._waiting.add(sequence)
         self._waiting.forget_kv()
 
@@ -329,10 +337,21 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence, *, ends: bool) -> None:
         self._mark_origins()
-        lane = self._lanes.unseat(sequence)
+        lane = self._unseat(sequence)
         self._prefixes.leave(
             sequence,
             blocks=self._tables.take(lane),
             num_cached=int(self._lanes.num_cached[lane]),
             ends=ends,
         )
+
+    def _unseat(self, sequence: Sequence) -> int:
+        """Take its lane away, after a look at where the tokens went that it has fed in it."""
+        lane, lanes, routes = sequence.lane, self._lanes, sequence.routes
+        assert lane is not None
+        has_begun = lanes.num_tokens[lane] > lanes.num_prompt[lane]  # else its prompt is read anew
+        if self._routes is not None and routes is not None and has_begun:
+            positions = np.arange(routes.end, lanes.num_cached[lane])
+            if len(positions):
+                routes.append(self._routes.read(self._tables.slots(lane, positions)))
+        return lanes.unseat(sequence)

@@ -10,6 +10,7 @@ import numpy as np
 from millrace.core.records import Completion, Finish, KVOrigin, Request
 from millrace.engines.embedded.kept_ids import KeptIds
 from millrace.engines.embedded.lineage import Lineage
+from millrace.engines.embedded.routes import SequenceRoutes
 from millrace.models.grammars import Guide
 
 
@@ -25,6 +26,7 @@ class Sequence:
     logprobs: np.ndarray  # [N] float32
     versions: np.ndarray  # [N] int32
     kept: KeptIds  # N rows, if the request truncates
+    routes: SequenceRoutes | None = None  # if they are noted and wanted
     lane: int | None = None
     # Members of the same request that wait for this one's prefill, to share it.
     followers: list["Sequence"] = field(default_factory=list)
@@ -53,6 +55,7 @@ class Sequence:
             logprobs=self.logprobs,
             versions=self.versions,
             kept=self.kept.since(0) if self.request.sampling.truncates else None,
+            routes=None if self.routes is None else self.routes.rows(),
             finish=finish,
             text=text,
             kv=KVOrigin(spans=spans, block_tokens=block_tokens) if spans else None,
@@ -60,7 +63,12 @@ class Sequence:
 
 
 def sequences_of(
-    request: Request, *, first_arrival: int, adapter_slot: int = 0, guide: Guide | None = None
+    request: Request,
+    *,
+    first_arrival: int,
+    adapter_slot: int = 0,
+    guide: Guide | None = None,
+    notes_routes: bool = False,
 ) -> list[Sequence]:
     """The n sequences of a request, each where its completion begins or goes on."""
     prompt = np.asarray(request.prompt, dtype=np.int32)
@@ -83,7 +91,18 @@ def sequences_of(
             logprobs=done.logprobs,
             versions=done.versions,
             kept=KeptIds(done.kept),
+            routes=_routes_of(request) if notes_routes else None,
             guide=None if guide is None else guide.copy(),
         )
         for member in range(request.n)
     ]
+
+
+def _routes_of(request: Request) -> SequenceRoutes | None:
+    """With what a partial completion brings, but for its last token: that has not been fed, or is
+    fed again for the next one."""
+    start, partial = request.routes_from, request.partial
+    if start is None or partial is None or partial.routes is None:
+        return None if start is None else SequenceRoutes(start)
+    num_fed = len(request.prompt) + len(partial.tokens) - 1 - start
+    return SequenceRoutes(start, done=partial.routes[:num_fed])

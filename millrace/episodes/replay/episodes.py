@@ -1,13 +1,15 @@
 """A recording -> its episode, exactly as it was played. Needs neither engine nor tokenizer."""
 
+import math
 from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 
+from millrace.core.errors import ConfigError
 from millrace.core.records import Completion, Episode, Kept, Rollout, Task, Turn
 from millrace.episodes.record import Exchange, TokenRecord
-from millrace.episodes.replay.schema import Recording, TurnRow
+from millrace.episodes.replay.schema import Recording, RoutesRow, TurnRow
 
 
 def task_of(recording: Recording) -> Task:
@@ -41,11 +43,23 @@ def completion_of(row: TurnRow) -> Completion:
         kept=None
         if kept is None
         else Kept(ids=np.array(kept.ids, np.int32), offsets=np.array(kept.offsets, np.int64)),
+        # Behind an edit other tokens stand before these.
+        routes=_routes(row.routes) if row.routes is not None and row.is_recorded else None,
         finish=row.finish,
         text=row.text,
         kv=row.kv,
         num_shared=row.num_shared,
     )
+
+
+def _routes(row: RoutesRow) -> np.ndarray:  # [F, layers, top_k]
+    dtype = np.dtype(row.dtype)
+    if math.prod(row.shape) * dtype.itemsize != len(row.data):
+        raise ConfigError(
+            f"A recording has routes of shape {row.shape} in {len(row.data)} bytes, which do not go"
+            " together; record the episode again."
+        )
+    return np.frombuffer(row.data, dtype.newbyteorder("<")).astype(dtype).reshape(row.shape)
 
 
 def _rollouts(recording: Recording) -> tuple[Rollout, ...]:

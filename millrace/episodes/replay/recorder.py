@@ -17,6 +17,7 @@ from millrace.episodes.replay.schema import (
     KeptRow,
     ModelRow,
     Recording,
+    RoutesRow,
     TaskRow,
     ToolRow,
     TurnRow,
@@ -113,6 +114,7 @@ def _turn(entry: TakenTurn, numbers: dict[Exchange, int]) -> TurnRow:
         logprobs=np.asarray(completion.logprobs, np.float32).tolist(),
         versions=completion.versions.tolist(),
         kept=None if completion.kept is None else _kept(completion.kept),
+        routes=None if completion.routes is None else _routes(completion.routes),
         finish=completion.finish,
         text=completion.text,
         kv=completion.kv,
@@ -124,6 +126,12 @@ def _turn(entry: TakenTurn, numbers: dict[Exchange, int]) -> TurnRow:
 
 def _kept(kept: Kept) -> KeptRow:
     return KeptRow(ids=kept.ids.tolist(), offsets=kept.offsets.tolist())
+
+
+def _routes(routes: np.ndarray) -> RoutesRow:
+    data = routes.astype(routes.dtype.newbyteorder("<")).tobytes()
+    is_short = routes.dtype == np.uint8
+    return RoutesRow(shape=routes.shape, dtype="uint8" if is_short else "uint16", data=data)
 
 
 def _tool(entry: ToolRun) -> ToolRow:

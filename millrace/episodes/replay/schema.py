@@ -48,6 +48,12 @@ class KeptRow(Row, frozen=True, kw_only=True):
     offsets: list[int]
 
 
+class RoutesRow(Row, frozen=True, kw_only=True):
+    shape: tuple[int, int, int]
+    dtype: Literal["uint8", "uint16"]
+    data: bytes  # base64 in the file; rows one after the other, little-endian
+
+
 class TurnRow(Row, frozen=True, kw_only=True, tag="turn"):
     """A reply of the model."""
 
@@ -61,6 +67,7 @@ class TurnRow(Row, frozen=True, kw_only=True, tag="turn"):
     logprobs: list[float]
     versions: list[int]
     kept: KeptRow | None = None
+    routes: RoutesRow | None = None
     finish: Finish
     text: str
     kv: KVOrigin | None = None

@@ -135,9 +135,20 @@ def keep_residual_in_float32(model: PreTrainedModel) -> None:
     if model.dtype == torch.float32:
         return
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: output.float())
+    dtype = model.dtype
+
+    def as_experts(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0].to(dtype), *inputs[1:])
+
     for module in model.base_model.modules():
+        own = [parameter.ndim for parameter in module.parameters(recurse=False)]
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(_as_weight)
+        elif 3 in own:  # experts, side by side
+            module.register_forward_pre_hook(as_experts)
+        elif 2 in own and not isinstance(module, _Part | nn.Embedding):
+            # A router: what it says weighs the experts, and is a few numbers per token.
+            module.float()
 
 
 def _as_weight(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -4,7 +4,8 @@ The host says which lanes take part and reads what they sampled; in between, the
 its own tokens and notices by itself which rows have ended (eos token, length). Rows that end early
 idle until the round is over, so a round is short when others wait for their places.
 
-Promise: a lane's tokens, logprobs and kept ids are those that single steps would have given.
+Promise: a lane's tokens, logprobs, kept ids and routes are those that single steps would have
+given.
 
 Called by the engine's thread. R = lanes of the round, N = its steps, K = kept ids.
 """
@@ -26,6 +27,7 @@ from millrace.engines.embedded.decode.state import NOTHING, RoundState
 from millrace.engines.embedded.kv_cache import KVCache
 from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.plans import RoundPlan
+from millrace.engines.embedded.routes import RoutesPool
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import final_logits
 
@@ -62,8 +64,10 @@ class Rounds:
         kept_capacity: int,  # ids per token; a lane that kept more is left to single steps
         compiles: bool,
         bank: AdapterBank | None = None,
+        routes: RoutesPool | None = None,
     ) -> None:
         self._bank = bank
+        self._routes = routes
         self._kept_capacity = kept_capacity
         self.max_steps = max_steps
         self._model = model
@@ -148,6 +152,8 @@ class Rounds:
         if self._bank is not None:
             self._bank.choose(state.adapters[:num_rows])
         lengths = state.lengths[:num_rows]
+        if self._routes is not None:
+            self._routes.begin_step(state.tables[:num_rows], lengths)
         hidden = hidden_states(
             self._model,
             input_ids=state.tokens[None, :num_rows],

@@ -1,0 +1,165 @@
+"""Routes noted by the engine and replayed by the trainer: how far apart they are with and without.
+
+    python benchmarks/routing_replay.py [--device cuda] [--trainer-dtype bfloat16]
+
+A small mixture of experts with random weights (8 layers, 32 experts, 4 of them per token) samples
+answers in bfloat16, as engines do on a GPU, and the trainer computes the logprobs of the same
+tokens: once with the experts that the engine noted, once with those that its own routers choose.
+Prints one JSON object: mean and 99th percentile of |engine - trainer| over the sampled tokens, and
+which share of the engine's choices the trainer's routers would not have made.
+"""
+
+import argparse
+import json
+import tempfile
+from dataclasses import replace
+
+import numpy as np
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from millrace.config import EngineConfig
+from millrace.core.microbatch import Microbatch
+from millrace.core.records import Completion, Episode, Group, Request, Sampling, Task
+from millrace.demo.model import EOS_ID, PAD_ID, build_tokenizer
+from millrace.engines.embedded.build import build_engine
+from millrace.models.loading import load_model, resolve_device
+from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.models.router_search import find_routing
+from millrace.models.routing import Replay, Routing
+from millrace.rollout.renderer import Renderer
+from millrace.staging.packing import pack
+from millrace.training.objectives.policy_loss import PolicyLoss
+from millrace.training.optimizer import Schedule
+from millrace.training.technique import Technique
+from millrace.training.trainer import Trainer
+
+VOCAB = 512
+PROMPT_TOKENS = 32
+SAMPLING = Sampling(max_new_tokens=64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--trainer-dtype", choices=["float32", "bfloat16"], default="float32")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make_mixture(folder)
+        part = sample(folder, num_prompts=args.prompts, device=args.device)
+        told = measure(folder, part, device=args.device, dtype=args.trainer_dtype)
+    print(json.dumps(told, indent=2))
+
+
+def make_mixture(folder: str, *, num_layers: int = 8, num_experts: int = 32) -> None:
+    """A model directory; its routers are decided, and now and then almost undecided, as trained
+    ones are."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        num_experts=num_experts,
+        num_experts_per_tok=4,
+        moe_intermediate_size=128,
+        max_position_embeddings=512,
+        initializer_range=0.06,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+
+
+def sample(folder: str, *, num_prompts: int, device: str) -> Microbatch:
+    """Four answers to each prompt, packed for the trainer, with where their tokens went."""
+    # Rounds, because they are what keeps the residual stream in float32, as on a GPU.
+    settings = {"device": device, "dtype": "bfloat16", "round_steps": 8, "max_context": 256}
+    engine = build_engine(
+        folder,
+        config=EngineConfig.model_validate(settings),
+        trust_remote_code=False,
+        version=0,
+        notes_routes=True,
+    )
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(2, VOCAB, (num_prompts, PROMPT_TOKENS)).astype(np.int32)
+    for index, prompt in enumerate(prompts):
+        engine.submit(
+            Request(id=str(index), prompt=prompt, sampling=SAMPLING, n=4, seed=index, routes_from=0)
+        )
+    answers: dict[str, list[Completion]] = {}
+    while engine.has_work:
+        answers |= {finished.id: finished.completions for finished in engine.step()}
+    (part,) = pack(
+        [_group(index, prompt, answers[str(index)]) for index, prompt in enumerate(prompts)],
+        microbatch_tokens=10**6,
+    ).microbatches
+    return part
+
+
+def _group(number: int, prompt: np.ndarray, answers: list[Completion]) -> Group:
+    renderer = Renderer(build_tokenizer())
+    rollouts = [renderer.rollout(prompt, answer, SAMPLING) for answer in answers]
+    return Group(
+        number=number,
+        task=Task(prompt=""),
+        episodes=tuple(Episode(turns=(), rollouts=(rollout,)) for rollout in rollouts),
+        advantages=np.ones(len(rollouts), dtype=np.float32),
+    )
+
+
+def measure(folder: str, part: Microbatch, *, device: str, dtype: str) -> dict[str, float]:
+    model = load_model(
+        folder, dtype=torch.float32, device=resolve_device(device), attention=PACKED_ATTENTION
+    )
+    routing = find_routing(model)
+    assert routing is not None
+    assert part.routes is not None
+    trainer = Trainer(
+        model,
+        loss=PolicyLoss(),
+        replay=Replay(routing),
+        schedule=Schedule(learning_rate=1e-6, total_steps=1),
+        technique=Technique(compute_dtype=getattr(torch, dtype)),
+    )
+    told: dict[str, float] = {"tokens": len(part.targets)}
+    for name, batch in (("replayed", part), ("own", replace(part, routes=None))):
+        with torch.no_grad():
+            logprobs = trainer.token_logprobs(batch)[0].cpu().numpy()
+        difference = np.abs(logprobs - part.engine_logprobs)
+        told |= {f"{name}_mean": float(difference.mean())}
+        told |= {f"{name}_p99": float(np.quantile(difference, 0.99))}
+    own = _own_routes(trainer, routing, replace(part, routes=None))
+    is_other = ~(part.routes[..., None] == own[:, :, None]).any(-1)  # [T, layers, top_k]
+    told |= {"other_experts": float(is_other.mean())}
+    told |= {"other_tokens": float(is_other.any((1, 2)).mean())}
+    return {name: round(value, 6) for name, value in told.items()}
+
+
+def _own_routes(trainer: Trainer, routing: Routing, part: Microbatch) -> np.ndarray:
+    """[T, layers, top_k]; where the trainer's routers send the tokens of a pass."""
+    chosen: list[torch.Tensor] = []
+
+    class Seen:
+        def choose(self, own: torch.Tensor) -> torch.Tensor:
+            chosen.append(own)
+            return own
+
+    routing.install([Seen() for _ in routing.routers])
+    with torch.no_grad():
+        trainer.token_logprobs(part)
+    return torch.stack(chosen, 1).cpu().numpy()
+
+
+if __name__ == "__main__":
+    main()

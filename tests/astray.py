@@ -1,0 +1,22 @@
+"""Engines whose tokens go where no router would send them."""
+
+import torch
+
+from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.models.routing import Rule
+
+
+class _Astray:
+    def __init__(self, inner: Rule, *, num_experts: int) -> None:
+        self._inner = inner
+        self._num_experts = num_experts
+
+    def choose(self, own: torch.Tensor) -> torch.Tensor:
+        return self._inner.choose((own + 3) % self._num_experts)
+
+
+def lead_astray(engine: EmbeddedEngine, *, num_experts: int) -> None:
+    """What it samples from now on is understood only by who knows where its tokens went."""
+    for module in engine._model.modules():
+        if hasattr(module, "choosing"):
+            module.choosing.rule = _Astray(module.choosing.rule, num_experts=num_experts)

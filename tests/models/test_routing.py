@@ -1,0 +1,175 @@
+"""Routers are found by what they do, and do what they are told."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from architectures import MIXTURES, NUM_EXPERTS, TOP_K, VOCAB, tiny_model
+from torch import Tensor, nn
+
+from millrace.core.errors import ConfigError
+from millrace.core.routes import unknown_routes
+from millrace.models.router_search import check_replay, find_routing
+from millrace.models.routing import Replay, Routing
+
+TOKENS = torch.arange(3, 23)
+CPU = torch.device("cpu")
+
+
+class Noted:
+    def __init__(self) -> None:
+        self.chosen: list[Tensor] = []
+
+    def choose(self, own: Tensor) -> Tensor:
+        self.chosen.append(own)
+        return own
+
+
+def noted_routes(model, routing: Routing) -> np.ndarray:  # [T, layers, top_k]
+    rules = [Noted() for _ in routing.routers]
+    routing.install(rules)
+    with torch.no_grad():
+        model(TOKENS[None])
+    return torch.stack([rule.chosen[-1] for rule in rules], 1).numpy().astype(routing.dtype)
+
+
+def routing_of(model) -> Routing:
+    routing = find_routing(model)
+    assert routing is not None
+    return routing
+
+
+def experts_calls(model) -> list[tuple[Tensor, Tensor]]:
+    """Indices and weights that experts were called with, layer by layer."""
+    calls = []
+    experts = [m for name, m in model.named_modules() if name.endswith("mlp.experts")]
+    handles = [m.register_forward_pre_hook(lambda _, args: calls.append(args[1:])) for m in experts]
+    with torch.no_grad():
+        model(TOKENS[None])
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_what_is_noted_is_what_experts_are_called_with(architecture):
+    model = tiny_model(architecture)
+    calls = experts_calls(model)
+    routing = routing_of(model)
+    assert routing.shape == (len(calls), TOP_K)
+    assert routing.dtype == np.uint8
+    routes = noted_routes(model, routing)
+    np.testing.assert_array_equal(routes, torch.stack([c[0] for c in calls], 1).numpy())
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_a_model_that_only_notes_computes_what_it_did(architecture):
+    model = tiny_model(architecture)
+    with torch.no_grad():
+        before = model(TOKENS[None]).logits
+        routing_of(model).install([Noted() for _ in routing_of(model).routers])
+        torch.testing.assert_close(model(TOKENS[None]).logits, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_tokens_go_where_they_are_told_and_weights_are_the_routers_own(architecture):
+    model = tiny_model(architecture)
+    routing = routing_of(model)
+    check_replay(model, routing)
+    replay = Replay(routing)
+    own = experts_calls(model)
+    replay.begin(
+        np.stack([indices.flip(1).numpy() for indices, _ in own], 1).astype(np.uint8), device=CPU
+    )
+    for (indices, weights), (told, theirs) in zip(own, experts_calls(model), strict=True):
+        torch.testing.assert_close(told, indices.flip(1), rtol=0, atol=0)
+        torch.testing.assert_close(theirs, weights.flip(1))
+    strange = np.random.default_rng(0).permuted(
+        np.tile(np.arange(NUM_EXPERTS), (len(TOKENS), len(own), 1)), axis=2
+    )[..., :TOP_K]
+    replay.begin(strange.astype(np.uint8), device=CPU)
+    calls = experts_calls(model)
+    np.testing.assert_array_equal(torch.stack([c[0] for c in calls], 1).numpy(), strange)
+    assert all((weights > 0).all() for _, weights in calls)
+
+
+def test_rows_that_are_not_known_are_left_to_the_router():
+    model = tiny_model("qwen3_moe")
+    routing = routing_of(model)
+    own = noted_routes(model, routing)
+    told = (own + 1) % NUM_EXPERTS
+    told[::2] = unknown_routes(len(told[::2]), like=told)
+    replay = Replay(routing)
+    replay.begin(told, device=CPU)
+    used = torch.stack([c[0] for c in experts_calls(model)], 1).numpy()
+    np.testing.assert_array_equal(used[1::2], told[1::2])
+    np.testing.assert_array_equal(used[::2, 0], own[::2, 0])  # later layers see other inputs
+    replay.begin(None, device=CPU)
+    used = torch.stack([c[0] for c in experts_calls(model)], 1).numpy()
+    np.testing.assert_array_equal(used, own)
+
+
+def test_gradients_reach_the_router_through_the_weights_of_what_it_was_told():
+    model = tiny_model("qwen3_moe")
+    replay = Replay(routing_of(model))
+    replay.begin(np.tile(np.uint8([5, 6]), (len(TOKENS), 2, 1)), device=CPU)
+    model(TOKENS[None]).logits.square().sum().backward()
+    for layer in model.model.layers:
+        moved = layer.mlp.gate.weight.grad.abs().sum(1) > 0
+        assert moved.all()  # a softmax over all of them
+        used = layer.mlp.experts.down_proj.grad.abs().sum((1, 2)) > 0
+        assert used.nonzero().squeeze(1).tolist() == [5, 6]
+
+
+def test_a_dense_model_has_no_routing():
+    assert find_routing(tiny_model("qwen3")) is None
+
+
+def test_more_experts_than_a_byte_has_numbers_take_two():
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    config = transformers.Qwen3MoeConfig(
+        **shape,
+        vocab_size=VOCAB,
+        num_key_value_heads=1,
+        num_experts=300,
+        moe_intermediate_size=4,
+    )
+    model = transformers.Qwen3MoeForCausalLM(config).eval()
+    nn.init.normal_(model.model.layers[0].mlp.gate.weight)
+    routing = routing_of(model)
+    assert routing.dtype == np.uint16
+    own = noted_routes(model, routing)
+    assert own.max() > 255
+    replay = Replay(routing)
+    replay.begin((own + 7) % 300, device=CPU)
+    np.testing.assert_array_equal(experts_calls(model)[0][0].numpy(), (own[:, 0] + 7) % 300)
+
+
+def test_experts_chosen_without_a_topk_are_refused_in_one_sentence():
+    model = tiny_model("qwen3_moe")
+    gate = model.model.layers[1].mlp.gate
+
+    def by_sorting(hidden):
+        scores = nn.functional.linear(hidden, gate.weight).softmax(-1)
+        order = scores.argsort(-1, descending=True)[:, :TOP_K]
+        return scores, scores.gather(-1, order), order
+
+    gate.forward = by_sorting
+    with pytest.raises(ConfigError, match=r"topk in each layer.*replay_routes to false"):
+        find_routing(model)
+
+
+def test_routers_that_weigh_only_what_they_chose_are_refused_in_one_sentence():
+    model = tiny_model("qwen3_moe")
+    gate = model.model.layers[0].mlp.gate
+
+    def masking(hidden):
+        scores = nn.functional.linear(hidden, gate.weight).softmax(-1)
+        least = scores.topk(TOP_K + 1, -1).values[:, -1:]
+        values, indices = torch.topk(scores * (scores >= least), TOP_K, dim=-1)
+        return scores, values, indices
+
+    gate.__class__ = type("Masking", (type(gate),), {"forward": lambda _, hidden: masking(hidden)})
+    routing = routing_of(model)
+    with pytest.raises(ConfigError, match=r"weigh only experts.*replay_routes to false"):
+        check_replay(model, routing)

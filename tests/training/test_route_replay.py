@@ -1,0 +1,225 @@
+"""With routes replayed, the trainer says of each token what the engine said."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from architectures import MIXTURE, MIXTURES, NUM_EXPERTS, tiny_model
+from astray import lead_astray
+from batches import batch_of, trainer_of
+from engine_rig import finish_all, letter_tokenizer, make_engine, make_request, prompt_of, weights
+
+from millrace.core.microbatch import Batch, Microbatch
+from millrace.core.records import Completion, Request, Rollout
+from millrace.core.routes import unknown_id
+from millrace.models.router_search import find_routing
+from millrace.models.routing import Replay
+from millrace.rollout.renderer import Renderer
+from millrace.training.layers import checkpoint_layers, compile_layers
+from millrace.training.splitting import halves
+from millrace.training.trainer import Trainer
+
+
+def astray_engine(architecture: str = MIXTURE, **settings):
+    """What it samples can only be understood by who knows where its tokens went."""
+    engine = make_engine(architecture, notes_routes=True, **{"eos_ids": (), **settings})
+    lead_astray(engine, num_experts=NUM_EXPERTS)
+    return engine
+
+
+def replaying(model, **settings) -> Trainer:
+    routing = find_routing(model)
+    assert routing is not None
+    return trainer_of(model, replay=Replay(routing), **settings)
+
+
+def rollouts_of(requests: list[Request], done: dict[str, list[Completion]]) -> list[Rollout]:
+    renderer = Renderer(letter_tokenizer())
+    return [
+        renderer.rollout(request.prompt, completion, request.sampling)
+        for request in requests
+        for completion in done[request.id]
+    ]
+
+
+def mixed_requests(*, n: int = 3, num: int = 3) -> list[Request]:
+    settings = [{}, {"temperature": 0.7}, {"top_k": 5}]
+    return [
+        make_request(
+            str(i),
+            prompt=prompt_of(5 + 8 * i, seed=i),
+            n=n,
+            seed=i,
+            routes_from=0,
+            **settings[i % 3],
+        )
+        for i in range(num)
+    ]
+
+
+def differences(trainer: Trainer, batch: Batch) -> np.ndarray:
+    """|engine - trainer| of all trained tokens."""
+    parts = []
+    with torch.no_grad():
+        for part in batch.microbatches:
+            logprobs = trainer.token_logprobs(part)[0].numpy()
+            parts.append(np.abs(logprobs - part.engine_logprobs))
+    return np.concatenate(parts)
+
+
+def without_routes(batch: Batch) -> Batch:
+    parts = [dataclasses.replace(part, routes=None) for part in batch.microbatches]
+    return dataclasses.replace(batch, microbatches=tuple(parts))
+
+
+def assert_replayed(rollouts: list[Rollout], *, architecture: str = MIXTURE, **packing) -> Batch:
+    trainer = replaying(tiny_model(architecture))
+    batch = batch_of(rollouts, **packing)
+    assert differences(trainer, batch).max() < 1e-5
+    assert differences(trainer, without_routes(batch)).mean() > 1e-2
+    return batch
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_packed_groups_with_shared_prompts_agree_with_the_engine(architecture: str):
+    requests = mixed_requests(num=1)
+    engine = astray_engine(architecture, prefill_tokens=5)
+    batch = assert_replayed(
+        rollouts_of(requests, finish_all(engine, requests)), architecture=architecture
+    )
+    (part,) = batch.microbatches
+    assert (part.parents >= 0).any()  # the prompt lies there once
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefill_tokens": 5},
+        {"num_blocks": 30},
+        {"num_blocks": 30, "prefix_cache": False, "round_steps": 3},
+        {"round_steps": 7},
+    ],
+    ids=["chunked", "preempted", "preempted, recomputed", "rounds"],
+)
+def test_whatever_the_engine_did_the_trainer_agrees_with_it(settings):
+    requests = mixed_requests()
+    engine = astray_engine(**settings)
+    rollouts = rollouts_of(requests, finish_all(engine, requests))
+    assert (engine.stats().preemptions > 0) == ("num_blocks" in settings)
+    assert_replayed(rollouts, microbatch_tokens=60)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_a_swap_in_the_middle_and_a_resumption_elsewhere_leave_them_in_agreement(kv):
+    engine = astray_engine(kv=kv)
+    requests = mixed_requests(n=1)
+    for request in requests:
+        engine.submit(request)
+    for _ in range(5):
+        engine.step()
+    engine.swap(weights(MIXTURE, seed=0), version=1)  # the same ones, as a version of their own
+    for _ in range(5):
+        engine.step()
+    aborted = {f.id: f.completions[0] for f in engine.abort([r.id for r in requests])}
+    rest = [dataclasses.replace(r, partial=aborted[r.id]) for r in requests]
+    done = finish_all(astray_engine(version=2), rest)
+    rollouts = rollouts_of(requests, done)
+    assert {int(v) for r in rollouts for v in r.versions[r.mask]} == {0, 1, 2}
+    assert_replayed(rollouts)
+
+
+def test_halves_of_a_microbatch_keep_their_routes():
+    requests = mixed_requests()
+    rollouts = rollouts_of(requests, finish_all(astray_engine(), requests))
+    (part,) = batch_of(rollouts).microbatches
+    both = halves(part)
+    assert both is not None
+    trainer = replaying(tiny_model(MIXTURE))
+    assert (
+        differences(trainer, Batch(microbatches=both, num_sequences=0, num_trained_tokens=0)).max()
+        < 1e-5
+    )
+
+
+def test_a_rollout_without_routes_is_left_to_the_routers():
+    requests = mixed_requests(num=2)
+    done = finish_all(make_engine(MIXTURE, notes_routes=True, eos_ids=()), requests[:1])
+    done |= finish_all(make_engine(MIXTURE, eos_ids=()), requests[1:])
+    (part,) = batch_of(rollouts_of(requests, done)).microbatches
+    assert part.routes is not None
+    assert (part.routes == unknown_id(part.routes.dtype)).all((1, 2)).any()
+    trainer = replaying(tiny_model(MIXTURE))
+    batch = Batch(microbatches=(part,), num_sequences=6, num_trained_tokens=len(part.targets))
+    assert differences(trainer, batch).max() < 1e-5
+
+
+def astray_part() -> Microbatch:
+    requests = mixed_requests(num=2)
+    (part,) = batch_of(rollouts_of(requests, finish_all(astray_engine(), requests))).microbatches
+    return part
+
+
+def gradients(part: Microbatch, **settings) -> dict[str, torch.Tensor]:
+    trainer = replaying(tiny_model(MIXTURE), **settings)
+    trainer.token_logprobs(part)[0].sum().backward()
+    return {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def test_layers_that_are_computed_twice_go_the_same_way_twice():
+    part = astray_part()
+    plain, twice = gradients(part), gradients(part, gradient_checkpointing=True)
+    assert plain.keys() == twice.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(twice[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+    other = gradients(dataclasses.replace(part, routes=None))
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert not torch.allclose(other[name], plain[name], rtol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_compiled_layers_go_the_same_way(checkpointing: bool):
+    part = astray_part()
+    trainer = replaying(tiny_model(MIXTURE))
+    compile_layers(trainer.model, backend="aot_eager")
+    if checkpointing:
+        checkpoint_layers(trainer.model)
+    logprobs, _ = trainer.token_logprobs(part)
+    np.testing.assert_allclose(logprobs.detach().numpy(), part.engine_logprobs, rtol=0, atol=1e-5)
+    logprobs.sum().backward()
+    for name, gradient in gradients(part).items():
+        ours = trainer.model.get_parameter(name).grad
+        torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=1e-5, msg=name)
+    torch._dynamo.reset()
+
+
+def test_routers_learn_although_they_do_not_choose():
+    for name, gradient in gradients(astray_part()).items():
+        assert gradient.abs().sum() > 0, name
+
+
+def test_a_trainer_whose_router_has_changed_still_uses_the_recorded_experts():
+    part = astray_part()
+    model = tiny_model(MIXTURE)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.mlp.gate.weight)
+    trainer = replaying(model)
+    used: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda _, args: used.append(args[1]))
+    trainer.token_logprobs(part)
+    np.testing.assert_array_equal(torch.stack(used, 1).numpy(), part.routes)
+    used.clear()
+    trainer.token_logprobs(dataclasses.replace(part, routes=None))
+    assert (torch.stack(used, 1).numpy() != part.routes).mean() > 0.5
+
+
+def test_a_step_with_replayed_routes_learns():
+    requests = mixed_requests(num=1)
+    batch = batch_of(rollouts_of(requests, finish_all(astray_engine(), requests)))
+    trainer = replaying(tiny_model(MIXTURE))
+    metrics = trainer.step(batch)
+    assert metrics["logprob_mismatch"] < 1e-5
+    assert metrics["routes_replayed"] == 1
+    assert differences(trainer, batch).max() > 1e-4
