@@ -1,0 +1,52 @@
+"""Completions cut and joined, with everything that belongs to their tokens.
+
+What comes of it goes on: it has no text, and nothing is said of its end or its KV.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from millrace.core.records import Completion, Kept, Piece
+
+
+def joined(parts: Sequence[Completion | Piece], *, truncates: bool) -> Completion:
+    """One behind the other. `truncates`: whether kept ids belong to their tokens."""
+    none = np.empty(0, dtype=np.int32)
+    return Completion(
+        tokens=np.concatenate([none, *(part.tokens for part in parts)]),
+        logprobs=np.concatenate(
+            [none.astype(np.float32), *(part.logprobs for part in parts)], dtype=np.float32
+        ),
+        versions=np.concatenate([none, *(part.versions for part in parts)]),
+        kept=_joined_kept([part.kept for part in parts if part.kept]) if truncates else None,
+        finish="interrupt",
+        text="",
+    )
+
+
+def cut(completion: Completion, begin: int, end: int | None = None) -> Completion:
+    """Its tokens from `begin` up to `end`, by default the last."""
+    stop = len(completion.tokens) if end is None else end
+    return Completion(
+        tokens=completion.tokens[begin:stop],
+        logprobs=completion.logprobs[begin:stop],
+        versions=completion.versions[begin:stop],
+        kept=None if completion.kept is None else _cut_kept(completion.kept, begin, stop),
+        finish="interrupt",
+        text="",
+    )
+
+
+def _joined_kept(parts: Sequence[Kept]) -> Kept:
+    no_ids, nothing = np.empty(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
+    sizes = np.concatenate([nothing, *(np.diff(part.offsets) for part in parts)])
+    return Kept(
+        ids=np.concatenate([no_ids, *(part.ids for part in parts)]),
+        offsets=np.cumsum(sizes).astype(np.int64),
+    )
+
+
+def _cut_kept(kept: Kept, begin: int, end: int) -> Kept:
+    offsets = kept.offsets[begin : end + 1]
+    return Kept(ids=kept.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
