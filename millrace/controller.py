@@ -11,6 +11,7 @@ everything heavy is a call to a worker.
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ from millrace.scoring.tier.group_scoring import GroupScoring
 from millrace.staging.batches import Batches
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
+from millrace.supervision.stalls import Stalls
 from millrace.training.past_steps import StepsOnRecord
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.skipped import SkippedSteps
@@ -246,7 +248,16 @@ class Controller:
         return {**self._dispatcher.cursor(), "tasks": self._tasks.state()}
 
     async def _evaluate(self, step: int) -> Evaluation | None:
-        evaluation = await self._held_out.evaluate(step)
+        tally = self._held_out.tally(step)
+        stalls = Stalls(
+            warn_after_s=self._config.supervision.stall_warning_s,
+            limit_s=math.inf,  # its engines and scorers have limits of their own
+            what="No held-out task got on",
+            explain=lambda: str(tally),
+            moved=lambda: tally.moved,
+            warn=self._watcher.warn,
+        )
+        evaluation = await stalls.until(self._held_out.evaluate(step, tally=tally))
         if evaluation is not None:
             if evaluation.num_unscored:
                 self._watcher.warn(
