@@ -267,7 +267,9 @@ def build_trainer(
     return Trainer(
         model,
         adapter=adapter,
-        critic=None if config.critic is None else build_critic(config, config.critic),
+        critic=None
+        if config.critic is None
+        else build_critic(config, config.critic, on_pass=on_pass),
         loss=build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens),
         schedule=Schedule(
             learning_rate=settings.learning_rate,
@@ -283,7 +285,9 @@ def build_trainer(
     )
 
 
-def build_critic(config: RunConfig, settings: CriticConfig) -> Critic:
+def build_critic(
+    config: RunConfig, settings: CriticConfig, *, on_pass: Callable[[], None]
+) -> Critic:
     """The critic the config describes, as it is before it has learned anything."""
     return Critic(
         load_to_train(config, path=settings.path or config.model.path),
@@ -295,6 +299,7 @@ def build_critic(config: RunConfig, settings: CriticConfig) -> Critic:
         value_clip=settings.value_clip,
         loss_weight=settings.loss_weight,
         technique=technique_of(config.trainer),
+        on_pass=on_pass,
     )
 
 
