@@ -25,6 +25,7 @@ from millrace.core.staleness import Stamps
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.lengths import Lengths
 from millrace.rollout.overheard import Listen, Overheard
+from millrace.rollout.recalled import Recalled
 from millrace.rollout.renderer import Renderer
 
 
@@ -163,7 +164,7 @@ class Player:
         others: Mapping[str, Generator] | None = None,
     ) -> None:
         """`others`: engines of models besides the policy, by name."""
-        self._others = others
+        self._others = others or {}
         self._lengths = lengths or Lengths(most=0)
         self._environment = environment
         self._engine = engine
@@ -229,8 +230,16 @@ class Player:
         on_episode: Callable[[int, Episode], None] | None = None,
         listen: Listen | None = None,
     ) -> Group:
+        course = None if attempt is None else attempt.course
+        engine, others = self._engine, self._others
+        if course is not None:
+            engine = Recalled(engine, course=course)
+            others = {
+                model: Recalled(other, course=course, model=model)
+                for model, other in others.items()
+            }
         policy = GroupPolicy(
-            engine=self._engine if listen is None else Overheard(self._engine, listen=listen),
+            engine=engine if listen is None else Overheard(engine, listen=listen),
             renderer=self._renderer,
             sampling=self._sampling,
             max_context=self._max_context,
@@ -239,7 +248,7 @@ class Player:
             attempt=attempt,
             on_episode=on_episode,
             overtakes=self._lengths.overtakes(task) if attempt is not None else 0,
-            others=self._others,
+            others=others,
         )
         episodes = await self._environment.play(task, policy, group_size)
         group = Group(number=number, task=task, episodes=tuple(episodes))
