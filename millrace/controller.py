@@ -11,6 +11,7 @@ everything heavy is a call to a worker.
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from millrace.journal.resuming import redone_numbers
 from millrace.learner import Learner
 from millrace.rollout.admission import RUNNING, STALENESS, Admission
 from millrace.rollout.cancellation import Attempt
+from millrace.rollout.courses import Courses
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.evaluation import Evaluation
 from millrace.rollout.examiner import Examiner, PinnedExaminer, SharedExaminer
@@ -40,6 +42,7 @@ from millrace.scoring.tier.group_scoring import GroupScoring
 from millrace.staging.batches import Batches
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
+from millrace.supervision.stalls import Stalls
 from millrace.training.past_steps import StepsOnRecord
 from millrace.training.remote import RemoteTrainer
 from millrace.watch.skipped import SkippedSteps
@@ -99,6 +102,11 @@ class Controller:
         self._journal = journal
         begun = redone_numbers(journal.ledger, after=cursor.version)
         taking = max(cursor.version, journal.ledger.last_begun)  # version of the first new take
+        # Where a run must come out the same each time, all of a group begins together.
+        is_resumable = config.weights.interrupt != "barrier"
+        self._courses = Courses(
+            journal, every_s=config.journal.partial_every_s if is_resumable else 0
+        )
         self._failures = Failures(max_share=config.rollout.max_failure_share)
         self._limit = config.buffer.limit
         self._admission = Admission(
@@ -174,6 +182,7 @@ class Controller:
         async with asyncio.TaskGroup() as activities:
             await self._examiner.begin(activities)
             dispatching = activities.create_task(self._dispatcher.run(waiting))
+            noting = activities.create_task(self._courses.run())
             delivering = activities.create_task(self._courier.run())
             following = activities.create_task(self._followers.run())
             notifying = activities.create_task(self._notifier.run())
@@ -182,6 +191,7 @@ class Controller:
             await self._learner.run(activities)
             if starting is not None:
                 starting.cancel()
+            noting.cancel()
             dispatching.cancel()  # cancelling a group aborts its requests in the engines
             await self._courier.wait_visible(self._learner.version)
             await self._examiner.conclude()
@@ -232,6 +242,7 @@ class Controller:
             trainer_waits_for=self._trainer_waits_for(),
             scorers=self._scorers.loads(),
             sequences_continued=self._engines.continued.sequences,
+            resumed_tokens=self._courses.num_resumed,
             scorers_lost=self._scorers.workers_lost,
         )
 
@@ -246,7 +257,16 @@ class Controller:
         return {**self._dispatcher.cursor(), "tasks": self._tasks.state()}
 
     async def _evaluate(self, step: int) -> Evaluation | None:
-        evaluation = await self._held_out.evaluate(step)
+        tally = self._held_out.tally(step)
+        stalls = Stalls(
+            warn_after_s=self._config.supervision.stall_warning_s,
+            limit_s=math.inf,  # its engines and scorers have limits of their own
+            what="No held-out task got on",
+            explain=lambda: str(tally),
+            moved=lambda: tally.moved,
+            warn=self._watcher.warn,
+        )
+        evaluation = await stalls.until(self._held_out.evaluate(step, tally=tally))
         if evaluation is not None:
             if evaluation.num_unscored:
                 self._watcher.warn(
@@ -276,6 +296,7 @@ class Controller:
             ),
             limit=self._limit,
             journal=self._journal,
+            courses=self._courses,
             version=version,
             next_number=cursor.next_number,
             unfinished=cursor.unfinished,

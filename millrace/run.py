@@ -341,6 +341,7 @@ class _Run:
                 "run_dir": str(result.run_dir),
                 "worker_restarts": self._watcher.restarts(moment),
                 "sequences_continued": moment.sequences_continued,
+                "resumed_tokens": moment.resumed_tokens,
             }
         )
         return result

@@ -85,7 +85,7 @@ class InProcessEngine:
             await self._arrived.wait()
 
     def _hand_out(self, finished: list[Finished]) -> None:
-        for id, pieces in self._engine.news().items():
+        for id, pieces in {**self._engine.news(), **self._engine.news_at_leisure()}.items():
             for piece in pieces:
                 self._listeners[id](piece)
         for id, completions in self._engine.singles().items():

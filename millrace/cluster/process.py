@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.cluster.credentials import Credentials
+from millrace.cluster.leash import leashed
 
 LOG_TAIL_BYTES = 4000
 DUMP_S = 1.0  # to write the stacks of all threads
@@ -133,4 +134,6 @@ async def start_worker(
     # A worker must find what its parent finds, such as modules beside the user's script.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
     inherited = {**os.environ, "PYTHONPATH": path, **(env or {})}
-    return await Process.start(command, env={**inherited, **credentials.to_environment()}, log=log)
+    env = {**inherited, **credentials.to_environment()}
+    # Before it imports anything: it may be stopped there, and its controller killed.
+    return await Process.start(leashed(command), env=env, log=log)

@@ -17,6 +17,10 @@ class JournalConfig(Section):
     """Beyond this, a checkpoint is made out of turn, which lets the journal shrink."""
     commit_interval_s: NonNegativeFloat = 0.005
     """How long a record may wait for others that reach the disk with it."""
+    partial_every_s: NonNegativeFloat = 5.0
+    """How often it is written down what groups in flight have sampled: after a crash they go on
+    from there. 0 = never: they are played again from their beginning. So they always are with
+    weights.interrupt = "barrier", or a run would not come out the same each time."""
     fsync: bool = True
     """Survive also a machine that loses power; without it, only the death of processes."""
 

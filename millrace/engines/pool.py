@@ -180,7 +180,10 @@ class EnginePool:
         seat.num_sequences += request.n
         opened.placed[request.id] = seat
         try:
-            return await seat.engine.generate(request, hear, hear_end)
+            completions = await seat.engine.generate(request, hear, hear_end)
+            if audience.wants_tokens and request.at_leisure:
+                transcript.catch_up(completions)
+            return completions
         except WorkerError:
             if not self._replaces:
                 raise

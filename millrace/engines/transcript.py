@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from millrace.core.completions import cut, joined
 from millrace.core.protocols import OnCompletion, OnTokens
-from millrace.core.records import Completion, Kept, Piece, Request
+from millrace.core.records import Completion, Piece, Request
 
 
 class Audience:
@@ -77,32 +78,29 @@ class Transcript:
     def completions(self) -> list[Completion]:
         """All members as far as they are known, to be resumed. One that has ended without that
         being told is not told apart: whoever resumes it finds that out, and says how."""
+        truncates = self._request.sampling.truncates
         return [
-            self._ended.get(member) or self._joined(pieces)
-            for member, pieces in enumerate(self._pieces)
+            self._ended.get(member) or joined(self._known(member), truncates=truncates)
+            for member in range(self._request.n)
         ]
 
-    def _joined(self, pieces: Sequence[Piece]) -> Completion:
-        known = [*([] if self._request.partial is None else [self._request.partial]), *pieces]
-        none = np.empty(0, dtype=np.int32)
-        truncates = self._request.sampling.truncates
-        return Completion(
-            tokens=np.concatenate([none, *(part.tokens for part in known)]),
-            logprobs=np.concatenate(
-                [none.astype(np.float32), *(part.logprobs for part in known)], dtype=np.float32
-            ),
-            versions=np.concatenate([none, *(part.versions for part in known)]),
-            kept=_joined_kept([part.kept for part in known if part.kept]) if truncates else None,
-            routes=None if self._request.partial is None else self._request.partial.routes,
-            finish="interrupt",
-            text="",  # made when it ends
-        )
+    def catch_up(self, completions: Sequence[Completion]) -> None:
+        """Tell what these have and was not told: they go on elsewhere, and what is told from there
+        follows them."""
+        for member, completion in enumerate(completions):
+            if completion.finish != "interrupt":
+                continue
+            rest = cut(completion, sum(len(part.tokens) for part in self._known(member)))
+            self.hear(
+                Piece(
+                    member=member,
+                    tokens=rest.tokens,
+                    logprobs=rest.logprobs,
+                    versions=rest.versions,
+                    kept=rest.kept,
+                )
+            )
 
-
-def _joined_kept(parts: Sequence[Kept]) -> Kept:
-    sizes = [np.diff(part.offsets) for part in parts]
-    no_ids, nothing = np.empty(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
-    return Kept(
-        ids=np.concatenate([no_ids, *(part.ids for part in parts)]),
-        offsets=np.concatenate([nothing, np.cumsum(np.concatenate([[], *sizes]))]).astype(np.int64),
-    )
+    def _known(self, member: int) -> list[Completion | Piece]:
+        partial = self._request.partial
+        return [*([] if partial is None else [partial]), *self._pieces[member]]

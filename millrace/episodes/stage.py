@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from millrace.core.completions import cut
 from millrace.core.errors import TaskError
 from millrace.core.protocols import Policy
-from millrace.core.records import Branching, Completion, Episode, Kept, Task
+from millrace.core.records import Branching, Completion, Episode, Task
 from millrace.episodes.cast import Cast
 from millrace.episodes.loop_thread import LoopThread, on_loop
 from millrace.episodes.other_models import OtherModel
@@ -160,7 +161,7 @@ class _BranchSource:
         if call != branch.turn.number:
             return await self._sample(prompt, call=call, **settings)
         self._answers.check_prompt(branch.turn, prompt, recording=branch.recording)
-        partial = _begun(completion_of(branch.turn), branch.at) if branch.at else None
+        partial = cut(completion_of(branch.turn), 0, branch.at) if branch.at else None
         settings |= {"partial": partial, "pinned": True}
         completion = await self._sample(prompt, call=call, **settings)
         return replace(completion, num_shared=branch.at)
@@ -170,22 +171,3 @@ class _BranchSource:
         if self._answers.has_tool_run(number):
             return await self._answers.tool_run(number, tool, arguments)
         return await run_tool(tool, arguments, **limits)
-
-
-def _begun(completion: Completion, count: int) -> Completion:
-    """Its first tokens, to go on from."""
-    kept, routes = completion.kept, completion.routes
-    return replace(
-        completion,
-        tokens=completion.tokens[:count],
-        logprobs=completion.logprobs[:count],
-        versions=completion.versions[:count],
-        kept=None
-        if kept is None
-        else Kept(ids=kept.ids[: kept.offsets[count]], offsets=kept.offsets[: count + 1]),
-        routes=None if routes is None else routes[: len(routes) - (len(completion.tokens) - count)],
-        finish="abort",
-        text="",
-        kv=None,
-        num_shared=0,
-    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
+from millrace.core.progress import Progress
 from millrace.core.records import Group
 from millrace.journal.ledger import Ledger
 from millrace.journal.records import Outcome
@@ -19,6 +20,13 @@ class NoJournal:
     def issued(self, number: int, *, draw: int | None) -> None: ...
 
     def observed(self, number: int, *, solve_rate: float, draw: int | None) -> None: ...
+
+    async def progressed(
+        self, number: int, *, tries: int, part: int, progress: Progress
+    ) -> None: ...
+
+    async def progress(self, number: int) -> list[Progress]:
+        return []
 
     async def admitted(self, group: Group) -> None: ...
 

@@ -1,18 +1,20 @@
-"""Records as bytes, and groups as bytes behind them.
+"""Records as bytes, and behind them groups, or their progress.
 
-    uint32 length of the record | the record, msgpack | the frames of its group, if it brings one
+    uint32 length of the record | the record, msgpack | the frames of what it brings, if anything
 
 Promise: decoding gives a valid record or raises JournalError, whatever bytes it is handed, and
 allocates no more than they are long. Nothing is ever unpickled.
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from millrace.cluster.wire import Decoder, Frame, WireError, encode
 from millrace.core.errors import JournalError
+from millrace.core.progress import Progress
 from millrace.core.records import Group, Task
 from millrace.journal.records import AnyRecord
 
@@ -26,18 +28,18 @@ class Entry:
     """A record as it was read."""
 
     record: AnyRecord
-    group: memoryview  # encoded; empty for a record without one
+    content: memoryview  # encoded; empty for a record that brings nothing
 
 
-def encode_record(record: AnyRecord, *, group: bytes | memoryview = b"") -> list[Frame]:
+def encode_record(record: AnyRecord, *, content: bytes | memoryview = b"") -> list[Frame]:
     header = msgspec.msgpack.encode(record)
-    return [_LENGTH.pack(len(header)), header, group]
+    return [_LENGTH.pack(len(header)), header, content]
 
 
 def decode_record(payload: memoryview) -> Entry:
     header, rest = _cut(payload)
     try:
-        return Entry(record=_records.decode(header), group=rest)
+        return Entry(record=_records.decode(header), content=rest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise JournalError(f"What was read is not a record of a journal: {error}.") from None
 
@@ -51,19 +53,38 @@ def encode_group(group: Group) -> bytes:
             f"Group {group.number} cannot be written to the journal: {error} Or set journal.enabled"
             " to false."
         ) from None
-    return b"".join(part for frame in frames for part in (_LENGTH.pack(_size(frame)), frame))
+    return _strung(frames)
 
 
 def decode_group(data: memoryview, *, task: Task) -> Group:
+    try:
+        group = Decoder(Group).decode(_frames(data))
+    except WireError as error:
+        raise JournalError(f"What was read is not a group of a journal: {error}") from None
+    return replace(group, task=task)
+
+
+def encode_progress(progress: Progress) -> bytes:
+    return _strung(encode(progress))
+
+
+def decode_progress(data: memoryview) -> Progress:
+    try:
+        return Decoder(Progress).decode(_frames(data))
+    except WireError as error:
+        raise JournalError(f"What was read is no progress of a group: {error}") from None
+
+
+def _strung(frames: Sequence[Frame]) -> bytes:
+    return b"".join(part for frame in frames for part in (_LENGTH.pack(_size(frame)), frame))
+
+
+def _frames(data: memoryview) -> list[Frame]:
     frames: list[Frame] = []
     while len(data):
         frame, data = _cut(data)
         frames.append(frame)
-    try:
-        group = Decoder(Group).decode(frames)
-    except WireError as error:
-        raise JournalError(f"What was read is not a group of a journal: {error}") from None
-    return replace(group, task=task)
+    return frames
 
 
 def _cut(data: memoryview) -> tuple[memoryview, memoryview]:

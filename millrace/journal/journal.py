@@ -14,8 +14,9 @@ from pathlib import Path
 
 from millrace.config import JournalConfig
 from millrace.core.errors import JournalError
+from millrace.core.progress import Progress
 from millrace.core.records import Group, Task
-from millrace.journal.encoding import decode_group
+from millrace.journal.encoding import decode_group, decode_progress
 from millrace.journal.reading import Past
 from millrace.journal.records import (
     Admitted,
@@ -27,6 +28,7 @@ from millrace.journal.records import (
     Issued,
     Observed,
     Outcome,
+    Progressed,
     Reopened,
 )
 from millrace.journal.segments import FileSink, OpenSink, Place, Segments, UnsyncedSink
@@ -50,6 +52,7 @@ class Journal:
         self._task_of = task_of
         self._max_bytes = settings.max_bytes
         self._places = past.places
+        self._parts = past.parts
         self._admitting: set[int] = set()  # numbers whose groups are being written
         self._position = past.position
         self._sizes = dict(past.sizes)  # of the segments before those of the writer
@@ -112,8 +115,27 @@ class Journal:
         if draw is not None:
             self._append(Observed(number=number, solve_rate=solve_rate, draw=draw))
 
+    async def progressed(self, number: int, *, tries: int, part: int, progress: Progress) -> None:
+        """Of a group in flight. Returns when a crash cannot lose that any more."""
+        record = Progressed(number=number, tries=tries, part=part)
+        place = await asyncio.wrap_future(self._append(record, content=progress))
+        assert place is not None
+        if number in self.ledger.playing:
+            self._parts.add(record, place)
+
+    async def progress(self, number: int) -> list[Progress]:
+        """What is known of a group that is to be played: of the try that goes on, in order."""
+        if number not in self._parts:
+            return []
+        async with self._reading:
+            places = self._parts.of(number, tries=self.ledger.tries.get(number, 0))
+            return await asyncio.to_thread(
+                lambda: [decode_progress(self._segments.read_at(place)) for place in places]
+            )
+
     async def admitted(self, group: Group) -> None:
         """Its group may be trained, now that a crash cannot lose it."""
+        self._parts.drop(group.number)
         writing = self._append(Admitted(number=group.number), content=group)
         self._admitting.add(group.number)
         try:
@@ -124,10 +146,11 @@ class Journal:
         self._places[group.number] = place
 
     def reopened(self, number: int) -> None:
-        if number in self.ledger.waiting:
-            self._append(Reopened(number=number))
+        self._parts.drop(number)
+        self._append(Reopened(number=number))
 
     def closed(self, number: int, *, outcome: Outcome, reason: str) -> None:
+        self._parts.drop(number)
         self._append(Closed(number=number, outcome=outcome, reason=reason))
 
     async def begun(
@@ -168,24 +191,27 @@ class Journal:
 
     def _read(self, numbers: Sequence[int], tasks: Sequence[Task]) -> list[Group]:
         return [
-            decode_group(self._segments.read_group(self._places[number]), task=task)
+            decode_group(self._segments.read_at(self._places[number]), task=task)
             for number, task in zip(numbers, tasks, strict=True)
         ]
 
     async def _compact(self) -> None:
         """Remove the segments in which little is needed, once that is elsewhere."""
+        newest = self._writer.segment
+        await self.settle()  # whose place nobody knows yet is in the newest segment, or behind it
         live = self.ledger.live
         self._places = {n: place for n, place in self._places.items() if n in live}
+        self._parts.keep_needed(self.ledger)
         sizes = {**self._sizes, **self._writer.sizes}
         needed = dict.fromkeys(sizes, 0)  # bytes by segment
-        for place in self._places.values():
+        for place in (*self._places.values(), *(place for _, place in self._parts.items())):
             needed[place.segment] += place.length
-        newest = self._writer.segment
         dead = [s for s, size in sizes.items() if s < newest and 2 * needed[s] < size]
         if not dead:
             return
         for segment in dead:
             await self._carry(segment)
+            await self._carry_parts(segment)
         # What the segments said besides is said by this.
         await asyncio.wrap_future(self._append(self.ledger.snapshot()))
         await asyncio.to_thread(self._segments.remove, dead)
@@ -197,7 +223,7 @@ class Journal:
         """Write again what is needed of a segment."""
         places = {n: place for n, place in self._places.items() if place.segment == segment}
         found = await asyncio.to_thread(
-            lambda: {n: self._segments.read_group(place) for n, place in places.items()}
+            lambda: {n: self._segments.read_at(place) for n, place in places.items()}
         )
         writing = {
             number: self._append(Carried(number=number), content=content)
@@ -208,6 +234,22 @@ class Journal:
             place = await asyncio.wrap_future(future)
             if place is not None and self._is_current(number, places[number]):
                 self._places[number] = place
+
+    async def _carry_parts(self, segment: int) -> None:
+        """Likewise what was told of groups in flight."""
+        lying = [(part, place) for part, place in self._parts.items() if place.segment == segment]
+        found = await asyncio.to_thread(
+            lambda: [self._segments.read_at(place) for _, place in lying]
+        )
+        writing = [
+            (part, place, self._append(part, content=content))
+            for (part, place), content in zip(lying, found, strict=True)
+            if self._parts.holds(part, place)
+        ]
+        for part, place, future in writing:
+            moved = await asyncio.wrap_future(future)
+            if moved is not None and self._parts.holds(part, place):
+                self._parts.add(part, moved)
 
     def _is_current(self, number: int, place: Place) -> bool:
         """False if it is no longer needed, or another try at it is there or on its way."""

@@ -20,6 +20,7 @@ from millrace.journal.records import (
     Closed,
     Issued,
     Observed,
+    Progressed,
     Reopened,
     Snapshot,
     StepEntry,
@@ -62,6 +63,7 @@ class Ledger:
             for entry in snapshot.steps
         }  # in order; older ones only for groups that may be trained once more
         self.draws = dict(snapshot.draws)  # by number, of what is open or in a step
+        self.tries = dict(snapshot.tries)  # given up before, by number; of what is open
         self.observed = list(snapshot.observed)  # with positions, since the checkpoint of `version`
         self.troubles = list(snapshot.troubles)
 
@@ -94,6 +96,7 @@ class Ledger:
                 for s in self.steps.values()
             ),
             draws=dict(self.draws),
+            tries=dict(self.tries),
             observed=tuple(self.observed),
             troubles=tuple(self.troubles),
         )
@@ -112,6 +115,11 @@ class Ledger:
     def in_steps(self) -> set[int]:
         """Numbers that are open and in a step."""
         return {n for s in self.steps.values() if not s.is_applied for n in s.begun.fresh}
+
+    @property
+    def playing(self) -> set[int]:
+        """Numbers that are open and have no group yet, or none any more."""
+        return self.open - self.waiting.keys() - self.in_steps
 
     def check(self) -> list[str]:
         """A sentence for each way in which the books do not add up."""
@@ -135,14 +143,15 @@ class Ledger:
                 self.waiting[record.number] = None
             case Reopened():
                 self.waiting.pop(record.number, None)
+                self.tries[record.number] = self.tries.get(record.number, 0) + 1
             case Closed():
                 self._close(record.number, f"{record.outcome}: {record.reason}")
             case Begun():
                 self._begin_step(record)
             case Applied():
                 self._apply(record)
-            case Carried() | Snapshot():
-                pass  # says nothing that is new
+            case Carried() | Progressed() | Snapshot():
+                pass  # the books are the same
 
     def cover(self, version: int, *, position: int, keep: Collection[int] = ()) -> None:
         """A good checkpoint of `version` holds what the records up to `position` said of tasks.
@@ -182,6 +191,7 @@ class Ledger:
         self._expect(number in self.open, as_what, number)
         self.open.discard(number)
         self.waiting.pop(number, None)
+        self.tries.pop(number, None)
         self.totals[as_what] += 1
         if as_what != TRAINED:
             self.draws.pop(number, None)

@@ -12,7 +12,8 @@ from millrace.core.errors import JournalError
 from millrace.journal.encoding import decode_record
 from millrace.journal.framing import SEGMENT_MAGIC, Framed, is_torn, scan
 from millrace.journal.ledger import Ledger
-from millrace.journal.records import Admitted, AnyRecord, Carried, Snapshot
+from millrace.journal.parts import Parts
+from millrace.journal.records import Admitted, AnyRecord, Carried, Progressed, Snapshot
 from millrace.journal.segments import Place, Segments
 
 _TRIES = 5
@@ -33,6 +34,7 @@ class Past:
 
     ledger: Ledger
     places: dict[int, Place] = field(default_factory=dict[int, Place])  # by number
+    parts: Parts = field(default_factory=Parts)  # of groups in flight
     position: int = 0  # of the last record
     sizes: dict[int, int] = field(default_factory=dict[int, int])  # bytes by segment; whole ones
     torn: Torn | None = None
@@ -53,6 +55,7 @@ class _Reading:
         self._segments = segments
         self._ledger: Ledger | None = None
         self._places: dict[int, Place] = {}
+        self._parts = Parts()
         self._position = 0
         self._sizes: dict[int, int] = {}
         self._damage: str | None = None  # that a later snapshot has not made good yet
@@ -70,9 +73,11 @@ class _Reading:
             raise _refusal(self._segments.folder, "its beginning is missing")
         self._check_groups(self._ledger)
         live = self._ledger.live
+        self._parts.keep_needed(self._ledger)
         return Past(
             ledger=self._ledger,
             places={number: place for number, place in self._places.items() if number in live},
+            parts=self._parts,
             position=self._position,
             sizes=self._sizes,
             torn=self._torn,
@@ -105,12 +110,12 @@ class _Reading:
         elif self._ledger is not None:
             self._continue(record, found, segment=segment)
         self._position = max(self._position, found.position)
+        length = len(entry.content)
+        place = Place(segment=segment, offset=found.end - length, length=length)
         if isinstance(record, Admitted | Carried):
-            self._places[record.number] = Place(
-                segment=segment,
-                offset=found.end - len(entry.group),
-                length=len(entry.group),
-            )
+            self._places[record.number] = place
+        elif isinstance(record, Progressed):
+            self._parts.add(record, place)
 
     def _continue(self, record: AnyRecord, found: Framed, *, segment: int) -> None:
         assert self._ledger is not None

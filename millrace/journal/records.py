@@ -1,7 +1,9 @@
-"""What a journal says, record by record. One tagged union; a record may bring a group with it.
+"""What a journal says, record by record. One tagged union; a record may bring a group with it,
+or a part of one.
 
-The life of a task's number: Issued, then Admitted with its group, then part of a step that has
-Begun and was Applied. Or it is Closed with a reason; or Reopened, to be played again.
+The life of a task's number: Issued, perhaps Progressed, then Admitted with its group, then part of
+a step that has Begun and was Applied. Or it is Closed with a reason; or Reopened, to be played
+again.
 """
 
 from typing import Literal
@@ -40,6 +42,15 @@ class Carried(Record, frozen=True):
     """The same group again, out of a segment that goes."""
 
     number: int
+
+
+class Progressed(Record, frozen=True):
+    """More of what its group was told while it is played, which comes with the record. Said again
+    when it is written again, out of a segment that goes."""
+
+    number: int
+    tries: int  # before the one that it belongs to
+    part: int  # of that try, from 0 on
 
 
 class Reopened(Record, frozen=True):
@@ -90,8 +101,20 @@ class Snapshot(Record, frozen=True):
     totals: dict[str, int]  # numbers that are not open, by what became of them
     steps: tuple[StepEntry, ...] = ()
     draws: dict[int, int] = {}
+    tries: dict[int, int] = {}  # of open numbers that were reopened: how often
     observed: tuple[tuple[int, Observed], ...] = ()  # with the positions of their records
     troubles: tuple[str, ...] = ()
 
 
-AnyRecord = Issued | Observed | Admitted | Carried | Reopened | Closed | Begun | Applied | Snapshot
+AnyRecord = (
+    Issued
+    | Observed
+    | Progressed
+    | Admitted
+    | Carried
+    | Reopened
+    | Closed
+    | Begun
+    | Applied
+    | Snapshot
+)

@@ -51,7 +51,7 @@ def redone_numbers(ledger: Ledger, *, after: int) -> list[int]:
 
 def reissued_numbers(ledger: Ledger) -> list[int]:
     """What is open and has to be played again."""
-    return sorted(ledger.open - ledger.waiting.keys() - ledger.in_steps)
+    return sorted(ledger.playing)
 
 
 def _mismatch(past: Past, checkpoint: Checkpointed) -> str | None:

@@ -19,7 +19,7 @@ SUFFIX = ".log"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where an encoded group lies."""
+    """Where an encoded group lies, or a part of one."""
 
     segment: int
     offset: int
@@ -91,7 +91,7 @@ class Segments:
     def read(self, segment: int) -> memoryview:
         return memoryview(self.path(segment).read_bytes())
 
-    def read_group(self, place: Place) -> memoryview:
+    def read_at(self, place: Place) -> memoryview:
         with self.path(place.segment).open("rb") as file:
             file.seek(place.offset)
             return memoryview(file.read(place.length))

@@ -5,7 +5,8 @@ before it are durable. One write and one sync serve everything that has gathered
 that fails once is not asked again: all later records fail with the same sentence.
 
 append() and close() are called from one event loop; encoding, writing and syncing happen in the
-thread. Its queue is bounded by its callers: whoever appends a group waits for it.
+thread. Its queue is bounded by its callers: whoever appends a group, or
+progress, waits for it.
 """
 
 import asyncio
@@ -20,13 +21,14 @@ from pathlib import Path
 from millrace.cluster.wire import Frame
 from millrace.core import storage
 from millrace.core.errors import JournalError
+from millrace.core.progress import Progress
 from millrace.core.records import Group
-from millrace.journal.encoding import encode_group, encode_record
+from millrace.journal.encoding import encode_group, encode_progress, encode_record
 from millrace.journal.framing import SEGMENT_MAGIC, frame
 from millrace.journal.records import AnyRecord
 from millrace.journal.segments import Place, Segments
 
-Content = Group | memoryview | None  # to be encoded, or encoded before
+Content = Group | Progress | memoryview | None  # to be encoded, or encoded before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,7 +62,7 @@ class Writer:
     def append(
         self, record: AnyRecord, *, position: int, content: Content = None
     ) -> "Future[Place | None]":
-        """Resolves to the place of the group, if there is one."""
+        """Resolves to the place of its content, if there is any."""
         done: Future[Place | None] = Future()
         done.set_running_or_notify_cancel()  # who waits may give up; the record is written
         self._queue.put(_Pending(position=position, record=record, content=content, done=done))
@@ -111,14 +113,13 @@ class Writer:
             pending.done.set_result(place)
 
     def _lay(self, pending: _Pending) -> tuple[list[Frame], Place | None]:
-        """What is to be written of it, and where its group will lie."""
-        content = pending.content
-        group = encode_group(content) if isinstance(content, Group) else content or b""
-        payload = encode_record(pending.record, group=group)
+        """What is to be written of it, and where what it brings will lie."""
+        content = _encoded(pending.content)
+        payload = encode_record(pending.record, content=content)
         parts = frame(payload, position=pending.position, synced=self._synced)
         self._size += sum(memoryview(part).nbytes for part in parts)
         self.sizes[self.segment] = self._size
-        length = memoryview(group).nbytes
+        length = memoryview(content).nbytes
         place = Place(segment=self.segment, offset=self._size - length, length=length)
         return parts, place if length else None
 
@@ -133,6 +134,16 @@ class Writer:
         self.segment += 1
         self._size, self._synced = len(SEGMENT_MAGIC), 0
         self.sizes[self.segment] = self._size
+
+
+def _encoded(content: Content) -> bytes | memoryview:
+    match content:
+        case Group():
+            return encode_group(content)
+        case Progress():
+            return encode_progress(content)
+        case _:
+            return content or b""
 
 
 def write_failure(error: OSError, folder: Path) -> JournalError:

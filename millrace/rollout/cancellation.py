@@ -16,6 +16,7 @@ import numpy as np
 
 from millrace.core.records import Completion
 from millrace.core.staleness import Stamps
+from millrace.rollout.course import Course
 
 WINDOW = 1024  # finished completions from whose lengths the saving is estimated
 
@@ -34,6 +35,13 @@ class Attempt:
         self.given_up = Stamps(counts={})  # of these, those in episodes that the group did without
         self.finished: list[int] = []  # lengths of completions that came to their end
         self.cut: list[int] = []  # and of those that did not
+        self.course: Course | None = None  # what it was told, if that is written down
+
+    @property
+    def known(self) -> Stamps:
+        """Of what is certainly part of it, once or twice: also of completions that go on."""
+        given = [] if self.course is None else [self.course.given]
+        return Stamps.joined([self.stamps, *given])
 
     def record(self, completions: Sequence[Completion], *, num_known: int = 0) -> None:
         """Raises Expired if one of them was ended for its age. `num_known`: of their tokens, those

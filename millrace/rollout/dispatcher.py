@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+import numpy as np
+
 from millrace.core.errors import Filtered, RunFailed, ScoreError, TaskError
 from millrace.core.protocols import Scoring
 from millrace.core.records import Group, Task
@@ -24,8 +26,17 @@ from millrace.journal import Journal, NoJournal
 from millrace.journal.records import Outcome
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import Attempt, Cancellations, Expired
+from millrace.rollout.courses import Courses
 from millrace.rollout.filtering import Filtering
-from millrace.rollout.waste import CANCELLED, DROPPED, FAILED, REDUNDANT, Waste
+from millrace.rollout.waste import (
+    CANCELLED,
+    DROPPED,
+    FAILED,
+    OUTDATED,
+    REDUNDANT,
+    UNASKED,
+    Waste,
+)
 
 S = TypeVar("S", bound=Scoring)
 
@@ -88,6 +99,7 @@ class Dispatcher(Generic[S]):
         filtering: Filtering,
         limit: StalenessLimit,
         journal: Journal | NoJournal,
+        courses: Courses,
         version: int = 0,
         next_number: int = 0,
         unfinished: Iterable[int] = (),
@@ -106,11 +118,12 @@ class Dispatcher(Generic[S]):
         self._filtering = filtering
         self._limit = limit
         self._journal = journal
+        self._courses = courses
         self._version = version  # of the trainer at the next take
         self._next_number = next_number
         self._reissue = deque(sorted(unfinished))  # begun before, and to be begun again; goes first
         self._open = set(begun)  # issued, and neither trained nor failed nor dropped
-        self._tries: dict[int, int] = {}  # of open groups that were given up before
+        self._tries = dict(journal.ledger.tries)  # of open groups that were given up before
         self._running: dict[int, _Running] = {}  # by number
         self.cancellations = Cancellations()
         self._num_stale = 0  # groups that became too old each time
@@ -201,21 +214,23 @@ class Dispatcher(Generic[S]):
                 raise
             self._cancelled(running)
         finally:
+            self._count_forgotten(attempt)
             del self._running[attempt.number]
             self._admission.leave()
 
     async def _play_and_score(self, running: _Running) -> Group:
         attempt = running.attempt
         task = self._task_of(attempt.number)
-        with self._open_scoring(task, attempt) as scoring:
-            group = await self._play(task, attempt, scoring)
-            running.stamps = Stamps.of_group(group)
-            self.waste.add(REDUNDANT, attempt.given_up, version=self._version)
-            if self._is_ruled_out(running):
-                raise Expired(f"group {attempt.number}")
-            self.cancellations.learn(attempt.finished)
-            running.stage = "scoring"
-            group = await self._score(group, scoring)
+        async with self._courses.opened(attempt, is_fit=self._is_fit):
+            with self._open_scoring(task, attempt) as scoring:
+                group = await self._play(task, attempt, scoring)
+                running.stamps = Stamps.of_group(group)
+                self.waste.add(REDUNDANT, attempt.given_up, version=self._version)
+                if self._is_ruled_out(running):
+                    raise Expired(f"group {attempt.number}")
+                self.cancellations.learn(attempt.finished)
+                running.stage = "scoring"
+                group = await self._score(group, scoring)
         running.stamps = Stamps.of_group(group)  # scoring may have masked some tokens
         self._failures.succeeded()
         self._filtering.passed()
@@ -233,8 +248,19 @@ class Dispatcher(Generic[S]):
         """True if the limit will certainly not allow it any more."""
         if running.stamps is None and not self._limit.one_token_decides:
             return False  # tokens to come may make up for those that are too stale
-        stamps = running.attempt.stamps if running.stamps is None else running.stamps
+        stamps = running.attempt.known if running.stamps is None else running.stamps
         return not self._limit.allows(stamps, version=self._version)
+
+    def _is_fit(self, versions: np.ndarray) -> bool:
+        """False if tokens of these versions certainly rule their group out."""
+        is_decided = self._limit.one_token_decides
+        return not is_decided or self._limit.allows(Stamps.of(versions), version=self._version)
+
+    def _count_forgotten(self, attempt: Attempt) -> None:
+        """What it was told before a crash and did not go on from."""
+        if attempt.course is not None:
+            self.waste.add(OUTDATED, attempt.course.outdated, version=self._version)
+            self.waste.add(UNASKED, attempt.course.unasked, version=self._version)
 
     def _cancelled(self, running: _Running) -> None:
         attempt = running.attempt

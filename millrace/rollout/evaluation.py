@@ -42,6 +42,26 @@ class Evaluation:
         }
 
 
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """How far an evaluation is."""
+
+    step: int
+    num_tasks: int
+    num_played: int = 0
+    num_scored: int = 0  # or given up
+
+    @property
+    def moved(self) -> int:
+        return self.num_played + self.num_scored
+
+    def __str__(self) -> str:
+        return (
+            f"the evaluation of step {self.step} has played {self.num_played} of its"
+            f" {self.num_tasks} tasks, of which {self.num_scored} are scored."
+        )
+
+
 class Patience:
     """Waits for scores as long as some come in: `timeout_s` after the last, for none any more."""
 
@@ -73,6 +93,7 @@ async def evaluate(
     *,
     step: int,
     samples: int,
+    tally: Tally,
     play: Callable[[Task, int], Awaitable[Group]],
     score: Callable[[Group], Coroutine[Any, Any, Group]],
     solved_at: float,
@@ -85,9 +106,13 @@ async def evaluate(
     async def one(number: int, task: Task) -> Group | None:
         async with room:
             try:
-                return await patience.wait(score(await play(task, number)))
+                group = await play(task, number)
+                tally.num_played += 1
+                return await patience.wait(score(group))
             except (TaskError, ScoreError):
                 return None  # counted as failed below
+            finally:
+                tally.num_scored += 1
 
     groups = await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks)))
     played = [group for group in groups if group is not None]

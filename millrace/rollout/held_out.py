@@ -11,7 +11,7 @@ from typing import Any
 from millrace.config import RunConfig
 from millrace.core.protocols import Engine
 from millrace.core.records import Group, Task
-from millrace.rollout.evaluation import Evaluation, evaluate
+from millrace.rollout.evaluation import Evaluation, Tally, evaluate
 from millrace.rollout.player import Player
 
 
@@ -40,22 +40,29 @@ class HeldOut:
             temperature = 0.0 if config.evaluate.samples == 1 else config.sampling.temperature
         self._player = player.evaluating(engine=engine, temperature=temperature)
 
-    async def evaluate(self, step: int) -> Evaluation | None:
+    def tally(self, step: int) -> Tally:
+        """Of an evaluation that has not begun."""
+        return Tally(step=step, num_tasks=len(self._tasks))
+
+    async def evaluate(self, step: int, *, tally: Tally) -> Evaluation | None:
         """The policy as it is now; None if there are no tasks."""
         if not self._tasks:
             return None
         if self._at_once is None:
-            return await self._evaluate(step, max_running=self._max_running)
+            return await self._evaluate(step, tally=tally, max_running=self._max_running)
         async with self._at_once():
-            evaluating = asyncio.create_task(self._evaluate(step, max_running=len(self._tasks)))
+            evaluating = asyncio.create_task(
+                self._evaluate(step, tally=tally, max_running=len(self._tasks))
+            )
         return await evaluating
 
-    async def _evaluate(self, step: int, *, max_running: int) -> Evaluation:
+    async def _evaluate(self, step: int, *, tally: Tally, max_running: int) -> Evaluation:
         samples = self._settings.samples
         return await evaluate(
             self._tasks,
             step=step,
             samples=samples,
+            tally=tally,
             play=lambda task, number: self._player.play(
                 task, number=number, group_size=samples, name=f"evaluation {step}, task"
             ),

@@ -27,6 +27,7 @@ from millrace.core.staleness import Stamps
 from millrace.rollout.cancellation import Attempt
 from millrace.rollout.lengths import Lengths
 from millrace.rollout.overheard import Listen, Overheard
+from millrace.rollout.recalled import Recalled
 from millrace.rollout.renderer import Renderer
 
 TokenRewards = Callable[[int], Awaitable[list[np.ndarray]]]  # see Policy
@@ -202,7 +203,7 @@ class Player:
     ) -> None:
         """`others`: engines of models besides the policy, by name. `wants_routes`: of groups for
         training, as they are replayed there."""
-        self._others = others
+        self._others = others or {}
         self._lengths = lengths or Lengths(most=0)
         self._wants_routes = wants_routes
         self._environment = environment
@@ -273,8 +274,16 @@ class Player:
         listen: Listen | None = None,
         token_rewards: TokenRewards | None = None,
     ) -> Group:
+        course = None if attempt is None else attempt.course
+        engine, others = self._engine, self._others
+        if course is not None:
+            engine = Recalled(engine, course=course)
+            others = {
+                model: Recalled(other, course=course, model=model)
+                for model, other in others.items()
+            }
         policy = GroupPolicy(
-            engine=self._engine if listen is None else Overheard(self._engine, listen=listen),
+            engine=engine if listen is None else Overheard(engine, listen=listen),
             renderer=self._renderer,
             sampling=self._sampling,
             max_context=self._max_context,
@@ -283,7 +292,7 @@ class Player:
             attempt=attempt,
             on_episode=on_episode,
             overtakes=self._lengths.overtakes(task) if attempt is not None else 0,
-            others=self._others,
+            others=others,
             reader=self._engine,
             token_rewards=token_rewards,
             wants_routes=self._wants_routes and attempt is not None,

@@ -14,6 +14,10 @@ FAILED = "failed"  # its task or a score failed
 # In episodes that were begun for redundancy and given up, or failed: whole turns of theirs. What an
 # engine had sampled of the turn under way is in its own counter only.
 REDUNDANT = "redundant"
+# Told before a crash of the controller, and too stale when the group was played again.
+OUTDATED = "outdated"
+# Likewise, and not asked for again: its environment went another way, or the group was given up.
+UNASKED = "unasked"
 
 
 class Waste:

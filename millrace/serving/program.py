@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.cluster import leash
+from millrace.cluster.leash import leashed
 
 OUTPUT_BYTES = 2**20  # of each stream, the last so many are kept
 _LAST_WORDS_S = 1.0  # for what it wrote to come out of the pipes once it has ended
@@ -34,7 +34,7 @@ async def run_program(
     path = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
     transport, watch = await asyncio.get_running_loop().subprocess_exec(
         _Watch,
-        *(sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command),
+        *leashed(command),
         env={**os.environ, "PATH": path, **(env or {})},
         start_new_session=True,  # to be ended with all it has started
     )

@@ -22,14 +22,16 @@ class Stalls:
         explain: Callable[[], str],
         moved: Callable[[], int],
         warn: Callable[[str], None],
+        what: str = "No step completed",
     ) -> None:
-        """`explain` says what waits for what. `moved` counts what else shows that something goes
-        on: when it changes, the time begins anew."""
+        """`what` does not happen, as a sentence begins. `explain` says what waits for what. `moved`
+        counts what else shows that something goes on: when it changes, the time begins anew."""
         self._warn_after_s = warn_after_s
         self._limit_s = limit_s
         self._explain = explain
         self._moved = moved
         self._warn = warn
+        self._what = what
 
     async def until(self, work: Awaitable[T]) -> T:
         """The result of `work`; RunFailed when it has stood still for limit_s."""
@@ -49,7 +51,7 @@ class Stalls:
             if task.done() or self._moved() != moved:
                 return
             waited_s = min(next_s, self._limit_s)
-            sentence = f"No step completed for {waited_s:g} s"
+            sentence = f"{self._what} for {waited_s:g} s"
             if waited_s >= self._limit_s:
                 raise RunFailed(f"{sentence} (cluster.stall_timeout_s): {self._explain()}")
             self._warn(f"{sentence}: {self._explain()}")

@@ -12,7 +12,7 @@ N = trained tokens of a microbatch, R = its rollouts.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,9 @@ class Critic:
         value_clip: float | None = None,
         loss_weight: float = 0.5,
         technique: Technique,
+        on_pass: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_pass` is called before each forward pass: a step gets on."""
         self.model = ValueModel(model)
         assert all(parameter.dtype == torch.float32 for parameter in self.model.parameters())
         self._estimation = estimation
@@ -57,6 +59,7 @@ class Critic:
         self._value_clip = value_clip
         self._loss_weight = loss_weight
         self._technique = technique
+        self._on_pass = on_pass
         self._scale = LossScale(is_on=technique.compute_dtype is torch.float16)
         self._limit = RowLimit()
         self._optimizer = build_optimizer(self.model, technique)
@@ -122,6 +125,7 @@ class Critic:
 
     def values(self, microbatch: Microbatch, rows: np.ndarray) -> Tensor:
         """Of the states that end with the given rows, float32; differentiable."""
+        self._on_pass()
         backbone = self.model.backbone
         with self._technique.autocast(backbone.device):
             hidden = packed_hidden_states(backbone, microbatch)

@@ -50,6 +50,7 @@ class RunSummary:
     steps_skipped: int  # an update or more of these was not finite
     restarts: dict[str, int]  # by worker, of those that died
     sequences_continued: int  # after their engine had died
+    resumed_tokens: int  # not sampled again when the run was resumed
     scorers: dict[str, dict[str, float]]  # as the last row has them
     files: tuple[Path, ...]  # what lies in the run directory
 
@@ -97,6 +98,7 @@ def summarise(path: str | Path) -> RunSummary:
         steps_skipped=sum(row.get("updates_skipped", 0) > 0 for row in rows),
         restarts=last.get("worker_restarts", {}),
         sequences_continued=last.get("sequences_continued", 0),
+        resumed_tokens=last.get("resumed_tokens", 0),
         scorers=last.get("scorers", {}),
         files=tuple(_files(run_dir)),
     )
@@ -150,6 +152,8 @@ def _rows(run: RunSummary) -> Iterator[tuple[str, str]]:
             "workers restarted",
             counts(run.restarts) + (continued if run.sequences_continued else ""),
         )
+    if run.resumed_tokens:
+        yield "resumed", f"{run.resumed_tokens} tokens of groups in flight were not sampled again"
     if run.replayed:
         yield "groups replayed", str(run.replayed)
     yield "tokens wasted", counts(run.tokens_wasted)

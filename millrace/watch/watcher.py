@@ -54,6 +54,7 @@ class Moment:
     trainer_waits_for: str
     scorers: dict[str, ScorerLoad]
     sequences_continued: int = 0  # so far: that went on after their engine had died
+    resumed_tokens: int = 0  # so far: told before a crash of the controller, and not sampled again
     scorers_lost: int = 0  # processes so far that hung or died, and were replaced
 
 
@@ -157,6 +158,7 @@ class Watcher:
             "scores_waited": self._waited_for_scores(),
             "worker_restarts": self.restarts(moment),
             "sequences_continued": moment.sequences_continued,
+            "resumed_tokens": moment.resumed_tokens,
         }
         row |= self._new_evaluation
         self._new_evaluation = {}

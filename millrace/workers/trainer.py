@@ -269,7 +269,9 @@ def build_trainer(
     return Trainer(
         model,
         adapter=adapter,
-        critic=None if config.critic is None else build_critic(config, config.critic),
+        critic=None
+        if config.critic is None
+        else build_critic(config, config.critic, on_pass=on_pass),
         replay=replay_of(model) if settings.replay_routes else None,
         loss=build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens),
         schedule=Schedule(
@@ -295,7 +297,9 @@ def replay_of(model: PreTrainedModel) -> Replay | None:
     return Replay(routing)
 
 
-def build_critic(config: RunConfig, settings: CriticConfig) -> Critic:
+def build_critic(
+    config: RunConfig, settings: CriticConfig, *, on_pass: Callable[[], None]
+) -> Critic:
     """The critic the config describes, as it is before it has learned anything."""
     return Critic(
         load_to_train(config, path=settings.path or config.model.path),
@@ -307,6 +311,7 @@ def build_critic(config: RunConfig, settings: CriticConfig) -> Critic:
         value_clip=settings.value_clip,
         loss_weight=settings.loss_weight,
         technique=technique_of(config.trainer),
+        on_pass=on_pass,
     )
 
 

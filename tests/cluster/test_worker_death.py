@@ -198,14 +198,18 @@ async def test_a_worker_that_never_says_hello_is_killed(tmp_path: Path):
     assert not [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
 
 
-async def test_killing_the_controller_leaves_no_workers(tmp_path: Path):
-    controller = await asyncio.create_subprocess_exec(
+async def start_controller(script: str, folder: Path) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
         sys.executable,
-        str(HERE / "doomed_controller.py"),
-        str(tmp_path),
+        str(HERE / script),
+        str(folder),
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+
+
+async def test_killing_the_controller_leaves_no_workers(tmp_path: Path):
+    controller = await start_controller("doomed_controller.py", tmp_path)
     assert controller.stdout is not None
     pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
     assert len(pids) == 2
@@ -213,6 +217,29 @@ async def test_killing_the_controller_leaves_no_workers(tmp_path: Path):
     controller.kill()
     await wait_until_dead(*pids, timeout_s=2)
     await controller.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing runs in a process that is stopped")
+async def test_a_worker_stopped_while_it_imports_does_not_outlive_a_killed_controller(
+    tmp_path: Path,
+):
+    controller = await start_controller("doomed_starter.py", tmp_path)
+    worker: list[psutil.Process] = []
+    async with asyncio.timeout(20):
+        while not worker:
+            await asyncio.sleep(0.02)
+            worker = [c for c in psutil.Process(controller.pid).children() if is_up(c)]
+    worker[0].suspend()
+    await asyncio.sleep(0.05)
+    assert worker[0].status() == psutil.STATUS_STOPPED
+    controller.kill()
+    await wait_until_dead(worker[0].pid, timeout_s=2)
+    await controller.wait()
+
+
+def is_up(process: psutil.Process) -> bool:
+    """It is a Python that imports the worker's module, no longer what starts it."""
+    return process.cmdline()[1:3] == ["-m", "mute_worker"]
 
 
 async def test_a_worker_that_hangs_writes_its_stacks_to_its_log_before_it_is_ended(hub: Hub):

@@ -14,6 +14,7 @@ from millrace.core.staleness import StalenessLimit, Stamps
 from millrace.journal import NoJournal
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import Expired
+from millrace.rollout.courses import Courses
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.filtering import Filtering
 from millrace.staging.buffer import Buffer
@@ -47,6 +48,7 @@ class Flow:
             task_of=lambda number: Task(prompt=str(number)),
             draw_of=lambda number: None,
             journal=NoJournal(),
+            courses=Courses(NoJournal(), every_s=0),
             on_closed=lambda number: None,
             open_scoring=lambda task, attempt: NoScoring(),
             play=self.play,

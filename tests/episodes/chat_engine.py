@@ -7,6 +7,7 @@ import numpy as np
 from fakes import ScriptedEngine
 from families import FAMILIES, tokenizer_of
 
+from millrace.core.protocols import OnCompletion, OnTokens
 from millrace.core.records import Completion, Request, Sampling
 from millrace.episodes.environment import FunctionEnvironment
 from millrace.episodes.loop_thread import LoopThread
@@ -32,7 +33,12 @@ class ChatEngine(ScriptedEngine):
         self._end = FAMILIES[family].end
         self.prompts: list[str] = []
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(
+        self,
+        request: Request,
+        on_tokens: OnTokens | None = None,
+        on_completion: OnCompletion | None = None,
+    ) -> list[Completion]:
         self.requests.append(request)
         self.prompts.append(self._tokenizer.decode(request.prompt))
         text = self._answer(self.prompts[-1])

@@ -242,12 +242,12 @@ def test_no_bytes_make_a_record_or_a_group_but_what_is_one(data):
 def test_a_record_or_group_that_was_changed_anywhere_is_refused_or_still_one(data):
     group = encode_group(make_group(1, kept=True))
     record = Closed(number=4, outcome="failed", reason="score")
-    payload = bytearray(b"".join(encode_record(record, group=group)))
+    payload = bytearray(b"".join(encode_record(record, content=group)))
     at = data.draw(st.integers(0, len(payload) - 1))
     payload[at] = data.draw(st.integers(0, 255))
     try:
         entry = decode_record(memoryview(bytes(payload)))
-        decode_group(entry.group, task=Task(prompt=""))
+        decode_group(entry.content, task=Task(prompt=""))
     except JournalError:
         pass
 

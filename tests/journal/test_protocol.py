@@ -1,8 +1,10 @@
 """The whole protocol of durability under random crashes: admit, take, step, checkpoint, resume.
 
-The journal, the buffer, the batches and the dispatcher are the real ones, on real files of a disk
-that loses what was not synced. Engines and the trainer are scripted. A trainer's weights are a hash
-of everything it ever learned, so that a version which is made again from anything else shows.
+The journal, the buffer, the batches, the dispatcher and the courses of groups are the real ones, on
+real files of a disk that loses what was not synced. Engines and the trainer are scripted. A
+trainer's weights are a hash of everything it ever learned, so that a version which is made again
+from anything else shows; a token is a hash of the weights that sampled it, its group and its place,
+so that one which comes from anywhere else shows, too.
 """
 
 import asyncio
@@ -14,22 +16,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from crashing_disk import CrashingDisk
-from fakes import NoScoring, make_group
+from fakes import NoScoring, make_group, make_piece
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millrace.config import JournalConfig, load_config
 from millrace.core.errors import Filtered, JournalError, ScoreError
-from millrace.core.records import Group, Task
+from millrace.core.records import Completion, Group, Request, Sampling, Task
 from millrace.envs.curriculum import Curriculum
 from millrace.journal import Journal
 from millrace.journal.resuming import Checkpointed, recall, redone_numbers, reissued_numbers
 from millrace.rollout.admission import Admission
+from millrace.rollout.courses import Courses
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.filtering import Filtering
+from millrace.rollout.recalled import Recalled
 from millrace.staging.batches import Batches, Taken
 from millrace.staging.buffer import Buffer
 from millrace.staging.orders import build_sampler
@@ -39,6 +44,40 @@ MAX_STALENESS = 2
 JOURNAL = JournalConfig(segment_bytes=3000, max_bytes=2**20, commit_interval_s=0)
 REPLAY = {"share": 0.5, "capacity": 4, "max_staleness": 6}
 TASKS = [Task(prompt=f"task {n}") for n in range(5)]
+NUM_TOKENS = 4  # of a completion
+
+
+def token_of(weights: str, *, seed: int, index: int, place: int) -> int:
+    """What these weights sample there."""
+    digest = hashlib.sha256(f"{weights} {seed} {index} {place}".encode()).digest()
+    return int.from_bytes(digest[:3], "little")
+
+
+@dataclass(kw_only=True, eq=False)
+class InEngine:
+    """A request in an engine: the tokens of its completions so far."""
+
+    request: Request
+    tell: Any
+    parts: list[list[tuple[int, int]]]  # token and version, by member
+
+    def sample(self, member: int, *, version: int, weights: str) -> None:
+        own, request = self.parts[member], self.request
+        place, index = len(own), request.index + member
+        if place < NUM_TOKENS:
+            token = token_of(weights, seed=request.seed, index=index, place=place)
+            own.append((token, version))
+            self.tell(make_piece(as_completion(own[place:], "interrupt"), member=member))
+
+
+def as_completion(tokens: list[tuple[int, int]], finish: str) -> Completion:
+    return Completion(
+        tokens=np.array([token for token, _ in tokens], np.int32),
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.array([version for _, version in tokens], np.int32),
+        finish=finish,  # pyright: ignore
+        text="",
+    )
 
 
 @dataclass(kw_only=True)
@@ -55,8 +94,12 @@ class Trainer:
 
     def step(self, taken: Taken) -> None:
         for group in taken.groups:
-            (version,) = set(group.rollouts[0].versions[group.rollouts[0].mask].tolist())
-            assert group.scores[0].parts == {self.weights[version]: 0.0}, "another one sampled it"
+            seed = int(group.scores[0].total)
+            for index, rollout in enumerate(group.rollouts):
+                for place, at in enumerate(np.flatnonzero(rollout.mask)):
+                    weights = self.weights[rollout.versions[at]]
+                    token = token_of(weights, seed=seed, index=index, place=place)
+                    assert rollout.tokens[at] == token, "another one sampled it"
             assert group.task.prompt == group.episodes[0].turns[0].prompt
         digest = hashlib.sha256(self.weights[-1].encode())
         for batch in taken.batches:
@@ -115,7 +158,9 @@ class Process:
             settings=JOURNAL,
             open_sink=disk.open,
         )
+        self.courses = Courses(self.journal, every_s=1e9)  # written down when the test says so
         self.playing: dict[int, asyncio.Future[str]] = {}  # what comes of each
+        self.sampling: dict[int, list[InEngine]] = {}  # requests of these
         self.sampled_at = sampled_at  # version by number
         self._wire(replay=replay, version=version)
 
@@ -167,6 +212,7 @@ class Process:
             filtering=Filtering(max_share=1.0, warn=print),
             limit=config.buffer.limit,
             journal=self.journal,
+            courses=self.courses,
             version=taking,
             next_number=ledger.next_number,
             unfinished=reissued_numbers(ledger),
@@ -186,21 +232,53 @@ class Process:
 
     async def _play(self, task: Task, attempt: Any, scoring: Any) -> Group:
         future = self.playing[attempt.number] = asyncio.get_running_loop().create_future()
+        self.sampling[attempt.number] = []
+        request = Request(
+            id=f"group {attempt.number}, try {attempt.tries}",
+            prompt=np.zeros(3, np.int32),
+            sampling=Sampling(),
+            n=2,
+            seed=10 * attempt.number + attempt.tries,
+            expires=True,
+        )
         try:
-            outcome = await future
+            recalled = Recalled(self, course=attempt.course)
+            completions = await recalled.generate(request)
         finally:
-            del self.playing[attempt.number]
-        self.sampled_at[attempt.number] = self.visible
-        group = make_group(attempt.number, versions=self.visible)
+            del self.playing[attempt.number], self.sampling[attempt.number]
+        attempt.record(completions)
+        outcome = future.result() if future.done() else "good"  # all of it was known
+        self.sampled_at[attempt.number] = min(int(one.versions.min()) for one in completions)
+        group = _group_of(attempt.number, completions)
         first = group.episodes[0]
         turn = replace(first.turns[0], prompt=task.prompt)
-        score = replace(group.scores[0], parts={self.trainer.weights[self.visible]: 0.0})
+        score = replace(group.scores[0], total=float(request.seed))
         return replace(
             group,
             task=replace(task, columns={"outcome": outcome}),
             episodes=(replace(first, turns=(turn,)), *group.episodes[1:]),
             scores=(score, *group.scores[1:]),
         )
+
+    async def generate(
+        self, request: Request, on_tokens: Any = None, on_completion: Any = None
+    ) -> list[Completion]:
+        """As an engine."""
+        number = request.seed // 10
+        known = request.partial
+        begun = [] if known is None else list(zip(known.tokens, known.versions, strict=True))
+        one = InEngine(
+            request=request,
+            tell=on_tokens,
+            parts=[list(begun) for _ in range(request.n)],
+        )
+        self.sampling[number].append(one)
+        await asyncio.shield(self.playing[number])
+        for member in range(request.n):
+            for _ in range(NUM_TOKENS):
+                weights = self.trainer.weights[self.visible]
+                one.sample(member, version=self.visible, weights=weights)
+        return [as_completion(own, "stop") for own in one.parts]
 
     async def _score(self, group: Group, scoring: Any) -> Group:
         outcome = group.task.columns["outcome"]
@@ -211,6 +289,19 @@ class Process:
         if outcome == "filtered":
             raise Filtered("dull")
         return replace(group, task=replace(group.task, columns={}))
+
+
+def _group_of(number: int, completions: list[Completion]) -> Group:
+    group = make_group(number, sampled_tokens=NUM_TOKENS)
+    episodes = []
+    for episode, completion in zip(group.episodes, completions, strict=True):
+        (rollout,) = episode.rollouts
+        tokens, versions = rollout.tokens.copy(), rollout.versions.copy()
+        tokens[rollout.mask] = completion.tokens
+        versions[rollout.mask] = completion.versions
+        rollouts = (replace(rollout, tokens=tokens, versions=versions),)
+        episodes.append(replace(episode, rollouts=rollouts))
+    return replace(group, episodes=tuple(episodes))
 
 
 class Protocol(RuleBasedStateMachine):
@@ -240,6 +331,21 @@ class Protocol(RuleBasedStateMachine):
         if playing:
             self.process.playing[playing[choice % len(playing)]].set_result(outcome)
         self._run(self._turn())
+
+    @rule(choice=st.integers(0), member=st.integers(0, 1))
+    def sample_a_token(self, choice: int, member: int) -> None:
+        process = self.process
+        requests = [one for number in sorted(process.sampling) for one in process.sampling[number]]
+        if requests:
+            one = requests[choice % len(requests)]
+            weights = process.trainer.weights[process.visible]
+            one.sample(member % one.request.n, version=process.visible, weights=weights)
+
+    @rule(then_crash=st.booleans(), seed=st.integers(0, 2**32))
+    def write_down_what_groups_in_flight_have(self, then_crash: bool, seed: int) -> None:
+        self._run(self.process.courses.write())
+        if then_crash:
+            self._crash_after_writing(seed)
 
     @rule(rounds=st.integers(1, 4), saves=st.booleans())
     def go_on_undisturbed(self, rounds: int, saves: bool) -> None:
@@ -398,10 +504,32 @@ class Protocol(RuleBasedStateMachine):
         for number in admitted - ledger.live - trained:
             # Too stale for the next take, so that it is played again.
             assert ledger.last_begun - sampled_at[number] > MAX_STALENESS, "it is lost"
-            assert number in ledger.open
+            if number not in ledger.open:  # for the last time
+                assert ledger.totals["dropped: stale"] > 0
+
+    def _crash_after_writing(self, seed: int) -> None:
+        """What each group in flight had sampled, it goes on with, unless that is too stale."""
+        before = _sampled(self.process)
+        self._crash(seed)
+        oldest = self.process.journal.ledger.last_begun - MAX_STALENESS
+        after = _sampled(self.process)
+        for (number, seed, index), tokens in before.items():
+            if number in self.process.sampling and min(v for _, v in tokens) >= oldest:
+                assert after.get((number, seed, index)) == tokens
 
     def _run(self, work: Any) -> Any:
         return self.loop.run_until_complete(work)
+
+
+def _sampled(process: Process) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
+    """Tokens and versions of completions in flight, by number, seed and index."""
+    return {
+        (number, one.request.seed, one.request.index + member): list(tokens)
+        for number, requests in process.sampling.items()
+        for one in requests
+        for member, tokens in enumerate(one.parts)
+        if tokens
+    }
 
 
 class TestProtocol(Protocol.TestCase):

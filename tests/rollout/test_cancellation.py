@@ -11,6 +11,7 @@ from millrace.core.staleness import StalenessLimit, Stamps, Waiting
 from millrace.journal import NoJournal
 from millrace.rollout.admission import Admission
 from millrace.rollout.cancellation import WINDOW, Attempt, Cancellations, Expired
+from millrace.rollout.courses import Courses
 from millrace.rollout.dispatcher import MAX_TRIES, Dispatcher, Failures
 from millrace.rollout.filtering import Filtering
 
@@ -34,6 +35,7 @@ class Bench:
             task_of=lambda number: Task(prompt=str(number)),
             draw_of=lambda number: None,
             journal=NoJournal(),
+            courses=Courses(NoJournal(), every_s=0),
             on_closed=self.closed.append,
             open_scoring=lambda task, attempt: NoScoring(),
             play=self._play,

@@ -9,6 +9,7 @@ from millrace.core.records import Task
 from millrace.core.staleness import StalenessLimit
 from millrace.journal import NoJournal
 from millrace.rollout.admission import Admission
+from millrace.rollout.courses import Courses
 from millrace.rollout.dispatcher import Dispatcher, Failures
 from millrace.rollout.filtering import WINDOW, Filtering
 
@@ -30,6 +31,7 @@ class Bench:
             task_of=lambda number: Task(prompt=str(number)),
             draw_of=lambda number: None,
             journal=NoJournal(),
+            courses=Courses(NoJournal(), every_s=0),
             on_closed=self.closed.append,
             open_scoring=self._open_scoring,
             play=self._play,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from millrace.core.errors import ScoreError
 from millrace.core.records import Score, Task
-from millrace.rollout.evaluation import evaluate, pass_at
+from millrace.rollout.evaluation import Tally, evaluate, pass_at
 
 
 @given(st.integers(1, 7), st.data())
@@ -47,6 +47,7 @@ async def examine(solved: dict[int, list[float]], *, samples: int, num_tasks: in
         tasks,
         step=9,
         samples=samples,
+        tally=Tally(step=9, num_tasks=num_tasks),
         play=play,
         score=score,
         solved_at=1.0,
@@ -100,10 +101,12 @@ async def test_tasks_whose_scorer_is_down_are_counted_and_not_waited_for_without
         finally:
             given_up.append(group.number)
 
+    tally = Tally(step=9, num_tasks=5)
     result = await evaluate(
         [Task(prompt=str(number)) for number in range(5)],
         step=9,
         samples=1,
+        tally=tally,
         play=play,
         score=score,  # pyright: ignore[reportArgumentType]
         solved_at=1.0,
@@ -115,3 +118,6 @@ async def test_tasks_whose_scorer_is_down_are_counted_and_not_waited_for_without
     assert result.metrics()["evaluation_unscored"] == 4
     assert asked == [0, 1, 2], "once it is clear that nobody answers, nobody is asked"
     assert sorted(given_up) == [1, 2]
+    assert str(tally) == (
+        "the evaluation of step 9 has played 5 of its 5 tasks, of which 5 are scored."
+    )

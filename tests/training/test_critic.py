@@ -99,6 +99,21 @@ def test_a_step_is_taken_with_the_advantages_of_a_plain_loop(kind, normalize):
     np.testing.assert_allclose(tokens.advantages.numpy(), expected, atol=1e-5)
 
 
+def test_each_pass_of_the_critic_is_a_sign_that_the_step_gets_on():
+    num_passes = 0
+
+    def count():
+        nonlocal num_passes
+        num_passes += 1
+
+    critic = critic_of(on_pass=count)
+    batch = judged_batch(rollouts_of("unrelated"), scores=SCORES, microbatch_tokens=16)
+    (judged,) = critic.judge([batch])
+    assert num_passes == len(batch.microbatches) > 1
+    critic.learn(judged)
+    assert num_passes == 2 * len(batch.microbatches)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("kind", ["unrelated", "sharing"])
 def test_the_gradient_is_that_of_plain_forwards_of_unpacked_sequences(kind, architecture):

@@ -1,0 +1,124 @@
+"""The controller is killed while groups are in flight; the next one goes on from what they had."""
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from torn_run import TornRun
+
+from millrace.core.errors import JournalError
+from millrace.core.progress import put_together
+from millrace.journal import Past, read_journal
+from millrace.journal.encoding import decode_progress
+from millrace.journal.segments import Segments
+from millrace.watch.metrics import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ENVIRONMENT = """
+async def play(task, agent):
+    text = task.prompt
+    for _ in range(3):
+        reply = await agent.complete(text)
+        text += reply.text + "+1="
+    return sum(c.isdigit() for c in text) / len(text)
+"""
+
+
+@pytest.fixture
+def torn(tmp_path):
+    runs: list[TornRun] = []
+
+    def make(**sections) -> TornRun:
+        settings = {
+            "sampling": {"max_new_tokens": 200},
+            "journal": {"partial_every_s": 0.05},
+            "supervision": {"report_s": 0.05, "backoff_s": 0.05},
+        }
+        runs.append(TornRun(tmp_path, steps=6, **{**settings, **sections}))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def past_of(run: TornRun) -> Past | None:
+    try:
+        return read_journal(run.path / "journal")
+    except JournalError:  # it is being written
+        return None
+
+
+def told_in(past: Past, folder: Path) -> dict[int, Counter[str]]:
+    """By number in flight: how many tokens were told, by request."""
+    segments, told = Segments(folder), {}
+    for number in past.ledger.playing:
+        places = past.parts.of(number, tries=past.ledger.tries.get(number, 0))
+        parts = [decode_progress(segments.read_at(place)) for place in places]
+        known = put_together(one for part in parts for one in part.told)
+        if known:
+            told[number] = Counter()
+        for (request, _), one in known.items():
+            told[number][request] += len(one.completion.tokens)
+    return told
+
+
+def kill_in_flight(run: TornRun, *, num_requests: int) -> dict[int, Counter[str]]:
+    """When enough was written down of requests in flight; returns what the disk holds then."""
+
+    def is_time() -> bool:
+        past = past_of(run)
+        if past is None or run.step < 2:
+            return False
+        told = told_in(past, run.path / "journal")
+        return sum(len(requests) for requests in told.values()) >= num_requests
+
+    run.until(is_time)
+    run.kill()
+    past = past_of(run)
+    assert past is not None
+    return told_in(past, run.path / "journal")
+
+
+def assert_gone_on_from(run: TornRun, told: dict[int, Counter[str]]) -> None:
+    """Every token that was written down was used again, or is counted with the reason why not."""
+    summary = run.summary()
+    wasted = read_metrics(run.path / "metrics.jsonl")[-1]["tokens_wasted"]
+    num_told = sum(requests.total() for requests in told.values())
+    num_wasted = wasted.get("outdated", 0) + wasted.get("unasked", 0)
+    assert summary["resumed_tokens"] > 0
+    assert summary["resumed_tokens"] + num_wasted == num_told
+
+
+def test_completions_in_flight_go_on_after_a_kill_of_the_controller(torn):
+    run = torn()
+    run.start()
+    told = kill_in_flight(run, num_requests=1)
+    run.start("--resume")
+    assert_gone_on_from(run, told)
+
+
+def test_episodes_of_many_turns_go_on_after_a_kill_of_the_controller(torn, tmp_path):
+    (tmp_path / "play.py").write_text(ENVIRONMENT)
+    run = torn(environment={"function": "play.py:play"}, sampling={"max_new_tokens": 60})
+    run.start()
+    told = kill_in_flight(run, num_requests=9)
+    assert any(".1" in request for requests in told.values() for request in requests), "one turn"
+    run.start("--resume")
+    assert_gone_on_from(run, told)
+
+
+def test_a_run_is_killed_again_before_what_was_resumed_is_done(torn):
+    run = torn()
+    run.start()
+    kill_in_flight(run, num_requests=1)
+    run.start("--resume")
+    before = run.step
+    run.until(lambda: (run.path / "journal").exists() and run.worker("engine") is not None)
+    time.sleep(1.0)
+    run.kill()
+    assert run.step >= before
+    run.start("--resume")
+    run.summary()
