@@ -23,7 +23,7 @@ from millrace.core.microbatch import Microbatch
 from millrace.core.records import Completion, Episode, Group, Request, Sampling, Task
 from millrace.demo.model import EOS_ID, PAD_ID, build_tokenizer
 from millrace.engines.embedded.build import build_engine
-from millrace.models.loading import load_model, resolve_device
+from millrace.models.loading import load_model, resolve_device, without_progress_bars
 from millrace.models.packed_attention import PACKED_ATTENTION
 from millrace.models.router_search import find_routing
 from millrace.models.routing import Replay, Routing
@@ -76,7 +76,8 @@ def make_mixture(folder: str, *, num_layers: int = 8, num_experts: int = 32) -> 
     for name, parameter in model.named_parameters():
         if name.endswith("mlp.gate.weight"):
             torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder)
+    with without_progress_bars():
+        model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
 
 

@@ -58,6 +58,12 @@ class Routing:
         most = max(router.num_experts for router in self.routers)
         return np.dtype(np.uint8 if most <= _MAX_BYTE else np.uint16)
 
+    @property
+    def token_bytes(self) -> int:
+        """Of the routes of one token."""
+        num_layers, top_k = self.shape
+        return num_layers * top_k * self.dtype.itemsize
+
     def install(self, rules: Sequence[Rule]) -> None:
         """Have each router ask its rule from now on."""
         for router, rule in zip(self.routers, rules, strict=True):

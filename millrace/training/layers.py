@@ -6,21 +6,20 @@ Both replace the layers' forward functions, so parameters keep their names.
 import functools
 import os
 import shutil
-from types import MethodType
-from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millrace.core.errors import ConfigError
 from millrace.models.fused_norm import fuse_norms
+from millrace.training.experts import arrange_experts
 from millrace.training.technique import Technique
 
 
 def arrange_layers(model: PreTrainedModel, technique: Technique) -> None:
+    arrange_experts(model)
     if technique.compile_layers:
         compile_layers(model)
     elif model.device.type == "cpu":
@@ -39,10 +38,6 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
             "trainer.compile = true needs a C++ compiler, and g++ is not to be found; install it or"
             " set trainer.compile to false."
         )
-    for module in model.modules():
-        if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
-            # Experts: only the tokens say how many rows each of them gets, which no program knows.
-            module.forward = MethodType(_uncompiled, module)
     layers = decoder_layers(model)
     compiled = {
         kind: torch.compile(kind.forward, dynamic=True, backend=backend)
@@ -50,11 +45,6 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
     }
     for layer in layers:
         layer.forward = functools.partial(compiled[type(layer)], layer)
-
-
-@torch.compiler.disable
-def _uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

@@ -194,6 +194,24 @@ def test_compiled_layers_go_the_same_way(checkpointing: bool):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_experts_compute_in_half_precision_where_the_trainer_does(checkpointing: bool):
+    part = astray_part()
+    settings = {"compute_dtype": torch.bfloat16, "gradient_checkpointing": checkpointing}
+    trainer = replaying(tiny_model(MIXTURE), **settings)
+    seen: list[torch.dtype] = []
+    experts = trainer.model.model.layers[0].mlp.experts
+    experts.act_fn.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    logprobs, _ = trainer.token_logprobs(part)
+    logprobs.sum().backward()
+    assert set(seen) == {torch.bfloat16}
+    assert np.abs(logprobs.detach().numpy() - part.engine_logprobs).mean() < 0.05
+    exact = gradients(part)["model.layers.0.mlp.experts.down_proj"]
+    ours = experts.down_proj.grad
+    assert ours.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(ours.flatten(), exact.flatten(), dim=0) > 0.98
+
+
 def test_routers_learn_although_they_do_not_choose():
     for name, gradient in gradients(astray_part()).items():
         assert gradient.abs().sum() > 0, name

@@ -93,7 +93,10 @@ def engine_of(
     if on_gpu and round_steps != 1:
         _check_compiler()
     context = _context(model, config)
-    num_blocks = config.num_blocks or _default_num_blocks(model, config, context=context)
+    of_block = _block_bytes(model, config, routing)
+    num_blocks = config.num_blocks or _default_num_blocks(
+        config, context=context, size=of_block, device=model.device
+    )
     try:
         engine = EmbeddedEngine(
             model,
@@ -115,7 +118,7 @@ def engine_of(
         )
         engine.warm_up()
     except torch.OutOfMemoryError:
-        size = num_blocks * _block_bytes(model, config) / _GIB
+        size = num_blocks * of_block / _GIB
         raise ConfigError(
             f"The KV cache of {num_blocks} blocks takes {size:.1f} GiB, and with what decoding"
             f" needs beside it that is more than {model.device} has ({_free(model.device)});"
@@ -183,11 +186,12 @@ def _context(model: PreTrainedModel, config: EngineConfig) -> int:
     return config.max_context
 
 
-def _default_num_blocks(model: PreTrainedModel, config: EngineConfig, *, context: int) -> int:
-    """Enough for all sequences at full context, within kv_bytes."""
+def _default_num_blocks(
+    config: EngineConfig, *, context: int, size: int, device: torch.device
+) -> int:
+    """Enough for all sequences at full context, within kv_bytes; a block has `size` bytes."""
     enough = config.max_sequences * -(-context // config.block_tokens)
-    size = _block_bytes(model, config)
-    bound = config.kv_bytes or _default_kv_bytes(model.device)
+    bound = config.kv_bytes or _default_kv_bytes(device)
     if bound < size:
         raise ConfigError(
             f"Setting 'engine.kv_bytes' = {bound} does not hold one KV block of {size} bytes;"
@@ -202,8 +206,10 @@ def _default_kv_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
 
 
-def _block_bytes(model: PreTrainedModel, config: EngineConfig) -> int:
-    return block_bytes(measure_kv(model), block_tokens=config.block_tokens, dtype=model.dtype)
+def _block_bytes(model: PreTrainedModel, config: EngineConfig, routing: Routing | None) -> int:
+    """With the routes of its tokens, if they are noted."""
+    of_kv = block_bytes(measure_kv(model), block_tokens=config.block_tokens, dtype=model.dtype)
+    return of_kv + (0 if routing is None else config.block_tokens * routing.token_bytes)
 
 
 def _free(device: torch.device) -> str:
