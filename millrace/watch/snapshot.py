@@ -15,8 +15,8 @@ class RunSnapshot:
     version: int
     elapsed_s: float
     eta_s: float | None = None  # None until it can be told
-    rewards: tuple[float, ...] = ()  # mean reward of every step so far
-    accuracies: tuple[float, ...] = ()  # of every evaluation so far, oldest first
+    rewards: tuple[float, ...] = ()  # mean rewards of the steps so far; many are thinned
+    accuracies: tuple[float, ...] = ()  # of the evaluations so far, likewise
     samples_per_s: float = 0.0
     tokens_per_s: float = 0.0
     tokens_generated: int = 0  # so far

@@ -28,6 +28,7 @@ from millrace.watch.scoring import ScorerRates, limit_text
 from millrace.watch.snapshot import RunSnapshot
 from millrace.watch.staleness import staleness_metrics
 from millrace.watch.tensorboard import TensorBoardLog
+from millrace.watch.thinned import Thinned
 from millrace.watch.trace import TraceWriter
 
 REFRESH_S = 0.25
@@ -91,8 +92,9 @@ class Watcher:
         self._generated: dict[str, float] = {}  # tokens so far, by engine
         self.episodes = 0  # trained so far
         self._marks = [self._mark()]
-        self._rewards: list[float] = [row["reward_mean"] for row in earlier]
-        self._accuracies: list[float] = []
+        self._rewards, self._accuracies = Thinned(), Thinned()
+        for row in earlier:
+            self._rewards.add(row["reward_mean"])
         self._new_evaluation: dict[str, Any] = {}  # not yet in a row
         self._staleness = (0.0, 0)
         self._failures_noted = 0
@@ -162,7 +164,7 @@ class Watcher:
         }
         row |= self._new_evaluation
         self._new_evaluation = {}
-        self._rewards.append(row["reward_mean"])
+        self._rewards.add(row["reward_mean"])
         self._staleness = (row["staleness_mean"], row["staleness_max"])
         self._metrics.write(row)
         self._samples.write(step, fresh)
@@ -172,7 +174,7 @@ class Watcher:
 
     def evaluated(self, metrics: dict[str, Any]) -> None:
         """An evaluation is over; the next row holds it."""
-        self._accuracies.append(metrics["accuracy"])
+        self._accuracies.add(metrics["accuracy"])
         self._new_evaluation = metrics
         step, accuracy = metrics["evaluation_step"], metrics["accuracy"]
         passes = [f", {name} {value:.3f}" for name, value in metrics.items() if "pass@" in name]
@@ -233,8 +235,8 @@ class Watcher:
                 version=moment.version,
                 elapsed_s=elapsed_s,
                 eta_s=self._eta(moment.version),
-                rewards=tuple(self._rewards),
-                accuracies=tuple(self._accuracies),
+                rewards=self._rewards.values,
+                accuracies=self._accuracies.values,
                 samples_per_s=rates["samples_per_s"],
                 tokens_per_s=rates["tokens_per_s"],
                 tokens_wasted=sum(moment.tokens_wasted.values()),

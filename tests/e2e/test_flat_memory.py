@@ -1,0 +1,98 @@
+"""What the controller keeps does not grow with the length of a run."""
+
+import asyncio
+import gc
+import sys
+import time
+from collections import deque
+from collections.abc import Collection
+from typing import Any
+
+import psutil
+import pytest
+from endless_run import EndlessRun
+from project import Command, make_project
+
+WARM_UP, STEPS = 210, 330  # windows over the past are full by then: 200 marks, 1024 lengths
+LOOKS = 8  # at steps in a row: what is in flight comes and goes
+
+
+class Inspector:
+    """Looks at all lists, dicts, sets and objects that have come since: whatever else is kept, one
+    of them holds it."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []  # bytes of all of them, look by look
+        self._watched: tuple[tuple[Any, int], ...] = ()  # containers, and how much was in them
+
+    def watch(self) -> None:
+        gc.collect()
+        kinds = (list, dict, set, deque)
+        self._watched = tuple((c, len(c)) for c in gc.get_objects() if isinstance(c, kinds))
+
+    def look(self) -> None:
+        gc.collect()
+        self.sizes.append(sum(sys.getsizeof(one) for one in gc.get_objects()))
+
+    def grown(self, by: int, *, exempt: Collection[int]) -> list[str]:
+        """Watched containers that have so many entries more by now; `exempt` by their id."""
+        return [
+            f"{type(one).__name__} {one!r:.80}"
+            for one, length in self._watched
+            if len(one) >= length + by and id(one) not in exempt
+        ]
+
+
+async def test_the_controller_keeps_nothing_of_the_steps_it_has_done(tmp_path):
+    inspector, grown = Inspector(), []
+
+    def look(step: int) -> None:
+        if step == WARM_UP - 1:
+            inspector.watch()
+        if 0 <= step - WARM_UP < LOOKS or 0 <= step - (STEPS - 10) < LOOKS:
+            inspector.look()
+        if step == STEPS - 2:
+            # Each has a bound of its own: asyncio clears out timers that were cancelled in time.
+            curve, timers = run.watcher._rewards._means, asyncio.get_running_loop()._scheduled
+            exempt = (id(curve), id(timers))
+            grown.extend(inspector.grown((STEPS - WARM_UP) // 2, exempt=exempt))
+
+    run = EndlessRun(tmp_path, steps=STEPS, on_step=look)
+    gc.freeze()  # what was there before is not looked at
+    try:
+        await run.run()
+    finally:
+        gc.unfreeze()
+    assert len(inspector.sizes) == 2 * LOOKS
+    assert grown == []
+    before, after = min(inspector.sizes[:LOOKS]), min(inspector.sizes[LOOKS:])
+    assert after < before + 60_000, "two groups of each step have thousands of bytes"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_memory_of_a_controller_is_flat_over_hundreds_of_steps(tmp_path):
+    steps = 600
+    project = make_project(
+        tmp_path,
+        sampling={"max_new_tokens": 4},
+        trainer={"steps": steps, "groups_per_step": 2},
+        rollout={"group_size": 2},
+        checkpoint={"every_steps": 50},
+        journal={"segment_bytes": 50_000, "max_bytes": 500_000, "partial_every_s": 0.2},
+    )
+    run = Command("train", "run.toml", folder=project)
+    metrics = project / "run" / "metrics.jsonl"
+    resident: dict[int, int] = {}  # bytes by step
+    while run.process.poll() is None:
+        step = metrics.read_text().count("\n") if metrics.exists() else 0
+        if step >= steps // 3:
+            resident[step] = psutil.Process(run.process.pid).memory_info().rss
+        time.sleep(0.1)
+    code, _, stderr = run.finish()
+    assert code == 0, stderr
+    first, second = (
+        [rss for step, rss in resident.items() if begin <= step < begin + steps // 6]
+        for begin in (steps // 3, 5 * steps // 6)
+    )
+    assert min(second) < min(first) * 1.02 + 2**20
