@@ -22,10 +22,10 @@ from chains import make_policy, make_tasks, outcome
 import millrace as mr
 from millrace.watch.metrics import read_metrics
 
-NUM_STEPS = 3  # of a chain
+NUM_STEPS = 2  # of a chain
 GROUP_SIZE = 8
-TARGET = 0.9
-SIZES = {"steps": 40, "examples": 9600, "held_out": 128, "every": 4}
+TARGET = 0.6
+SIZES = {"steps": 50, "examples": 9600, "held_out": 256, "every": 5}
 QUICK = {"steps": 2, "examples": 128, "held_out": 8, "every": 1}
 
 
@@ -108,11 +108,11 @@ def settings(
         "trainer": {
             "steps": sizes["steps"],
             "groups_per_step": run.groups_per_step,
-            "learning_rate": 2e-4,
+            "learning_rate": 4e-4,
             "threads": 1,
         },
         "engine": {"threads": 1, "max_sequences": 128},
-        "evaluate": {"every_steps": sizes["every"]},
+        "evaluate": {"every_steps": sizes["every"], "temperature": 1.0},
         "checkpoint": {"every_steps": 0},
         "watch": {"progress": "off"},
     }
