@@ -13,8 +13,8 @@ demo: $(VENV)/.installed
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Adapters to packages whose pins do not go with those of the tests, or that have no wheels: in a
-# venv of their own, which finds everything else in the other one.
+# Adapters to packages whose pins do not go with those of the tests, or that take long to install:
+# in a venv of their own, which finds everything else in the other one.
 ADAPTERS := $(VENV)-adapters
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 test-adapters: $(VENV)/.installed-dev
@@ -22,8 +22,9 @@ test-adapters: $(VENV)/.installed-dev
 	$(abspath $(BIN))/python -c '$(PURELIB)' \
 		> "$$($(ADAPTERS)/bin/python -c '$(PURELIB)')/behind.pth"
 	$(ADAPTERS)/bin/pip --disable-pip-version-check --quiet install \
-		"verifiers>=0.4,<0.5" reasoning-gym
-	$(ADAPTERS)/bin/python -m pytest tests/adapters tests/verifiers/test_reasoning_gym.py
+		"verifiers>=0.4,<0.5" reasoning-gym datasets
+	$(ADAPTERS)/bin/python -m pytest tests/adapters tests/verifiers/test_reasoning_gym.py \
+		tests/envs/test_tables.py tests/scoring/test_scorer_pool.py -k "not scorer_pool or puzzles"
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -344,8 +344,15 @@ def _checked(messages: Sequence[Message | Reply]) -> list[Message]:
         raise TaskError(f"agent.chat was given {messages!r:.80}; give it a list of messages.")
     rows = [row.message if isinstance(row, Reply) else row for row in messages]
     for index, row in enumerate(rows):
-        if not isinstance(row, dict) or not isinstance(row.get("role"), str):
+        # Some templates would leave out what they do not find, in silence.
+        if not isinstance(row, dict) or not isinstance(row.get("role"), str) or not _says(row):
             raise TaskError(
-                f"Message {index} is {row!r:.80}; a message is a dict with a role and content."
+                f"Message {index} is {row!r:.80}; a message is a dict with a role and content that"
+                " is text."
             )
     return rows
+
+
+def _says(message: Message) -> bool:
+    content = message.get("content")
+    return isinstance(content, str | list) or bool(content is None and message.get("tool_calls"))

@@ -8,11 +8,11 @@ its makers' own service (whom to bill, what to log) are taken and ignored.
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Sampling
@@ -128,13 +128,20 @@ class ResponseFormat(Body):
     json_schema: dict[str, Any] | None = None
 
 
-class ToolFunction(BaseModel):  # its schema is the model's business
-    name: Text
+def _is_a_function(tool: dict[str, Any]) -> dict[str, Any]:
+    """As it came: what its schema says is the model's business."""
+    match tool:
+        case {"type": "function", "function": {"name": str() as name, **more}} if name:
+            parameters = more.get("parameters", {})
+            if isinstance(parameters, dict) and isinstance(parameters.get("properties", {}), dict):
+                return tool
+    raise ValueError(
+        "a tool is an object with type = 'function' and a function with a name and, perhaps,"
+        " parameters that are a JSON schema"
+    )
 
 
-class Tool(BaseModel):
-    type: Literal["function"]
-    function: ToolFunction
+Tool = Annotated[dict[str, Any], AfterValidator(_is_a_function)]
 
 
 class ChatBody(OpenAIBody):
@@ -145,7 +152,7 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -180,12 +187,6 @@ class ChatBody(OpenAIBody):
     def _template_is_the_models(self) -> Self:
         for name in sorted(NOT_FOR_CLIENTS.intersection(self.chat_template_kwargs or ())):
             raise ValueError(f"chat_template_kwargs cannot set {name!r}; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _tools_are_functions(self) -> Self:
-        for tool in self.tools or []:
-            Tool.model_validate(tool)
         return self
 
 
@@ -226,7 +227,7 @@ def read_body(kind: type[B], data: bytes) -> B:
     except (ValueError, RecursionError) as error:  # also bytes that are no text, and halves of it
         raise ApiError(f"The body is not valid JSON: {error}.") from None
     if not isinstance(table, dict):
-        raise ApiError(f"The body is a JSON {type(table).__name__}; send an object.")
+        raise ApiError(f"The body is JSON, but no object: {json.dumps(table)[:80]}.")
     try:
         return kind.model_validate(table)
     except ValidationError as error:
@@ -238,8 +239,12 @@ def _no_number(name: str) -> None:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    # Of a union each branch has its own complaint; who came furthest understood most.
-    first = max(error.errors(), key=lambda detail: len(detail["loc"]))
+    # Of a union each branch has its own complaint. Who came furthest understood most, and of these
+    # who knew the type.
+    first = max(
+        error.errors(),
+        key=lambda detail: (len(detail["loc"]), not detail["type"].endswith("_type")),
+    )
     where = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
     if first["type"] == "extra_forbidden":
         return ApiError(
@@ -250,11 +255,23 @@ def _refusal(error: ValidationError) -> ApiError:
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
     if not where:
         return ApiError(f"{message[0].upper()}{message[1:]}.")
-    if first["type"] == "literal_error":
-        known = first["ctx"]["expected"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
-        message = f"only {known} is supported here"
+    if (only := _only(first)) is not None:
+        message = f"only {only} is supported here"
     value = json.dumps(first["input"])[:80]
     return ApiError(f"Field {where!r} = {value}: {message}.", param=where)
+
+
+def _only(detail: Mapping[str, Any]) -> str | None:
+    """Of a field that is taken with a value that changes nothing: that value, as JSON has it."""
+    match detail:
+        case {"type": "literal_error", "ctx": {"expected": str(expected)}}:
+            return expected.replace("False", "false")
+        case {"type": "none_required"}:
+            return "null"
+        case {"type": "too_long", "ctx": {"max_length": 0}}:
+            return "{}"
+        case _:
+            return None
 
 
 def _is_branch(part: int | str) -> bool:

@@ -276,8 +276,9 @@ async def test_settings_of_a_single_reply_and_what_is_none(thread):
             await agent.complete("x", tempratur=1)
         with pytest.raises(TaskError, match="temperature = 0, which leaves nothing to learn"):
             await agent.complete("x", temperature=0)
-        with pytest.raises(TaskError, match="Message 0 is 'hello'; a message is a dict"):
-            await agent.chat(["hello"])
+        for row in ("hello", {"role": "user"}, {"role": "tool", "content": 5}, {"content": "x"}):
+            with pytest.raises(TaskError, match=r"Message 1 is .*; a message is a dict"):
+                await agent.chat([user("x"), row])
         return 1.0
 
     _group, engine = await play(warm, lambda _: "1", thread=thread, group_size=1)

@@ -276,6 +276,10 @@ async def test_models_are_the_model_and_its_adapters():
             await client.chat.completions.create(model="large", messages=ASK)
 
 
+def with_parameters(parameters) -> dict:
+    return {"type": "function", "function": {"name": "add", "parameters": parameters}}
+
+
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
@@ -286,6 +290,10 @@ NAMED = {"type": "function", "function": {"name": "add"}}
         ("n", {"n": 1000}, "less than or equal to 128"),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 5}, "only 0 is supported"),
         ("frequency_penalty", {"frequency_penalty": 0.5}, "only 0 is supported"),
+        ("logit_bias", {"logit_bias": {"5": 1}}, "only {} is supported"),
+        ("tools.0", {"tools": [{"type": "function"}]}, "a function with a name"),
+        ("tools.1", {"tools": [ADD, {"type": "web_search"}]}, "a function with a name"),
+        ("tools.0", {"tools": [with_parameters({"properties": 5})]}, "that are a JSON schema"),
         ("tool_choice", {"tools": [ADD], "tool_choice": "required"}, "only 'auto' or 'none'"),
         ("tool_choice", {"tools": [ADD], "tool_choice": NAMED}, "only 'auto' or 'none'"),
         (
@@ -295,6 +303,7 @@ NAMED = {"type": "function", "function": {"name": "add"}}
         ),
         ("reasoning_effort", {"reasoning_effort": "low"}, "Unknown field"),
         ("stop.1", {"stop": ["a", ""]}, "at least 1 character"),
+        ("stop", {"stop": ["a"] * 20}, "at most 16 items"),
         (None, {"stream_options": {"include_usage": True}}, "need stream = true"),
     ],
 )
@@ -306,6 +315,24 @@ async def test_what_cannot_be_done_is_refused_by_name(field, settings, words):
     assert info.value.param == field
     assert info.value.type == "invalid_request_error"
     assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("prompt", [], "at least 1 item"),
+        ("prompt.0", [-1], "greater than or equal to 0"),
+        ("echo", True, "only false is supported"),
+        ("suffix", "end", "only null is supported"),
+        ("best_of", 3, "only 1 is supported"),
+    ],
+)
+async def test_what_text_cannot_be_gone_on_with_is_refused_by_name(field, value, words):
+    ask = {"model": "tiny", "prompt": "x", field.partition(".")[0]: value}
+    async with served(WritingEngine("x")) as client:
+        with pytest.raises(openai.BadRequestError, match=words) as info:
+            await client.completions.create(**ask)
+    assert info.value.param == field
 
 
 @pytest.mark.parametrize(
@@ -348,7 +375,7 @@ async def test_parts_of_text_are_text_and_developers_are_the_system():
         (b'{"model": ', "application/json", 400, "not valid JSON"),
         (b"\xff\xfe", "application/json", 400, "not valid JSON"),
         (b"[" * 100000, "application/json", 400, "not valid JSON"),
-        (b"[]", "application/json", 400, "send an object"),
+        (b"[]", "application/json", 400, "no object: []"),
         (b'{"model": "\\ud83d"}', "application/json", 400, "surrogates not allowed"),
         (b'{"temperature": NaN}', "application/json", 400, "NaN is no number"),
         (b"{}", "text/plain", 415, "Content-Type: application/json"),
