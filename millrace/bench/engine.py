@@ -25,6 +25,7 @@ from millrace.engines.embedded.engine import EmbeddedEngine
 from millrace.engines.embedded.kv_cache import block_bytes
 from millrace.engines.embedded.paged_attention import PAGED_ATTENTION, measure_kv
 from millrace.models.loading import resolve_device
+from millrace.models.router_search import find_routing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--round-steps", type=int, help="tokens per round trip to the device")
     parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
+    parser.add_argument(
+        "--routes", action="store_true", help="of a mixture of experts: note them, as in training"
+    )
     parser.add_argument("--profile", action="store_true", help="list what the GPU's time went to")
     parser.add_argument("--json", metavar="FILE", help="write the rows here")
     args = parser.parse_args(argv)
@@ -67,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 top_k=args.top_k,
             ),
             settings={"round_steps": args.round_steps, "compile": not args.no_compile},
+            notes_routes=args.routes,
             profiles=args.profile,
         )
     print(_table(rows))
@@ -84,6 +89,7 @@ def measure(
     prompt_tokens: int,
     sampling: Sampling,
     settings: dict[str, Any],
+    notes_routes: bool = False,
     profiles: bool = False,
 ) -> list[dict[str, Any]]:
     """One row per batch size, all from one engine."""
@@ -94,7 +100,8 @@ def measure(
     shape = measure_kv(model)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     token_bytes = block_bytes(shape, block_tokens=1, dtype=dtype)
-    engine = engine_of(model, tokenizer, config=config, version=0)
+    routing = find_routing(model) if notes_routes else None
+    engine = engine_of(model, tokenizer, config=config, version=0, routing=routing)
     _generate(engine, 1, prompt_tokens=prompt_tokens, sampling=Sampling(max_new_tokens=1))
     start_s = time.perf_counter() - started_s
     bytes_per_s = copy_bandwidth(device)
@@ -142,7 +149,9 @@ def _generate(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, samplin
     random = np.random.default_rng(before)
     numbers = random.integers(3, 1000, (batch, prompt_tokens)).astype(np.int32)
     for index, prompt in enumerate(numbers):
-        engine.submit(Request(id=str(index), prompt=prompt, sampling=sampling, seed=index))
+        engine.submit(
+            Request(id=str(index), prompt=prompt, sampling=sampling, seed=index, routes_from=0)
+        )
     while engine.has_work:
         engine.step()
     return engine.stats().generated_tokens - before
