@@ -318,3 +318,30 @@ def test_what_teachers_say_goes_with_the_trained_tokens_and_nan_where_nobody_tea
         assert packed.teacher_logprobs[rows].tolist() == expected.logprobs[rollout.mask].tolist()
         assert packed.told_ids[rows].tolist() == expected.top_ids[rollout.mask].tolist()
         assert packed.told_logprobs[rows].tolist() == expected.top_logprobs[rollout.mask].tolist()
+
+
+def routed(rollout: Rollout, first: int) -> Rollout:
+    """With one layer and one expert per token: `first`, `first` + 1, ..."""
+    routes = np.arange(first, first + len(rollout.tokens), dtype=np.uint8)
+    return dataclasses.replace(rollout, routes=routes.reshape(-1, 1, 1))
+
+
+def test_each_row_has_the_route_of_its_token_and_what_is_shared_that_of_the_first():
+    shared = [1, 2, 3, 4, 5]
+    rollouts = [
+        routed(rollout_of([*shared, 6, 7, 8], prompt=5), 10),
+        routed(rollout_of([*shared, 9, 9], prompt=5), 30),
+        rollout_of([20, 21, 22], prompt=1),
+    ]
+    (micro,) = pack([group_of(*rollouts)], microbatch_tokens=100).microbatches
+    assert micro.routes is not None
+    rows = zip(micro.tokens, micro.positions, micro.routes[:, 0, 0], strict=True)
+    told = {(int(token), int(position)): int(route) for token, position, route in rows}
+    assert [told[token, t] for t, token in enumerate(shared)] == [10, 11, 12, 13, 14]
+    assert (told[6, 5], told[7, 6], told[9, 5]) == (15, 16, 35)
+    assert (told[20, 0], told[21, 1]) == (255, 255)  # which has none
+
+
+def test_rollouts_without_routes_make_a_microbatch_without():
+    (micro,) = pack([make_group(0)], microbatch_tokens=100).microbatches
+    assert micro.routes is None

@@ -85,7 +85,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, architecture):
         assert torch.equal(resumed.named_weights()[name], weight), name
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", *MIXTURES])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", *MIXTURES[::2]])
 def test_a_checkpoint_is_a_hugging_face_model(tmp_path, architecture):
     trainer = trainer_of(tiny_model(architecture))
     trainer.step(batches(1)[0])

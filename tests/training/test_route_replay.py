@@ -63,7 +63,7 @@ def differences(trainer: Trainer, batch: Batch) -> np.ndarray:
     parts = []
     with torch.no_grad():
         for part in batch.microbatches:
-            logprobs = trainer.token_logprobs(part)[0].numpy()
+            logprobs = trainer.token_logprobs(part)[0].cpu().numpy()
             parts.append(np.abs(logprobs - part.engine_logprobs))
     return np.concatenate(parts)
 
@@ -241,3 +241,19 @@ def test_a_step_with_replayed_routes_learns():
     assert metrics["logprob_mismatch"] < 1e-5
     assert metrics["routes_replayed"] == 1
     assert differences(trainer, batch).max() > 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
+def test_a_gpu_sends_tokens_where_its_engine_did(compiles: bool):
+    requests = mixed_requests()
+    half = {"device": "cuda", "dtype": torch.bfloat16, "round_steps": 4}
+    engine = astray_engine(compile_layers=compiles, **half)
+    batch = batch_of(rollouts_of(requests, finish_all(engine, requests)))
+    trainer = replaying(
+        tiny_model(MIXTURE).to("cuda"), compute_dtype=torch.bfloat16, compile_layers=compiles
+    )
+    replayed = differences(trainer, batch).mean()
+    assert replayed < 0.1
+    assert differences(trainer, without_routes(batch)).mean() > 5 * replayed
+    assert trainer.step(batch)["routes_replayed"] == 1
