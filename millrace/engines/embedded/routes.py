@@ -39,6 +39,7 @@ class RoutesPool:
             device=device,
         )
         cache.ride_along(layer.view(num_blocks + 1, -1) for layer in self._routes)
+        self._asked: list[tuple[np.ndarray, Reading]] = []
         self._place = _Place(slots=torch.empty(0, dtype=torch.int64, device=device))
         routing.install([_Noted(layer, place=self._place) for layer in self._routes])
 
@@ -60,31 +61,52 @@ class RoutesPool:
 
     def read(self, slots: np.ndarray) -> "Reading":
         """What lies at these slots [n] now."""
-        index = torch.from_numpy(slots).to(self._routes.device)
-        found = self._routes.index_select(1, index).transpose(0, 1).contiguous()
-        return Reading(found, dtype=self._dtype)
+        reading = Reading(self, len(slots))
+        self._asked.append((slots, reading))
+        return reading
+
+    def fetch(self) -> None:
+        """Send the host what was asked for, all at once; to be called before anything is written
+        where it lies. Nobody waits for it."""
+        if not self._asked:
+            return
+        index = torch.from_numpy(np.concatenate([slots for slots, _ in self._asked]))
+        found = self._routes.index_select(1, index.to(self._routes.device)).transpose(0, 1)
+        sent, arrived = found.contiguous(), None
+        if found.is_cuda:
+            sent = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            sent.copy_(found, non_blocking=True)
+            arrived = torch.cuda.current_stream(found.device).record_event()
+        parts = sent.split([len(slots) for slots, _ in self._asked])
+        for part, (_, reading) in zip(parts, self._asked, strict=True):
+            reading.send(part, dtype=self._dtype, arrived=arrived)
+        self._asked.clear()
 
 
 class Reading:
-    """Routes [n, layers, K] on their way to the host: nobody waits for them until rows()."""
+    """Routes [n, layers, K] on their way to the host."""
 
-    def __init__(self, found: Tensor, *, dtype: np.dtype) -> None:
-        self._dtype = dtype
-        self._count = len(found)
-        self._host = found
+    def __init__(self, pool: RoutesPool, count: int) -> None:
+        self._pool = pool
+        self._count = count
+        self._sent: np.ndarray | None = None
         self._arrived: torch.Event | None = None
-        if found.is_cuda:
-            self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-            self._host.copy_(found, non_blocking=True)
-            self._arrived = torch.cuda.current_stream(found.device).record_event()
 
     def __len__(self) -> int:
         return self._count
 
+    def send(self, part: Tensor, *, dtype: np.dtype, arrived: torch.Event | None) -> None:
+        self._sent = part.numpy().view(dtype)
+        self._arrived = arrived
+
     def rows(self) -> np.ndarray:
+        """Waits until they are here. A view: they come with those of others."""
+        if self._sent is None:
+            self._pool.fetch()
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._host.numpy().view(self._dtype)
+        assert self._sent is not None
+        return self._sent
 
 
 class SequenceRoutes:
@@ -103,7 +125,7 @@ class SequenceRoutes:
     def rows(self) -> np.ndarray | None:  # [n, layers, K]
         """None if nothing is known."""
         parts = [part if isinstance(part, np.ndarray) else part.rows() for part in self._parts]
-        return np.concatenate(parts) if parts else None
+        return np.concatenate(parts) if parts else None  # a copy
 
 
 class _Place:

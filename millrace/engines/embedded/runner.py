@@ -49,6 +49,8 @@ class Runner:
 
     def forward(self, plan: Plan) -> Tensor:
         """Compute the plan's tokens; returns the hidden state of each row's last one, [R, D]."""
+        if self._routes is not None:
+            self._routes.fetch()
         if len(plan.copy_sources):
             self._cache.copy(plan.copy_sources, plan.copy_targets)
         starts = self._lanes.num_cached[plan.lanes]

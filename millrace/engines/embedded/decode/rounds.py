@@ -103,6 +103,8 @@ class Rounds:
         while the device works.
         """
         chosen, num_steps = plan.lanes, plan.num_steps
+        if self._routes is not None:
+            self._routes.fetch()
         if len(plan.copy_sources):
             self._cache.copy(plan.copy_sources, plan.copy_targets)
         num_rows = next(size for size in self._sizes if size >= len(chosen))
