@@ -105,7 +105,8 @@ INSPECT = """\
 Summarise a run from its directory, whether it has finished, still runs, or was killed: reward,
 accuracy, speed, staleness, how busy every worker was and what it waited for, and what was dropped.
 Draws reward.png, staleness.png and timeline.png into RUN_DIR/plots. With --ledger, tells from the
-journal what became of every task that was issued, and fails if that does not add up.
+journal what became of every task that was issued, and fails if that does not add up; with --number,
+of one of them.
 """
 
 
@@ -217,6 +218,9 @@ def _parser() -> argparse.ArgumentParser:
         "--ledger",
         action="store_true",
         help="account for every task instead: trained, dropped, failed or pending",
+    )
+    inspect.add_argument(
+        "--number", type=int, metavar="N", help="say what became of the task with this number only"
     )
     inspect.set_defaults(run=run.inspect)
 

@@ -97,13 +97,14 @@ def join(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _ledger(run_dir: Path, console: Any) -> int:
+def _ledger(run_dir: Path, console: Any, *, number: int | None) -> int:
     from millrace.core.errors import JournalError
-    from millrace.watch.ledger import ledger_table, read_ledger
+    from millrace.watch.ledger import ledger_table, read_account
 
-    ledger = read_ledger(run_dir)
-    console.print(ledger_table(ledger), highlight=False)
-    if troubles := ledger.check():
+    account = read_account(run_dir)
+    shown = ledger_table(account) if number is None else f"{number}: {account.fate(number)}"
+    console.print(shown, highlight=False)
+    if troubles := account.check():
         raise JournalError(f"The ledger of {run_dir} does not add up: {' '.join(troubles)}")
     return DONE
 
@@ -123,8 +124,8 @@ def inspect(args: argparse.Namespace) -> int:
     from millrace.watch.summary import summarise, summary_table
 
     console = Console()
-    if args.ledger:
-        return _ledger(args.run_dir, console)
+    if args.ledger or args.number is not None:
+        return _ledger(args.run_dir, console, number=args.number)
     console.print(summary_table(summarise(args.run_dir)), highlight=False)
     if not args.no_plots:
         for path in render_plots(args.run_dir):

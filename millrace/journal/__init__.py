@@ -6,8 +6,9 @@ Torch-free.
 """
 
 from millrace.journal.absent import NoJournal
+from millrace.journal.fates import Fates
 from millrace.journal.journal import Journal
 from millrace.journal.ledger import Ledger
 from millrace.journal.reading import Past, read_journal
 
-__all__ = ["Journal", "Ledger", "NoJournal", "Past", "read_journal"]
+__all__ = ["Fates", "Journal", "Ledger", "NoJournal", "Past", "read_journal"]

@@ -17,6 +17,7 @@ from millrace.core.errors import JournalError
 from millrace.core.progress import Progress
 from millrace.core.records import Group, Task
 from millrace.journal.encoding import decode_group, decode_progress
+from millrace.journal.fates import Fates
 from millrace.journal.reading import Past
 from millrace.journal.records import (
     Admitted,
@@ -56,6 +57,7 @@ class Journal:
         self._admitting: set[int] = set()  # numbers whose groups are being written
         self._position = past.position
         self._sizes = dict(past.sizes)  # of the segments before those of the writer
+        self._fates = Fates(folder)
         sink = open_sink or (FileSink if settings.fsync else UnsyncedSink)
         self._segments = Segments(folder, open_sink=sink)
         self._reading = asyncio.Lock()  # what is read is not given up meanwhile
@@ -82,6 +84,7 @@ class Journal:
         if past.torn is not None:
             self._segments.cut(past.torn.segment, end=past.torn.end)
         self._segments.remove([segment for segment in ids if segment not in past.sizes])
+        self._fates.begin(self.ledger)  # before the snapshot, which has only counts of them
         return max(ids, default=0) + 1
 
     def _whole_sizes(self, ids: Sequence[int], past: Past) -> dict[int, int]:
@@ -146,6 +149,7 @@ class Journal:
         self._places[group.number] = place
 
     def reopened(self, number: int) -> None:
+        self._places.pop(number, None)
         self._parts.drop(number)
         self._append(Reopened(number=number))
 
@@ -212,7 +216,9 @@ class Journal:
         for segment in dead:
             await self._carry(segment)
             await self._carry_parts(segment)
-        # What the segments said besides is said by this.
+        while closed := self.ledger.take_closed():
+            await asyncio.to_thread(self._fates.write, closed)
+        # What the segments said besides is said by this, and in the fates.
         await asyncio.wrap_future(self._append(self.ledger.snapshot()))
         await asyncio.to_thread(self._segments.remove, dead)
         for segment in dead:

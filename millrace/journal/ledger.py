@@ -31,6 +31,14 @@ EARLIER = "before this journal"
 MAX_TROUBLES = 20
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fate:
+    """Of a number that is not open any more."""
+
+    what: str  # a key of Ledger.totals
+    version: int = 0  # that the step made which trained it
+
+
 @dataclass(kw_only=True, slots=True)
 class Step:
     begun: Begun
@@ -66,6 +74,7 @@ class Ledger:
         self.tries = dict(snapshot.tries)  # given up before, by number; of what is open
         self.observed = list(snapshot.observed)  # with positions, since the checkpoint of `version`
         self.troubles = list(snapshot.troubles)
+        self.closed: dict[int, Fate] = {}  # since the snapshot, or take_closed()
 
     @classmethod
     def begin(
@@ -145,7 +154,7 @@ class Ledger:
                 self.waiting.pop(record.number, None)
                 self.tries[record.number] = self.tries.get(record.number, 0) + 1
             case Closed():
-                self._close(record.number, f"{record.outcome}: {record.reason}")
+                self._close(record.number, Fate(what=f"{record.outcome}: {record.reason}"))
             case Begun():
                 self._begin_step(record)
             case Applied():
@@ -162,6 +171,11 @@ class Ledger:
         needed = self.live | self.open
         self.draws = {number: draw for number, draw in self.draws.items() if number in needed}
         self.observed = [(at, one) for at, one in self.observed if at > position]
+
+    def take_closed(self) -> dict[int, Fate]:
+        """For whoever keeps them one by one; here they are counts from then on."""
+        closed, self.closed = self.closed, {}
+        return closed
 
     def _issue(self, record: Issued) -> None:
         self._expect(record.number == self.next_number, "issued", record.number)
@@ -185,15 +199,16 @@ class Ledger:
         step.is_applied = True
         step.was_skipped = applied.was_skipped
         for number in step.begun.fresh:
-            self._close(number, TRAINED)
+            self._close(number, Fate(what=TRAINED, version=applied.version))
 
-    def _close(self, number: int, as_what: str) -> None:
-        self._expect(number in self.open, as_what, number)
+    def _close(self, number: int, fate: Fate) -> None:
+        self._expect(number in self.open, fate.what, number)
         self.open.discard(number)
         self.waiting.pop(number, None)
         self.tries.pop(number, None)
-        self.totals[as_what] += 1
-        if as_what != TRAINED:
+        self.totals[fate.what] += 1
+        self.closed[number] = fate
+        if fate.what != TRAINED:
             self.draws.pop(number, None)
 
     def _expect(self, holds: bool, what: str, *numbers: int) -> None:

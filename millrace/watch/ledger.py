@@ -3,51 +3,88 @@
 Promise: reads only, also while the run goes on.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
 from millrace.core.errors import ConfigError
-from millrace.journal import Ledger, read_journal
-from millrace.journal.ledger import TRAINED
+from millrace.journal import Fates, Ledger, read_journal
+from millrace.journal.ledger import EARLIER, TRAINED
 from millrace.watch.run_dir import RunDir
 
 STEPS_SHOWN = 10
+RANGES_SHOWN = 20
+IN_A_STEP, WAITING, PLAYING = "in a step", "waiting", "to be played"  # pending, that is
 
 
-def read_ledger(path: str | Path) -> Ledger:
-    past = read_journal(RunDir(path).journal)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """Of every number that was issued."""
+
+    ledger: Ledger
+    closed: Mapping[str, list[int]]  # by what became of them
+    pending: Mapping[str, list[int]]  # by where they are
+
+    def check(self) -> list[str]:
+        """A sentence for each way in which it does not add up."""
+        counted = {what: n for what, n in self.ledger.totals.items() if what != EARLIER}
+        listed = {what: len(numbers) for what, numbers in self.closed.items()}
+        apart = [what for what in {**counted, **listed} if counted.get(what) != listed.get(what)]
+        return self.ledger.check() + [
+            f"{counted.get(what, 0)} numbers count as {what!r}, and {listed.get(what, 0)} are"
+            " written down one by one."
+            for what in apart
+        ]
+
+    def fate(self, number: int) -> str:
+        """What became of it, in a few words."""
+        found = [what for what, numbers in self.closed.items() if number in numbers]
+        found += [f"pending: {where}" for where, n in self.pending.items() if number in n]
+        if not found:
+            return EARLIER if number < self.ledger.next_number else "not issued"
+        return found[0]
+
+
+def read_account(path: str | Path) -> Account:
+    folder = RunDir(path).journal
+    past = read_journal(folder)
     if past is None:
         raise ConfigError(
             f"{path} holds no journal: it is no run directory, or journal.enabled was false."
         )
-    return past.ledger
+    ledger = past.ledger
+    pending = {
+        IN_A_STEP: sorted(ledger.in_steps),
+        WAITING: sorted(ledger.waiting),
+        PLAYING: sorted(ledger.playing),
+    }
+    return Account(ledger=ledger, closed=Fates(folder).read(ledger), pending=pending)
 
 
-def ledger_table(ledger: Ledger) -> Table:
+def ledger_table(account: Account) -> Table:
     """For the terminal: how many numbers, what became of them, and which."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, count, text in _rows(ledger):
+    for label, count, text in _rows(account):
         table.add_row(label, f"{count}", text)
     return table
 
 
-def _rows(ledger: Ledger) -> Iterator[tuple[str, int, str]]:
+def _rows(account: Account) -> Iterator[tuple[str, int, str]]:
+    ledger = account.ledger
     yield "issued", ledger.next_number, f"0-{ledger.next_number - 1}" if ledger.next_number else ""
-    yield TRAINED, ledger.totals[TRAINED], f"by {_applied(ledger)} steps"
+    trained = _ranges(account.closed.get(TRAINED, []))
+    steps = f"by {_applied(ledger)} steps"
+    yield TRAINED, ledger.totals[TRAINED], f"{steps}: {trained}" if trained else steps
     for what, count in sorted(ledger.totals.items()):
         if what != TRAINED:
-            yield what, count, ""
-    in_steps = ledger.in_steps
-    waiting = set(ledger.waiting)
-    yield "pending: in a step", len(in_steps), _ranges(in_steps)
-    yield "pending: waiting", len(waiting), _ranges(waiting)
-    playing = ledger.open - in_steps - waiting
-    yield "pending: to be played", len(playing), _ranges(playing)
+            yield what, count, _ranges(account.closed.get(what, []))
+    for where, numbers in account.pending.items():
+        yield f"pending: {where}", len(numbers), _ranges(numbers)
     for version, step in list(ledger.steps.items())[-STEPS_SHOWN:]:
         state = "" if step.is_applied else ", begun"
         again = step.begun.replayed
@@ -62,11 +99,12 @@ def _applied(ledger: Ledger) -> int:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Such as "0-4, 7"."""
+    """Such as "0-4, 7"; of many, the newest."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[-RANGES_SHOWN:]]
+    return ", ".join([*(["..."] if len(ranges) > RANGES_SHOWN else []), *shown])

@@ -11,7 +11,7 @@ from project import Command, make_project, steps_in
 
 from millrace.core.errors import JournalError
 from millrace.journal import Ledger, read_journal
-from millrace.watch.ledger import read_ledger
+from millrace.watch.ledger import read_account
 from millrace.watch.metrics import read_metrics
 
 STEPS, GROUPS = 14, 4
@@ -78,14 +78,14 @@ def test_a_run_that_was_killed_ends_with_the_same_steps_and_clean_books(project,
     assert code == 0, stderr
     metrics = project / "run" / "metrics.jsonl"
     assert steps_in(metrics) == list(range(1, STEPS + 1))
-    ledger = read_ledger(project / "run")
-    assert ledger.check() == []
-    assert ledger.totals["trained"] == STEPS * GROUPS
+    account = read_account(project / "run")
+    assert account.check() == []
+    assert len(account.closed["trained"]) == STEPS * GROUPS
     for row in read_metrics(metrics):
         for name in ("loss", "grad_norm", "reward_mean"):  # redone from the same groups
             assert row["step"] not in rows or row[name] == rows[row["step"]][name]
     for version, step in before.steps.items():
-        now = ledger.steps.get(version)
+        now = account.ledger.steps.get(version)
         assert now is None or now.begun == step.begun
 
 
@@ -101,9 +101,9 @@ def test_a_run_is_killed_again_and_again(project):
         timeout_s=240
     )
     assert code == 0, stderr
-    ledger = read_ledger(project / "run")
-    assert ledger.check() == []
-    assert ledger.totals["trained"] == STEPS * GROUPS
+    account = read_account(project / "run")
+    assert account.check() == []
+    assert len(account.closed["trained"]) == STEPS * GROUPS
     assert steps_in(project / "run" / "metrics.jsonl") == list(range(1, STEPS + 1))
     code, stdout, _ = Command("inspect", "run", "--ledger", folder=project).finish()
     assert code == 0
@@ -118,4 +118,4 @@ def test_a_journal_that_is_too_large_makes_checkpoints_out_of_turn_and_shrinks(t
     made = [path.name for path in (project / "run" / "checkpoints").iterdir()]
     assert len(made) > 1
     assert sum(path.stat().st_size for path in (project / "run" / "journal").iterdir()) < 120_000
-    assert read_ledger(project / "run").totals["trained"] == STEPS * GROUPS
+    assert len(read_account(project / "run").closed["trained"]) == STEPS * GROUPS

@@ -9,7 +9,7 @@ import pytest
 from project import Command, make_project, steps_in
 
 from millrace.cli import main
-from millrace.watch.ledger import read_ledger
+from millrace.watch.ledger import read_account
 from millrace.watch.metrics import read_metrics
 
 
@@ -108,9 +108,9 @@ def test_a_run_outlives_its_only_scorer_resumes_after_a_kill_of_everything_and_e
     assert steps == list(range(1, len(steps) + 1))
     # What was learned since the checkpoint was learned again from the same groups, not from others.
     assert learned_in(resumed.metrics)[: len(lost)] == lost
-    ledger = read_ledger(resumed.metrics.parent)
-    assert ledger.check() == []
-    assert ledger.totals["trained"] == 4 * len(steps)
+    account = read_account(resumed.metrics.parent)
+    assert account.check() == []
+    assert len(account.closed["trained"]) == 4 * len(steps)
 
 
 @pytest.mark.parametrize(

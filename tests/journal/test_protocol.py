@@ -28,7 +28,7 @@ from millrace.config import JournalConfig, load_config
 from millrace.core.errors import Filtered, JournalError, ScoreError
 from millrace.core.records import Completion, Group, Request, Sampling, Task
 from millrace.envs.curriculum import Curriculum
-from millrace.journal import Journal
+from millrace.journal import Fates, Journal
 from millrace.journal.resuming import Checkpointed, recall, redone_numbers, reissued_numbers
 from millrace.rollout.admission import Admission
 from millrace.rollout.courses import Courses
@@ -218,6 +218,14 @@ class Process:
             unfinished=reissued_numbers(ledger),
             begun=begun,
         )
+
+    @property
+    def is_reading(self) -> bool:
+        """Some group looks up what it was told before a crash."""
+        running = self.dispatcher._running.items()
+        is_alive = not self.dispatching.done()
+        opening = [n for n, one in running if one.stage == "generating" and n not in self.playing]
+        return is_alive and any(number in self.journal._parts for number in opening)
 
     async def start(self) -> None:
         await self.batches.restore(self.trainer.version)
@@ -424,6 +432,9 @@ class Protocol(RuleBasedStateMachine):
         is_redone = {*redone_numbers(ledger, after=self.process.trainer.version)}
         assert ledger.totals["trained"] == len(trained | is_redone) - len(ledger.in_steps)
         assert not trained & ledger.open
+        fates = Fates(self.disk.folder).read(ledger)
+        assert {what: len(numbers) for what, numbers in fates.items()} == +ledger.totals
+        assert {*fates.get("trained", ())} == (trained | is_redone) - ledger.in_steps
 
     @invariant()
     def what_is_open_is_being_played_or_waits(self) -> None:
@@ -444,6 +455,8 @@ class Protocol(RuleBasedStateMachine):
         for _ in range(5):
             for _ in range(20):
                 await asyncio.sleep(0)
+            while self.process.is_reading:  # noqa: ASYNC110 - in a thread, until it is done
+                await asyncio.sleep(0.001)
             await self.process.journal.settle()
 
     async def _step(self, ends: str) -> None:

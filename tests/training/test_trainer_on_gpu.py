@@ -1,4 +1,6 @@
+import copy
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -6,6 +8,9 @@ import torch
 from architectures import ARCHITECTURES, tiny_model
 from batches import batch_of, mixed_rollouts, random_rollout, sharing_rollouts, trainer_of
 from critics import critic_of, judged_batch
+from safetensors.torch import load_file
+
+from millrace.training.snapshot import STATE_FILE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -131,3 +136,29 @@ def test_a_critic_on_the_gpu_judges_and_learns_as_on_the_cpu(dtype):
     for _ in range(10):
         metrics = trainer.step(step)
     assert metrics["value_loss"] < before
+
+
+def test_a_checkpoint_written_beside_steps_holds_the_weights_and_moments_of_its_own_step(tmp_path):
+    trainer = trainer_of(tiny_model("qwen3").to("cuda"))
+    trainer.step(batch())
+    torch.cuda._sleep(10**8)  # so that the next step is still queued when the copy is asked for
+    trainer.step(batch())
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    moments = copy.deepcopy(trainer._optimizer.state_dict()["state"])
+    snapshot = trainer.snapshot()
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(snapshot.write, tmp_path)
+        for _ in range(5):
+            trainer.step(batch())
+        writing.result()
+    assert snapshot.version == 2
+    written = load_file(tmp_path / "model.safetensors")
+    for name, value in written.items():
+        torch.testing.assert_close(value, weights[name].cpu(), rtol=0, atol=0, msg=name)
+        assert not torch.equal(value, trainer.model.state_dict()[name].cpu()), name
+    state = torch.load(tmp_path / STATE_FILE, weights_only=True)
+    assert state["steps_done"] == 2
+    for number, of_parameter in state["optimizer"]["state"].items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            expected = moments[number][name].cpu()
+            torch.testing.assert_close(of_parameter[name], expected, rtol=0, atol=0, msg=name)

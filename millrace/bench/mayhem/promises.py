@@ -14,7 +14,7 @@ from millrace.bench.mayhem.task import HELD_OUT
 from millrace.bench.mayhem.victims import workers_of
 from millrace.bench.mayhem.witness import Witness
 from millrace.journal.ledger import TRAINED
-from millrace.watch.ledger import read_ledger
+from millrace.watch.ledger import read_account
 from millrace.watch.metrics import read_metrics
 
 NOISE_ERRORS = 3.0  # standard errors by which two accuracies may differ
@@ -47,8 +47,8 @@ def check_work(subject: Subject, witness: Witness, *, summary: dict[str, Any]) -
         holds=summary["steps"] == subject.steps and rows == list(range(1, subject.steps + 1)),
         found=f"{summary['steps']} steps, {len(rows)} rows",
     )
-    ledger = read_ledger(subject.run_dir.path)
-    troubles = ledger.check()
+    account = read_account(subject.run_dir.path)
+    ledger, troubles = account.ledger, account.check()
     yield Promise(
         what="no group is lost: each is trained, dropped with a reason, or pending",
         holds=not troubles,
@@ -60,7 +60,9 @@ def check_work(subject: Subject, witness: Witness, *, summary: dict[str, Any]) -
     twice = [number for number, count in times.items() if count > 1]
     yield Promise(
         what="no group is trained twice",
-        holds=not twice and len(times) == ledger.totals[TRAINED] == subject.steps * GROUPS_PER_STEP,
+        holds=not twice
+        and sorted(times) == account.closed[TRAINED]
+        and len(times) == subject.steps * GROUPS_PER_STEP,
         found=f"{len(times)} groups in {len(witness.groups)} steps, {len(twice)} in two of them",
         name="groups_trained_twice",
         count=len(twice),
