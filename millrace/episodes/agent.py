@@ -328,8 +328,8 @@ class Agent:
             )
         if self.is_trained and changed.grammar is not None and not changed.truncates:
             raise TaskError(
-                "agent.chat was given a response_format, and the ids that a grammar leaves are too"
-                " many to train with; set sampling.top_k, or take a role with trained=False."
+                "A reply that must follow a response_format or tool_choice is drawn from ids that"
+                " are too many to train with; set sampling.top_k, or take a role with trained=False."
             )
         return changed
 

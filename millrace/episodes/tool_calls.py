@@ -42,7 +42,22 @@ class Parsed:
     problems: tuple[str, ...] = ()  # sentences for the model about calls that cannot be read
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """How a call that is JSON is written."""
+
+    before: str
+    after: str
+    arguments: str  # the key of what the function is given
+
+
 class ToolFormat(Protocol):
+    @property
+    def frame(self) -> Frame | None:
+        """None where text alone does not make a call: it is no JSON, or begins with a token that
+        no text is."""
+        ...
+
     @property
     def openers(self) -> tuple[str, ...]:
         """What a call begins with: from there on, a text is not for reading."""
@@ -81,6 +96,7 @@ class _InTemplate:
 
 class Hermes(_InTemplate):
     openers = ("<tool_call>",)
+    frame = Frame(before="<tool_call>\n", after="\n</tool_call>", arguments="arguments")
     _form = '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> Parsed:
@@ -93,6 +109,7 @@ class Hermes(_InTemplate):
 
 class Llama3(_InTemplate):
     openers = ("<|python_tag|>", "{")
+    frame = Frame(before="", after="", arguments="parameters")
     _form = '{"name": "...", "parameters": {...}}'
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> Parsed:
@@ -114,6 +131,7 @@ class Llama3(_InTemplate):
 
 class Mistral(_InTemplate):
     openers = ("[TOOL_CALLS]",)
+    frame = None
     _form = '[TOOL_CALLS][{"name": "...", "arguments": {...}}]'
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> Parsed:
@@ -134,6 +152,7 @@ class Gemma:
     and results are messages of the user. Calls stay in the text."""
 
     openers = ()
+    frame = None
     _form = "```tool_code\nname(key=value)\n```"
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> Parsed:

@@ -1,4 +1,5 @@
-"""What a completion must be, from a response_format of the OpenAI API to a grammar and its masks.
+"""What a completion must be, from a response_format or the tools of the OpenAI API to a grammar and
+its masks.
 
 The work is llguidance's (extra millrace[structured]). A grammar is text, so it travels with the
 other settings of a request. Torch-free.
@@ -7,6 +8,7 @@ Promise: what cannot be a grammar is a TaskError that says why, where it is aske
 follows a mask at every token, up to an eos token, is valid and fits its schema.
 """
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,11 +36,47 @@ def grammar_of(response_format: Mapping[str, Any] | None) -> str | None:
                 f"response_format = {response_format!r:.80} is not known; its type is 'text',"
                 " 'json_object', or 'json_schema' with a json_schema that has a schema."
             )
-    matcher = _llguidance().LLMatcher
+    matcher = _llguidance("response_format").LLMatcher
     grammar = matcher.grammar_from_json_schema(schema, overrides=_WHITESPACE)
+    return _checked(matcher, grammar, of="response_format has a schema")
+
+
+def call_grammar(
+    functions: Sequence[Mapping[str, Any]], *, before: str, after: str, arguments: str
+) -> str:
+    """Of a completion that is a call of one of these functions and nothing else: an object with its
+    name and, by the key `arguments`, what it is given, between two texts."""
+    definitions: dict[str, Any] = {}  # "#/$defs/..." is looked up in the whole
+    calls: list[dict[str, Any]] = []
+    for function in functions:
+        own: dict[str, Any] = {**(function.get("parameters") or {"type": "object"})}
+        for name, definition in dict(own.pop("$defs", {})).items():
+            if definitions.setdefault(name, definition) != definition:
+                raise TaskError(f"Two tools have different $defs named {name!r}; rename one.")
+        properties = {"name": {"const": function["name"]}, arguments: own}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+                "additionalProperties": False,
+            }
+        )
+    schema = {"anyOf": calls, "$defs": definitions, "x-guidance": _WHITESPACE}
+    parts = [*([json.dumps(before)] if before else []), "call"]
+    parts += [json.dumps(after)] if after else []
+    matcher = _llguidance("tool_choice").LLMatcher
+    grammar = matcher.grammar_from_lark(
+        f"start: {' '.join(parts)}\ncall: %json {json.dumps(schema)}"
+    )
+    return _checked(matcher, grammar, of="tool_choice wants a call of tools with schemas")
+
+
+def _checked(matcher: Any, grammar: str, *, of: str) -> str:
     is_error, words = matcher.validate_grammar_with_warnings(grammar)
     if is_error:
-        raise TaskError(f"response_format has a schema that cannot be followed: {words[0]}.")
+        first = words[0].splitlines()[0]  # then it shows where, in a grammar that nobody wrote
+        raise TaskError(f"{of} that cannot be followed: {first}.")
     return grammar
 
 
@@ -96,7 +134,7 @@ class Guides:
         return Guide(matcher.deep_copy(), vocab_size=self._vocab_size, eos_ids=self._eos_ids)
 
     def _compile(self, grammar: str) -> Any:
-        llguidance = _llguidance()
+        llguidance = _llguidance("response_format")
         if self._vocabulary is None:
             from llguidance.hf import from_tokenizer
 
@@ -116,12 +154,13 @@ class Guides:
         return matcher
 
 
-def _llguidance() -> Any:
+def _llguidance(what: str) -> Any:
+    """`what` it is needed for."""
     try:
         import llguidance
     except ImportError:
         raise TaskError(
-            "response_format needs llguidance, which is not installed; install"
-            " millrace[structured] where the server and its engines run."
+            f"{what} needs llguidance, which is not installed; install millrace[structured] where"
+            " the server and its engines run."
         ) from None
     return llguidance

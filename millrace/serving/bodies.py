@@ -5,19 +5,19 @@ refused: nothing that a client asks for is left out in silence. Those of the API
 its makers' own service (whom to bill, what to log) are taken and ignored.
 """
 
+import dataclasses
 import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Sampling
-from millrace.episodes.tool_calls import ToolCall
-from millrace.models.grammars import grammar_of
+from millrace.episodes.tool_calls import ToolCall, ToolFormat
+from millrace.models.grammars import call_grammar, grammar_of
 from millrace.serving.errors import ApiError
 
 MAX_CHOICES = 128
@@ -133,8 +133,10 @@ def _is_a_function(tool: dict[str, Any]) -> dict[str, Any]:
     match tool:
         case {"type": "function", "function": {"name": str() as name, **more}} if name:
             parameters = more.get("parameters", {})
-            if isinstance(parameters, dict) and isinstance(parameters.get("properties", {}), dict):
-                return tool
+            if isinstance(parameters, dict):
+                inner = (parameters.get(key, {}) for key in ("properties", "$defs"))
+                if all(isinstance(each, dict) for each in inner):
+                    return tool
     raise ValueError(
         "a tool is an object with type = 'function' and a function with a name and, perhaps,"
         " parameters that are a JSON schema"
@@ -142,6 +144,15 @@ def _is_a_function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 Tool = Annotated[dict[str, Any], AfterValidator(_is_a_function)]
+
+
+class NamedFunction(Body):
+    name: Text
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatBody(OpenAIBody):
@@ -153,24 +164,27 @@ class ChatBody(OpenAIBody):
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # not in the OpenAI API
 
-    def sampling(self, *, max_new_tokens: int) -> Sampling:
+    def grammar(self, form: ToolFormat) -> str | None:
+        """What the reply must be; None = anything."""
         wanted = self.response_format and self.response_format.model_dump(exclude_none=True)
         try:
             grammar = grammar_of(wanted)
         except TaskError as error:
             raise ApiError(str(error), param="response_format") from None
-        if grammar is not None and self.offered_tools:
+        if grammar is None:
+            return self._call_grammar(form)
+        if self.offered_tools:
             raise ApiError(
                 "With a response_format, the reply is JSON and can call no tools; leave out one of"
                 " the two, or set tool_choice to 'none'.",
                 param="response_format",
             )
-        return replace(super().sampling(max_new_tokens=max_new_tokens), grammar=grammar)
+        return grammar
 
     @property
     def most_tokens(self) -> int | None:
@@ -182,6 +196,29 @@ class ChatBody(OpenAIBody):
 
     def allowed_calls(self, calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
         return calls[:1] if self.parallel_tool_calls is False else calls
+
+    def _call_grammar(self, form: ToolFormat) -> str | None:
+        """Of a reply that must be a call, if a call is demanded."""
+        if self.tool_choice in (None, "auto", "none"):
+            return None
+        functions = [tool["function"] for tool in self.offered_tools]
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            functions = [function for function in functions if function["name"] == name]
+        if not functions:
+            raise ApiError(
+                "tool_choice demands a call of a tool that is not among tools.", param="tool_choice"
+            )
+        if form.frame is None:
+            raise ApiError(
+                "A call cannot be demanded in the format of this model: only 'auto' or 'none' is"
+                " supported here.",
+                param="tool_choice",
+            )
+        try:
+            return call_grammar(functions, **dataclasses.asdict(form.frame))
+        except TaskError as error:
+            raise ApiError(str(error), param="tool_choice") from None
 
     @model_validator(mode="after")
     def _template_is_the_models(self) -> Self:

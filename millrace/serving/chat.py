@@ -87,6 +87,7 @@ async def chat_request(served: Served, body: ChatBody, *, id: str) -> Request:
         most_tokens=body.most_tokens,
         model=body.model,
         session=body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None,
+        grammar=body.grammar(form),
     )
 
 

@@ -197,6 +197,7 @@ class Gateway:
         messages = read_messages(body.messages, form=door.agent.tool_format)
         tools = [_tool(schema["function"]) for schema in body.offered_tools]
         settings = _settings(body, door.agent, most_tokens=body.most_tokens)
+        settings["grammar"] = body.grammar(door.agent.tool_format)
         replies = await _replies(door, body, lambda: door.agent.chat(messages, tools, **settings))
         head = ChatReply(model=body.model)
         choices = [_chat_choice(head, i, reply, door, body) for i, reply in enumerate(replies)]
@@ -259,7 +260,7 @@ def _settings(body: OpenAIBody, agent: Agent, *, most_tokens: int | None) -> dic
     most = min(most_tokens or ours.max_new_tokens, ours.max_new_tokens)
     asked = body.sampling(max_new_tokens=most)
     stop = tuple(dict.fromkeys((*ours.stop, *asked.stop)))
-    return {"max_new_tokens": most, "stop": stop, "grammar": asked.grammar}
+    return {"max_new_tokens": most, "stop": stop}
 
 
 def _chat_choice(

@@ -48,34 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="0 = any free one (default: 8000)")
     parser.add_argument("--name", help="by which clients ask for it (default: MODEL's last part)")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE")
-    parser.add_argument(
-        "--max-requests",
-        type=int,
-        default=limits.requests,
-        metavar="N",
-        help=f"answered at once; others are told to come later (default: {limits.requests})",
-    )
-    parser.add_argument(
-        "--max-rate",
-        type=float,
-        default=limits.rate,
-        metavar="N",
-        help=f"requests each second, of one client (default: {limits.rate:g})",
-    )
-    parser.add_argument(
-        "--max-body-bytes",
-        type=int,
-        default=limits.body_bytes,
-        metavar="N",
-        help=f"of one request (default: {limits.body_bytes})",
-    )
-    parser.add_argument(
-        "--max-wait",
-        type=float,
-        default=limits.wait_s,
-        metavar="SECONDS",
-        help=f"of a request, for an engine while none is up (default: {limits.wait_s:g})",
-    )
+    for option, kind, default, what in (
+        ("--max-requests", int, limits.requests, "answered at once; others are told to come later"),
+        ("--max-rate", float, limits.rate, "requests each second, of one client"),
+        ("--max-body-bytes", int, limits.body_bytes, "of one request"),
+        (
+            "--max-wait",
+            float,
+            limits.wait_s,
+            "seconds, for an engine while none is up",
+        ),
+    ):
+        says = f"{what} (default: {default})"
+        parser.add_argument(option, type=kind, default=default, metavar="N", help=says)
     parser.add_argument(
         "--log-dir",
         type=Path,

@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -96,8 +96,10 @@ class Served:
         model: str | None,
         index: int = 0,
         session: str | None = None,
+        grammar: str | None = None,
     ) -> Request:
-        """`index`: of the first of its completions, in all that the client asked for."""
+        """`index`: of the first of its completions, in all that the client asked for. `grammar`:
+        what they must be."""
         if model is not None and model not in self.names:
             raise ApiError(
                 f"There is no model {model!r}; this server has {', '.join(self.names)}.",
@@ -116,7 +118,9 @@ class Served:
         return Request(
             id=id,
             prompt=prompt,
-            sampling=body.sampling(max_new_tokens=min(most_tokens or room, room)),
+            sampling=replace(
+                body.sampling(max_new_tokens=min(most_tokens or room, room)), grammar=grammar
+            ),
             n=body.num_choices,
             seed=body.drawn_seed(),
             index=index,

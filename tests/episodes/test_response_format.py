@@ -169,7 +169,7 @@ async def test_what_could_not_be_trained_is_refused():
 
 
 @asynccontextmanager
-async def client_of(engine: EmbeddedEngine):
+async def client_of(engine: EmbeddedEngine, *, form: str = "hermes"):
     remote = InProcessEngine(engine, receiver=None)  # type: ignore[arg-type]
     running = asyncio.create_task(remote.run())
     model = Served(
@@ -177,7 +177,7 @@ async def client_of(engine: EmbeddedEngine):
         tokenizer=TOKENIZER,
         name="tiny",
         max_context=2048,
-        tool_format=FORMATS["hermes"],
+        tool_format=FORMATS[form],
         metrics=ServerMetrics(),
     )
     app = make_app(model, key=None, limits=Limits(), health=lambda: HEALTH)
@@ -213,6 +213,39 @@ async def test_the_official_client_gets_json_that_fits_its_schema():
         assert cut.choices[0].message.content.startswith("{")
 
 
+NOTE = {"type": "object", "properties": {"who": {"$ref": "#/$defs/Who"}}, "required": ["who"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "description": "Looks."}},
+    {
+        "type": "function",
+        "function": {
+            "name": "note",
+            "parameters": {**NOTE, "$defs": {"Who": SCHEMA}, "additionalProperties": False},
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+async def test_where_a_call_is_demanded_the_reply_is_one(form):
+    named = {"type": "function", "function": {"name": "note"}}
+    ask = {"model": "tiny", "messages": [user("Who?")], "max_tokens": 400, "tools": TOOLS}
+    async with client_of(make_engine(), form=form) as client:
+        some = await client.chat.completions.create(
+            **ask, n=8, seed=1, top_p=0.9, tool_choice="required"
+        )
+        chunks = await client.chat.completions.create(**ask, tool_choice=named, stream=True)
+        deltas = [chunk.choices[0] async for chunk in chunks]
+    whole = [choice for choice in some.choices if choice.finish_reason != "length"]
+    assert {choice.finish_reason for choice in whole} == {"tool_calls"}
+    names = {call.function.name for choice in whole for call in choice.message.tool_calls}
+    assert names <= {"look", "note"}
+    (call,) = [call for delta in deltas for call in delta.delta.tool_calls or []]
+    assert call.function.name == "note"
+    assert_valid(json.dumps(json.loads(call.function.arguments)["who"]))
+    assert deltas[-1].finish_reason == "tool_calls"
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -233,13 +266,25 @@ async def test_the_official_client_gets_json_that_fits_its_schema():
             },
             "can call no tools",
         ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"type": "person"}},
+                    }
+                ],
+            },
+            r"cannot be followed: .* Invalid type: person\.$",
+        ),
     ],
 )
 async def test_formats_that_cannot_be_followed_are_refused_by_name(settings, words):
     async with client_of(make_engine()) as client:
         with pytest.raises(openai.BadRequestError, match=words) as info:
             await client.chat.completions.create(model="tiny", messages=[user("?")], **settings)
-    assert info.value.param == "response_format"
+    assert info.value.param == next(iter(settings))
 
 
 async def test_without_the_library_a_client_is_told_which_extra_has_it(monkeypatch):

@@ -200,6 +200,15 @@ async def test_who_offers_no_tools_gets_what_looks_like_a_call_as_text():
         assert each.choices[0].message.content == CALL
 
 
+@pytest.mark.parametrize("form", ["mistral", "gemma"])
+async def test_where_text_makes_no_call_none_can_be_demanded(form):
+    async with served(WritingEngine("x"), form=form) as client:
+        with pytest.raises(openai.BadRequestError, match="in the format of this model"):
+            await client.chat.completions.create(
+                model="tiny", messages=ASK, tools=[ADD], tool_choice="required"
+            )
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_wants_one_call_at_a_time_gets_the_first(stream):
     async with served(WritingEngine(f"So.{CALL}{CALL}")) as client:
@@ -280,7 +289,8 @@ def with_parameters(parameters) -> dict:
     return {"type": "function", "function": {"name": "add", "parameters": parameters}}
 
 
-NAMED = {"type": "function", "function": {"name": "add"}}
+def named(name: str) -> dict:
+    return {"type": "function", "function": {"name": name}}
 
 
 @pytest.mark.parametrize(
@@ -294,8 +304,9 @@ NAMED = {"type": "function", "function": {"name": "add"}}
         ("tools.0", {"tools": [{"type": "function"}]}, "a function with a name"),
         ("tools.1", {"tools": [ADD, {"type": "web_search"}]}, "a function with a name"),
         ("tools.0", {"tools": [with_parameters({"properties": 5})]}, "that are a JSON schema"),
-        ("tool_choice", {"tools": [ADD], "tool_choice": "required"}, "only 'auto' or 'none'"),
-        ("tool_choice", {"tools": [ADD], "tool_choice": NAMED}, "only 'auto' or 'none'"),
+        ("tool_choice", {"tools": [ADD], "tool_choice": "always"}, "only 'auto', 'none' or 'req"),
+        ("tool_choice", {"tool_choice": "required"}, "not among tools"),
+        ("tool_choice", {"tools": [ADD], "tool_choice": named("sub")}, "not among tools"),
         (
             "response_format.type",
             {"response_format": {"type": "xml"}},
