@@ -103,10 +103,8 @@ class Controller:
         begun = redone_numbers(journal.ledger, after=cursor.version)
         taking = max(cursor.version, journal.ledger.last_begun)  # version of the first new take
         # Where a run must come out the same each time, all of a group begins together.
-        is_resumable = config.weights.interrupt != "barrier"
-        self._courses = Courses(
-            journal, every_s=config.journal.partial_every_s if is_resumable else 0
-        )
+        goes_on = config.journal.enabled and config.weights.interrupt != "barrier"
+        self._courses = Courses(journal, every_s=config.journal.partial_every_s if goes_on else 0)
         self._failures = Failures(max_share=config.rollout.max_failure_share)
         self._limit = config.buffer.limit
         self._admission = Admission(

@@ -108,6 +108,20 @@ class EndWorker(Message, frozen=True):
     kill: bool  # SIGKILL, else SIGTERM
 
 
+class DumpStacks(Message, frozen=True):
+    """Unasked, to a host: have this worker process write down where it hangs. -> Dumped"""
+
+    worker: str
+
+
+class Dumped(Message, frozen=True):
+    """Unasked, from a host: what came of DumpStacks."""
+
+    worker: str
+    told: str  # how it went, with the path of the log
+    log_tail: str
+
+
 class Beat(Message, frozen=True):
     """Unasked, to a host and to its workers: the controller is here. A worker sends it back."""
 
@@ -348,6 +362,8 @@ AnyMessage = (
     | Admitted
     | Ended
     | EndWorker
+    | DumpStacks
+    | Dumped
     | Beat
     | StartEngine
     | Generate

@@ -91,6 +91,11 @@ class Process:
             return "it did not write its stacks"
         return "its stacks are in its log"
 
+    async def last_words(self) -> tuple[str, str]:
+        """Of one that hangs: how it went with its stacks, and the end of its log."""
+        told = await self.dump_stacks()
+        return f"{told}, {self.log.absolute()}", self.log_tail()
+
     def _is_stopped(self) -> bool:
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text()

@@ -135,10 +135,9 @@ class Worker:
         'engine-0' ..."."""
         if self.dead.done():
             return
-        told, account = "its log is on its host", ""
-        if isinstance(self._process, Process):
-            told = f"{await self._process.dump_stacks()}, {self._process.log}"
-            account = self._process.log_tail()
+        told, account = "it was not up", ""
+        if self._process is not None:
+            told, account = await self._process.last_words()
         self._end(self._error(f"{reason}; {told}", traceback=account))
         self.kill()
 

@@ -27,6 +27,7 @@ class RunDir:
         self.config = self.path / "config.toml"  # resolved: trains the same run from anywhere
         self.metrics = self.path / "metrics.jsonl"  # one object per step
         self.trace = self.path / "trace.json"  # Chrome/Perfetto events
+        self.earlier_trace = self.path / "earlier_trace.json"  # of a long run: what came before
         self.summary = self.path / "summary.json"  # only once the run has finished
         self.checkpoints = self.path / "checkpoints"  # step_N/
         self.rollouts = self.path / "rollouts"  # step_N.jsonl, for reading
@@ -82,8 +83,8 @@ class RunDir:
         for folder in (*folders, self.plots, self.journal, self.scorers, self.tensorboard):
             if folder.exists():
                 shutil.rmtree(folder)
-        files = (self.config, self.metrics, self.trace, self.summary, self.control)
-        for file in (*files, self._lock_path):
+        files = (self.config, self.metrics, self.trace, self.earlier_trace, self.summary)
+        for file in (*files, self.control, self._lock_path):
             file.unlink(missing_ok=True)
 
     @property

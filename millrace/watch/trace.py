@@ -2,7 +2,8 @@
 
 Promise: the file can be opened at any moment, also after a kill: it is one JSON array with an event
 per line, whose closing bracket viewers (and read_trace) do not need. Times count from the run's
-start; a resumed run goes on where the trace ended, so the hours in between leave no hole.
+start; a resumed run goes on where the trace ended, so the hours in between leave no hole. A file
+that has become too large is set aside, in place of the one before it, and another begun.
 Called from the controller's event loop.
 """
 
@@ -19,6 +20,7 @@ from millrace.core.spans import Span
 from millrace.watch.run_dir import write_atomically
 
 PROCESS = 1  # all workers are tracks of one group, so that overlap is seen at a glance
+MAX_BYTES = 256 * 2**20  # of the file; viewers have trouble with more
 MAX_SPANS_PER_BATCH = 16  # of one worker; batches come a few times a second
 BUSY_COLOUR, WAITING_COLOUR = "thread_state_running", "grey"  # names the viewers know
 
@@ -28,36 +30,54 @@ Event = dict[str, Any]
 class TraceWriter:
     """Streams spans to disk, one write per batch. `start_s`: the run's start since the epoch."""
 
-    def __init__(self, path: Path, *, start_s: float | None = None, resume: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        start_s: float | None = None,
+        resume: bool = False,
+        earlier: Path | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """`earlier`: where a file of more than `max_bytes` is set aside; None = it goes on."""
+        self._path = path
+        self._earlier = earlier
+        self._max_bytes = max_bytes
         events = _read_events(path) if resume and path.exists() else []
         self._tracks = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
         self._start_s = time.time() if start_s is None else start_s
         self._start_s -= (
             max((e["ts"] + e["dur"] for e in events if e["ph"] == "X"), default=0.0) / 1e6
         )
-        if not events:
-            events = [_metadata("process_name", 0, {"name": "millrace"})]
-        write_atomically(path, "[\n" + ",\n".join(_line(event) for event in events))
-        self._file = path.open("a")
+        self._begin(events or self._heading())
 
     def write(self, spans: Iterable[Span]) -> None:
         events = [event for span in _condensed(spans) for event in self._events(span)]
         self._file.write("".join(f",\n{_line(event)}" for event in events))
         self._file.flush()
+        if self._earlier is not None and self._file.tell() > self._max_bytes:
+            self.close()
+            self._path.replace(self._earlier)
+            self._begin(self._heading())
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the bracket is not needed
             self._file.write("\n]\n")
             self._file.close()
 
+    def _begin(self, events: Iterable[Event]) -> None:
+        write_atomically(self._path, "[\n" + ",\n".join(_line(event) for event in events))
+        self._file = self._path.open("a")
+
+    def _heading(self) -> list[Event]:
+        tracks = [event for name, track in self._tracks.items() for event in _track(name, track)]
+        return [_metadata("process_name", 0, {"name": "millrace"}), *tracks]
+
     def _events(self, span: Span) -> list[Event]:
         new_track = []
         if span.worker not in self._tracks:
             track = self._tracks[span.worker] = len(self._tracks) + 1
-            new_track = [
-                _metadata("thread_name", track, {"name": span.worker}),
-                _metadata("thread_sort_index", track, {"sort_index": track}),
-            ]
+            new_track = _track(span.worker, track)
         event = {
             "name": span.name if span.busy else f"waiting: {span.name}",
             "cat": "busy" if span.busy else "waiting",
@@ -124,6 +144,13 @@ def _read_events(path: Path) -> list[Event]:
             if number < len(lines):  # only the last one can have been cut short
                 raise ConfigError(f"{path} is not a trace of Millrace: {line[:40]!r}.") from None
     return events
+
+
+def _track(worker: str, track: int) -> list[Event]:
+    return [
+        _metadata("thread_name", track, {"name": worker}),
+        _metadata("thread_sort_index", track, {"sort_index": track}),
+    ]
 
 
 def _metadata(name: str, track: int, args: dict[str, Any]) -> Event:

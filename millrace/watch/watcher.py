@@ -74,7 +74,9 @@ class Watcher:
         self._capacity = config.buffer.capacity
         self._run_dir = run_dir
         self._metrics = MetricsLog(run_dir.metrics, resume_from=resume_from)
-        self._trace: TraceWriter | None = TraceWriter(run_dir.trace, resume=resume_from is not None)
+        self._trace: TraceWriter | None = TraceWriter(
+            run_dir.trace, earlier=run_dir.earlier_trace, resume=resume_from is not None
+        )
         self._samples = SampleLog(run_dir.rollouts, per_step=config.watch.samples_per_step)
         self._recordings = EpisodeLog(
             run_dir.episodes, per_step=config.watch.record_episodes, model=config.model.path

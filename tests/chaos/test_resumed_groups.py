@@ -1,6 +1,5 @@
 """The controller is killed while groups are in flight; the next one goes on from what they had."""
 
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -68,18 +67,19 @@ def told_in(past: Past, folder: Path) -> dict[int, Counter[str]]:
 def kill_in_flight(run: TornRun, *, num_requests: int) -> dict[int, Counter[str]]:
     """When enough was written down of requests in flight; returns what the disk holds then."""
 
-    def is_time() -> bool:
+    def told_at_a_standstill() -> dict[int, Counter[str]] | None:
+        run.controller.suspend()
         past = past_of(run)
-        if past is None or run.step < 2:
-            return False
-        told = told_in(past, run.path / "journal")
-        return sum(len(requests) for requests in told.values()) >= num_requests
+        told = {} if past is None else told_in(past, run.path / "journal")
+        if sum(len(requests) for requests in told.values()) >= num_requests:
+            return told
+        run.controller.resume()
+        return None
 
-    run.until(is_time)
+    run.until(lambda: run.step >= 2)
+    told = run.until(told_at_a_standstill)
     run.kill()
-    past = past_of(run)
-    assert past is not None
-    return told_in(past, run.path / "journal")
+    return told
 
 
 def assert_gone_on_from(run: TornRun, told: dict[int, Counter[str]]) -> None:
@@ -114,11 +114,9 @@ def test_a_run_is_killed_again_before_what_was_resumed_is_done(torn):
     run = torn()
     run.start()
     kill_in_flight(run, num_requests=1)
+    before = max((run.path / "journal").glob("*.log"))
     run.start("--resume")
-    before = run.step
-    run.until(lambda: (run.path / "journal").exists() and run.worker("engine") is not None)
-    time.sleep(1.0)
-    run.kill()
-    assert run.step >= before
+    run.until(lambda: max((run.path / "journal").glob("*.log")) > before)  # it has begun its own
+    told = kill_in_flight(run, num_requests=1)
     run.start("--resume")
-    run.summary()
+    assert_gone_on_from(run, told)

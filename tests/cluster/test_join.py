@@ -83,6 +83,30 @@ async def wait_until_dead(*processes: psutil.Process, timeout_s: float = 15) -> 
                 await asyncio.sleep(0.02)
 
 
+async def test_a_worker_that_hangs_on_another_host_writes_its_stacks_there_and_they_are_told(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    _, (worker,) = await joined(hub, tmp_path, hosts)
+    await worker.call(ask("sleep"))
+    with pytest.raises(WorkerError, match=r"its stacks are in its log, .*elsewhere.* on ") as info:
+        await worker.call(ask("echo"), timeout_s=0.1, is_deadline=True)
+    assert "in handle" in info.value.traceback
+    assert await worker.is_gone_within(10)
+
+
+@pytest.mark.slow
+async def test_a_host_that_does_not_answer_is_waited_for_a_few_seconds_only(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
+    host, (worker,) = await joined(hub, tmp_path, hosts)
+    host.process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerError, match=r"within 0.1 s; its log is on "):
+            await worker.call(ask("echo after 9"), timeout_s=0.1, is_deadline=True)
+    finally:
+        host.process.send_signal(signal.SIGCONT)
+
+
 def in_time(seconds: float, do, *arguments) -> None:
     asyncio.get_running_loop().call_later(seconds, do, *arguments)
 

@@ -50,6 +50,20 @@ def test_spans_read_back_as_they_were(tmp_path):
     assert read_trace(path) == written
 
 
+def test_a_trace_that_becomes_too_large_goes_on_in_another_file(tmp_path):
+    path, earlier = tmp_path / "trace.json", tmp_path / "earlier.json"
+    trace = TraceWriter(path, start_s=0.0, earlier=earlier, max_bytes=2000)
+    written = [span(float(n), n + 1.0) for n in range(100)]
+    for one in written:
+        trace.write([one])
+        assert path.stat().st_size <= 2000 + 200
+    trace.close()
+    newest = [*read_trace(earlier), *read_trace(path)]
+    assert newest == written[-len(newest) :]
+    assert len(newest) > 10
+    json.loads(earlier.read_text())
+
+
 @given(cut=st.integers(min_value=2))
 def test_a_trace_cut_anywhere_reads_up_to_the_cut(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("cut") / "trace.json"

@@ -14,7 +14,7 @@ import zmq
 
 from millrace.cluster.guests.guest import Guest
 from millrace.cluster.link import EVENT_ID
-from millrace.cluster.messages import Admitted, Ended, Error, Join, Message, Place
+from millrace.cluster.messages import Admitted, Dumped, Ended, Error, Join, Message, Place
 from millrace.cluster.process import Ending
 
 Tell = Callable[[bytes, bytes, Message], Awaitable[None]]  # routing id, call id, message
@@ -78,6 +78,8 @@ class Gate:
                         may_have_spoken=message.may_have_spoken,
                     )
                 )
+            case Dumped() if (host, message.worker) in self._guests:
+                self._guests[host, message.worker].told_stacks(message)
             case _:
                 return False
         return True

@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable
 
 import zmq
 
-from millrace.cluster.messages import Beat, EndWorker, Message
+from millrace.cluster.messages import Beat, Dumped, DumpStacks, EndWorker, Message
 from millrace.cluster.process import Ending
 
 BEAT_S = 1.0  # between two beats, at most
 BEATS_PER_TIMEOUT = 4  # at least
+DUMP_TIMEOUT_S = 5.0  # for a host to tell of a worker's stacks
 
 Tell = Callable[[Message], Awaitable[None]]
 
@@ -40,6 +41,7 @@ class Guest:
         self._timeout_s = heartbeat_timeout_s
         self._interval_s = min(BEAT_S, heartbeat_timeout_s / BEATS_PER_TIMEOUT)
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._dumped: asyncio.Future[Dumped] = asyncio.get_running_loop().create_future()
         self._is_up = False  # once it was heard; the hub bounds the time until then
         self._is_heard = False  # since the last beat
         self._orders: set[asyncio.Task[None]] = set()  # kept, or they could vanish on their way
@@ -74,6 +76,20 @@ class Guest:
         if not self._ending.done():
             self._ending.set_result(ending)
 
+    async def last_words(self) -> tuple[str, str]:
+        """As of a process on this host; told by its own, if that answers."""
+        self._order(DumpStacks(worker=self.name))
+        await asyncio.wait({self._dumped, self._ending}, timeout=DUMP_TIMEOUT_S)
+        if not self._dumped.done():
+            return f"its log is on {self.host}", ""
+        dumped = self._dumped.result()
+        return f"{dumped.told} on {self.host}", dumped.log_tail
+
+    def told_stacks(self, dumped: Dumped) -> None:
+        """Its host has had it write its stacks."""
+        if not self._dumped.done():
+            self._dumped.set_result(dumped)
+
     def terminate(self) -> None:
         self._order(EndWorker(worker=self.name, kill=False))
 
@@ -93,13 +109,13 @@ class Guest:
     async def _told_within(self, timeout_s: float) -> None:
         await asyncio.wait({self._ending}, timeout=timeout_s)
 
-    def _order(self, message: EndWorker) -> None:
+    def _order(self, message: EndWorker | DumpStacks) -> None:
         if self._ending.done():
             return
-        task = asyncio.create_task(self._deliver(message), name=f"end-{self.name}")
+        task = asyncio.create_task(self._deliver(message), name=f"order-{self.name}")
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
 
-    async def _deliver(self, message: EndWorker) -> None:
+    async def _deliver(self, message: EndWorker | DumpStacks) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the next beat finds the same, and says so
             await self._tell_host(message)

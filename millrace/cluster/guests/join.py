@@ -22,7 +22,18 @@ from millrace.cluster.dial import dial
 from millrace.cluster.guests.gate import host_identity
 from millrace.cluster.guests.ticket import Ticket
 from millrace.cluster.link import EVENT_ID, read_frames
-from millrace.cluster.messages import Admitted, Beat, Ended, EndWorker, Error, Join, Message, Place
+from millrace.cluster.messages import (
+    Admitted,
+    Beat,
+    Dumped,
+    DumpStacks,
+    Ended,
+    EndWorker,
+    Error,
+    Join,
+    Message,
+    Place,
+)
 from millrace.cluster.own_loop import run_on_own_loop
 from millrace.cluster.process import Process, describe_exit, start_worker
 from millrace.cluster.wire import decode, encode
@@ -128,6 +139,7 @@ class _Crew:
         self._ticket = ticket
         self._processes: dict[str, Process] = {}
         self._watches: dict[str, asyncio.Task[int]] = {}  # exit codes, once they are told
+        self._dumping: set[asyncio.Task[None]] = set()  # kept, or they could vanish on their way
 
     async def serve(self, places: list[Place], *, module: str, log_dir: Path) -> None:
         """Start a worker for each place; returns when all have ended as the controller wished."""
@@ -171,12 +183,21 @@ class _Crew:
                     f"The controller at {self._ticket.address} was silent for {timeout_s} s;"
                     " the workers of this host were ended."
                 ) from None
-            if isinstance(message, EndWorker) and message.worker in self._processes:
-                process = self._processes[message.worker]
-                end = process.kill if message.kill else process.terminate
-                end()
-            else:
-                assert isinstance(message, Beat | EndWorker), message
+            match message:
+                case EndWorker(worker=worker, kill=kill) if worker in self._processes:
+                    process = self._processes[worker]
+                    end = process.kill if kill else process.terminate
+                    end()
+                case DumpStacks(worker=worker) if worker in self._processes:
+                    dumping = asyncio.create_task(self._dump(worker, self._processes[worker]))
+                    self._dumping.add(dumping)
+                    dumping.add_done_callback(self._dumping.discard)
+                case _:
+                    assert isinstance(message, Beat | EndWorker | DumpStacks), message
+
+    async def _dump(self, name: str, process: Process) -> None:
+        told, log_tail = await process.last_words()
+        await self._line.say(Dumped(worker=name, told=told, log_tail=log_tail))
 
     async def _watch(self, name: str, process: Process) -> int:
         code = await process.wait()
