@@ -329,7 +329,8 @@ class Agent:
         if self.is_trained and changed.grammar is not None and not changed.truncates:
             raise TaskError(
                 "A reply that must follow a response_format or tool_choice is drawn from ids that"
-                " are too many to train with; set sampling.top_k, or take a role with trained=False."
+                " are too many to train with; set sampling.top_k, or take a role with"
+                " trained=False."
             )
         return changed
 

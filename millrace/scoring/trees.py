@@ -8,6 +8,9 @@ stretch of a tree, minus the mean of the group's trees.
 
 So the tokens behind a pivot are compared with their siblings alone, those before it have the mean
 of what came of them, and along each episode the advantages add up to its score minus the mean.
+
+A stretch that several episodes share is trained once, and stands for all of them: it weighs as many
+times as much. Then the gradient is, on average, that of as many episodes which share nothing.
 """
 
 import math
@@ -28,12 +31,15 @@ class TreeAdvantages:
     normalize_std: bool = True
     """Divide by the deviation of the group's scores."""
     epsilon: float = 1e-4
+    weigh_shared: bool = True
+    """Multiply by the number of episodes that share a token."""
 
     knows_agents = True  # it compares each with itself; see scoring/agents.py
 
     def __post_init__(self) -> None:
-        if not isinstance(self.normalize_std, bool):
-            raise ValueError(f"normalize_std = {self.normalize_std!r} must be true or false")
+        for name in ("normalize_std", "weigh_shared"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} = {value!r} must be true or false")
         if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
             raise ValueError(f"epsilon = {self.epsilon!r} must be a finite number, at least 0")
 
@@ -52,7 +58,10 @@ class TreeAdvantages:
         if scores.max() == scores.min():  # exactly 0, whatever rounding would say
             return defaultdict(float)
         scale = scores.std(ddof=1) + self.epsilon if self.normalize_std else 1.0
-        return {s: value / scale for s, value in forest.advantages(scores.tolist()).items()}
+        return {
+            stretch: (value * sharers if self.weigh_shared else value) / scale
+            for stretch, (value, sharers) in forest.advantages(scores.tolist()).items()
+        }
 
 
 class _Forest:
@@ -71,8 +80,8 @@ class _Forest:
                 points[branching.parent].add(branching.place)
         self._points = {number: sorted(places) for number, places in points.items()}
 
-    def advantages(self, scores: list[float]) -> dict[Stretch, float]:
-        """By stretch, given the scores of all episodes."""
+    def advantages(self, scores: list[float]) -> dict[Stretch, tuple[float, int]]:
+        """By stretch, given the scores of all episodes; and how many of them share it."""
         ends = {b.number: score for b, score in zip(self._branchings, scores, strict=True)}
         followers: defaultdict[Stretch | None, list[Stretch]] = defaultdict(list)
         numbers = dict.fromkeys([*self._known, *self._points])
@@ -83,18 +92,24 @@ class _Forest:
             for index in range(last):
                 followers[number, index].append((number, index + 1))
         worths: dict[Stretch, float] = {}
+        sharers: dict[Stretch, int] = {}
 
         def worth(stretch: Stretch) -> float:
             number, index = stretch
             values = [worth(follower) for follower in followers[stretch]]
+            sharers[stretch] = sum(sharers[follower] for follower in followers[stretch])
             if number in ends and index == len(self._points.get(number, ())):
                 values.append(ends[number])
+                sharers[stretch] += 1
             worths[stretch] = float(np.mean(values))
             return worths[stretch]
 
         overall = float(np.mean([worth(root) for root in followers[None]]))
         return {
-            follower: worths[follower] - (overall if stretch is None else worths[stretch])
+            follower: (
+                worths[follower] - (overall if stretch is None else worths[stretch]),
+                sharers[follower],
+            )
             for stretch, those in followers.items()
             for follower in those
         }

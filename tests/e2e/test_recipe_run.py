@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tiny_classifier import make_tiny_classifier
 from tiny_model import make_tiny_model
 
 import millrace as mr
@@ -17,12 +18,20 @@ async def two_turns(task: mr.Task, agent: mr.Agent) -> float:
 
 
 @pytest.mark.slow
-def test_a_run_is_trained_on_branches(tmp_path):
+@pytest.mark.parametrize("by", ["entropy", "value"])
+def test_a_run_is_trained_on_branches(tmp_path, by):
+    steps = {
+        "type": "process_reward_model",
+        "model": str(make_tiny_classifier(tmp_path / "judge", head="token", num_labels=2)),
+        "label": 1,
+        "steps": {"by": "turn"},
+    }
     result = mr.train(
+        scorer=[steps] if by == "value" else [],
         model=str(make_tiny_model(tmp_path / "model")),
         run_dir=str(tmp_path / "run"),
         tasks=[{"prompt": f"{n}+1="} for n in range(8)],
-        environment={"function": two_turns, "recipe": {"type": "pivot", "branches": 3}},
+        environment={"function": two_turns, "recipe": {"type": "pivot", "by": by}},
         sampling={"max_new_tokens": 6},
         rollout={"group_size": 4},
         trainer={"steps": 1, "groups_per_step": 2, "learning_rate": 1e-3},

@@ -229,10 +229,10 @@ TOOLS = [
 @pytest.mark.parametrize("form", ["hermes", "llama3"])
 async def test_where_a_call_is_demanded_the_reply_is_one(form):
     named = {"type": "function", "function": {"name": "note"}}
-    ask = {"model": "tiny", "messages": [user("Who?")], "max_tokens": 400, "tools": TOOLS}
+    ask = {"model": "tiny", "messages": [user("Who?")], "max_tokens": 200, "tools": TOOLS}
     async with client_of(make_engine(), form=form) as client:
         some = await client.chat.completions.create(
-            **ask, n=8, seed=1, top_p=0.9, tool_choice="required"
+            **ask, n=3, seed=1, top_p=0.9, tool_choice="required"
         )
         chunks = await client.chat.completions.create(**ask, tool_choice=named, stream=True)
         deltas = [chunk.choices[0] async for chunk in chunks]

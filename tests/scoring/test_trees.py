@@ -1,5 +1,7 @@
 """Local advantages on trees that are written by hand."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,8 @@ from millrace.scoring.advantages import with_advantages
 from millrace.scoring.agents import by_agent
 from millrace.scoring.trees import TreeAdvantages
 
-LOCAL = TreeAdvantages(normalize_std=False)
+LOCAL = TreeAdvantages(normalize_std=False, weigh_shared=False)
+WEIGHED = TreeAdvantages(normalize_std=False)
 
 
 def rollout(places: range, *, num_shared: int = 0, agent: str = "") -> Rollout:
@@ -82,6 +85,42 @@ def test_along_each_episode_of_a_deep_tree_the_advantages_add_up_to_its_score_mi
     paths = {0: [0, 2.5, 2], 1: [0, -2.5, -1], 2: [0, 2.5, -2], 3: [0, -2.5, 1]}
     for index, path in paths.items():
         assert sum(path) == pytest.approx(scores[index] - 3.5)
+
+
+def test_what_several_episodes_share_weighs_as_if_each_had_sampled_it():
+    episodes = [
+        leaf(0, 5),
+        leaf(1, 4, parent=0, place=1),
+        leaf(2, 5, parent=0, place=3),
+        leaf(3, 4, parent=1, place=2),
+        leaf(4, 2),
+    ]
+    group = group_of(episodes, [8.0, 0.0, 4.0, 2.0, 1.5])
+    sharers = [[0, 4, 2, 2, 1, 1], [0, 0, 2, 1, 1], [0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1], [0, 1, 1]]
+    for weighed, plain, counts in zip(WEIGHED(group), LOCAL(group), sharers, strict=True):
+        np.testing.assert_allclose(weighed, plain * counts)
+
+
+def test_on_average_a_tree_has_the_gradient_of_as_many_episodes_that_share_nothing():
+    """A policy of two tokens, each 0 or 1, rewarded by a table: gradients by their two logits, over
+    all that a group of two trees with two episodes each may be."""
+    p, q, rewards = 0.3, 0.6, np.array([[0.0, 1.0], [2.0, 5.0]])
+    trees = [leaf(0, 2), leaf(1, 2, parent=0, place=1), leaf(2, 2), leaf(3, 2, parent=2, place=1)]
+    gradient = np.zeros(2)
+    for drawn in itertools.product([0, 1], repeat=6):
+        first, second = np.array(drawn[:2]), np.array(drawn[2:])
+        scores = rewards[first.repeat(2), second]
+        found = WEIGHED(group_of(trees, scores.tolist()))
+        chance = np.where(first, p, 1 - p).prod() * np.where(second, q, 1 - q).prod()
+        of_first = sum(found[2 * tree][1] * (first[tree] - p) for tree in (0, 1))
+        of_second = sum(found[i][2] * (second[i] - q) for i in range(4))
+        gradient += chance * np.array([of_first, of_second])
+    of_one = [
+        p * (1 - p) * np.diff(rewards @ [1 - q, q])[0],
+        q * (1 - q) * np.diff([1 - p, p] @ rewards)[0],
+    ]
+    # Half of it: each is compared with a mean of two that it is part of.
+    np.testing.assert_allclose(gradient, 4 * np.array(of_one) / 2)
 
 
 def test_a_tree_of_which_an_episode_is_not_trained_is_seen_as_far_as_it_is_there():

@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+from fake_worker import FakeWorker, settle
 
 from millrace.core.errors import GivenUp, RunFailed, WorkerError
 from millrace.supervision.deaths import Deaths, RestartLimits
@@ -9,21 +10,6 @@ from millrace.supervision.pulse import Pulse
 
 LIMITS = RestartLimits(max_restarts=2, window_s=100.0, backoff_s=1.0)
 AT_ONCE = RestartLimits(max_restarts=2, window_s=100.0, backoff_s=0.0)
-
-
-class FakeWorker:
-    name = "engine-0"
-    num_pulsed = 1
-
-    def __init__(self) -> None:
-        self.dead = asyncio.get_running_loop().create_future()
-
-    async def give_up(self, reason: str) -> None:
-        self.dead.set_result(WorkerError(f"It {reason}.", worker=self.name))
-
-    def die(self) -> None:
-        error = WorkerError("It was killed.", worker=self.name, traceback="its last words")
-        self.dead.set_result(error)
 
 
 class Rig:
@@ -54,11 +40,6 @@ class Rig:
 
     def _on_death(self) -> None:
         self.deaths += 1
-
-
-async def settle():
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def test_a_worker_that_dies_is_replaced_and_so_is_the_next():
