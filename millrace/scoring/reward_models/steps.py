@@ -6,8 +6,9 @@ one by one give the same steps as all at once. Pure: knows a tokenizer to decode
 A step's end is its last token, counted within the turn, or within the rollout for step_ends.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -120,7 +121,7 @@ def turns_of(mask: np.ndarray) -> Iterator[tuple[int, int]]:
 class _DelimiterCutter:
     def __init__(self, delimiter: str, *, tokenizer: Any) -> None:
         self._delimiter = delimiter
-        self._tokenizer = tokenizer
+        self._decode = _plain_decode(tokenizer)
         # A token decodes to at least one byte, so no delimiter reaches back further than this.
         self._reach = len(delimiter.encode()) + _TAIL_MARGIN
         self._tokens: list[int] = []
@@ -128,11 +129,13 @@ class _DelimiterCutter:
         self._unsearched = 0  # behind the last delimiter, which may have ended no step
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[int]:
+        if self._delimiter not in self._text([*self._tail(), *tokens]):
+            self._tokens += tokens
+            return []
         ends: list[int] = []
         for token in tokens:
             self._tokens.append(token)
-            tail = self._tokens[max(self._unsearched, len(self._tokens) - self._reach) :]
-            if self._delimiter not in self._text(tail):
+            if self._delimiter not in self._text(self._tail()):
                 continue
             self._unsearched = len(self._tokens)
             if self._has_text():
@@ -145,17 +148,26 @@ class _DelimiterCutter:
         is_step = self._has_text() or (self._begin == 0 and self._tokens)
         return [len(self._tokens) - 1] if is_step else []
 
+    def _tail(self) -> list[int]:
+        """Where a delimiter may end with the next token, or has ended with the last."""
+        return self._tokens[max(self._unsearched, len(self._tokens) - self._reach) :]
+
     def _has_text(self) -> bool:
         text = self._text(self._tokens[self._begin :], skip_special_tokens=True)
         return bool(text.replace(self._delimiter, "").strip())
 
     def _text(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
         # Special tokens stay in where a delimiter is looked for: it may well be one.
-        return self._tokenizer.decode(
-            tokens,
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
+        return self._decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+def _plain_decode(tokenizer: Any) -> Callable[..., str]:
+    """Of a fast tokenizer, without what transformers does around it, which takes ten times as
+    long: it is called for every token."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None:
+        return fast.decode
+    return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
 
 class _TurnCutter:
