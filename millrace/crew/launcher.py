@@ -103,6 +103,9 @@ class Launcher:
     async def _load(self, worker: Worker, start: Message) -> None:
         try:
             await worker.call(start, timeout_s=self._timeout_s)
+        except ConfigError:
+            await worker.stop()  # it is well, and has said what is wrong
+            raise
         except BaseException:
             worker.kill()
             raise
