@@ -53,6 +53,7 @@ def start(tmp_path):
         run.process.communicate()
 
 
+@pytest.mark.slow  # tests/chaos/test_short_soak.py kills them in the default run
 def test_a_run_outlives_its_engine_and_its_trainer_and_keeps_what_was_sampled(start):
     run = start(trainer={"steps": 8, "groups_per_step": 2}, checkpoint={"every_steps": 2})
     run.wait_for_step(3)
