@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from millrace.core.records import Completion, Kept, Piece
+from millrace.core.records import Completion, Finish, Kept, Piece
 
 
 def joined(parts: Sequence[Completion | Piece], *, truncates: bool) -> Completion:
@@ -38,6 +38,18 @@ def cut(completion: Completion, begin: int, end: int | None = None) -> Completio
         routes=_cut_routes(completion, stop),
         finish="interrupt",
         text="",
+    )
+
+
+def piece_of(completion: Completion, *, member: int, finish: Finish | None = None) -> Piece:
+    """All of its tokens, as who listens is told them."""
+    return Piece(
+        member=member,
+        tokens=completion.tokens,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        kept=completion.kept,
+        finish=finish,
     )
 
 

@@ -23,9 +23,8 @@ class Told:
     digest: str
     member: int  # which of the request's completions
     start: int  # its tokens before these
-    part: (
-        Completion  # finish "interrupt" = it goes on; else these are its last, with its whole text
-    )
+    part: Completion
+    """finish "interrupt" = it goes on; else these are its last tokens, with its whole text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

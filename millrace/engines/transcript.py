@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from millrace.core.completions import cut, joined
+from millrace.core.completions import cut, joined, piece_of
 from millrace.core.protocols import OnCompletion, OnTokens
 from millrace.core.records import Completion, Piece, Request
 
@@ -91,15 +91,7 @@ class Transcript:
             if completion.finish != "interrupt":
                 continue
             rest = cut(completion, sum(len(part.tokens) for part in self._known(member)))
-            self.hear(
-                Piece(
-                    member=member,
-                    tokens=rest.tokens,
-                    logprobs=rest.logprobs,
-                    versions=rest.versions,
-                    kept=rest.kept,
-                )
-            )
+            self.hear(piece_of(rest, member=member))
 
     def _known(self, member: int) -> list[Completion | Piece]:
         partial = self._request.partial

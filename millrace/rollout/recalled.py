@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, replace
 
-from millrace.core.completions import cut
+from millrace.core.completions import cut, piece_of
 from millrace.core.protocols import Generator, OnCompletion, OnTokens
 from millrace.core.records import Completion, Piece, Request
 from millrace.rollout.course import Asked, Course, has_ended
@@ -92,17 +92,8 @@ class _Call:
     def _tell_known(self, known: Completion, *, member: int) -> None:
         """But for what the request itself began with."""
         num_begun = 0 if self.request.partial is None else len(self.request.partial.tokens)
-        new = cut(known, num_begun)
-        self._tell(
-            Piece(
-                member=member,
-                tokens=new.tokens,
-                logprobs=new.logprobs,
-                versions=new.versions,
-                kept=new.kept,
-                finish=known.finish if has_ended(known) else None,
-            )
-        )
+        finish = known.finish if has_ended(known) else None
+        self._tell(piece_of(cut(known, num_begun), member=member, finish=finish))
 
     def _tell(self, piece: Piece) -> None:
         if self.on_tokens is not None:
