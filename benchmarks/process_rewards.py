@@ -9,13 +9,14 @@ likeliest answer on held-out numbers. Rows that the JSON file has already are no
 """
 
 import argparse
-import json
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from chains import GOOD, STEP, make_judge, make_policy, make_tasks, outcome
+from sweeping import sweep
 
 import millrace as mr
 from millrace.watch.metrics import read_metrics
@@ -36,19 +37,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two steps of each, to try it out")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
+    sizes = QUICK if args.quick else SIZES
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(args.seeds):
-            for rewards in args.rewards:
-                if (rewards, seed) in {(row["rewards"], row["seed"]) for row in rows}:
-                    continue
-                sizes = QUICK if args.quick else SIZES
-                rows.append(measure(Path(folder), rewards, seed=seed, sizes=sizes))
-                print(json.dumps(rows[-1]), flush=True)
-                if args.json:
-                    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        rows = sweep(
+            itertools.product(range(args.seeds), args.rewards),
+            lambda seed, rewards: measure(Path(folder), rewards, seed=seed, sizes=sizes),
+            key=("seed", "rewards"),
+            file=args.json,
+        )
     print(table(rows))
 
 

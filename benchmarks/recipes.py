@@ -9,6 +9,7 @@ likeliest answer on held-out numbers. Rows that the JSON file has already are no
 """
 
 import argparse
+import itertools
 import json
 import random
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from chains import BASE, make_policy, make_tasks, outcome
+from sweeping import sweep
 
 import millrace as mr
 from millrace.watch.metrics import read_metrics
@@ -53,19 +55,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two steps of each, to try it out")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
+    sizes = QUICK if args.quick else SIZES
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(args.seeds):
-            for name in args.runs:
-                if (name, seed) in {(row["run"], row["seed"]) for row in rows}:
-                    continue
-                sizes = QUICK if args.quick else SIZES
-                rows.append(measure(Path(folder), name, seed=seed, sizes=sizes))
-                print(json.dumps(rows[-1]), flush=True)
-                if args.json:
-                    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        rows = sweep(
+            itertools.product(range(args.seeds), args.runs),
+            lambda seed, run: measure(Path(folder), run, seed=seed, sizes=sizes),
+            key=("seed", "run"),
+            file=args.json,
+        )
     print(json.dumps(summary(rows)))
 
 

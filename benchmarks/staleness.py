@@ -11,7 +11,7 @@ Rows that the JSON file has already are not run again, so it may be stopped at a
 """
 
 import argparse
-import json
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from lockstep import QUICK, Setting, train, warm_started
 from matplotlib.figure import Figure
+from sweeping import sweep
 
 LOSSES: dict[str, dict[str, Any]] = {
     "naive": {"type": "ppo", "anchor": "proximal"},
@@ -37,24 +38,15 @@ def main() -> None:
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--quick", action="store_true", help="a few steps of each, to try it out")
     args = parser.parse_args()
-    wanted = [
-        (loss, limit, seed)
-        for seed in range(args.seeds)
-        for limit in args.limits
-        for loss in args.losses
-    ]
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
     with tempfile.TemporaryDirectory() as folder:
-        models = Path(folder)
-        for loss, limit, seed in wanted:
-            if (loss, limit, seed) in {(r["loss"], r["max_staleness"], r["seed"]) for r in rows}:
-                continue
-            rows.append(measure(models, loss, limit=limit, seed=seed, quick=args.quick))
-            print(json.dumps(rows[-1]), flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        rows = sweep(
+            itertools.product(range(args.seeds), args.limits, args.losses),
+            lambda seed, limit, loss: measure(
+                Path(folder), loss, limit=limit, seed=seed, quick=args.quick
+            ),
+            key=("seed", "max_staleness", "loss"),
+            file=args.json,
+        )
     print(table(rows))
     if args.plot:
         plot(rows, args.plot)

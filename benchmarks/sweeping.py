@@ -1,0 +1,29 @@
+"""Runs of a benchmark one by one, with a file that a later call goes on from."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def sweep(
+    wanted: Iterable[Sequence[Any]],
+    measure: Callable[..., Row],
+    *,
+    key: Sequence[str],
+    file: Path | None,
+) -> list[Row]:
+    """A row of `measure(*values)` for each of the wanted, whose values a row has under `key`; rows
+    that the file has already are not measured again."""
+    rows: list[Row] = json.loads(file.read_text()) if file and file.exists() else []
+    known = {tuple(row[name] for name in key) for row in rows}
+    for values in wanted:
+        if tuple(values) in known:
+            continue
+        rows.append(measure(*values))
+        print(json.dumps(rows[-1]), flush=True)
+        if file:
+            file.write_text(json.dumps(rows, indent=1) + "\n")
+    return rows
