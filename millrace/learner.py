@@ -85,6 +85,8 @@ class Learner:
             trainer, folder=checkpoints, version=version, warn=watcher.warn
         )
         self._covered = _Covered(version=version, position=resumed_at)
+        self._to_cover: _Covered | None = None
+        self._covering: asyncio.Task[None] | None = None
         self._activities: asyncio.TaskGroup | None = None  # once it runs
 
     @property
@@ -177,19 +179,23 @@ class Learner:
         await save(self.version, run_state=run_state, on_saved=lambda: self._begin_cover(at))
 
     def _begin_cover(self, at: "_Covered") -> None:
-        assert self._activities is not None
-        self._activities.create_task(self._cover(at))
-
-    async def _cover(self, at: "_Covered") -> None:
         """There is a good checkpoint now. The journal still reaches back to the one before it,
         where that is kept and there is room, should the new one be damaged later."""
+        assert self._activities is not None
         before, self._covered = self._covered, at
         is_only_one = self._config.checkpoint.keep == 1 or self._journal.is_too_large
-        covered = at if is_only_one else before
-        if covered.position is not None:
-            await self._journal.cover(
-                covered.version, position=covered.position, keep=self._batches.may_return
-            )
+        self._to_cover = at if is_only_one else before
+        if self._covering is None or self._covering.done():
+            self._covering = self._activities.create_task(self._cover())
+
+    async def _cover(self) -> None:
+        """One at a time: checkpoints that come meanwhile are covered by the newest of them."""
+        while (covered := self._to_cover) is not None:
+            self._to_cover = None
+            if covered.position is not None:
+                await self._journal.cover(
+                    covered.version, position=covered.position, keep=self._batches.may_return
+                )
 
     def _standstill(self) -> str:
         moment = self._moment()

@@ -14,6 +14,7 @@ from project import Command, make_project
 
 WARM_UP, STEPS = 210, 330  # windows over the past are full by then: 200 marks, 1024 lengths
 LOOKS = 8  # at steps in a row: what is in flight comes and goes
+LAST_LOOKS = STEPS - 10
 
 
 class Inspector:
@@ -22,6 +23,7 @@ class Inspector:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []  # bytes of all of them, look by look
+        self.num_tasks: list[int] = []  # of the event loop, likewise
         self._watched: tuple[tuple[Any, int], ...] = ()  # containers, and how much was in them
 
     def watch(self) -> None:
@@ -32,13 +34,15 @@ class Inspector:
     def look(self) -> None:
         gc.collect()
         self.sizes.append(sum(sys.getsizeof(one) for one in gc.get_objects()))
+        self.num_tasks.append(len(asyncio.all_tasks()))
 
     def grown(self, by: int, *, exempt: object) -> list[str]:
-        """Watched containers that have so many entries more by now. A loop's timers do not count:
-        it clears out those that were cancelled, when they have become many."""
+        """Watched containers that have so many entries more by now; they are let go. Timers do not
+        count: a loop clears out those that were cancelled, when they have become many."""
+        watched, self._watched = self._watched, ()
         return [
             f"{type(one).__name__} {one!r:.80}"
-            for one, length in self._watched
+            for one, length in watched
             if len(one) >= length + by and one is not exempt
             if not isinstance(next(iter(one)), asyncio.TimerHandle)
         ]
@@ -48,13 +52,13 @@ async def test_the_controller_keeps_nothing_of_the_steps_it_has_done(tmp_path):
     inspector, grown = Inspector(), []
 
     def look(step: int) -> None:
-        if step == WARM_UP - 1:
+        if step == WARM_UP + LOOKS:
             inspector.watch()
-        if 0 <= step - WARM_UP < LOOKS or 0 <= step - (STEPS - 10) < LOOKS:
-            inspector.look()
-        if step == STEPS - 2:
+        if step == LAST_LOOKS - 1:
             curve = run.watcher._rewards._means  # has a bound, and a test, of its own
             grown.extend(inspector.grown((STEPS - WARM_UP) // 2, exempt=curve))
+        if 0 <= step - WARM_UP < LOOKS or 0 <= step - LAST_LOOKS < LOOKS:
+            inspector.look()
 
     run = EndlessRun(tmp_path, steps=STEPS, on_step=look)
     gc.freeze()  # what was there before is not looked at
@@ -64,8 +68,12 @@ async def test_the_controller_keeps_nothing_of_the_steps_it_has_done(tmp_path):
         gc.unfreeze()
     assert len(inspector.sizes) == 2 * LOOKS
     assert grown == []
-    before, after = min(inspector.sizes[:LOOKS]), min(inspector.sizes[LOOKS:])
-    assert after < before + 60_000, "two groups of each step have thousands of bytes"
+    assert _growth(inspector.num_tasks) < 5
+    assert _growth(inspector.sizes) < 40_000, "two groups of each step have thousands of bytes"
+
+
+def _growth(looks: list[int]) -> int:
+    return min(looks[LOOKS:]) - min(looks[:LOOKS])
 
 
 @pytest.mark.slow
