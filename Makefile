@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What is imported is compiled then; most of what torch and transformers bring never is.
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
 .PHONY: demo test test-adapters check audit format bench chaos wheelhouse clean
@@ -56,12 +57,12 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml requirements.txt | $(VENV)/bin/python
 	@echo "Installing pinned dependencies into $(VENV) (a minute or two) ..."
-	$(PIP) install -r requirements.txt
-	$(PIP) install --no-deps --no-build-isolation -e .
+	$(PIP) install --no-compile -r requirements.txt
+	$(PIP) install --no-compile --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
-	$(PIP) install -r requirements-dev.txt
+	$(PIP) install --no-compile -r requirements-dev.txt
 	@touch $@
 
 # Wheels for a machine without network that has PyTorch and transformers; see docs/gpu.md.

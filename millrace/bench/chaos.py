@@ -11,7 +11,6 @@ import json
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,17 +18,15 @@ from typing import Any
 
 from millrace.bench.mayhem.losses import Account, Pace, account
 from millrace.bench.mayhem.monkey import Monkey, Stuck
+from millrace.bench.mayhem.observed import Observed
 from millrace.bench.mayhem.promises import (
     Promise,
     check_account,
     check_accuracy,
     check_kills,
-    check_leftovers,
     check_work,
 )
-from millrace.bench.mayhem.subject import Subject
 from millrace.bench.mayhem.task import NUM_DIGITS
-from millrace.bench.mayhem.witness import Witness
 
 FEWEST_STEPS, STEPS_PER_KILL = 200, 5  # fewer, and chance decides how much was learned
 NUM_EXAMPLES = 9600  # of the model's warm start
@@ -81,11 +78,11 @@ def torment(folder: Path, *, num_kills: int, steps: int, seed: int) -> Result:
     from millrace.demo.model import make_model  # only now: it imports torch
 
     make_model(folder / "model", seed, num_examples=NUM_EXAMPLES, num_digits=NUM_DIGITS)
-    calm = _Observed(folder / "undisturbed", model=folder / "model", steps=steps, seed=seed)
+    calm = Observed(folder / "undisturbed", model=folder / "model", steps=steps, seed=seed)
     calm.run()
     pace = Pace.of(calm.witness.sightings, began_s=calm.began_s, ended_s=calm.ended_s)
     print(f"undisturbed: {steps} steps in {pace.wall_s:.0f} s, {pace.step_s:.2f} s each")
-    wild = _Observed(folder / "disturbed", model=folder / "model", steps=steps, seed=seed)
+    wild = Observed(folder / "disturbed", model=folder / "model", steps=steps, seed=seed)
     wild.run(num_kills, step_s=pace.step_s)
     books = account(
         wild.witness.sightings,
@@ -110,28 +107,6 @@ def torment(folder: Path, *, num_kills: int, steps: int, seed: int) -> Result:
         summaries={"undisturbed": calm.summary, "disturbed": wild.summary},
         promises=promises,
     )
-
-
-class _Observed:
-    """A run from its first start to its end."""
-
-    def __init__(self, folder: Path, *, model: Path, steps: int, seed: int) -> None:
-        self._seed = seed
-        self.subject = Subject(folder, model=model, steps=steps, seed=seed)
-        self.witness = Witness(self.subject.run_dir)
-        self.monkey = Monkey(self.subject, self.witness)
-
-    def run(self, num_kills: int = 0, *, step_s: float = 0.0) -> None:
-        self.began_s = time.monotonic()
-        try:
-            self.subject.start()
-            self.monkey.torment(num_kills, step_s=step_s, seed=self._seed)
-            self.ended_s = time.monotonic()
-            self.witness.conclude()
-            self.leftovers = check_leftovers(self.subject)
-        finally:
-            self.subject.close()
-        self.summary = json.loads(self.subject.run_dir.summary.read_text())
 
 
 def _table(result: Result) -> str:

@@ -1,37 +1,27 @@
 """The soak in short: one run, in which a process of each kind is killed at a random moment.
 
-What depends on how busy the machine is (accuracies after few steps, where the time went) is left to
-`millrace bench chaos` itself.
+What takes many steps, accuracy as good as ever and where the time went, is left to `millrace bench
+chaos` itself.
 """
-
-import json
-import subprocess
-import sys
 
 import pytest
 
 from millrace.bench.mayhem.monkey import ROLES
-
-UNSURE = ("accuracies differ", "the cause of all")
+from millrace.bench.mayhem.observed import Observed
+from millrace.bench.mayhem.promises import check_kills, check_work
+from millrace.bench.mayhem.task import NUM_DIGITS
+from millrace.demo.model import make_model
 
 
 @pytest.mark.timeout(300)
 def test_a_run_outlives_a_kill_of_each_kind(tmp_path):
-    result = tmp_path / "result.json"
-    asked = ["--kills", str(len(ROLES)), "--steps", "16", "--json", str(result)]
-    done = subprocess.run(
-        [sys.executable, "-m", "millrace.bench.chaos", *asked, "--keep", str(tmp_path / "runs")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert result.exists(), done.stdout
-    found = json.loads(result.read_text())
-    assert {kill["role"] for kill in found["struck"]} == set(ROLES)
-    counts = {"kills": len(ROLES), "groups_lost": 0, "groups_trained_twice": 0}
-    assert {name: found[name] for name in counts} == counts
-    assert found["steps_completed"] == 16
-    sure = [one for one in found["promises"] if not one["what"].startswith(UNSURE)]
-    assert len(sure) == len(found["promises"]) - len(UNSURE)
-    assert [one for one in sure if not one["holds"]] == []
+    make_model(tmp_path / "model", 0, num_examples=64, num_digits=NUM_DIGITS)
+    run = Observed(tmp_path / "disturbed", model=tmp_path / "model", steps=16, seed=0)
+    run.run(len(ROLES), step_s=0.1)
+    assert {kill.role for kill in run.monkey.kills} == set(ROLES)
+    promises = [
+        check_kills(run.monkey.kills, wanted=len(ROLES)),
+        *check_work(run.subject, run.witness, summary=run.summary),
+        run.leftovers,
+    ]
+    assert [promise for promise in promises if not promise.holds] == []
