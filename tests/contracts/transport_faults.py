@@ -23,9 +23,11 @@ from millrace.core.weight_update import WeightUpdate
 from millrace.weights.publisher import Sender
 
 Damage = Literal["corrupted", "truncated"]
-# A kill takes a process of its own, and an adapter travels as full weights do.
+# A kill takes a process of its own.
 KINDS_KILLED = pytest.mark.parametrize(
-    "kind", ["full", "delta", pytest.param("adapter", marks=pytest.mark.slow)], indirect=True
+    "kind",
+    ["full", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("delta", "adapter"))],
+    indirect=True,
 )
 
 

@@ -81,10 +81,20 @@ def test_a_worker_that_must_not_be_restarted_ends_the_run_with_a_sentence_and_no
     assert shared_memory() <= before
 
 
-def test_a_run_outlives_its_only_scorer_resumes_after_a_kill_of_everything_and_ends_by_ctrl_c(
-    start,
-):
+def test_ctrl_c_leaves_a_checkpoint_and_nothing_else(start):
     before = shared_memory()
+    run = start()
+    run.wait_for_step(12)  # there is a checkpoint, every five
+    run.process.send_signal(signal.SIGINT)
+    code, _, stderr = run.finish()
+    assert code == 130
+    assert "--resume goes on from step_" in stderr
+    run.assert_nothing_is_left()
+    assert shared_memory() <= before
+
+
+@pytest.mark.slow  # the soak in short kills the same
+def test_a_run_outlives_its_only_scorer_and_resumes_after_a_kill_of_everything(start):
     run = start()
     run.wait_for_step(2)
     run.workers["scorer-0"].send_signal(signal.SIGKILL)
@@ -99,11 +109,8 @@ def test_a_run_outlives_its_only_scorer_resumes_after_a_kill_of_everything_and_e
     resumed = start("--resume")
     resumed.wait_for_step(done + 20)
     resumed.process.send_signal(signal.SIGINT)
-    code, _, stderr = resumed.finish()
-    assert code == 130
-    assert "--resume goes on from step_" in stderr
+    assert resumed.finish()[0] == 130
     resumed.assert_nothing_is_left()
-    assert shared_memory() <= before
     steps = steps_in(resumed.metrics)
     assert steps == list(range(1, len(steps) + 1))
     # What was learned since the checkpoint was learned again from the same groups, not from others.

@@ -149,7 +149,7 @@ def test_an_engine_whose_swap_failed_half_way_serves_nothing_until_a_complete_ve
     assert completion.versions.tolist() == [0] + [2] * (len(completion.versions) - 1)
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
+@pytest.mark.parametrize("kv", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_500_swaps_leave_memory_flat(kv: str):
     engine = make_engine(kv=kv, eos_ids=())
     versions = [weights(seed=seed) for seed in (0, 1)]
