@@ -1,0 +1,130 @@
+"""Tokens that an engine computes for each turn of a conversation, and for a fork.
+
+    python benchmarks/turns.py
+
+Each turn gives 32 new tokens and samples 32. What a turn computes is counted by the engine itself:
+with the KV of earlier turns kept, it should not depend on the turn's number, so that a conversation
+costs as much as its length; without, it grows with the number, and the conversation costs the
+square. A fork goes on from the middle of the last reply. Random weights; nothing is timed, so one
+core will do.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from millrace.bench.shapes import make_model
+from millrace.config import EngineConfig
+from millrace.core.completions import cut
+from millrace.core.records import Completion, Request, Sampling
+from millrace.engines.embedded.build import engine_of
+from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
+
+NEW_TOKENS = 32  # of a turn: as many are given, and as many sampled
+MODEL = "tiny"
+
+
+class Case(NamedTuple):
+    name: str
+    settings: dict[str, Any]
+    swaps: bool  # new weights after every turn
+
+
+CASES = (
+    Case("no swaps", {}, swaps=False),
+    Case('a swap every turn, kv = "keep"', {"kv": "keep"}, swaps=True),
+    Case('a swap every turn, kv = "recompute"', {"kv": "recompute"}, swaps=True),
+    Case("prefix_cache = false", {"prefix_cache": False}, swaps=False),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--turns", type=int, default=16)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    rows = [measure(case, num_turns=args.turns) for case in CASES]
+    print(table(rows))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+def measure(case: Case, *, num_turns: int) -> dict[str, Any]:
+    model, tokenizer = make_model(
+        MODEL, dtype=torch.float32, device=torch.device("cpu"), attention=PAGED_ATTENTION
+    )
+    config = EngineConfig(max_sequences=1, **case.settings)
+    engine = engine_of(model, tokenizer, config=config, version=0)
+    talk = Talk(engine)
+    turns = []
+    for turn in range(num_turns):
+        turns.append(talk.turn())
+        if case.swaps:
+            weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+            engine.swap(weights, version=turn + 1)
+    num_tokens = len(talk.tokens)
+    return {"case": case.name, "computed": turns, "tokens": num_tokens, "fork": talk.fork()}
+
+
+class Talk:
+    """One conversation, of which an engine is told all that was said, turn by turn."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.tokens = np.empty(0, np.int32)
+        self._engine = engine
+        self._rng = np.random.default_rng(0)
+        self._num_requests = 0
+
+    def turn(self) -> int:
+        """How many tokens were computed that were not sampled one by one."""
+        given = self._rng.integers(10, 1000, NEW_TOKENS).astype(np.int32)
+        self._prompt = np.concatenate([self.tokens, given])
+        self._reply, num_computed = self._ask()
+        self.tokens = np.concatenate([self._prompt, self._reply.tokens])
+        return num_computed
+
+    def fork(self) -> int:
+        """From the middle of the last reply."""
+        beginning = cut(self._reply, 0, NEW_TOKENS // 2)
+        return self._ask(partial=replace(beginning, finish="interrupt"), pinned=True)[1]
+
+    def _ask(self, **further: Any) -> tuple[Completion, int]:
+        before = self._engine.stats().prefill_tokens
+        self._num_requests += 1
+        request = Request(
+            id=str(self._num_requests),
+            prompt=self._prompt,
+            sampling=Sampling(max_new_tokens=NEW_TOKENS),
+            session="talk",
+            **further,
+        )
+        self._engine.submit(request)
+        while not (finished := self._engine.step()):
+            pass
+        return finished[0].completions[0], self._engine.stats().prefill_tokens - before
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    num_turns = len(rows[0]["computed"])
+    at = [turn for turn in (1, 2, 4, 8, 16, 32, 64) if turn <= num_turns]
+    names = (*(f"turn {turn}" for turn in at), "all", "tokens", "fork")
+    lines = [f"{'tokens computed':<40}" + "".join(f"{name:>9}" for name in names)]
+    for row in rows:
+        computed = row["computed"]
+        values = [*(computed[turn - 1] for turn in at), sum(computed)]
+        values += [row["tokens"], row["fork"]]
+        lines.append(f"{row['case']:<40}" + "".join(f"{value:9,}" for value in values))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
