@@ -104,9 +104,9 @@ is added serves once it has the newest weights; one that is removed finishes its
 INSPECT = """\
 Summarise a run from its directory, whether it has finished, still runs, or was killed: reward,
 accuracy, speed, staleness, how busy every worker was and what it waited for, and what was dropped.
-Draws reward.png, staleness.png and timeline.png into RUN_DIR/plots. With --ledger, tells from the
-journal what became of every task that was issued, and fails if that does not add up; with --number,
-of one of them.
+Draws reward.png, staleness.png and timeline.png into RUN_DIR/plots, and parts.png if rewards have
+several. With --ledger, tells from the journal what became of every task that was issued, and fails
+if that does not add up; with --number, of one of them.
 """
 
 

@@ -1,4 +1,5 @@
-"""Pictures of a run: reward.png, staleness.png and timeline.png, from what its directory holds.
+"""Pictures of a run: reward.png, parts.png where rewards have several, staleness.png and
+timeline.png, from what its directory holds.
 
 Matplotlib is imported only when a picture is made, and without pyplot: no window, no global state.
 """
@@ -14,6 +15,7 @@ from millrace.watch.timeline import draw_timeline
 from millrace.watch.trace import read_trace
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, FAINT = "#22303c", "#d5dbe1"
@@ -32,6 +34,8 @@ def render_plots(path: Path) -> list[Path]:
     written = []
     if rows:
         written.append(_draw(run_dir.plots / "reward.png", _reward, rows, summary))
+    if len(names := {name for row in rows for name in row.get("score_parts", ())}) > 1:
+        written.append(_draw(run_dir.plots / "parts.png", _parts, rows, sorted(names)))
     if any(row.get("staleness_histogram") for row in rows):
         written.append(_draw(run_dir.plots / "staleness.png", _staleness, rows))
     if spans:
@@ -96,7 +100,26 @@ def _reward(figure: "Figure", rows: Sequence[dict[str, Any]], summary: dict[str,
                 ha="center",
                 color=ORANGE,
             )
-    axes.set_title("Reward")
+    _over_steps(axes, title="Reward")
+
+
+def _parts(figure: "Figure", rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Of scorers, penalties, or the roles of an episode with several."""
+    axes = figure.subplots()
+    for name in names:
+        points = [
+            (row["step"], score)
+            for row in rows
+            if (score := row.get("score_parts", {}).get(name)) is not None
+        ]
+        steps, scores = [step for step, _ in points], [score for _, score in points]
+        (line,) = axes.plot(steps, _smooth(scores), linewidth=2.0, label=name)
+        axes.plot(steps, scores, color=line.get_color(), alpha=0.3, linewidth=1.0)
+    _over_steps(axes, title="Parts of the reward")
+
+
+def _over_steps(axes: "Axes", *, title: str) -> None:
+    axes.set_title(title)
     axes.set_xlabel("step")
     axes.margins(x=0.03, y=0.12)
     axes.grid(axis="y")

@@ -3,9 +3,10 @@ import sys
 
 import numpy as np
 import pytest
-from synthetic_run import make_run, spans
+from synthetic_run import make_run, metrics_row, spans
 
 from millrace.core.spans import Span
+from millrace.watch.metrics import MetricsLog
 from millrace.watch.plots import render_plots
 from millrace.watch.run_dir import RunDir
 from millrace.watch.timeline import _colours, _joined, _share_per_bin
@@ -22,6 +23,17 @@ def test_a_run_gives_three_pictures(tmp_path, steps, finished):
     for path in written:
         assert path.parent == run_dir.plots
         assert path.read_bytes().startswith(PNG)
+
+
+def test_a_reward_of_several_parts_gives_a_picture_of_them(tmp_path):
+    run_dir = make_run(tmp_path / "x", steps=4)
+    log = MetricsLog(run_dir.metrics, resume_from=4)
+    for step, parts in ((5, {"correct": 0.5, "format": 1.0}), (6, {"format": None})):
+        log.write({**metrics_row(step), "score_parts": parts})
+    log.close()
+    written = render_plots(run_dir.path)
+    assert [path.name for path in written][:2] == ["reward.png", "parts.png"]
+    assert written[1].read_bytes().startswith(PNG)
 
 
 def test_a_run_without_steps_gives_none(tmp_path):
