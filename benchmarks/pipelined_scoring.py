@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--policy-size", type=int, default=64)
     parser.add_argument("--judge-layers", type=int, default=4)
     parser.add_argument("--judge-size", type=int, default=192)
-    parser.add_argument("--ahead-tokens", type=int, default=64, help="read together at least (64)")
+    parser.add_argument("--ahead-tokens", type=int, default=32, help="read together at least (32)")
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -36,8 +36,8 @@ from millrace.scoring.reward_models.texts import Texts
 from millrace.workers.starting import out_of_turn, serve_as_told
 
 PROGRESS_S = 0.25
-GATHER_TOKENS = 2048  # of sequences that are still growing: what makes a pass worth while
-GATHER_S = 0.25  # or so long a wait
+GATHER_TOKENS = 512  # of sequences that are still growing: more in a pass makes it no cheaper
+GATHER_S = 0.05  # or so long a wait
 
 
 @dataclass(slots=True, eq=False)

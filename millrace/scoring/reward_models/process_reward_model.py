@@ -47,7 +47,7 @@ class ProcessRewardModel(ModelSettings):
     """Put behind each step for the model, which is read there, as some were trained."""
     pipelined: bool = True
     """Read steps as soon as they are finished, while the rest is still being generated."""
-    ahead_tokens: int = 64
+    ahead_tokens: int = 32
     """That are sampled from one read to the next, until a sequence has ended."""
     kept_tokens: int = 65_536
     """Whose keys and values a causal model keeps in memory until the next step is there."""
