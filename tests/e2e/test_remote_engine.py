@@ -45,7 +45,8 @@ def start(project: Path, commands: list[Command], *settings: str) -> tuple[Comma
     return run, host
 
 
-@pytest.mark.parametrize("transport", ["disk", pytest.param("collective", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["disk", "collective"])
 def test_a_run_whose_only_engine_joined_trains_to_its_end(project, commands, transport):
     ticket = project / "secret" / "ticket.json"
     run, host = start(project, commands, "--weights.transport", transport)

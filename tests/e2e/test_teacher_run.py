@@ -27,6 +27,7 @@ def settings_of(tmp_path, **sections: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_a_teacher_without_any_reward(tmp_path):
     teacher = str(make_tiny_model(tmp_path / "teacher", seed=7))
     settings = settings_of(

@@ -94,6 +94,7 @@ def test_the_trace_shows_generation_and_training_at_the_same_time(finished):
     assert overlap(steps_of(spans), generating_in(spans)) > 0.2
 
 
+@pytest.mark.slow
 def test_the_engine_never_waits_for_the_trainer_while_the_buffer_has_room(settings):
     """Lengths are long-tailed: the random model ends each completion by chance, or at the limit."""
     result = mr.train(
@@ -160,6 +161,7 @@ def test_at_staleness_zero_they_take_turns_and_their_logprobs_agree(settings, in
     assert overlap(first_halves(steps_of(spans)), generating_in(spans)) < 0.5
 
 
+@pytest.mark.slow
 def test_resume_goes_on_from_the_newest_good_checkpoint_also_with_more_engines(
     finished, settings, capsys
 ):
