@@ -1,17 +1,20 @@
 """The monkey, its witness and its accountant, without a run."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from millrace.bench.mayhem.losses import Pace, account
-from millrace.bench.mayhem.monkey import CONTROLLER, ROLES, Kill, plans
+from millrace.bench.mayhem.monkey import CONTROLLER, HANG_STEPS, ROLES, Kill, Monkey, plans
 from millrace.bench.mayhem.promises import check_account, check_accuracy, check_kills
-from millrace.bench.mayhem.victims import gone_after_s, is_alive, strike, workers_of
+from millrace.bench.mayhem.victims import Victim, gone_after_s, is_alive, strike, workers_of
 from millrace.bench.mayhem.witness import Sighting, Witness
 from millrace.watch.run_dir import RunDir
 
@@ -50,22 +53,52 @@ def test_kills_fall_on_each_role_equally_often_and_over_all_steps():
     assert drawn == list(plans(200, steps=400, seed=1))
 
 
-def test_only_workers_of_the_given_controller_are_found_and_a_kill_is_proved(tmp_path):
+@pytest.fixture
+def victim() -> Iterator[Victim]:
+    """A process that looks like a worker."""
     command = "import sys, time; time.sleep(60)"
     arguments = ["-m", "millrace.workers.engine", "--name", "engine-7", "--address", "a"]
     process = subprocess.Popen([sys.executable, "-c", command, *arguments, "--parent", "999999999"])
     try:
-        assert workers_of(999999998) == []
         (victim,) = workers_of(999999999)
         assert (victim.role, victim.name, victim.pid) == ("engine", "engine-7", process.pid)
-        assert gone_after_s(victim, timeout_s=0.1) is None
-        assert strike(victim, signal.SIGKILL)
-        assert gone_after_s(victim, timeout_s=10) is not None  # as a zombie
-        assert not is_alive(victim)
-        assert not strike(victim, signal.SIGKILL)
+        yield victim
     finally:
         process.kill()
         process.wait()
+
+
+def test_only_workers_of_the_given_controller_are_found_and_a_kill_is_proved(victim):
+    assert workers_of(999999998) == []
+    assert gone_after_s(victim, timeout_s=0.1) is None
+    assert strike(victim, signal.SIGKILL)
+    assert gone_after_s(victim, timeout_s=10) is not None  # as a zombie
+    assert not is_alive(victim)
+    assert not strike(victim, signal.SIGKILL)
+
+
+class Hurrying:
+    """A run, and its witness, that does ten steps whenever it is looked at."""
+
+    step, exit_code = 0, None
+
+    def look(self) -> None:
+        self.step += 10
+
+
+def test_where_steps_go_on_beside_a_worker_that_hangs_others_are_killed_before_it_is_gone(victim):
+    run: Any = Hurrying()
+    monkey = Monkey(run, run, tell=lambda _: None)
+    assert monkey._strike(victim, signal.SIGSTOP)
+    assert run.step > HANG_STEPS
+    assert not monkey._strike(victim, signal.SIGKILL)  # it is the run that must end it
+    assert [kill.gone_after_s for kill in monkey.kills] == [None]
+    monkey._look_after_hanging()
+    assert [kill.gone_after_s for kill in monkey.kills] == [None]
+    os.kill(victim.pid, signal.SIGKILL)
+    assert gone_after_s(victim, timeout_s=10) is not None
+    monkey._look_after_hanging()
+    assert check_kills(monkey.kills, wanted=1).holds
 
 
 def test_long_gaps_are_put_down_to_the_kill_before_them_and_all_seconds_add_up():

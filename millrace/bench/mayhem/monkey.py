@@ -10,10 +10,10 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millrace.bench.mayhem.subject import Subject
-from millrace.bench.mayhem.victims import Victim, gone_after_s, strike
+from millrace.bench.mayhem.victims import Victim, gone_after_s, is_alive, strike
 from millrace.bench.mayhem.witness import Witness
 
 CONTROLLER = "controller"
@@ -25,6 +25,7 @@ PAUSE_STEPS = 2.0  # at most, beyond the step that a kill waits for
 LAST_STEP = 0.8  # of all, that a kill waits for: the run shall not be over before
 KILL_TIMEOUT_S = 10.0
 HANG_TIMEOUT_S = 240.0  # more than all that settings_of() allows a worker to hang
+HANG_STEPS = 40  # done beside a worker that hangs: then others are killed meanwhile
 STALL_S = 600.0
 LOOK_S = 0.05
 
@@ -77,6 +78,7 @@ class Monkey:
         self._witness = witness
         self._tell = tell
         self.kills: list[Kill] = []
+        self._hanging: dict[int, Victim] = {}  # by place in kills, while nobody has noticed
         self.num_missed = 0  # the run ended before they could strike
 
     def torment(self, num_kills: int, *, step_s: float, seed: int) -> None:
@@ -86,6 +88,7 @@ class Monkey:
             if not self._wait(plan, step_s=step_s) or not self._carry_out(plan):
                 self.num_missed += 1
         self._watch(lambda: False, what="its end")
+        self._look_after_hanging()
 
     def _wait(self, plan: Plan, *, step_s: float) -> bool:
         """Until its moment has come; False = the run has ended."""
@@ -102,46 +105,35 @@ class Monkey:
 
     def _carry_out(self, plan: Plan) -> bool:
         """False = the run ended before."""
-        struck: list[Kill] = []
 
         def find() -> bool:
             if plan.signal == signal.SIGSTOP and not self._has_begun():
                 return False  # one that hangs while the run starts ends it, as it should
             for victim in self._subject.victims():
-                if victim.role == plan.role:
-                    kill = self._strike(victim, plan.signal)
-                    if kill is not None:
-                        struck.append(kill)
-                        return True
+                if victim.role == plan.role and self._strike(victim, plan.signal):
+                    return True
             return False
 
-        if not self._watch(find, what=f"a {plan.role}"):
-            return False
-        self.kills += struck
-        return True
+        return self._watch(find, what=f"a {plan.role}")
 
     def _has_begun(self) -> bool:
         """It has done a step since it was started."""
         sightings = self._witness.sightings
         return bool(sightings) and sightings[-1].at_s > self._subject.started_s
 
-    def _strike(self, victim: Victim, number: signal.Signals) -> Kill | None:
+    def _strike(self, victim: Victim, number: signal.Signals) -> bool:
+        """False if it was gone before."""
         self._witness.look()
         at_s, step = time.monotonic(), self._witness.step
-        if not strike(victim, number):
-            return None
+        if victim in self._hanging.values() or not strike(victim, number):
+            return False
         is_stop = number == signal.SIGSTOP
         gone_s = (
             self._gone_when_noticed(victim)
             if is_stop
             else gone_after_s(victim, timeout_s=KILL_TIMEOUT_S)
         )
-        after = "still alive" if gone_s is None else f"gone after {gone_s:.2f} s"
-        what = f"{len(self.kills) + 1:3} {number.name} {victim.name} (pid {victim.pid})"
-        self._tell(f"{what} at step {step}: {after}")
-        if victim.role == CONTROLLER:
-            self._go_on()
-        return Kill(
+        kill = Kill(
             at_s=at_s,
             role=victim.role,
             name=victim.name,
@@ -150,17 +142,33 @@ class Monkey:
             step=step,
             gone_after_s=gone_s,
         )
+        if is_stop and gone_s is None:
+            self._hanging[len(self.kills)] = victim
+        self.kills.append(kill)
+        after = "still alive" if gone_s is None else f"gone after {gone_s:.2f} s"
+        what = f"{len(self.kills):3} {number.name} {victim.name} (pid {victim.pid})"
+        self._tell(f"{what} at step {step}: {after}")
+        if victim.role == CONTROLLER:
+            self._go_on()
+        return True
 
     def _gone_when_noticed(self, victim: Victim) -> float | None:
-        """It is for the run to notice that it hangs, and to end it."""
-        start_s = time.monotonic()
+        """It is for the run to notice that it hangs, and to end it; None = it has not yet."""
+        start_s, begun = time.monotonic(), self._witness.step
         while (waited_s := time.monotonic() - start_s) < HANG_TIMEOUT_S:
             self._witness.look()
             if gone_after_s(victim, timeout_s=LOOK_S) is not None:
                 return waited_s
-            if self._subject.exit_code is not None:
+            if self._subject.exit_code is not None or self._witness.step > begun + HANG_STEPS:
                 return None
         return None
+
+    def _look_after_hanging(self) -> None:
+        for index, victim in list(self._hanging.items()):
+            if not is_alive(victim):
+                kill = self.kills[index]
+                self.kills[index] = replace(kill, gone_after_s=time.monotonic() - kill.at_s)
+                del self._hanging[index]
 
     def _go_on(self) -> None:
         self._witness.look()
@@ -172,6 +180,7 @@ class Monkey:
         while True:
             code = self._subject.exit_code
             self._witness.look()
+            self._look_after_hanging()
             if code == 0:
                 return False
             if code is not None:
