@@ -25,7 +25,7 @@ from millrace.core.completions import cut
 from millrace.core.records import Completion, Request, Sampling
 from millrace.engines.embedded.build import engine_of
 from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
+from millrace.engines.embedded.kv.paged_attention import PAGED_ATTENTION
 
 NEW_TOKENS = 32  # of a turn: as many are given, and as many sampled
 MODEL = "tiny"

@@ -19,9 +19,9 @@ from transformers import (
 
 from millrace.config import LoraConfig
 from millrace.core.records import Completion, Request, Sampling
+from millrace.engines.embedded.adapters.merging import AdapterMerger
 from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.engines.embedded.merging import AdapterMerger
-from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
+from millrace.engines.embedded.kv.paged_attention import PAGED_ATTENTION
 from millrace.models.adapters import Adapter, adapter_of
 from millrace.models.router_search import find_routing
 

@@ -12,7 +12,7 @@ from millrace.cluster.messages import StartEngine
 from millrace.config import RunConfig
 from millrace.core.spans import Timeline
 from millrace.engines.embedded.build import applied_adapters, engine_of
-from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
+from millrace.engines.embedded.kv.paged_attention import PAGED_ATTENTION
 from millrace.models.loading import resolve_device
 from millrace.workers.engine import wire
 

@@ -22,8 +22,8 @@ from millrace.config import EngineConfig
 from millrace.core.records import Request, Sampling
 from millrace.engines.embedded.build import engine_of
 from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.engines.embedded.kv_cache import block_bytes
-from millrace.engines.embedded.paged_attention import PAGED_ATTENTION, measure_kv
+from millrace.engines.embedded.kv.kv_cache import block_bytes
+from millrace.engines.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
 from millrace.models.loading import resolve_device
 from millrace.models.router_search import find_routing
 

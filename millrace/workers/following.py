@@ -18,8 +18,8 @@ from millrace.config import RunConfig
 from millrace.core.protocols import WeightReceiver
 from millrace.core.storage import reason
 from millrace.core.weight_update import WeightUpdate
+from millrace.engines.embedded.adapters.merging import AdapterMerger
 from millrace.engines.embedded.live_weights import LiveWeights, Prepared
-from millrace.engines.embedded.merging import AdapterMerger
 from millrace.models.adapter_folders import read_checkpoint
 from millrace.models.adapters import adapter_of
 from millrace.models.weight_file import read_weights, write_weights

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from millrace.engines.embedded.blocks import BlockPool, BlockTables
+from millrace.engines.embedded.kv.blocks import BlockPool, BlockTables
 
 NUM_BLOCKS, NUM_LANES, BLOCK_TOKENS, MAX_CONTEXT = 12, 4, 3, 18
 

@@ -16,7 +16,7 @@ from engine_rig import (
 
 from millrace.engines.embedded.decode.attention import plain_decode
 from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, draw
-from millrace.engines.embedded.sampler import DrawRows, SamplingRows, sample
+from millrace.engines.embedded.sampling.sampler import DrawRows, SamplingRows, sample
 
 pytestmark = pytest.mark.gpu
 

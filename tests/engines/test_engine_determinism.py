@@ -14,7 +14,7 @@ from engine_rig import (
 )
 
 from millrace.core.records import Completion, Request
-from millrace.engines.embedded.draws import stream_key, uniforms
+from millrace.engines.embedded.sampling.draws import stream_key, uniforms
 
 
 def crowd(*, count: int = 12) -> list[Request]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from millrace.core.records import Kept
-from millrace.engines.embedded.kept_ids import KeptIds
+from millrace.engines.embedded.sampling.kept_ids import KeptIds
 
 
 def rows_of(kept: Kept) -> list[list[int]]:

@@ -9,8 +9,8 @@ import torch
 from engine_rig import distribution
 
 from millrace.core.records import Sampling
-from millrace.engines.embedded.draws import stream_key, uniforms
-from millrace.engines.embedded.sampler import Drawn, SamplingRows, sample
+from millrace.engines.embedded.sampling.draws import stream_key, uniforms
+from millrace.engines.embedded.sampling.sampler import Drawn, SamplingRows, sample
 
 VOCAB = 50
 

@@ -10,10 +10,10 @@ from engine_rig import make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.engines.embedded.blocks import BlockPool, BlockTables
+from millrace.engines.embedded.kv.blocks import BlockPool, BlockTables
+from millrace.engines.embedded.kv.prefix_cache import PrefixCache
 from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.plans import Plan
-from millrace.engines.embedded.prefix_cache import PrefixCache
 from millrace.engines.embedded.scheduler import Scheduler
 from millrace.engines.embedded.sequence import sequences_of
 

@@ -20,7 +20,7 @@ from transformers import (
 from millrace.core.microbatch import Batch
 from millrace.core.records import Sampling
 from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.engines.embedded.paged_attention import PAGED_ATTENTION
+from millrace.engines.embedded.kv.paged_attention import PAGED_ATTENTION
 from millrace.episodes.agent import Agent
 from millrace.episodes.cast import Cast
 from millrace.episodes.limits import Limits

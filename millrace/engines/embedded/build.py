@@ -11,10 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import ConfigError
+from millrace.engines.embedded.adapters.merging import AdapterMerger
 from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.engines.embedded.kv_cache import block_bytes
-from millrace.engines.embedded.merging import AdapterMerger
-from millrace.engines.embedded.paged_attention import PAGED_ATTENTION, measure_kv
+from millrace.engines.embedded.kv.kv_cache import block_bytes
+from millrace.engines.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
 from millrace.models.adapter_folders import read_checkpoint, read_resident
 from millrace.models.adapters import Adapter, adapter_of
 from millrace.models.directory import load_tokenizer

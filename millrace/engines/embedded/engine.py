@@ -21,18 +21,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millrace.core.errors import RunFailed, TaskError
 from millrace.core.passages import Likelihoods, Passage
 from millrace.core.records import Completion, Finish, Piece, Request, Sampling
+from millrace.engines.embedded.adapters.merging import AdapterMerger
 from millrace.engines.embedded.decode.drawing import KEPT_CAPACITY, sample_rows
 from millrace.engines.embedded.decode.rounds import Rounds
 from millrace.engines.embedded.decode.state import NOTHING
 from millrace.engines.embedded.endings import Endings
-from millrace.engines.embedded.guiding import guided
 from millrace.engines.embedded.intake import adapter_slot, check_request
 from millrace.engines.embedded.live_weights import LiveWeights, Prepared
-from millrace.engines.embedded.merging import AdapterMerger
 from millrace.engines.embedded.outcomes import Finished, Outcomes
 from millrace.engines.embedded.parts import make_parts
 from millrace.engines.embedded.plans import Plan
-from millrace.engines.embedded.sampler import sample
+from millrace.engines.embedded.sampling.guiding import guided
+from millrace.engines.embedded.sampling.sampler import sample
 from millrace.engines.embedded.scoring import ScoringEngine, num_rows
 from millrace.engines.embedded.sequence import sequences_of
 from millrace.engines.embedded.stopping import Stopping

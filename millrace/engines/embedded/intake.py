@@ -2,7 +2,7 @@
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Request
-from millrace.engines.embedded.adapter_bank import AdapterBank
+from millrace.engines.embedded.adapters.bank import AdapterBank
 
 
 def check_request(request: Request, *, max_context: int, vocab_size: int) -> None:

@@ -6,8 +6,8 @@ C = capacity in tokens, which grows with the longest sequence. Called by the eng
 import numpy as np
 import torch
 
-from millrace.engines.embedded.draws import stream_key
-from millrace.engines.embedded.sampler import SamplingRows
+from millrace.engines.embedded.sampling.draws import stream_key
+from millrace.engines.embedded.sampling.sampler import SamplingRows
 from millrace.engines.embedded.sequence import Sequence
 
 

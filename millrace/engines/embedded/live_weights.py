@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.core.errors import WeightError
-from millrace.engines.embedded.adapter_bank import AdapterBank
-from millrace.engines.embedded.merging import AdapterMerger
+from millrace.engines.embedded.adapters.bank import AdapterBank
+from millrace.engines.embedded.adapters.merging import AdapterMerger
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

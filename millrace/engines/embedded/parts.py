@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from millrace.engines.embedded.adapter_bank import AdapterBank
-from millrace.engines.embedded.blocks import BlockPool, BlockTables
+from millrace.engines.embedded.adapters.bank import AdapterBank
 from millrace.engines.embedded.decode.layers import prepare
 from millrace.engines.embedded.decode.prefill import can_flash
 from millrace.engines.embedded.decode.rounds import Rounds
+from millrace.engines.embedded.kv.blocks import BlockPool, BlockTables
+from millrace.engines.embedded.kv.paged_attention import new_cache
+from millrace.engines.embedded.kv.prefix_cache import PrefixCache
 from millrace.engines.embedded.lanes import Lanes
-from millrace.engines.embedded.paged_attention import new_cache
-from millrace.engines.embedded.prefix_cache import PrefixCache
 from millrace.engines.embedded.routes import RoutesPool
 from millrace.engines.embedded.runner import Runner
 from millrace.engines.embedded.scheduler import Scheduler

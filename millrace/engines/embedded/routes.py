@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from millrace.engines.embedded.decode.operators import define_operator
-from millrace.engines.embedded.kv_cache import KVCache
+from millrace.engines.embedded.kv.kv_cache import KVCache
 from millrace.models.routing import Routing
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.engines.embedded.adapter_bank import AdapterBank
-from millrace.engines.embedded.blocks import BlockTables
+from millrace.engines.embedded.adapters.bank import AdapterBank
 from millrace.engines.embedded.decode.prefill import PrefillLayer
-from millrace.engines.embedded.kv_cache import KVCache
+from millrace.engines.embedded.kv.blocks import BlockTables
+from millrace.engines.embedded.kv.kv_cache import KVCache
+from millrace.engines.embedded.kv.paged_attention import Bucket, PagedBatch
 from millrace.engines.embedded.lanes import Lanes
-from millrace.engines.embedded.paged_attention import Bucket, PagedBatch
 from millrace.engines.embedded.plans import Plan
 from millrace.engines.embedded.routes import RoutesPool
 from millrace.models.loading import hidden_states

@@ -18,11 +18,11 @@ Called by the engine's thread.
 
 import numpy as np
 
-from millrace.engines.embedded.blocks import BlockTables
+from millrace.engines.embedded.kv.blocks import BlockTables
+from millrace.engines.embedded.kv.lineage import go_on
+from millrace.engines.embedded.kv.prefix_cache import Prefix, PrefixCache
 from millrace.engines.embedded.lanes import Lanes
-from millrace.engines.embedded.lineage import go_on
 from millrace.engines.embedded.plans import Plan, RoundPlan
-from millrace.engines.embedded.prefix_cache import Prefix, PrefixCache
 from millrace.engines.embedded.routes import RoutesPool
 from millrace.engines.embedded.sequence import Sequence
 from millrace.engines.embedded.waiting_line import WaitingLine

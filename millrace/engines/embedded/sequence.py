@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.core.records import Completion, Finish, KVOrigin, Request
-from millrace.engines.embedded.kept_ids import KeptIds
-from millrace.engines.embedded.lineage import Lineage
+from millrace.engines.embedded.kv.lineage import Lineage
 from millrace.engines.embedded.routes import SequenceRoutes
+from millrace.engines.embedded.sampling.kept_ids import KeptIds
 from millrace.models.grammars import Guide
 
 

@@ -9,8 +9,8 @@ Called by the engine's thread.
 
 import bisect
 
-from millrace.engines.embedded.blocks import BlockPool
-from millrace.engines.embedded.prefix_cache import PrefixCache
+from millrace.engines.embedded.kv.blocks import BlockPool
+from millrace.engines.embedded.kv.prefix_cache import PrefixCache
 from millrace.engines.embedded.sequence import Sequence
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.core.errors import TaskError
-from millrace.engines.embedded.adapter_stacks import Layout, Slot, Storage, stack_up
-from millrace.engines.embedded.side_products import Choice
+from millrace.engines.embedded.adapters.side_products import Choice
+from millrace.engines.embedded.adapters.stacks import Layout, Slot, Storage, stack_up
 from millrace.models.adapters import Adapter
 
 BASE = "base"  # the model without an adapter, when the policy is one

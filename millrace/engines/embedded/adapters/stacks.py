@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from millrace.engines.embedded.adapters.side_products import Choice, SideProduct, add_beside
 from millrace.engines.embedded.decode.layers import Joint, place_of
-from millrace.engines.embedded.side_products import Choice, SideProduct, add_beside
 from millrace.models.adapters import Adapter, gain, tensor_names
 
 _ALIGN = 64  # values; more than any kernel wants of where a tensor begins

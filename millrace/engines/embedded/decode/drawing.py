@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from millrace.engines.embedded.sampler import Drawn, DrawRows, SamplingRows, sample
+from millrace.engines.embedded.sampling.sampler import Drawn, DrawRows, SamplingRows, sample
 from millrace.models.logprobs import KeptRows
 
 KEPT_CAPACITY = 4096  # kept ids a row has room for, unless told otherwise

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from millrace.engines.embedded.adapters.side_products import SideProduct, frozen
 from millrace.engines.embedded.decode.attention import DecodeLayer
 from millrace.engines.embedded.decode.prefill import PrefillLayer
-from millrace.engines.embedded.side_products import SideProduct, frozen
 
 _SHORT_PREFILL = 8  # tokens; compiled code would be made anew for a pass of one
 # Called one after the other, in this order, with the same input.

@@ -6,7 +6,7 @@ Imported on machines with CUDA only.
 import triton
 import triton.language as tl
 
-from millrace.engines.embedded.draws import FACTOR_1, FACTOR_2, GOLDEN, signed
+from millrace.engines.embedded.sampling.draws import FACTOR_1, FACTOR_2, GOLDEN, signed
 
 CANDIDATES = tl.constexpr(1024)  # tokens that may stay of a row that is drawn from few
 _GOLDEN = tl.constexpr(signed(GOLDEN))

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.engines.embedded.decode.operators import define_operator
-from millrace.engines.embedded.kv_cache import KVCache, KVShape
+from millrace.engines.embedded.kv.kv_cache import KVCache, KVShape
 
 _MAX_HEAD_DIM = 256
 

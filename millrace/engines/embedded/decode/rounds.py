@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from millrace.engines.embedded.adapter_bank import AdapterBank
-from millrace.engines.embedded.blocks import BlockTables
+from millrace.engines.embedded.adapters.bank import AdapterBank
 from millrace.engines.embedded.decode.attention import DecodeLayer
 from millrace.engines.embedded.decode.drawing import draw
 from millrace.engines.embedded.decode.graphs import StepGraphs, StepShape
 from millrace.engines.embedded.decode.state import NOTHING, RoundState
-from millrace.engines.embedded.kv_cache import KVCache
+from millrace.engines.embedded.kv.blocks import BlockTables
+from millrace.engines.embedded.kv.kv_cache import KVCache
 from millrace.engines.embedded.lanes import Lanes
 from millrace.engines.embedded.plans import RoundPlan
 from millrace.engines.embedded.routes import RoutesPool

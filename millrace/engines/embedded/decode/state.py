@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.engines.embedded.blocks import BlockTables
 from millrace.engines.embedded.decode.drawing import Draw
+from millrace.engines.embedded.kv.blocks import BlockTables
 from millrace.engines.embedded.lanes import Lanes
-from millrace.engines.embedded.sampler import DrawRows
+from millrace.engines.embedded.sampling.sampler import DrawRows
 
 NOTHING = -1  # in the place of a token: the row had ended
 

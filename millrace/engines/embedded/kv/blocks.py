@@ -10,7 +10,7 @@ Called by the engine's thread.
 
 import numpy as np
 
-from millrace.engines.embedded.shelves import Shelves
+from millrace.engines.embedded.kv.shelves import Shelves
 
 
 class BlockPool:

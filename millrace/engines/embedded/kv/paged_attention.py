@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from millrace.core.errors import ConfigError
 from millrace.engines.embedded.decode.attention import DecodeLayer
 from millrace.engines.embedded.decode.prefill import PrefillLayer
-from millrace.engines.embedded.kv_cache import KVCache, KVShape
+from millrace.engines.embedded.kv.kv_cache import KVCache, KVShape
 from millrace.models.loading import hidden_states
 from millrace.models.packed_attention import packed_attention
 from millrace.models.packed_layout import PackedLayout

@@ -20,8 +20,8 @@ import numpy as np
 import xxhash
 
 from millrace.core.records import Request
-from millrace.engines.embedded.blocks import BlockPool
-from millrace.engines.embedded.lineage import Lineage, Origin, cut, go_on
+from millrace.engines.embedded.kv.blocks import BlockPool
+from millrace.engines.embedded.kv.lineage import Lineage, Origin, cut, go_on
 from millrace.engines.embedded.sequence import Sequence
 
 _BRANCHES = 4  # lineages remembered per session; they differ only if weights change between them

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.engines.embedded.draws import uniforms
+from millrace.engines.embedded.sampling.draws import uniforms
 from millrace.models.logprobs import KeptRows, token_logprobs
 
 
