@@ -183,6 +183,7 @@ def make_no_model(directory: Path) -> None:
     directory.mkdir()
 
 
+@pytest.mark.slow
 def test_the_starter_trains_as_it_is(tmp_path):
     write_starter(tmp_path / "first", make_model=make_untrained_model)
     short = ("--trainer.steps", "2", "--evaluate.max_tasks=8", "--trainer.groups-per-step", "4")

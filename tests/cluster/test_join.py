@@ -187,6 +187,7 @@ async def test_a_ticket_of_a_run_that_has_ended_is_one_sentence(tmp_path: Path):
     assert len(stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 async def test_a_ticket_of_an_earlier_run_at_the_same_port_is_one_sentence(tmp_path: Path):
     async with new_hub(tmp_path) as hub:
         ticket, address = write_ticket(hub, tmp_path / "ticket.json"), hub.address

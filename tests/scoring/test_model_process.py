@@ -45,7 +45,7 @@ def reading(length: int, *ends: int, **settings) -> Reading:
     return Reading(tokens=tokens, ends=list(ends), **settings)
 
 
-async def test_calls_overlap_and_what_a_kill_takes_with_it_is_read_again(hub, model):
+async def test_calls_overlap_and_sequences_are_read_on_where_they_were_left(hub, model):
     process = make_process(hub, model, batch_tokens=40)
     await process.start()
     try:
@@ -68,23 +68,30 @@ async def test_calls_overlap_and_what_a_kill_takes_with_it_is_read_again(hub, mo
         assert isinstance(too_long, ScoreError)
         assert "has 200 tokens, but the reward model reads 128" in str(too_long)
         assert process.num_lost == 0
-        await _kill_under_way(process, expected=alone)
     finally:
         await process.close()
     assert processes() == []
 
 
-async def _kill_under_way(process: RewardModelProcess, *, expected: list[list[float]]) -> None:
-    (victim,) = processes()
-    victim.suspend()  # the calls are on their way when it dies
-    calls = [
-        asyncio.create_task(process.read([reading(30, 4, 29)], timeout_s=60)) for _ in range(3)
-    ]
-    await asyncio.sleep(0.05)
-    os.kill(victim.pid, signal.SIGKILL)
-    for call in calls:
-        np.testing.assert_allclose(await call, expected, atol=1e-6)
-    assert process.num_lost == 1
+@pytest.mark.slow  # starts two processes
+async def test_what_a_kill_takes_with_it_is_read_again(hub, model):
+    process = make_process(hub, model, batch_tokens=40)
+    await process.start()
+    try:
+        expected = await process.read([reading(30, 4, 29)], timeout_s=60)
+        (victim,) = processes()
+        victim.suspend()  # the calls are on their way when it dies
+        calls = [
+            asyncio.create_task(process.read([reading(30, 4, 29)], timeout_s=60)) for _ in range(3)
+        ]
+        await asyncio.sleep(0.05)
+        os.kill(victim.pid, signal.SIGKILL)
+        for call in calls:
+            np.testing.assert_allclose(await call, expected, atol=1e-6)
+        assert process.num_lost == 1
+    finally:
+        await process.close()
+    assert processes() == []
 
 
 @pytest.mark.slow  # starts two processes

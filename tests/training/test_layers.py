@@ -32,7 +32,7 @@ class Steps:
     scope="module",
     params=[
         # Traces as the others do, but leaves gradients to autograd, in a third of the time.
-        ("qwen3", False, "eager"),
+        pytest.param(("qwen3", False, "eager"), marks=pytest.mark.slow),
         pytest.param(("qwen3", False, "aot_eager"), marks=pytest.mark.slow),
         pytest.param(("qwen3", True, "aot_eager"), marks=pytest.mark.slow),
         pytest.param(("gemma2", False, "aot_eager"), marks=pytest.mark.slow),

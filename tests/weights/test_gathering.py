@@ -108,6 +108,7 @@ def test_ranks_that_race_publish_whole_versions_in_order_up_to_the_last(ranks):
     assert seen == sorted(set(seen))
 
 
+@pytest.mark.slow
 def test_a_rank_killed_during_a_gather_is_named_and_only_whole_versions_are_left(tmp_path: Path):
     with contextlib.closing(Ranks(tmp_path)) as running:
         running.begin("publish_for_ever")
