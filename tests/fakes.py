@@ -5,6 +5,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from millrace.core.completions import piece_of
 from millrace.core.passages import Likelihoods, Passage
 from millrace.core.protocols import OnCompletion, OnTokens
 from millrace.core.records import (
@@ -131,14 +132,7 @@ def make_completion(text: str, *, version: int = 0) -> Completion:
 
 def make_piece(completion: Completion, *, member: int = 0) -> Piece:
     """All of it at once."""
-    return Piece(
-        member=member,
-        tokens=completion.tokens,
-        logprobs=completion.logprobs,
-        versions=completion.versions,
-        kept=completion.kept,
-        finish=completion.finish,
-    )
+    return piece_of(completion, member=member, finish=completion.finish)
 
 
 class Listener:
