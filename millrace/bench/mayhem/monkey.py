@@ -88,7 +88,6 @@ class Monkey:
             if not self._wait(plan, step_s=step_s) or not self._carry_out(plan):
                 self.num_missed += 1
         self._watch(lambda: False, what="its end")
-        self._look_after_hanging()
 
     def _wait(self, plan: Plan, *, step_s: float) -> bool:
         """Until its moment has come; False = the run has ended."""
