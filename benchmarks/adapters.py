@@ -24,12 +24,12 @@ from torch import Tensor
 from millrace.bench.shapes import make_model
 from millrace.config import EngineConfig, LoraConfig
 from millrace.core.records import Request, Sampling
-from millrace.engines.embedded.adapters.merging import AdapterMerger
-from millrace.engines.embedded.build import engine_of
-from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.engines.embedded.kv.paged_attention import PAGED_ATTENTION
-from millrace.models.adapters import Adapter, adapter_of
+from millrace.inference.embedded.build import engine_of
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
+from millrace.inference.embedded.lora.merging import AdapterMerger
 from millrace.models.loading import resolve_device
+from millrace.models.lora.factors import Adapter, adapter_of
 
 PROMPT_TOKENS = 16
 NUM_SWAPS = 20

@@ -44,11 +44,11 @@ from trl_runs import BETAS
 
 from millrace.config import parse_override
 from millrace.models.loading import resolve_device
-from millrace.run import train
-from millrace.watch.activity import ROLES, Activity, mean_by_role
-from millrace.watch.metrics import read_metrics
-from millrace.watch.run_dir import RunDir
-from millrace.watch.trace import read_trace
+from millrace.monitoring.activity import ROLES, Activity, mean_by_role
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.trace import read_trace
+from millrace.monitoring.run_dir import RunDir
+from millrace.run.train import train
 
 MAX_NEW_TOKENS = {"short": 128, "long": 1024}
 SAMPLES_READ = 16  # episodes written each step; they say how many completions ended

@@ -25,14 +25,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from millrace.bench.workload import distinct_share, make_long_tailed_model
+from millrace.bench.stopwatch import distinct_share, make_long_tailed_model
 from millrace.config import Interrupt
 from millrace.core.machine import available_cores
 from millrace.core.spans import Span
-from millrace.run import train
-from millrace.watch.activity import Activity, Shares, mean_by_role
-from millrace.watch.metrics import read_metrics
-from millrace.watch.trace import read_trace
+from millrace.monitoring.activity import Activity, Shares, mean_by_role
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.trace import read_trace
+from millrace.run.train import train
 
 WARM_UP_STEPS = 3  # left out
 GROUPS, GROUP_SIZE = 8, 8  # per step

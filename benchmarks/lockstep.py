@@ -28,14 +28,14 @@ from millrace.core.records import (
 )
 from millrace.demo.model import NUM_EXAMPLES, make_model
 from millrace.demo.task import exact, make_tasks
-from millrace.engines.embedded.build import build_engine
-from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.environments.rollouts.player import group_seed
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.inference.embedded.build import build_engine
+from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.directory import load_tokenizer
-from millrace.rollout.player import group_seed
-from millrace.rollout.renderer import Renderer
-from millrace.scoring.advantages import GroupAdvantages
-from millrace.staging.packing import pack
-from millrace.workers.trainer import build_trainer
+from millrace.scoring.advantages.estimators import GroupAdvantages
+from millrace.training.packing.packer import pack
+from millrace.training.worker import build_trainer
 
 GREEDY = Sampling(max_new_tokens=10, temperature=0.0)
 QUICK: dict[str, Any] = {"steps": 3, "groups_per_step": 2, "num_held_out": 8}  # to try it out

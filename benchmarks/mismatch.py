@@ -15,14 +15,14 @@ from sums import make_tasks
 from millrace.config import EngineConfig
 from millrace.core.microbatch import Microbatch
 from millrace.core.records import Completion, Episode, Group, Request, Rollout, Sampling, Task
-from millrace.engines.embedded.build import build_engine
+from millrace.inference.embedded.build import build_engine
+from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model
-from millrace.models.packed_attention import PACKED_ATTENTION
-from millrace.staging.packing import pack
-from millrace.training.objectives.policy_loss import PolicyLoss
+from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
-from millrace.training.technique import Technique
+from millrace.training.packing.packer import pack
+from millrace.training.settings import TrainSettings
 from millrace.training.trainer import Trainer
 
 SAMPLING = Sampling(max_new_tokens=40)
@@ -104,7 +104,7 @@ def logprobs(model: str, batch: Microbatch, *, dtype: torch.dtype) -> torch.Tens
         loaded,
         loss=PolicyLoss(),
         schedule=Schedule(learning_rate=1e-6, total_steps=1),
-        technique=Technique(compute_dtype=dtype),
+        technique=TrainSettings(compute_dtype=dtype),
     )
     with torch.no_grad():
         return trainer.token_logprobs(batch)[0]

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3ForToke
 
 import millrace as mr
 from millrace.demo.model import build_tokenizer
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
 WARM_STEPS = 2  # left out of the rates
 

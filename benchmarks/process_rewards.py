@@ -19,7 +19,7 @@ from chains import GOOD, STEP, make_judge, make_policy, make_tasks, outcome
 from sweeping import sweep
 
 import millrace as mr
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
 NUM_STEPS = 5  # of a chain
 TARGET = 0.9

@@ -23,7 +23,7 @@ from chains import BASE, make_policy, make_tasks, outcome
 from sweeping import sweep
 
 import millrace as mr
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
 NUM_STEPS = 3  # of a chain
 CARE = 0.6  # of the teacher, at each step: the policy begins with the right habit, and a wrong one

@@ -22,16 +22,16 @@ from millrace.config import EngineConfig
 from millrace.core.microbatch import Microbatch
 from millrace.core.records import Completion, Episode, Group, Request, Sampling, Task
 from millrace.demo.model import EOS_ID, PAD_ID, build_tokenizer
-from millrace.engines.embedded.build import build_engine
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.inference.embedded.build import build_engine
+from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.loading import load_model, resolve_device, without_progress_bars
-from millrace.models.packed_attention import PACKED_ATTENTION
-from millrace.models.router_search import find_routing
-from millrace.models.routing import Replay, Routing
-from millrace.rollout.renderer import Renderer
-from millrace.staging.packing import pack
-from millrace.training.objectives.policy_loss import PolicyLoss
+from millrace.models.moe.router_search import find_routing
+from millrace.models.moe.routing import RouteReplay, Routing
+from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
-from millrace.training.technique import Technique
+from millrace.training.packing.packer import pack
+from millrace.training.settings import TrainSettings
 from millrace.training.trainer import Trainer
 
 VOCAB = 512
@@ -129,9 +129,9 @@ def measure(folder: str, part: Microbatch, *, device: str, dtype: str) -> dict[s
     trainer = Trainer(
         model,
         loss=PolicyLoss(),
-        replay=Replay(routing),
+        replay=RouteReplay(routing),
         schedule=Schedule(learning_rate=1e-6, total_steps=1),
-        technique=Technique(compute_dtype=getattr(torch, dtype)),
+        technique=TrainSettings(compute_dtype=getattr(torch, dtype)),
     )
     told: dict[str, float] = {"tokens": len(part.targets)}
     for name, batch in (("replayed", part), ("own", replace(part, routes=None))):

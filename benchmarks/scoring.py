@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.bench.workload import distinct_share, make_long_tailed_model
-from millrace.run import train
-from millrace.watch.metrics import read_metrics
+from millrace.bench.stopwatch import distinct_share, make_long_tailed_model
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.run.train import train
 
 CALL_S = 1.0
 CONCURRENCY = 64

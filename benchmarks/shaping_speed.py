@@ -21,14 +21,14 @@ from pathlib import Path
 
 import numpy as np
 
+from millrace.controller.buffer import Buffer
+from millrace.controller.orders import Oldest
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
 from millrace.core.staleness import StalenessLimit
-from millrace.scoring.advantages import GroupAdvantages
-from millrace.scoring.filters import build_filters
-from millrace.staging.buffer import Buffer
-from millrace.staging.orders import Oldest
-from millrace.staging.packing import pack
+from millrace.scoring.advantages.estimators import GroupAdvantages
+from millrace.scoring.shaping.filters import build_filters
+from millrace.training.packing.packer import pack
 
 TRAINED_TOKENS_PER_S = 42_546
 SAMPLING = Sampling(max_new_tokens=8192)

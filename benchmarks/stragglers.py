@@ -32,9 +32,9 @@ from typing import Any
 import numpy as np
 
 import millrace as mr
-from millrace.bench.workload import make_long_tailed_model
+from millrace.bench.stopwatch import make_long_tailed_model
 from millrace.core.machine import available_cores
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
 # Deviation of the logarithm, with which p90 is five times the median: 0.8 of it is the task's and
 # 0.6 the episode's, which together are 1.

@@ -23,9 +23,9 @@ from millrace.bench.shapes import make_model
 from millrace.config import EngineConfig
 from millrace.core.completions import cut
 from millrace.core.records import Completion, Request, Sampling
-from millrace.engines.embedded.build import engine_of
-from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.engines.embedded.kv.paged_attention import PAGED_ATTENTION
+from millrace.inference.embedded.build import engine_of
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
 
 NEW_TOKENS = 32  # of a turn: as many are given, and as many sampled
 MODEL = "tiny"

@@ -209,7 +209,7 @@ def _cpu_s() -> float:
 
 def measure_ours(model: Path, workload: Workload) -> Side:
     import millrace as mr
-    from millrace.watch.metrics import read_metrics
+    from millrace.monitoring.files.metrics import read_metrics
 
     begin_s = _since_start_s()
     result = mr.train(

@@ -2,8 +2,8 @@
 
 import torch
 
-from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.models.routing import Rule
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.models.moe.routing import Rule
 
 
 class _Astray:

@@ -9,31 +9,39 @@ from typing import Any
 import numpy as np
 from fakes import CharacterTokenizer, ScriptedEngine, make_piece
 
-from millrace.cluster.messages import Copied, Done, Release, SaveCheckpoint, Saved, Step, Stepped
+from millrace.cluster.messages import (
+    Copied,
+    Done,
+    Release,
+    SaveCheckpoint,
+    Saved,
+    Stepped,
+    TrainStep,
+)
 from millrace.config import RunConfig, load_config
-from millrace.controller import Controller, Cursor
+from millrace.controller.controller import Controller, Cursor
 from millrace.core.records import Completion, Group, Sampling, Task, Verdict
 from millrace.core.spans import Span
 from millrace.core.weight_update import WeightUpdate
-from millrace.engines.pool import EnginePool
-from millrace.envs.curriculum import Curriculum
-from millrace.envs.single_turn import SingleTurn
-from millrace.journal import Journal, Ledger, Past
-from millrace.rollout.lengths import Lengths
-from millrace.rollout.player import Player
-from millrace.rollout.renderer import Renderer
-from millrace.scoring.advantages import build_advantages
+from millrace.environments.rollouts.player import Player
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.rollouts.single_turn import SingleTurn
+from millrace.inference.pool import EnginePool
+from millrace.journal import Journal, JournalHistory, Ledger
+from millrace.monitoring.files.skipped_steps import SkippedSteps
+from millrace.monitoring.monitor import RunMonitor
+from millrace.monitoring.run_dir import RunDir
+from millrace.scoring.advantages.estimators import build_advantages
+from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.pool import ScorerPool
+from millrace.scoring.scheduling.group_scoring import ScorerStation
+from millrace.scoring.scheduling.scorer_queue import ScorerQueue
 from millrace.scoring.scorer_kind import CallRules
-from millrace.scoring.shaping import build_shaping
-from millrace.scoring.tier.desk import Desk
-from millrace.scoring.tier.group_scoring import Station
-from millrace.scoring.workers import ScorerWorkers
+from millrace.scoring.shaping.shaping import build_shaping
+from millrace.tasks.curriculum import Curriculum
+from millrace.tasks.lengths import Lengths
 from millrace.training.past_steps import StepsInMemory
 from millrace.training.remote import RemoteTrainer
-from millrace.watch.run_dir import RunDir
-from millrace.watch.skipped import SkippedSteps
-from millrace.watch.watcher import Watcher
 
 
 class Engine(ScriptedEngine):
@@ -93,7 +101,7 @@ class TrainerWorker:
     async def call(self, message, *, on_part=None, **_limits) -> Any:
         await asyncio.sleep(0)
         match message:
-            case Step(version=version):
+            case TrainStep(version=version):
                 asyncio.get_running_loop().call_soon(self._on_published, _update(version))
                 return Stepped(version=version, metrics={"loss": 0.0, "trained_tokens": 9.0})
             case SaveCheckpoint(run_state=state):
@@ -115,13 +123,13 @@ class EndlessRun:
     async def run(self) -> None:
         config = self.config
         self._run_dir.open(config)
-        self.watcher = Watcher(config, run_dir=self._run_dir, resume_from=None)
+        self.watcher = RunMonitor(config, run_dir=self._run_dir, resume_from=None)
         tasks = Curriculum(
             [Task(prompt=f"{n}+1=") for n in range(20)], seed=0, target=0.5, explore_share=0.2
         )
         journal = Journal(
             self._run_dir.journal,
-            past=Past(ledger=Ledger.begin()),
+            past=JournalHistory(ledger=Ledger.begin()),
             task_of=tasks.redrawn,
             settings=config.journal,
         )
@@ -198,9 +206,9 @@ def _player(config: RunConfig, engines: EnginePool) -> Player:
 
 
 def _scorers(config: RunConfig) -> ScorerPool:
-    desk = Desk(LengthScorer(), rules=CallRules(), warn=print)
+    desk = ScorerQueue(LengthScorer(), rules=CallRules(), warn=print)
     return ScorerPool(
-        [Station(desk=desk, gate=None)],
+        [ScorerStation(desk=desk, gate=None)],
         advantages=build_advantages({"type": "group"}),
         workers=ScorerWorkers(launch=lambda name: None, num_workers=1),  # pyright: ignore
         functions={},

@@ -19,11 +19,11 @@ from transformers import (
 
 from millrace.config import LoraConfig
 from millrace.core.records import Completion, Request, Sampling
-from millrace.engines.embedded.adapters.merging import AdapterMerger
-from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.engines.embedded.kv.paged_attention import PAGED_ATTENTION
-from millrace.models.adapters import Adapter, adapter_of
-from millrace.models.router_search import find_routing
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
+from millrace.inference.embedded.lora.merging import AdapterMerger
+from millrace.models.lora.factors import Adapter, adapter_of
+from millrace.models.moe.router_search import find_routing
 
 torch.set_num_threads(1)  # on tensors this small, a second thread only spins
 

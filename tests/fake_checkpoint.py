@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from millrace.training.checkpoints import write_checkpoint
+from millrace.training.checkpoints.directory import write_checkpoint
 
 
 def write_fake_checkpoint(directory: Path, *, run_state: dict[str, Any]) -> None:

@@ -6,14 +6,13 @@ from typing import ClassVar, Self
 import numpy as np
 
 from millrace.core.completions import piece_of
-from millrace.core.passages import Likelihoods, Passage
 from millrace.core.protocols import OnCompletion, OnTokens
 from millrace.core.records import (
     Completion,
+    CompletionChunk,
     Episode,
     Group,
     Kept,
-    Piece,
     Request,
     Rollout,
     Sampling,
@@ -21,6 +20,7 @@ from millrace.core.records import (
     Task,
     Turn,
 )
+from millrace.core.score_requests import ScoreRequest, TokenLogprobs
 from millrace.core.weight_update import WeightUpdate
 
 
@@ -100,7 +100,7 @@ class ScriptedEngine:
             on_completion(member, completion)  # pyright: ignore
         return done
 
-    async def read(self, passages: Sequence[Passage]) -> list[Likelihoods]:
+    async def read(self, passages: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         raise NotImplementedError("it writes, and knows no probabilities")
 
     async def swap(self, update: WeightUpdate) -> int:
@@ -130,7 +130,7 @@ def make_completion(text: str, *, version: int = 0) -> Completion:
     )
 
 
-def make_piece(completion: Completion, *, member: int = 0) -> Piece:
+def make_piece(completion: Completion, *, member: int = 0) -> CompletionChunk:
     """All of it at once."""
     return piece_of(completion, member=member, finish=completion.finish)
 
@@ -139,9 +139,9 @@ class Listener:
     """Hears what an engine tells of a request's completions, piece by piece."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[CompletionChunk] = []
 
-    def __call__(self, piece: Piece) -> None:
+    def __call__(self, piece: CompletionChunk) -> None:
         self.pieces.append(piece)
 
     def assert_heard(self, completions: Sequence[Completion], *, after: int = 0) -> None:
@@ -155,7 +155,7 @@ class Listener:
             assert _rows(own) == _rows([make_piece(completion)])[after:]
 
 
-def _rows(pieces: Sequence[Piece]) -> list[list[int]]:
+def _rows(pieces: Sequence[CompletionChunk]) -> list[list[int]]:
     kept = [piece.kept for piece in pieces if piece.kept is not None]
     return [row.tolist() for k in kept for row in np.split(k.ids, k.offsets[1:-1])[: _num(k)]]
 

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Sequence
 
 from millrace.config import Interrupt
-from millrace.core.passages import Likelihoods, Passage
 from millrace.core.protocols import OnCompletion, OnTokens, WeightReceiver
 from millrace.core.records import Completion, Request
+from millrace.core.score_requests import ScoreRequest, TokenLogprobs
 from millrace.core.weight_update import WeightUpdate
-from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.engines.embedded.interrupt import MODELS
-from millrace.engines.embedded.outcomes import Finished
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.interrupt import MODELS
+from millrace.inference.embedded.scheduling.outputs import Finished
 
 
 class InProcessEngine:
@@ -49,7 +49,7 @@ class InProcessEngine:
         self._arrived.set()
         return await self._waiting[request.id]
 
-    async def read(self, passages: Sequence[Passage]) -> list[Likelihoods]:
+    async def read(self, passages: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         return self._engine.read(passages)
 
     async def swap(self, update: WeightUpdate) -> int:

@@ -56,7 +56,7 @@ class Command:
         self.temp = folder / "tmp"
         self.temp.mkdir(parents=True, exist_ok=True)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "millrace.cli", *map(str, arguments)],
+            [sys.executable, "-m", "millrace.cli.main", *map(str, arguments)],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -64,7 +64,7 @@ class Command:
             start_new_session=True,  # so that all of it can be killed at once
             env={
                 "PATH": os.environ["PATH"],
-                "PYTHONPATH": str(REPOSITORY),
+                "PYTHONPATH": str(REPOSITORY / "src"),
                 "HOME": str(folder),
                 "TMPDIR": str(self.temp),
                 "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),  # else a folder in TMPDIR

@@ -6,8 +6,15 @@ from typing import Any
 
 from fakes import Listener
 
-from millrace.cluster.messages import Message, Part, Progress, Sampled, Stop, Swap
-from millrace.engines.embedded.engine import EmbeddedEngine
+from millrace.cluster.messages import (
+    Message,
+    Part,
+    Stop,
+    SwapWeights,
+    TokensSampled,
+    WorkerProgress,
+)
+from millrace.inference.embedded.engine import EmbeddedEngine
 
 POLL_S = 0.001  # of an engine that waits
 Batch = Sequence[Message | Callable[[], object]]
@@ -22,7 +29,7 @@ class RecordedCall:
         self._engine = engine
 
     def tell(self, part: Part) -> None:
-        assert isinstance(part, Sampled)
+        assert isinstance(part, TokensSampled)
         assert not self.replies, "a part comes before the reply"
         for piece in part.pieces:
             self.heard(piece)
@@ -48,7 +55,7 @@ class ScriptedLink:
         script: Sequence[Batch],
         engine: EmbeddedEngine,
         *,
-        until: tuple[type[Message], ...] = (Swap,),
+        until: tuple[type[Message], ...] = (SwapWeights,),
     ) -> None:
         """Ends with Stop once calls of the kinds `until` are answered."""
         self._until = until
@@ -82,7 +89,7 @@ class ScriptedLink:
         return call
 
     def emit(self, message: Message) -> None:
-        assert isinstance(message, Progress)
+        assert isinstance(message, WorkerProgress)
         self.spans += [(span.name, span.busy) for span in message.spans]
 
     def calls_of(self, kind: type[Message]) -> list[RecordedCall]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from millrace.training.losses import TokenBatch, aggregate
+from millrace.training.losses.loss import TokenBatch, aggregate
 
 
 @dataclass(frozen=True, kw_only=True)

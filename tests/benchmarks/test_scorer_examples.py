@@ -9,7 +9,7 @@ import pytest
 
 import millrace as mr
 from millrace.config import load_config
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
 FOLDER = Path(__file__).parents[2] / "examples" / "scorers"
 KINDS = ("function", "process_reward_model", "reward_model", "self_teacher", "teacher")

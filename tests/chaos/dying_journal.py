@@ -19,7 +19,7 @@ from fakes import make_group
 from millrace.cluster.wire import Frame
 from millrace.config import JournalConfig
 from millrace.core.records import Task
-from millrace.journal import Journal, Ledger, Past, read_journal
+from millrace.journal import Journal, JournalHistory, Ledger, read_journal
 from millrace.journal.segments import FileSink
 
 SETTINGS = JournalConfig(commit_interval_s=0)
@@ -56,7 +56,7 @@ def _die() -> None:
 
 
 def open_journal(folder: Path, **more) -> Journal:
-    past = read_journal(folder) or Past(ledger=Ledger.begin())
+    past = read_journal(folder) or JournalHistory(ledger=Ledger.begin())
     return Journal(
         folder,
         past=past,

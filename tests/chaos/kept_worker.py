@@ -7,12 +7,12 @@ from typing import Self
 import numpy as np
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Generate, Message, Progress
+from millrace.cluster.messages import Generate, Message, WorkerProgress
+from millrace.cluster.supervision.restarts import RestartLimits
+from millrace.cluster.supervision.supervisor import Keeper
+from millrace.cluster.supervision.watchdog import ProgressWatchdog
 from millrace.cluster.worker import Worker
 from millrace.core.records import Request, Sampling
-from millrace.supervision.deaths import RestartLimits
-from millrace.supervision.keeper import Keeper
-from millrace.supervision.pulse import Pulse
 
 HANG_S = 0.5
 
@@ -40,7 +40,7 @@ class Kept:
             replace=self._replace,
             on_death=self._came.clear,
             limits=RestartLimits(max_restarts=3, window_s=60.0, backoff_s=0.0),
-            make_pulse=lambda: Pulse(timeout_s=HANG_S, first_timeout_s=0.0),
+            make_pulse=lambda: ProgressWatchdog(timeout_s=HANG_S, first_timeout_s=0.0),
             remedy="",
             on_restart=lambda _name, reason: self.restarts.append(reason),
         )
@@ -63,5 +63,5 @@ class Kept:
         return self.worker
 
     def _heard(self, _worker: str, message: Message) -> None:
-        if isinstance(message, Progress) and self._keeper is not None:
+        if isinstance(message, WorkerProgress) and self._keeper is not None:
             self._keeper.heard(message)

@@ -9,7 +9,7 @@ import time
 import zmq
 
 from millrace.cluster.link import Link, run_worker
-from millrace.cluster.messages import Generate, Progress, Stop
+from millrace.cluster.messages import Generate, Stop, WorkerProgress
 
 
 class Relay:
@@ -66,7 +66,7 @@ def main(link: Link, name: str) -> None:
     work = 0
     while True:
         call = link.receive(timeout_s=0.05)
-        link.emit(Progress(spans=[], counters={}, work=work, waits=False))
+        link.emit(WorkerProgress(spans=[], counters={}, work=work, waits=False))
         if call is None:
             continue
         work += 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torn_run import TornRun
 
-from millrace.cli import main
+from millrace.cli.main import main
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_a_run_under_a_clock_that_jumps_at_every_look_ends_as_any_other(tmp_path
     run = TornRun(tmp_path, steps=4, cluster={"stall_timeout_s": 60.0})
     # Python runs it first, in every process that finds the folder on its path.
     (run.project / "sitecustomize.py").write_text(JUMPING_CLOCK)
-    run.start(env={"PYTHONPATH": f"{run.project}{os.pathsep}{REPOSITORY}"})
+    run.start(env={"PYTHONPATH": f"{run.project}{os.pathsep}{REPOSITORY / 'src'}"})
     try:
         run.summary()
     finally:

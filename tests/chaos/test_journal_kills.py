@@ -19,7 +19,10 @@ def write_until_killed(folder: Path, *, moment: str, number: int) -> tuple[list[
     """Numbers that were said to be admitted, and versions that were said to be begun."""
     process = subprocess.run(
         [sys.executable, HERE / "dying_journal.py", folder, moment, str(number)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, HERE.parent)))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY / "src", HERE.parent))),
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -7,11 +7,11 @@ import pytest
 from torn_run import TornRun
 
 from millrace.core.errors import JournalError
-from millrace.core.progress import put_together
-from millrace.journal import Past, read_journal
+from millrace.core.partials import put_together
+from millrace.journal import JournalHistory, read_journal
 from millrace.journal.encoding import decode_progress
 from millrace.journal.segments import Segments
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -43,14 +43,14 @@ def torn(tmp_path):
         run.close()
 
 
-def past_of(run: TornRun) -> Past | None:
+def past_of(run: TornRun) -> JournalHistory | None:
     try:
         return read_journal(run.path / "journal")
     except JournalError:  # it is being written
         return None
 
 
-def told_in(past: Past, folder: Path) -> dict[int, Counter[str]]:
+def told_in(past: JournalHistory, folder: Path) -> dict[int, Counter[str]]:
     """By number in flight: how many tokens were told, by request."""
     segments, told = Segments(folder), {}
     for number in past.ledger.playing:

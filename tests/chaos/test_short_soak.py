@@ -6,17 +6,17 @@ chaos` itself.
 
 import pytest
 
-from millrace.bench.mayhem.monkey import ROLES
-from millrace.bench.mayhem.observed import Observed
-from millrace.bench.mayhem.promises import check_kills, check_work
-from millrace.bench.mayhem.task import NUM_DIGITS
+from millrace.bench.faults.injector import ROLES
+from millrace.bench.faults.observed import ObservedRun
+from millrace.bench.faults.promises import check_kills, check_work
+from millrace.bench.faults.subject import NUM_DIGITS
 from millrace.demo.model import make_model
 
 
 @pytest.mark.timeout(300)
 def test_a_run_outlives_a_kill_of_each_kind(tmp_path):
     make_model(tmp_path / "model", 0, num_examples=64, num_digits=NUM_DIGITS)
-    run = Observed(tmp_path / "disturbed", model=tmp_path / "model", steps=16, seed=0)
+    run = ObservedRun(tmp_path / "disturbed", model=tmp_path / "model", steps=16, seed=0)
     run.run(len(ROLES), step_s=0.1)
     assert {kill.role for kill in run.monkey.kills} == set(ROLES)
     promises = [

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from project import Command, make_project, steps_in
 
-from millrace.watch.ledger import read_account
+from millrace.monitoring.report.ledger import read_account
 
 GROUPS_PER_STEP = 2
 SETTINGS: dict[str, Any] = {

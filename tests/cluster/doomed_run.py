@@ -6,8 +6,8 @@ from pathlib import Path
 
 from echo_worker import ask
 
-from millrace.cluster.guests.ticket import offered
 from millrace.cluster.hub import Hub
+from millrace.cluster.join.ticket import offered
 
 
 async def main(folder: Path) -> None:

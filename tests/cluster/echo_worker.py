@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 
-from millrace.cluster.link import Call, Link, run_worker
-from millrace.cluster.messages import Generate, Generated, Progress, Sampled, Stop
+from millrace.cluster.link import Link, WorkerCall, run_worker
+from millrace.cluster.messages import Generate, GenerateDone, Stop, TokensSampled, WorkerProgress
 from millrace.core.errors import ScoreError
-from millrace.core.records import Completion, Piece, Request, Sampling
+from millrace.core.records import Completion, CompletionChunk, Request, Sampling
 
 
 def ask(what: str, tokens: np.ndarray | None = None) -> Generate:
@@ -19,18 +19,18 @@ def ask(what: str, tokens: np.ndarray | None = None) -> Generate:
     return Generate(request=Request(id=what, prompt=prompt, sampling=Sampling()))
 
 
-def answer(tokens: np.ndarray) -> Generated:
+def answer(tokens: np.ndarray) -> GenerateDone:
     none = np.zeros(0, dtype=np.int32)
     completion = Completion(tokens=tokens, logprobs=none, versions=none, finish="stop", text="")
-    return Generated(completions=[completion])
+    return GenerateDone(completions=[completion])
 
 
-def piece(number: int) -> Piece:
+def piece(number: int) -> CompletionChunk:
     none = np.zeros(0, dtype=np.float32)
-    return Piece(member=number, tokens=none, logprobs=none, versions=none)
+    return CompletionChunk(member=number, tokens=none, logprobs=none, versions=none)
 
 
-def handle(call: Call, request: Request, link: Link) -> None:
+def handle(call: WorkerCall, request: Request, link: Link) -> None:
     match request.id.split():
         case ["echo"]:
             call.reply(answer(request.prompt))
@@ -45,11 +45,11 @@ def handle(call: Call, request: Request, link: Link) -> None:
             raise SystemExit(3)
         case ["tell", count]:
             for number in range(int(count)):
-                call.tell(Sampled(pieces=[piece(number)]))
+                call.tell(TokensSampled(pieces=[piece(number)]))
             call.reply(answer(request.prompt))
         case ["emit", count]:
             for number in range(int(count)):
-                link.emit(Progress(spans=[], counters={"number": float(number)}))
+                link.emit(WorkerProgress(spans=[], counters={"number": float(number)}))
             call.reply()
         case ["fail"]:
             call.fail(ScoreError("The reward is NaN."))

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millrace.cluster.guests.ticket import offered
 from millrace.cluster.hub import Hub
+from millrace.cluster.join.ticket import offered
 
 HERE = Path(__file__).parent
 

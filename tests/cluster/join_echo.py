@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from millrace.cli import report
-from millrace.cluster.guests.join import join
-from millrace.cluster.guests.ticket import read_ticket
+from millrace.cli.main import report
+from millrace.cluster.join.host import join
+from millrace.cluster.join.ticket import read_ticket
 from millrace.core.errors import MillraceError
 
 path, count, *module = sys.argv[1:]

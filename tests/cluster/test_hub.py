@@ -10,7 +10,15 @@ import zmq
 from echo_worker import ask
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Done, Generated, Hello, Message, Part, Progress, Release
+from millrace.cluster.messages import (
+    Done,
+    GenerateDone,
+    Hello,
+    Message,
+    Part,
+    Release,
+    WorkerProgress,
+)
 from millrace.cluster.wire import WireError, encode
 from millrace.core.errors import ConfigError, ScoreError, WorkerError
 
@@ -18,7 +26,7 @@ Events = list[tuple[str, Message]]
 
 
 def tokens_of(reply: Message) -> np.ndarray:
-    assert isinstance(reply, Generated)
+    assert isinstance(reply, GenerateDone)
     return reply.completions[0].tokens
 
 
@@ -62,7 +70,7 @@ async def test_a_hundred_megabytes_pass_both_ways(tmp_path: Path, address: str):
 async def test_events_arrive_in_the_order_they_were_emitted(hub: Hub, events: Events):
     worker = await hub.launch("echo-0", "echo_worker")
     await worker.call(ask("emit 3000"))  # more than all queues on the way hold
-    counts = [m.counters["number"] for _, m in events if isinstance(m, Progress)]
+    counts = [m.counters["number"] for _, m in events if isinstance(m, WorkerProgress)]
     assert counts == list(range(3000))
 
 
@@ -171,7 +179,7 @@ async def test_garbage_from_a_known_worker_is_counted_and_dropped(hub: Hub):
 
 async def test_an_error_in_the_event_handler_fails_the_worker_it_came_from(tmp_path: Path):
     def refuse_progress(_worker: str, message: Message) -> None:
-        if isinstance(message, Progress):
+        if isinstance(message, WorkerProgress):
             raise ZeroDivisionError("no such metric")
 
     async with Hub(log_dir=tmp_path, on_event=refuse_progress) as hub:

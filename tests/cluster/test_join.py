@@ -16,13 +16,13 @@ import zmq
 from echo_worker import ask
 from hosts import HERE, Host, outside_address, write_ticket
 
-from millrace.cluster.dial import dial
-from millrace.cluster.guests.gate import host_identity
-from millrace.cluster.guests.guest import Guest
+from millrace.cluster.address import dial
 from millrace.cluster.hub import Hub
+from millrace.cluster.join.gate import host_identity
+from millrace.cluster.join.guest import JoinedProcess
 from millrace.cluster.link import EVENT_ID
-from millrace.cluster.messages import Done, Ended, Generated, Join, Message
-from millrace.cluster.process import Ending
+from millrace.cluster.messages import Done, Ended, GenerateDone, Join, Message
+from millrace.cluster.process import ProcessExit
 from millrace.cluster.wire import encode
 from millrace.cluster.worker import Worker
 from millrace.core.errors import WorkerError
@@ -129,7 +129,7 @@ async def test_a_worker_from_another_host_answers_calls_until_the_run_ends(
         assert [worker.name for worker in workers] == ["echo-0", "echo-1"]
         for worker in (local, *workers):
             reply = await worker.call(ask("echo", np.arange(1_000_000)))
-            assert isinstance(reply, Generated)
+            assert isinstance(reply, GenerateDone)
             assert reply.completions[0].tokens[-1] == 999_999
         processes = host.workers()
         assert hub.refused == 0
@@ -149,7 +149,7 @@ async def test_hosts_with_copies_of_one_ticket_get_different_places(
         hosts.append(await Host.start(ticket, "1", folder=tmp_path / name))
     workers = await asyncio.gather(*expected)
     replies = await asyncio.gather(*(worker.call(ask("echo")) for worker in workers))
-    assert all(isinstance(reply, Generated) for reply in replies)
+    assert all(isinstance(reply, GenerateDone) for reply in replies)
 
 
 async def test_more_workers_than_places_are_refused_with_a_sentence(
@@ -167,7 +167,7 @@ async def test_more_workers_than_places_are_refused_with_a_sentence(
         assert code == 2
         assert sentence in stderr
         assert len(stderr.splitlines()) == 1
-    assert isinstance(await worker.call(ask("echo")), Generated)
+    assert isinstance(await worker.call(ask("echo")), GenerateDone)
     waiting.cancel()
 
 
@@ -235,7 +235,7 @@ async def test_sigkill_of_a_joined_worker_fails_its_calls_and_names_the_signal(
     for failure in await failures_of(victim, *[ask("echo after 99")] * 5):
         assert "'echo-0' was killed by SIGKILL" in failure
         assert str(host.folder / "logs" / "echo-0.log") in failure
-    assert isinstance(await other.call(ask("echo")), Generated)
+    assert isinstance(await other.call(ask("echo")), GenerateDone)
 
 
 async def test_a_joined_worker_that_stands_still_fails_its_calls_and_is_killed(
@@ -247,7 +247,7 @@ async def test_a_joined_worker_that_stands_still_fails_its_calls_and_is_killed(
     (failure,) = await failures_of(victim, ask("echo after 99"))
     assert f"answered no heartbeat for {TIMEOUT_S} s" in failure
     await wait_until_dead(process)
-    assert isinstance(await other.call(ask("echo")), Generated)
+    assert isinstance(await other.call(ask("echo")), GenerateDone)
 
 
 async def test_a_host_that_vanishes_fails_the_calls_of_its_workers(
@@ -338,7 +338,7 @@ async def test_a_controller_that_was_busy_does_not_take_its_guests_for_dead():
 
     async def ignore(_message: Message) -> None: ...
 
-    guest = Guest(
+    guest = JoinedProcess(
         "echo-0", host="there", tell_worker=echo, tell_host=ignore, heartbeat_timeout_s=0.4
     )
     guest.heard()
@@ -347,7 +347,7 @@ async def test_a_controller_that_was_busy_does_not_take_its_guests_for_dead():
     time.sleep(1.0)  # noqa: ASYNC251 - nothing is read meanwhile, whoever speaks
     await asyncio.sleep(0.5)
     assert not ended.done()
-    guest.told(Ending(reason="was stopped"))
+    guest.told(ProcessExit(reason="was stopped"))
     assert (await ended).reason == "was stopped"
 
 
@@ -368,7 +368,7 @@ async def test_a_host_that_asks_and_vanishes_costs_its_place_and_nothing_else(
     time.sleep(0.5)  # noqa: ASYNC251 - it is gone before the hub reads what it wanted
     with pytest.raises(WorkerError, match="'echo-0' lost its connection from ghost"):
         await asyncio.wait_for(waiting, 10)
-    assert isinstance(await worker.call(ask("echo"), timeout_s=10), Generated)
+    assert isinstance(await worker.call(ask("echo"), timeout_s=10), GenerateDone)
     assert hub.refused == 0
 
 
@@ -378,7 +378,7 @@ async def test_a_host_speaks_for_its_own_workers_only(hub: Hub, tmp_path: Path, 
     ended = Ended(worker="echo-0", reason="fell asleep", log_tail="", may_have_spoken=False)
     assert not await hub._gate.hear(intruder, bytes(8), ended)
     assert not await hub._gate.hear(intruder, bytes(8), Done())
-    assert isinstance(await worker.call(ask("echo")), Generated)
+    assert isinstance(await worker.call(ask("echo")), GenerateDone)
 
 
 async def test_the_token_of_another_run_opens_nothing(hub: Hub, tmp_path: Path):

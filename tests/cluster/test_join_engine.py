@@ -9,7 +9,7 @@ from hosts import Host, outside_address, write_ticket
 from tiny_model import make_tiny_model
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Done, Generate, Generated, StartEngine
+from millrace.cluster.messages import Done, Generate, GenerateDone, StartEngine
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.records import Request, Sampling
@@ -23,7 +23,7 @@ async def test_an_engine_joins_from_another_host_and_says_if_it_has_no_model(tmp
     async with Hub(log_dir=tmp_path, on_event=lambda *_: None, address=address) as hub:
         expected = asyncio.create_task(hub.expect("engine-0", timeout_s=60))
         ticket = write_ticket(hub, tmp_path / "ticket.json")
-        host = await Host.start("join", ticket, folder=tmp_path / "far", script="millrace.cli")
+        host = await Host.start("join", ticket, folder=tmp_path / "far", script="millrace.cli.main")
         engine = await expected
         with pytest.raises(ConfigError, match="Model '/no/such/model' does not exist"):
             await engine.call(StartEngine(config=config, model_path="/no/such/model", version=0))
@@ -33,7 +33,7 @@ async def test_an_engine_joins_from_another_host_and_says_if_it_has_no_model(tmp
             id="r", prompt=np.array([2, 3], np.int32), sampling=Sampling(max_new_tokens=5)
         )
         reply = await engine.call(Generate(request=request))
-        assert isinstance(reply, Generated)
+        assert isinstance(reply, GenerateDone)
         assert set(reply.completions[0].versions.tolist()) == {3}
     code, stdout, stderr = await host.finish()
     assert (code, stderr) == (0, "")

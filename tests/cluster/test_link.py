@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from millrace.cluster.link import EVENT_ID, Link
-from millrace.cluster.messages import Done, Error, Hello, Message, Progress, Release
+from millrace.cluster.messages import Done, Error, Hello, Message, Release, WorkerProgress
 from millrace.cluster.wire import WireError, decode, encode
 
 
@@ -92,7 +92,7 @@ def test_a_call_that_cannot_be_decoded_is_answered_with_an_error(
 def test_many_threads_may_emit_at_once(controller: Controller, link: Link):
     def emit(thread: int) -> None:
         for number in range(100):
-            link.emit(Progress(spans=[], counters={str(thread): number}))
+            link.emit(WorkerProgress(spans=[], counters={str(thread): number}))
 
     threads = [threading.Thread(target=emit, args=[index]) for index in range(8)]
     for thread in threads:
@@ -100,7 +100,7 @@ def test_many_threads_may_emit_at_once(controller: Controller, link: Link):
     heard: dict[str, list[float]] = {str(index): [] for index in range(8)}
     for _ in range(800):
         _, message = controller.hear()
-        assert isinstance(message, Progress)
+        assert isinstance(message, WorkerProgress)
         ((thread, number),) = message.counters.items()
         heard[thread].append(number)
     assert all(numbers == list(range(100)) for numbers in heard.values())

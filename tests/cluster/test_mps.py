@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from millrace.cluster import mps_keeper
+from millrace.cluster import mps_daemon as mps_keeper
 from millrace.cluster.mps import shared_gpu
 from millrace.core.errors import ConfigError
 

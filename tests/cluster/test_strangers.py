@@ -11,11 +11,11 @@ import zmq
 import zmq.asyncio
 from echo_worker import ask
 
+from millrace.cluster.address import dial
 from millrace.cluster.credentials import ClientKeys, Credentials, RunKeys
-from millrace.cluster.dial import dial
 from millrace.cluster.hub import Hub
 from millrace.cluster.link import EVENT_ID, Link
-from millrace.cluster.messages import Generated, Hello, Message
+from millrace.cluster.messages import GenerateDone, Hello, Message
 from millrace.cluster.wire import encode
 from millrace.cluster.worker import Worker
 from millrace.core.errors import ConfigError
@@ -63,7 +63,7 @@ def with_plain_text(_hub: Hub, socket: zmq.Socket) -> None:
 
 
 async def assert_answers(worker: Worker) -> None:
-    assert isinstance(await worker.call(ask("echo"), timeout_s=10), Generated)
+    assert isinstance(await worker.call(ask("echo"), timeout_s=10), GenerateDone)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ async def test_keys_travel_neither_on_the_command_line_nor_to_what_a_worker_star
     for secret in (keys_of(hub).secret, next(iter(hub._workers)).split(b":")[1].decode()):
         assert secret not in commands
     reply = await worker.call(ask("count secrets"))
-    assert isinstance(reply, Generated)
+    assert isinstance(reply, GenerateDone)
     assert reply.completions[0].tokens == [0]
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cluster.guests.ticket import Ticket, offered, read_ticket
+from millrace.cluster.join.ticket import JoinTicket, offered, read_ticket
 from millrace.core.errors import ConfigError
 
-TICKET = Ticket(
+TICKET = JoinTicket(
     address="tcp://controller:5000",
     heartbeat_timeout_s=30.0,
     server_key="s" * 40,
@@ -43,7 +43,7 @@ def test_a_ticket_is_removed_also_when_the_run_fails(tmp_path: Path):
 
 def test_the_ticket_of_a_killed_run_is_replaced_and_that_of_a_newer_run_is_left(tmp_path: Path):
     path = tmp_path / "ticket.json"
-    newer = Ticket(
+    newer = JoinTicket(
         **{name: getattr(TICKET, name) for name in TICKET.__struct_fields__} | {"token": "n"}
     )
     with offered(TICKET, path):

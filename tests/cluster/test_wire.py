@@ -9,11 +9,11 @@ from millrace.cluster import wire
 from millrace.cluster.messages import (
     Done,
     Generate,
-    Generated,
+    GenerateDone,
     Message,
-    Progress,
     ScoreGroup,
-    Step,
+    TrainStep,
+    WorkerProgress,
 )
 from millrace.cluster.wire import WireError, decode, encode
 from millrace.core.microbatch import Batch, Microbatch
@@ -60,10 +60,10 @@ anything = st.none() | st.booleans() | st.floats(allow_nan=False) | st.text() | 
 messages = st.one_of(
     st.builds(Done),
     st.builds(Generate, request=requests),
-    st.builds(Generated, completions=st.lists(completions, max_size=3)),
-    st.builds(Step, batch=batches, version=st.integers(0, 2**31)),
+    st.builds(GenerateDone, completions=st.lists(completions, max_size=3)),
+    st.builds(TrainStep, batch=batches, version=st.integers(0, 2**31)),
     st.builds(
-        Progress,
+        WorkerProgress,
         spans=st.lists(st.builds(Span), max_size=2),
         counters=st.dictionaries(st.text(), st.floats(allow_nan=False)),
     ),
@@ -149,8 +149,8 @@ def completion(**fields: object) -> Completion:
 
 
 def sent(array: np.ndarray) -> np.ndarray:
-    message = decode(encode(Generated(completions=[completion(tokens=array)])))
-    assert isinstance(message, Generated)
+    message = decode(encode(GenerateDone(completions=[completion(tokens=array)])))
+    assert isinstance(message, GenerateDone)
     return message.completions[0].tokens
 
 
@@ -176,18 +176,18 @@ def test_arrays_keep_their_values_shape_and_kind(array: np.ndarray):
 
 def test_array_bytes_are_not_copied():
     array = np.arange(1000, dtype=np.int32)
-    frames = encode(Generated(completions=[completion(tokens=array)]))
+    frames = encode(GenerateDone(completions=[completion(tokens=array)]))
     assert any(np.shares_memory(np.frombuffer(frame, np.uint8), array) for frame in frames[1:])
     message = decode(frames)
-    assert isinstance(message, Generated)
+    assert isinstance(message, GenerateDone)
     assert np.shares_memory(message.completions[0].tokens, array)
 
 
 def test_an_unaligned_frame_is_copied_to_an_aligned_array():
-    header, *frames = as_bytes(encode(Generated(completions=[completion(tokens=np.arange(4))])))
+    header, *frames = as_bytes(encode(GenerateDone(completions=[completion(tokens=np.arange(4))])))
     shifted = [memoryview(b"x" + frame)[1:] for frame in frames]
     message = decode([header, *shifted])
-    assert isinstance(message, Generated)
+    assert isinstance(message, GenerateDone)
     tokens = message.completions[0].tokens
     assert tokens.flags.aligned
     np.testing.assert_array_equal(tokens, np.arange(4))
@@ -214,12 +214,12 @@ def with_array_header(header: object, *frames: bytes) -> list[bytes]:
         for data in (msgspec.msgpack.encode(header), *empty)
     ]
     fields = dict(zip(("tokens", "logprobs", "versions"), extension, strict=True))
-    raw = {"type": "Generated", "completions": [{**fields, "finish": "stop", "text": ""}]}
+    raw = {"type": "GenerateDone", "completions": [{**fields, "finish": "stop", "text": ""}]}
     return [msgspec.msgpack.encode(raw), *frames, b"", b""]
 
 
 def test_the_handmade_message_is_sound():
-    assert isinstance(decode(with_array_header((0, "<i4", [2]), bytes(8))), Generated)
+    assert isinstance(decode(with_array_header((0, "<i4", [2]), bytes(8))), GenerateDone)
 
 
 @pytest.mark.parametrize(

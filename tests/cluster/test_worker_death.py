@@ -12,7 +12,7 @@ import pytest
 from echo_worker import ask
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Done, Failed, Generated, Message
+from millrace.cluster.messages import Done, Failed, GenerateDone, Message
 from millrace.cluster.worker import Worker
 from millrace.core.errors import WorkerError
 
@@ -82,13 +82,13 @@ async def test_sigint_is_left_to_the_controller(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGINT)
-    assert isinstance(await worker.call(ask("echo")), Generated)
+    assert isinstance(await worker.call(ask("echo")), GenerateDone)
 
 
 async def test_a_large_reply_arrives_although_the_worker_exits_behind_it(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
     reply = await worker.call(ask("zeros 10000000 and leave"))
-    assert isinstance(reply, Generated)
+    assert isinstance(reply, GenerateDone)
     assert reply.completions[0].tokens.nbytes == 40_000_000
     assert "exited with code 3" in str(await asyncio.wait_for(worker.dead, 3))
 
@@ -96,7 +96,7 @@ async def test_a_large_reply_arrives_although_the_worker_exits_behind_it(hub: Hu
 async def test_what_a_worker_started_dies_with_it(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
     reply = await worker.call(ask("have a child"))
-    assert isinstance(reply, Generated)
+    assert isinstance(reply, GenerateDone)
     child = int(reply.completions[0].tokens[0])
     assert is_alive(child)
     await failures_of(worker, ask("exit 1"))

@@ -8,9 +8,9 @@ from fakes import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.controller.buffer import Buffer
 from millrace.core.protocols import Sampler
 from millrace.core.staleness import StalenessLimit, Stamps, Waiting
-from millrace.staging.buffer import Buffer
 
 VERSION = 6  # of the trainer
 ANY_AGE = StalenessLimit(max_staleness=VERSION)

@@ -16,11 +16,11 @@ from transport_faults import Damage, FaultContract
 from millrace.core.errors import WeightError
 from millrace.core.protocols import WeightReceiver
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.carriers.collective import CollectiveOutlet
-from millrace.weights.outlet import PackingSender
 from millrace.weights.publisher import Sender
 from millrace.weights.receiver import make_receiver as receiver_by_name
+from millrace.weights.send_backend import PackingSender
 from millrace.weights.sender import make_sender as sender_by_name
+from millrace.weights.transports.collective import CollectiveSendBackend
 
 
 def new_sender(dtype: torch.dtype, **arguments: Any) -> PackingSender:
@@ -55,7 +55,7 @@ class TestCollective(DeltaContract, FaultContract, TransportContract):
         self, sender: Sender, update: WeightUpdate, *, is_delta: bool, how: Damage
     ) -> WeightUpdate:
         assert isinstance(sender, PackingSender)
-        assert isinstance(sender._outlet, CollectiveOutlet)
+        assert isinstance(sender._outlet, CollectiveSendBackend)
         outlet, field = sender._outlet, "delta" if is_delta else "payload"
         offer = outlet._offers[update.version]
         blob = getattr(offer, field)

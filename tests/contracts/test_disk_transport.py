@@ -15,10 +15,16 @@ from transport_faults import Damage, FaultContract, location_of
 
 from millrace.core.errors import WeightError
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.carriers.disk import DELTA_FILE, MARKER, MODEL_FILE, DiskInlet, DiskOutlet
-from millrace.weights.inlet import StagingReceiver
-from millrace.weights.outlet import NoSpace, PackingSender
 from millrace.weights.publisher import Sender
+from millrace.weights.recv_backend import StagingReceiver
+from millrace.weights.send_backend import NoSpace, PackingSender
+from millrace.weights.transports.disk import (
+    DELTA_FILE,
+    MARKER,
+    MODEL_FILE,
+    DiskRecvBackend,
+    DiskSendBackend,
+)
 
 
 @pytest.fixture
@@ -28,7 +34,9 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_sender(directory: Path) -> Callable[..., PackingSender]:
-    return lambda dtype, **arguments: PackingSender(DiskOutlet(directory), dtype=dtype, **arguments)
+    return lambda dtype, **arguments: PackingSender(
+        DiskSendBackend(directory), dtype=dtype, **arguments
+    )
 
 
 @pytest.fixture
@@ -40,7 +48,7 @@ def sender(make_sender: Callable[..., PackingSender]) -> Iterator[PackingSender]
 
 @pytest.fixture
 def receiver() -> StagingReceiver:
-    return StagingReceiver(DiskInlet(patience_s=0))
+    return StagingReceiver(DiskRecvBackend(patience_s=0))
 
 
 class TestDisk(DeltaContract, FaultContract, TransportContract):
@@ -49,13 +57,13 @@ class TestDisk(DeltaContract, FaultContract, TransportContract):
     @pytest.fixture
     def make_sender(self, directory: Path) -> Callable[..., PackingSender]:
         return lambda dtype, **arguments: PackingSender(
-            DiskOutlet(directory), dtype=dtype, **arguments
+            DiskSendBackend(directory), dtype=dtype, **arguments
         )
 
     @pytest.fixture
     def make_receiver(self) -> Callable[..., StagingReceiver]:
         return lambda payload="full", **arguments: StagingReceiver(
-            DiskInlet(patience_s=0), keep_base=payload == "delta", **arguments
+            DiskRecvBackend(patience_s=0), keep_base=payload == "delta", **arguments
         )
 
     def corrupt(self, sender: Sender, update: WeightUpdate) -> None:

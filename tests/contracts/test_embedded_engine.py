@@ -11,7 +11,7 @@ from in_process_engine import InProcessEngine
 
 from millrace.config import EngineConfig
 from millrace.core.protocols import Engine
-from millrace.engines.embedded.build import build_engine
+from millrace.inference.embedded.build import build_engine
 from millrace.weights.receiver import make_receiver
 
 

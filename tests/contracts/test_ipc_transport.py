@@ -12,10 +12,10 @@ from transport_faults import Damage, FaultContract, with_location
 
 from millrace.core.errors import WeightError
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.carriers.ipc import SharedMemory
-from millrace.weights.outlet import PackingSender
 from millrace.weights.publisher import Sender
+from millrace.weights.send_backend import PackingSender
 from millrace.weights.sender import make_sender as sender_by_name
+from millrace.weights.transports.ipc import SharedMemory
 
 
 class CudaSender:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sampler_contract import SamplerContract
 
-from millrace.staging.orders import ORDERS, build_sampler
+from millrace.controller.orders import ORDERS, build_sampler
 
 PAGE = Path(__file__).parents[2] / "docs" / "buffer.md"
 

@@ -10,11 +10,11 @@ from transport_faults import Damage, FaultContract, location_of, with_location
 
 from millrace.core.protocols import WeightReceiver
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.carriers.segment import Segment
-from millrace.weights.carriers.shm import ShmOutlet
-from millrace.weights.outlet import PackingSender
 from millrace.weights.publisher import Sender
 from millrace.weights.receiver import make_receiver as receiver_by_name
+from millrace.weights.send_backend import PackingSender
+from millrace.weights.transports.segment import Segment
+from millrace.weights.transports.shm import ShmSendBackend
 
 
 class ShmContract(TransportContract):
@@ -51,11 +51,11 @@ class TestShmInAnonymousFiles(DeltaContract, FaultContract, ShmContract):
     @pytest.fixture
     def make_sender(self) -> Callable[..., PackingSender]:
         return lambda dtype, **arguments: PackingSender(
-            ShmOutlet(backing="memfd"), dtype=dtype, **arguments
+            ShmSendBackend(backing="memfd"), dtype=dtype, **arguments
         )
 
 
 class TestShmInPrivateFiles(ShmContract):
     @pytest.fixture
     def make_sender(self) -> Callable[..., PackingSender]:
-        return lambda dtype: PackingSender(ShmOutlet(backing="file"), dtype=dtype)
+        return lambda dtype: PackingSender(ShmSendBackend(backing="file"), dtype=dtype)

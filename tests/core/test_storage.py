@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.core import storage
+from millrace.core import files as storage
 
 
 def test_the_reason_is_the_systems_wherever_it_is_behind_the_error():

@@ -11,15 +11,15 @@ import pytest
 
 from millrace.config import load_config
 from millrace.core.records import Task
-from millrace.episodes.environment import check_function
-from millrace.scoring.function_scorer import Function
+from millrace.environments.function_environment import check_function
+from millrace.scoring.functions.scorer import Function
 from millrace.scoring.registry import check_specs, spec_of
 from millrace.scoring.scorer_kind import CallRules, ScorerKind
 from millrace.scoring.services.http_scorer import Http
 from millrace.scoring.services.judge import Judge
-from millrace.scoring.shaping import build_shaping
-from millrace.training.objectives.recipes import ADVANTAGES, RECIPES
-from millrace.verifiers import VERIFIERS, build_verifier
+from millrace.scoring.shaping.shaping import build_shaping
+from millrace.scoring.verifiers import VERIFIERS, build_verifier
+from millrace.training.losses.recipes import ADVANTAGES, RECIPES
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ import pytest
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.watch.metrics import read_metrics
-from millrace.watch.summary import summarise
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.report.summary import summarise
 
 TASKS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
 

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 
 import millrace as mr
 from millrace.core.errors import ConfigError
-from millrace.training.checkpoints import CRITIC
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.training.checkpoints.directory import CRITIC
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ from tiny_model import make_tiny_model
 
 import millrace as mr
 from millrace.core.errors import ConfigError
-from millrace.episodes.replay.episodes import episode_of
-from millrace.episodes.replay.files import read_recordings
-from millrace.episodes.replay.rerun import rerun
+from millrace.environments.replay.episodes import episode_of
+from millrace.environments.replay.files import read_recordings
+from millrace.environments.replay.rerun import rerun
 from millrace.models.directory import load_tokenizer
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
 
 async def two_turns(task: mr.Task, agent: mr.Agent) -> dict[str, float]:

@@ -11,8 +11,8 @@ from project import Command, make_project, steps_in
 
 from millrace.core.errors import JournalError
 from millrace.journal import Ledger, read_journal
-from millrace.watch.ledger import read_account
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.report.ledger import read_account
 
 STEPS, GROUPS = 14, 4
 # tests/e2e/test_processes.py has one kill in the default run.

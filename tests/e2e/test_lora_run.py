@@ -12,7 +12,7 @@ from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import millrace as mr
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
 
 def make_model(directory: Path) -> Path:

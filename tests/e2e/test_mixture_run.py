@@ -6,7 +6,7 @@ from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 import millrace as mr
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ import psutil
 import pytest
 from project import Command, make_project, steps_in
 
-from millrace.cli import main
-from millrace.watch.ledger import read_account
-from millrace.watch.metrics import read_metrics
+from millrace.cli.main import main
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.report.ledger import read_account
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from tiny_classifier import make_tiny_classifier
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.episodes.replay.episodes import episode_of
-from millrace.episodes.replay.files import read_recordings
-from millrace.watch.metrics import read_metrics
+from millrace.environments.replay.episodes import episode_of
+from millrace.environments.replay.files import read_recordings
+from millrace.monitoring.files.metrics import read_metrics
 
 
 async def two_turns(task: mr.Task, agent: mr.Agent) -> float:

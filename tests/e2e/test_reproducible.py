@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 import millrace as mr
 from millrace.config import load_config
 from millrace.core.records import Completion, Episode, Group, Request, Sampling, Score
-from millrace.engines.embedded.build import build_engine
-from millrace.envs.streams import Epochs
-from millrace.envs.tasks import load_tasks
+from millrace.environments.rollouts.player import group_seed
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.inference.embedded.build import build_engine
 from millrace.models.directory import load_tokenizer
-from millrace.rollout.player import group_seed
-from millrace.rollout.renderer import Renderer
-from millrace.staging.packing import pack
-from millrace.watch.metrics import read_metrics
-from millrace.workers.trainer import build_trainer
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.tasks.loading import load_tasks
+from millrace.tasks.streams import Epochs
+from millrace.training.packing.packer import pack
+from millrace.training.worker import build_trainer
 
 STEPS, GROUPS = 4, 6
 LEARNED = ("loss", "grad_norm", "entropy", "kl_k3", "ratio_max", "trained_tokens")

@@ -5,8 +5,8 @@ from digits import TASKS, share_of_digits
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.watch.metrics import read_metrics
-from millrace.watch.summary import summarise
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.report.summary import summarise
 
 
 @pytest.mark.slow  # tests/e2e/test_staleness_flow.py and tests/rollout are its short version

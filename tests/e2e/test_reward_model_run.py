@@ -11,9 +11,9 @@ from tiny_classifier import make_tiny_classifier
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
-MODULE = "millrace.workers.reward_model"
+MODULE = "millrace.scoring.reward_models.worker"
 
 
 def train(folder, scorer: dict[str, Any], *, scorers=None, **settings):

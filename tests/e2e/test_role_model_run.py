@@ -10,8 +10,8 @@ from tiny_model import ALPHABET, make_tiny_model
 
 import millrace as mr
 from millrace.core.errors import ConfigError
-from millrace.episodes.replay.files import read_recordings
-from millrace.episodes.replay.rerun import rerun
+from millrace.environments.replay.files import read_recordings
+from millrace.environments.replay.rerun import rerun
 from millrace.models.directory import load_tokenizer
 
 JUDGED = "klmnopqrstuvwxyz"  # nothing that the policy can say

@@ -12,7 +12,7 @@ import pytest
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
 KEY = "sk-not-to-be-seen"
 STEPS = 4

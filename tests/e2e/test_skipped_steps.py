@@ -7,13 +7,13 @@ import pytest
 from project import Command, make_project
 
 import millrace as mr
-from millrace.watch.metrics import read_metrics
-from millrace.watch.summary import summarise
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.report.summary import summarise
 
 LOSSES = '''
 from dataclasses import dataclass, field
 
-from millrace.training.losses import aggregate
+from millrace.training.losses.loss import aggregate
 
 
 @dataclass(frozen=True, kw_only=True)

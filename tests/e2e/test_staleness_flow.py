@@ -8,18 +8,18 @@ from contextlib import nullcontext, suppress
 import pytest
 from fakes import NoScoring, make_completion, make_group
 
+from millrace.controller.admission import Admission
+from millrace.controller.buffer import Buffer
+from millrace.controller.dispatcher import Dispatcher, Failures
+from millrace.controller.drops import Filtering
+from millrace.controller.orders import ORDERS, build_sampler, check_room
+from millrace.controller.replay import ReplayBuffer
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
 from millrace.core.staleness import StalenessLimit, Stamps
+from millrace.environments.rollouts.attempt import Expired
+from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.journal import NoJournal
-from millrace.rollout.admission import Admission
-from millrace.rollout.cancellation import Expired
-from millrace.rollout.courses import Courses
-from millrace.rollout.dispatcher import Dispatcher, Failures
-from millrace.rollout.filtering import Filtering
-from millrace.staging.buffer import Buffer
-from millrace.staging.orders import ORDERS, build_sampler, check_room
-from millrace.staging.replay import Replay
 
 STEPS, GROUPS, CAPACITY = 25, 3, 12
 LIMITS = [
@@ -48,7 +48,7 @@ class Flow:
             task_of=lambda number: Task(prompt=str(number)),
             draw_of=lambda number: None,
             journal=NoJournal(),
-            courses=Courses(NoJournal(), every_s=0),
+            courses=PartialRollouts(NoJournal(), every_s=0),
             on_closed=lambda number: None,
             open_scoring=lambda task, attempt: NoScoring(),
             play=self.play,
@@ -60,7 +60,7 @@ class Flow:
             limit=limit,
         )
         looser = StalenessLimit(max_staleness=6)
-        self.replay = Replay(per_batch=per_batch_replayed, capacity=9, limit=looser, seed=0)
+        self.replay = ReplayBuffer(per_batch=per_batch_replayed, capacity=9, limit=looser, seed=0)
 
     def drop(self, waiting):
         self.num_dropped += 1

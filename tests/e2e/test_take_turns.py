@@ -8,8 +8,8 @@ from overlap import first_halves, generating_in, overlap, steps_of
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.watch.metrics import read_metrics
-from millrace.watch.trace import read_trace
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.trace import read_trace
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from digits import TASKS, share_of_digits
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
 
 def settings_of(tmp_path, **sections: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_a_self_teacher_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path)
         while not metrics.exists() or len(read_metrics(metrics)) < 2:
             time.sleep(0.05)
         children = psutil.Process().children(recursive=True)
-        (teacher,) = [c for c in children if "millrace.workers.teacher" in c.cmdline()]
+        (teacher,) = [c for c in children if "millrace.scoring.teachers.worker" in c.cmdline()]
         teacher.kill()
 
     sections = {

@@ -14,9 +14,9 @@ from overlap import first_halves, generating_in, overlap, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import millrace as mr
-from millrace.training.checkpoints import Found, newest_checkpoint
-from millrace.watch.metrics import read_metrics
-from millrace.watch.trace import read_trace
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.trace import read_trace
+from millrace.training.checkpoints.directory import Found, newest_checkpoint
 
 
 def settings_of(model: Path, run_dir: Path) -> dict:
@@ -124,7 +124,7 @@ def test_spans_of_a_worker_leave_no_gaps(finished):
 
 
 def test_no_process_is_left(finished):
-    left = [p for p in psutil.Process().children(recursive=True) if "millrace.workers" in _line(p)]
+    left = [p for p in psutil.Process().children(recursive=True) if "millrace" in _line(p)]
     assert left == []
 
 
@@ -235,7 +235,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(settings):
         mr.MillraceError, match=r"of the last .* groups failed.*'broken' returned nan"
     ):
         mr.train(settings, tasks=TASKS, scorers=[broken])
-    assert not [p for p in psutil.Process().children() if "millrace.workers" in _line(p)]
+    assert not [p for p in psutil.Process().children() if "millrace" in _line(p)]
 
 
 def test_a_run_with_a_recipe_takes_several_updates_per_version(troubled):

@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 
 from millrace.config import JournalConfig
 from millrace.core.records import Task
-from millrace.journal import Fates, Journal, Ledger, Past, read_journal
-from millrace.journal.ledger import Fate
+from millrace.journal import Journal, JournalHistory, Ledger, TaskStatusFile, read_journal
+from millrace.journal.ledger import TaskStatus
 
 SMALL = JournalConfig(segment_bytes=2048, max_bytes=2**20, commit_interval_s=0, fsync=False)
 
 
 def open_journal(folder: Path) -> Journal:
-    past = read_journal(folder) or Past(ledger=Ledger.begin())
+    past = read_journal(folder) or JournalHistory(ledger=Ledger.begin())
     return Journal(folder, past=past, task_of=lambda n, _: Task(prompt=str(n)), settings=SMALL)
 
 
 def fates_in(folder: Path) -> dict[str, list[int]]:
     past = read_journal(folder)
     assert past is not None
-    return Fates(folder).read(past.ledger)
+    return TaskStatusFile(folder).read(past.ledger)
 
 
 @given(st.lists(st.sampled_from(["train", "filter", "fail", "crash", "cover"]), max_size=40))
@@ -60,10 +60,10 @@ def test_every_number_has_its_fate_after_any_course(tmp_path_factory, events):
 
 def test_what_a_crash_took_back_from_the_books_is_open_again(tmp_path):
     ahead = Ledger.begin(next_number=5, unfinished=range(5))
-    ahead.closed = {1: Fate(what="dropped: stale"), 2: Fate(what="trained", version=3)}
-    fates = Fates(tmp_path)
+    ahead.closed = {1: TaskStatus(what="dropped: stale"), 2: TaskStatus(what="trained", version=3)}
+    fates = TaskStatusFile(tmp_path)
     fates.begin(ahead)
     behind = Ledger.begin(next_number=4, unfinished=[0, 2, 3])
-    Fates(tmp_path).begin(behind)
+    TaskStatusFile(tmp_path).begin(behind)
     assert fates.read(behind) == {"dropped: stale": [1]}
     assert (tmp_path / "fates.bin").stat().st_size == 4 * 4

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from millrace.config import JournalConfig
 from millrace.core.errors import JournalError
 from millrace.core.records import Task
-from millrace.journal import Journal, Ledger, Past, read_journal
+from millrace.journal import Journal, JournalHistory, Ledger, read_journal
 from millrace.journal.encoding import decode_group, decode_record, encode_group, encode_record
 from millrace.journal.framing import SEGMENT_MAGIC, frame, is_torn, scan
-from millrace.journal.records import Closed, Issued, Snapshot
+from millrace.journal.records import ClosedRecord, IssuedRecord, LedgerSnapshot
 
 SMALL = JournalConfig(segment_bytes=4096, max_bytes=2**20, commit_interval_s=0)
 
@@ -25,7 +25,7 @@ def task_of(number: int, draw: int | None) -> Task:
 
 
 def open_journal(folder: Path, *, settings: JournalConfig = SMALL, **more) -> Journal:
-    past = read_journal(folder) or Past(ledger=Ledger.begin())
+    past = read_journal(folder) or JournalHistory(ledger=Ledger.begin())
     return Journal(folder, past=past, task_of=task_of, settings=settings, **more)
 
 
@@ -44,7 +44,7 @@ def newest(folder: Path) -> Path:
     return sorted(folder.glob("*.log"))[-1]
 
 
-def past_of(folder: Path) -> Past:
+def past_of(folder: Path) -> JournalHistory:
     past = read_journal(folder)
     assert past is not None
     return past
@@ -241,7 +241,7 @@ def test_no_bytes_make_a_record_or_a_group_but_what_is_one(data):
 @settings(max_examples=200)
 def test_a_record_or_group_that_was_changed_anywhere_is_refused_or_still_one(data):
     group = encode_group(make_group(1, kept=True))
-    record = Closed(number=4, outcome="failed", reason="score")
+    record = ClosedRecord(number=4, outcome="failed", reason="score")
     payload = bytearray(b"".join(encode_record(record, content=group)))
     at = data.draw(st.integers(0, len(payload) - 1))
     payload[at] = data.draw(st.integers(0, 255))
@@ -274,7 +274,7 @@ def test_a_changed_byte_ends_the_segment_at_its_frame(payloads, data):
 
 async def test_a_record_of_no_known_kind_is_damage(tmp_path):
     snapshot = encode_record(
-        Snapshot(version=0, next_number=0, open=(), waiting=(), totals={}),
+        LedgerSnapshot(version=0, next_number=0, open=(), waiting=(), totals={}),
     )
     odd = [b"\x03\x00\x00\x00", b"\x81\xa1a", b""]
     parts = [*frame(snapshot, position=1, synced=0), *frame(odd, position=2, synced=0)]
@@ -285,10 +285,10 @@ async def test_a_record_of_no_known_kind_is_damage(tmp_path):
 
 def test_the_books_notice_what_cannot_be():
     ledger = Ledger.begin(next_number=3, unfinished=[1])
-    ledger.fold(Issued(number=3), position=1)
-    ledger.fold(Closed(number=3, outcome="failed", reason="task"), position=2)
+    ledger.fold(IssuedRecord(number=3), position=1)
+    ledger.fold(ClosedRecord(number=3, outcome="failed", reason="task"), position=2)
     assert ledger.check() == []
-    ledger.fold(Closed(number=3, outcome="failed", reason="task"), position=3)
+    ledger.fold(ClosedRecord(number=3, outcome="failed", reason="task"), position=3)
     assert ledger.check() == [
         "Number 3 was failed: task when it could not be.",
         "4 numbers were issued and 1 are open, which leaves 3, but 4 are accounted for.",

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from millrace.config import JournalConfig
 from millrace.core.errors import JournalError
-from millrace.core.progress import Progress, Told, put_together
+from millrace.core.partials import GroupProgress, StreamedTokens, put_together
 from millrace.core.records import Task
-from millrace.journal import Journal, Ledger, Past, read_journal
+from millrace.journal import Journal, JournalHistory, Ledger, read_journal
 from millrace.journal.encoding import decode_progress, encode_progress
 from millrace.journal.framing import scan
 
@@ -21,14 +21,14 @@ SMALL = JournalConfig(segment_bytes=4096, max_bytes=2**20, commit_interval_s=0)
 
 
 def open_journal(folder: Path) -> Journal:
-    past = read_journal(folder) or Past(ledger=Ledger.begin())
+    past = read_journal(folder) or JournalHistory(ledger=Ledger.begin())
     return Journal(folder, past=past, task_of=lambda n, _: Task(prompt=str(n)), settings=SMALL)
 
 
-def told(text: str, *, start: int = 0, member: int = 0) -> Progress:
+def told(text: str, *, start: int = 0, member: int = 0) -> GroupProgress:
     part = make_completion(text)
-    one = Told(request="group 0/0", digest="d", member=member, start=start, part=part)
-    return Progress(told=(one,))
+    one = StreamedTokens(request="group 0/0", digest="d", member=member, start=start, part=part)
+    return GroupProgress(told=(one,))
 
 
 async def write(journal: Journal, number: int, *texts: str, tries: int = 0, first: int = 0) -> None:

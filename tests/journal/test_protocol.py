@@ -25,19 +25,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millrace.config import JournalConfig, load_config
+from millrace.controller.admission import Admission
+from millrace.controller.batches import Batches, Taken
+from millrace.controller.buffer import Buffer
+from millrace.controller.dispatcher import Dispatcher, Failures
+from millrace.controller.drops import Filtering
+from millrace.controller.orders import build_sampler
 from millrace.core.errors import Filtered, JournalError, ScoreError
 from millrace.core.records import Completion, Group, Request, Sampling, Task
-from millrace.envs.curriculum import Curriculum
-from millrace.journal import Fates, Journal
+from millrace.environments.rollouts.partial_rollouts import PartialRollouts
+from millrace.environments.rollouts.replaying_engine import ReplayingEngine
+from millrace.journal import Journal, TaskStatusFile
 from millrace.journal.resuming import Checkpointed, recall, redone_numbers, reissued_numbers
-from millrace.rollout.admission import Admission
-from millrace.rollout.courses import Courses
-from millrace.rollout.dispatcher import Dispatcher, Failures
-from millrace.rollout.filtering import Filtering
-from millrace.rollout.recalled import Recalled
-from millrace.staging.batches import Batches, Taken
-from millrace.staging.buffer import Buffer
-from millrace.staging.orders import build_sampler
+from millrace.tasks.curriculum import Curriculum
 
 GROUPS = 2  # of a step
 MAX_STALENESS = 2
@@ -158,7 +158,9 @@ class Process:
             settings=JOURNAL,
             open_sink=disk.open,
         )
-        self.courses = Courses(self.journal, every_s=1e9)  # written down when the test says so
+        self.courses = PartialRollouts(
+            self.journal, every_s=1e9
+        )  # written down when the test says so
         self.playing: dict[int, asyncio.Future[str]] = {}  # what comes of each
         self.sampling: dict[int, list[InEngine]] = {}  # requests of these
         self.sampled_at = sampled_at  # version by number
@@ -250,7 +252,7 @@ class Process:
             expires=True,
         )
         try:
-            recalled = Recalled(self, course=attempt.course)
+            recalled = ReplayingEngine(self, course=attempt.course)
             completions = await recalled.generate(request)
         finally:
             del self.playing[attempt.number], self.sampling[attempt.number]
@@ -432,7 +434,7 @@ class Protocol(RuleBasedStateMachine):
         is_redone = {*redone_numbers(ledger, after=self.process.trainer.version)}
         assert ledger.totals["trained"] == len(trained | is_redone) - len(ledger.in_steps)
         assert not trained & ledger.open
-        fates = Fates(self.disk.folder).read(ledger)
+        fates = TaskStatusFile(self.disk.folder).read(ledger)
         assert {what: len(numbers) for what, numbers in fates.items()} == +ledger.totals
         assert {*fates.get("trained", ())} == (trained | is_redone) - ledger.in_steps
 

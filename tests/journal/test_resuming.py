@@ -7,21 +7,21 @@ import pytest
 from fakes import make_group
 
 from millrace.config import JournalConfig
-from millrace.controller import Cursor
+from millrace.controller.controller import Cursor
 from millrace.core.errors import JournalError
 from millrace.core.records import Task
-from millrace.envs.curriculum import Curriculum
-from millrace.journal import Journal, Ledger, Past, read_journal
+from millrace.journal import Journal, JournalHistory, Ledger, read_journal
 from millrace.journal.resuming import Checkpointed, recall, redone_numbers, reissued_numbers
-from millrace.resumption import continued
+from millrace.run.resume import continued
+from millrace.tasks.curriculum import Curriculum
 
 TASKS = [Task(prompt=str(n)) for n in range(9)]
 
 
-def open_journal(folder: Path, past: Past | None = None) -> Journal:
+def open_journal(folder: Path, past: JournalHistory | None = None) -> Journal:
     return Journal(
         folder,
-        past=past or Past(ledger=Ledger.begin()),
+        past=past or JournalHistory(ledger=Ledger.begin()),
         task_of=lambda number, draw: TASKS[draw or 0],
         settings=JournalConfig(commit_interval_s=0),
     )

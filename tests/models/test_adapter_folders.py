@@ -10,7 +10,7 @@ from architectures import tiny_model
 from safetensors.torch import load_file, save_file
 
 from millrace.core.errors import ConfigError
-from millrace.models.adapter_folders import check_resident, read_resident
+from millrace.models.lora.folders import check_resident, read_resident
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError, ConfigError
-from millrace.models.adapter_folders import check_same_kind, read_checkpoint
-from millrace.models.adapters import adapted_linears, require_peft
 from millrace.models.loading import write_model
-from millrace.models.trained_adapter import TrainedAdapter
+from millrace.models.lora.factors import adapted_linears, require_peft
+from millrace.models.lora.folders import check_same_kind, read_checkpoint
+from millrace.models.lora.trained import TrainedAdapter
 
 SETTINGS = {
     "all": LoraConfig(rank=4, alpha=8.0),

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from millrace.core.errors import ConfigError
 from millrace.models import continuing
-from millrace.models.classifier import Classifier, Passage, load_classifier
+from millrace.models.classifier import Classifier, ClassifierInput, load_classifier
 from millrace.models.continuing import Shelf, States
 
 CLASSES = {
@@ -54,10 +54,13 @@ def test_a_batch_gives_what_each_sequence_gives_alone(
     classifier = load(path, head, label=label)
     assert classifier.reads_on == (architecture == "qwen3")
     passages = [
-        Passage(tokens=tokens, ends=ends) for tokens, ends in zip(SEQUENCES, ENDS, strict=True)
+        ClassifierInput(tokens=tokens, ends=ends)
+        for tokens, ends in zip(SEQUENCES, ENDS, strict=True)
     ]
     if not classifier.reads_on:
-        passages = [Passage(tokens=p.tokens, ends=[end]) for p in passages for end in p.ends]
+        passages = [
+            ClassifierInput(tokens=p.tokens, ends=[end]) for p in passages for end in p.ends
+        ]
     found = [value for values, _ in classifier.read(passages) for value in values]
     expected = [
         value
@@ -76,7 +79,7 @@ def test_a_growing_sequence_is_read_on_beside_others_of_other_lengths(tmp_path, 
     for cuts in ([3, 2, 10], [4, 4, 11], [9, 4, 14]):  # tokens that have come so far
         rows = [row for row in range(3) if known[row] is None or cuts[row] > known[row].length]
         passages = [
-            Passage(
+            ClassifierInput(
                 tokens=SEQUENCES[row][: cuts[row]],
                 ends=[cuts[row] - 1],
                 states=known[row],
@@ -99,7 +102,7 @@ def test_a_sequence_may_be_read_on_token_by_token(tmp_path, monkeypatch):
     tokens, states, found = SEQUENCES[2], None, []
     monkeypatch.setattr(continuing, "_ROOM", 3)  # so that it fills again and again
     for end in range(len(tokens)):
-        passage = Passage(tokens=tokens[: end + 1], ends=[end], states=states, keeps=True)
+        passage = ClassifierInput(tokens=tokens[: end + 1], ends=[end], states=states, keeps=True)
         ((values, states),) = classifier.read([passage])
         assert states is not None
         found += values
@@ -116,11 +119,11 @@ def test_on_a_gpu_values_are_those_of_the_cpu(tmp_path, dtype):
     )
     assert classifier.reads_on
     (early, states), *_ = classifier.read(
-        [Passage(tokens=tokens[:4], ends=[3], keeps=True) for tokens in SEQUENCES]
+        [ClassifierInput(tokens=tokens[:4], ends=[3], keeps=True) for tokens in SEQUENCES]
     )
     (late, _), *_ = classifier.read(
-        [Passage(tokens=SEQUENCES[0], ends=[5, 8], states=states)]
-        + [Passage(tokens=tokens, ends=[3]) for tokens in SEQUENCES[1:]]
+        [ClassifierInput(tokens=SEQUENCES[0], ends=[5, 8], states=states)]
+        + [ClassifierInput(tokens=tokens, ends=[3]) for tokens in SEQUENCES[1:]]
     )
     expected = plain_values(path, "token", SEQUENCES[0], [3, 5, 8], 1)
     np.testing.assert_allclose(

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from millrace.models.flash_attention import (
+from millrace.models.attention.flash import (
     Reach,
     attend_backward,
     attend_forward,
@@ -14,8 +14,8 @@ from millrace.models.flash_attention import (
     flattened,
     unflattened,
 )
-from millrace.models.packed_attention import flash_obstacle
-from millrace.models.packed_layout import PackedLayout
+from millrace.models.attention.layout import PackedLayout
+from millrace.models.attention.packed import flash_obstacle
 
 CPU = torch.device("cpu")
 

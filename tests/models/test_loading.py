@@ -10,6 +10,7 @@ from transformers.models.hyperclovax import HyperCLOVAXConfig, HyperCLOVAXForCau
 from transformers.models.mamba import MambaConfig, MambaForCausalLM
 
 from millrace.core.errors import ConfigError
+from millrace.models.attention.packed import PACKED_ATTENTION, PackedLayout
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import (
     hidden_states,
@@ -18,7 +19,6 @@ from millrace.models.loading import (
     resolve_device,
     stop_token_ids,
 )
-from millrace.models.packed_attention import PACKED_ATTENTION, PackedLayout
 
 CPU = torch.device("cpu")
 

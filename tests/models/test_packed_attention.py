@@ -5,9 +5,9 @@ from architectures import ARCHITECTURES, VOCAB, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.models.attention.layout import Block, PackedLayout
+from millrace.models.attention.packed import PACKED_ATTENTION, attend, packed_attention
 from millrace.models.loading import hidden_states
-from millrace.models.packed_attention import PACKED_ATTENTION, attend, packed_attention
-from millrace.models.packed_layout import Block, PackedLayout
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 19, 1, 12, 20, 3, 19]

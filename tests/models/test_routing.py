@@ -7,10 +7,10 @@ import transformers
 from architectures import MIXTURES, NUM_EXPERTS, TOP_K, VOCAB, tiny_model
 from torch import Tensor, nn
 
+from millrace.core.completions import unknown_routes
 from millrace.core.errors import ConfigError
-from millrace.core.routes import unknown_routes
-from millrace.models.router_search import check_replay, find_routing
-from millrace.models.routing import Replay, Routing
+from millrace.models.moe.router_search import check_replay, find_routing
+from millrace.models.moe.routing import RouteReplay, Routing
 
 TOKENS = torch.arange(3, 23)
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_tokens_go_where_they_are_told_and_weights_are_the_routers_own(architect
     model = tiny_model(architecture)
     routing = routing_of(model)
     check_replay(model, routing)
-    replay = Replay(routing)
+    replay = RouteReplay(routing)
     own = experts_calls(model)
     replay.begin(
         np.stack([indices.flip(1).numpy() for indices, _ in own], 1).astype(np.uint8), device=CPU
@@ -99,7 +99,7 @@ def test_rows_that_are_not_known_are_left_to_the_router():
     own = noted_routes(model, routing)
     told = (own + 1) % NUM_EXPERTS
     told[::2] = unknown_routes(len(told[::2]), like=told)
-    replay = Replay(routing)
+    replay = RouteReplay(routing)
     replay.begin(told, device=CPU)
     used = torch.stack([c[0] for c in experts_calls(model)], 1).numpy()
     np.testing.assert_array_equal(used[1::2], told[1::2])
@@ -111,7 +111,7 @@ def test_rows_that_are_not_known_are_left_to_the_router():
 
 def test_gradients_reach_the_router_through_the_weights_of_what_it_was_told():
     model = tiny_model("qwen3_moe")
-    replay = Replay(routing_of(model))
+    replay = RouteReplay(routing_of(model))
     replay.begin(np.tile(np.uint8([5, 6]), (len(TOKENS), 2, 1)), device=CPU)
     model(TOKENS[None]).logits.square().sum().backward()
     for layer in model.model.layers:
@@ -140,7 +140,7 @@ def test_more_experts_than_a_byte_has_numbers_take_two():
     assert routing.dtype == np.uint16
     own = noted_routes(model, routing)
     assert own.max() > 255
-    replay = Replay(routing)
+    replay = RouteReplay(routing)
     replay.begin((own + 7) % 300, device=CPU)
     np.testing.assert_array_equal(experts_calls(model)[0][0].numpy(), (own[:, 0] + 7) % 300)
 

@@ -9,7 +9,7 @@ from aiohttp import web
 from scripted_scorer import group
 
 from millrace.config import load_config
-from millrace.scoring.advantages import GroupAdvantages
+from millrace.scoring.advantages.estimators import GroupAdvantages
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
 from millrace.scoring.registry import check_specs, spec_of
 

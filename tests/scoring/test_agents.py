@@ -6,15 +6,15 @@ from fakes import make_rollout
 
 from millrace.core.errors import ScoreError
 from millrace.core.records import Episode, Group, Score, Task, Turn
-from millrace.scoring.advantages import (
+from millrace.scoring.advantages.by_agent import by_agent
+from millrace.scoring.advantages.estimators import (
     BatchAdvantages,
     GroupAdvantages,
     ReturnAdvantages,
     with_advantages,
 )
-from millrace.scoring.agents import by_agent
-from millrace.scoring.combining import combine
-from millrace.scoring.filters import ZeroVariance
+from millrace.scoring.shaping.combine import combine
+from millrace.scoring.shaping.filters import ZeroVariance
 
 PLAIN = GroupAdvantages(normalize_std=False)
 

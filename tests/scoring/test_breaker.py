@@ -1,6 +1,6 @@
 import pytest
 
-from millrace.scoring.tier.breaker import Breaker
+from millrace.scoring.scheduling.breaker import Breaker
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.core.errors import ScoreError
 from millrace.core.records import Episode, Group, Notes, Rollout, Sampling, Task, Verdict
-from millrace.scoring.combining import combine
+from millrace.scoring.shaping.combine import combine
 
 
 @dataclass

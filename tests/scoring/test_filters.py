@@ -6,9 +6,9 @@ import pytest
 from scored_groups import scored, totals_of
 
 from millrace.core.errors import ConfigError, Filtered, ScoreError
-from millrace.scoring.advantages import GroupAdvantages, with_advantages
-from millrace.scoring.filters import Overlong, ZeroVariance, build_filters
-from millrace.staging.packing import pack
+from millrace.scoring.advantages.estimators import GroupAdvantages, with_advantages
+from millrace.scoring.shaping.filters import Overlong, ZeroVariance, build_filters
+from millrace.training.packing.packer import pack
 
 
 def estimated(*totals, **settings):

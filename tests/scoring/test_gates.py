@@ -2,7 +2,7 @@ import pytest
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Verdict
-from millrace.scoring.tier.gates import Gate, check_gates, parse_gate
+from millrace.scoring.scheduling.gates import ScoreGate, check_gates, parse_gate
 
 
 def gate(text):
@@ -29,7 +29,7 @@ def test_a_gate_compares_the_other_scorers_score(text, passing, failing):
 
 
 def test_a_name_may_hold_blanks():
-    assert gate("my format >= 1") == Gate(scorer="my format", comparison=">=", limit=1.0)
+    assert gate("my format >= 1") == ScoreGate(scorer="my format", comparison=">=", limit=1.0)
 
 
 @pytest.mark.parametrize("text", ["format", "format >= one", ">= 1", "format => 1", ""])

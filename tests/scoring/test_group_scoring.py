@@ -13,25 +13,27 @@ from scripted_scorer import ScriptedScorer, group, settle
 
 from millrace.core.errors import ScoreError
 from millrace.core.records import Notes, Request, Sampling, Task, Verdict
-from millrace.engines.pool import EnginePool
-from millrace.envs.single_turn import SingleTurn
-from millrace.rollout.cancellation import Attempt
-from millrace.rollout.player import Player
-from millrace.rollout.renderer import Renderer
+from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.rollouts.player import Player
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.rollouts.single_turn import SingleTurn
+from millrace.inference.pool import EnginePool
+from millrace.scoring.scheduling.gates import parse_gate
+from millrace.scoring.scheduling.group_scoring import GroupScoring, ScorerStation
+from millrace.scoring.scheduling.scorer_queue import ScorerQueue, ScoreTicket
 from millrace.scoring.scorer_kind import CallRules
-from millrace.scoring.tier.desk import Desk, Ticket
-from millrace.scoring.tier.gates import parse_gate
-from millrace.scoring.tier.group_scoring import GroupScoring, Station
 
 
 def station(scorer, *, when=None, **rules):
     gate = None if when is None else parse_gate(when, section="scorer")
-    return Station(desk=Desk(scorer, rules=CallRules(**rules), warn=pytest.fail), gate=gate)
+    return ScorerStation(
+        desk=ScorerQueue(scorer, rules=CallRules(**rules), warn=pytest.fail), gate=gate
+    )
 
 
 def scoring(*stations, number=0):
     by_name = {station.desk.scorer.name: station for station in stations}
-    ticket = Ticket(order=number, number=number, task=group().task)
+    ticket = ScoreTicket(order=number, number=number, task=group().task)
     return GroupScoring(by_name, ticket=ticket)
 
 

@@ -9,8 +9,8 @@ import pytest
 import rewards_for_tests
 
 from millrace.core.errors import ConfigError
-from millrace.core.references import load_reference
-from millrace.scoring.handover import hand_over, load_function, resolve_function
+from millrace.core.plugins import load_reference
+from millrace.scoring.functions.handover import hand_over, load_function, resolve_function
 
 
 def make_closure(bonus):
@@ -85,7 +85,7 @@ def test_a_function_of_a_script_loads_in_another_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, pathlib\n"
-        "from millrace.scoring.handover import hand_over\n"
+        "from millrace.scoring.functions.handover import hand_over\n"
         "SCALE = 2.0\n"
         "def scaled(completions):\n"
         "    return [SCALE * len(c) for c in completions]\n"

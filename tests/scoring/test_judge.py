@@ -12,9 +12,13 @@ from millrace.config import load_config
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Group, Task
 from millrace.scoring.registry import check_specs, spec_of
-from millrace.scoring.services import judge_reply
-from millrace.scoring.services.judge_prompt import check_template, fill_template
-from millrace.scoring.services.judge_reply import PatternReader, read_key
+from millrace.scoring.services import judge_text as judge_reply
+from millrace.scoring.services.judge_text import (
+    PatternReader,
+    check_template,
+    fill_template,
+    read_key,
+)
 from millrace.scoring.services.score_cache import ScoreCache, key_of
 
 QUICK = {"backoff_s": 0.001, "breaker_s": 0.01}

@@ -10,7 +10,7 @@ import pytest
 from tiny_classifier import make_tiny_classifier
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Reading
+from millrace.cluster.messages import StepReading
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.scoring.reward_models.process import RewardModelProcess, start_message
 from millrace.scoring.reward_models.settings import ModelSettings
@@ -18,7 +18,9 @@ from millrace.scoring.reward_models.settings import ModelSettings
 
 def processes() -> list[psutil.Process]:
     children = psutil.Process().children()
-    return [child for child in children if "millrace.workers.reward_model" in child.cmdline()]
+    return [
+        child for child in children if "millrace.scoring.reward_models.worker" in child.cmdline()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +42,9 @@ def make_process(hub: Hub, model, **settings) -> RewardModelProcess:
     return RewardModelProcess("steps", start=start, launch=hub.launch, start_timeout_s=60.0)
 
 
-def reading(length: int, *ends: int, **settings) -> Reading:
+def reading(length: int, *ends: int, **settings) -> StepReading:
     tokens = (np.arange(length, dtype=np.int32) % 20) + 2
-    return Reading(tokens=tokens, ends=list(ends), **settings)
+    return StepReading(tokens=tokens, ends=list(ends), **settings)
 
 
 async def test_calls_overlap_and_sequences_are_read_on_where_they_were_left(hub, model):

@@ -2,8 +2,13 @@ import pytest
 from scored_groups import scored, totals_of
 
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.scoring.penalties import CosineLength, LinearLength, SoftOverlong, build_penalties
-from millrace.scoring.shaping import Shaping, build_shaping
+from millrace.scoring.shaping.penalties import (
+    CosineLength,
+    LinearLength,
+    SoftOverlong,
+    build_penalties,
+)
+from millrace.scoring.shaping.shaping import Shaping, build_shaping
 
 
 @pytest.mark.parametrize(

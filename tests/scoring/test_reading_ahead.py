@@ -7,9 +7,9 @@ import pytest
 from fakes import CharacterTokenizer
 
 from millrace.core.errors import ScoreError
-from millrace.core.records import Piece, Request, Sampling
-from millrace.scoring.reward_models.ahead import ReadingAhead
-from millrace.scoring.reward_models.step_reader import StepReader
+from millrace.core.records import CompletionChunk, Request, Sampling
+from millrace.scoring.reward_models.process import StepReader
+from millrace.scoring.reward_models.read_ahead import ReadAhead
 from millrace.scoring.reward_models.steps import build_steps
 
 STEPS = build_steps({"by": "delimiter", "delimiter": ";"}, section="scorer.steps")
@@ -39,13 +39,13 @@ class Rig:
         self.process = Process()
         tokenizer = CharacterTokenizer()
         reader = StepReader(self.process, tokenizer=tokenizer, takes_ids=True, timeout_s=1.0)
-        self.ahead = ReadingAhead(reader, steps=STEPS, tokenizer=tokenizer, min_tokens=min_tokens)
+        self.ahead = ReadAhead(reader, steps=STEPS, tokenizer=tokenizer, min_tokens=min_tokens)
         request = Request(id="r", prompt=ids("p="), sampling=Sampling(), n=n)
         self._hear = self.ahead.listen(request, prompt="p=")
 
     async def hear(self, text: str, *, member: int = 0, finish=None) -> None:
         zeros = np.zeros(len(text))
-        piece = Piece(
+        piece = CompletionChunk(
             member=member,
             tokens=ids(text),
             logprobs=zeros.astype(np.float32),

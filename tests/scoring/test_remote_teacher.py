@@ -15,19 +15,19 @@ from engine_rig import letter_tokenizer, save_model
 from scoring_service import Service, running
 
 from millrace.core.errors import ConfigError, ScoreError, TransientScoreError
-from millrace.core.passages import Likelihoods, Passage
-from millrace.engines.embedded.scoring import ScoringEngine
-from millrace.episodes.tool_calls import FORMATS
-from millrace.models.packed_attention import PACKED_ATTENTION
-from millrace.models.vocabulary import vocabulary_checksum
+from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.environments.tools.calls import FORMATS
+from millrace.inference.embedded.scoring import ScoringEngine
+from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.models.directory import vocabulary_checksum
 from millrace.scoring.services.endpoint import Endpoint
 from millrace.scoring.teachers import remote
 from millrace.scoring.teachers.remote import RemoteTeacher
+from millrace.serving.api.replies import Health
+from millrace.serving.api.score import NoEngine, Readers, ReadModel
 from millrace.serving.listening import listening
 from millrace.serving.metrics import ServerMetrics
-from millrace.serving.options import Limits
-from millrace.serving.replies import Health
-from millrace.serving.score import NoEngine, Readers, ReadModel
+from millrace.serving.options import ServerLimits
 from millrace.serving.served import Served
 from millrace.serving.server import make_app
 
@@ -50,8 +50,8 @@ class LocalReader:
         self.calls: list[int] = []
 
     async def likelihoods(
-        self, passages: Sequence[Passage], *, timeout_s: float
-    ) -> list[Likelihoods]:
+        self, passages: Sequence[ScoreRequest], *, timeout_s: float
+    ) -> list[TokenLogprobs]:
         self.calls.append(len(passages))
         (told,) = self.engine.read([list(passages)], version=None)
         return told
@@ -69,7 +69,7 @@ async def serving(reader: LocalReader, *, vocabulary: str = VOCABULARY) -> Async
     )
     model = ReadModel(vocabulary=vocabulary, num_tokens=VOCAB, max_context=64)
     readers = Readers([reader], model=model, timeout_s=9)  # pyright: ignore
-    app = make_app(served, key=KEY, limits=Limits(), health=lambda: HEALTH, readers=readers)
+    app = make_app(served, key=KEY, limits=ServerLimits(), health=lambda: HEALTH, readers=readers)
     async with listening(app, host="127.0.0.1", port=0) as port:
         yield f"http://127.0.0.1:{port}/score"
     served.close()
@@ -89,19 +89,19 @@ async def asking(url: str, monkeypatch: pytest.MonkeyPatch, *, num_top: int = 3)
         await teacher.close()
 
 
-def passages() -> list[Passage]:
+def passages() -> list[ScoreRequest]:
     """Of one group: two that begin alike, of which one has two turns."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, VOCAB, 8)
     tokens = [np.concatenate([prompt, rng.integers(3, VOCAB, n)]).astype(np.int32) for n in (9, 20)]
     places = [np.arange(8, 17), np.concatenate([np.arange(8, 12), np.arange(20, 26)])]
     return [
-        Passage(tokens=t, positions=p.astype(np.int32), top_k=k, temperature=0.7)
+        ScoreRequest(tokens=t, positions=p.astype(np.int32), top_k=k, temperature=0.7)
         for t, p, k in zip(tokens, places, (3, 0), strict=True)
     ]
 
 
-def assert_equal(told: list[Likelihoods], asked: list[Passage]) -> None:
+def assert_equal(told: list[TokenLogprobs], asked: list[ScoreRequest]) -> None:
     (expected,) = local_engine().read([asked], version=None)
     for one, other in zip(told, expected, strict=True):
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
@@ -145,15 +145,17 @@ async def test_more_top_tokens_than_there_are_is_refused_when_the_run_starts(mon
     ("passage", "said"),
     [
         (
-            Passage(tokens=np.full(80, 3, np.int32), positions=np.arange(70, 80, dtype=np.int32)),
+            ScoreRequest(
+                tokens=np.full(80, 3, np.int32), positions=np.arange(70, 80, dtype=np.int32)
+            ),
             "read up to token 80, but the context holds 64",
         ),
         (
-            Passage(tokens=np.full(8, VOCAB, np.int32), positions=np.array([4], np.int32)),
+            ScoreRequest(tokens=np.full(8, VOCAB, np.int32), positions=np.array([4], np.int32)),
             f"has token {VOCAB}, but the model knows {VOCAB}",
         ),
         (
-            Passage(tokens=np.full(8, 3, np.int32), positions=np.array([0], np.int32)),
+            ScoreRequest(tokens=np.full(8, 3, np.int32), positions=np.array([0], np.int32)),
             "greater than or equal to 1",
         ),
     ],
@@ -186,7 +188,7 @@ TOLD = {"logprobs": ZERO, "top_ids": "", "top_logprobs": "", "version": None}
     ],
 )
 async def test_an_answer_that_is_none_is_asked_for_again(monkeypatch, answer, said):
-    passage = Passage(tokens=np.full(8, 3, np.int32), positions=np.array([4], np.int32))
+    passage = ScoreRequest(tokens=np.full(8, 3, np.int32), positions=np.array([4], np.int32))
     service = Service(lambda _: answer)
     service.first.append({**FACTS, "passages": []})  # when it starts
     async with running(service), asking(service.url, monkeypatch) as teacher:
@@ -199,7 +201,7 @@ async def test_an_answer_that_is_none_is_asked_for_again(monkeypatch, answer, sa
 def served_url(tmp_path) -> Iterator[str]:
     """Of a server that reads and does not write."""
     save_model(tmp_path / "model")
-    command = [sys.executable, "-m", "millrace.cli", "serve", str(tmp_path / "model")]
+    command = [sys.executable, "-m", "millrace.cli.main", "serve", str(tmp_path / "model")]
     options = ["--engines", "0", "--scorers", "1", "--port", "0", "--log-dir", str(tmp_path)]
     process = subprocess.Popen(
         [*command, *options, "--engine.device", "cpu"],

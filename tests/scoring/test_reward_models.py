@@ -8,19 +8,19 @@ from tiny_classifier import make_tiny_classifier
 from tiny_model import make_tiny_model
 from transformers import AutoTokenizer
 
-from millrace.cluster.messages import Reading
+from millrace.cluster.messages import StepReading
 from millrace.config import ScorerConfig
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task, Turn
-from millrace.scoring.advantages import ReturnAdvantages
-from millrace.scoring.combining import combine
+from millrace.scoring.advantages.estimators import ReturnAdvantages
 from millrace.scoring.registry import spec_of
+from millrace.scoring.reward_models.process import StepReader
 from millrace.scoring.reward_models.process_reward_model import ProcessRewardScorer
 from millrace.scoring.reward_models.reward_model import RewardModel, RewardModelScorer
 from millrace.scoring.reward_models.settings import ModelSettings
-from millrace.scoring.reward_models.step_reader import StepReader
 from millrace.scoring.reward_models.steps import build_steps
 from millrace.scoring.reward_models.texts import Texts
+from millrace.scoring.shaping.combine import combine
 
 BY_EQUALS = build_steps({"by": "delimiter", "delimiter": "="}, section="scorer.steps")
 
@@ -39,7 +39,7 @@ class Process:
     """Stands for a model's process: values are read from a list, readings are kept."""
 
     def __init__(self, *values: list[float]) -> None:
-        self.readings: list[Reading] = []
+        self.readings: list[StepReading] = []
         self._values = list(values)
 
     async def read(self, readings, *, timeout_s):
@@ -127,14 +127,14 @@ async def test_what_is_not_finite_costs_its_group(tokenizer):
 
 def test_text_is_laid_in_the_models_own_tokens(tokenizer):
     steps = Texts(tokenizer, template="text", is_whole=False, separator="*")
-    tokens, ends = steps.lay(Reading(prompt="1+", pieces=["2", "ab"]))
+    tokens, ends = steps.lay(StepReading(prompt="1+", pieces=["2", "ab"]))
     assert tokenizer.decode(tokens) == "1+2*ab*"
     assert ends == [3, 6]
     of_ids = Texts(tokenizer, template="ids", is_whole=False, separator="*")
-    given = Reading(tokens=np.array(tokenizer.encode("1+2ab"), np.int32), ends=[2, 4])
+    given = StepReading(tokens=np.array(tokenizer.encode("1+2ab"), np.int32), ends=[2, 4])
     assert tokenizer.decode(of_ids.lay(given)[0]) == "1+2*ab*"
     whole = Texts(tokenizer, template="auto", is_whole=True, separator=None)
-    tokens, ends = whole.lay(Reading(prompt=[{"role": "user", "content": "1+"}], pieces=["2"]))
+    tokens, ends = whole.lay(StepReading(prompt=[{"role": "user", "content": "1+"}], pieces=["2"]))
     assert tokenizer.decode(tokens, skip_special_tokens=True) == "1+2"
     assert ends == [len(tokens) - 1]
 
@@ -148,10 +148,10 @@ def test_a_chat_goes_through_the_template_of_the_models_own_tokenizer(tokenizer)
         "{% if add_generation_prompt %}a{% endif %}",
     ):
         whole = Texts(tokenizer, template="auto", is_whole=True, separator=None)
-        tokens, _ = whole.lay(Reading(prompt=chat, pieces=["2"]))
+        tokens, _ = whole.lay(StepReading(prompt=chat, pieces=["2"]))
         assert tokenizer.decode(tokens, skip_special_tokens=True) == "1=a2="
         steps = Texts(tokenizer, template="chat", is_whole=False, separator=None)
-        tokens, ends = steps.lay(Reading(prompt="1", pieces=["2", "3"]))
+        tokens, ends = steps.lay(StepReading(prompt="1", pieces=["2", "3"]))
         assert tokenizer.decode(tokens, skip_special_tokens=True) == "1=a23"
         assert ends == [len(tokens) - 2, len(tokens) - 1]
 

@@ -10,17 +10,17 @@ import psutil
 import pytest
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Progress
+from millrace.cluster.messages import WorkerProgress
 from millrace.core.errors import ConfigError, Filtered, RunFailed, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
-from millrace.envs.generators import Puzzles
-from millrace.envs.tasks import load_tasks
-from millrace.scoring import workers as scorer_workers
-from millrace.scoring.advantages import BatchAdvantages, GroupAdvantages
+from millrace.scoring.advantages.estimators import BatchAdvantages, GroupAdvantages
+from millrace.scoring.functions import workers as scorer_workers
 from millrace.scoring.pool import build_scorer_pool
 from millrace.scoring.registry import ScorerSpec, check_specs, spec_of_function
-from millrace.scoring.shaping import build_shaping
-from millrace.verifiers import Numeric, PythonTests, ReasoningGym
+from millrace.scoring.shaping.shaping import build_shaping
+from millrace.scoring.verifiers import Numeric, PythonTests, ReasoningGym
+from millrace.tasks.generators import Puzzles
+from millrace.tasks.loading import load_tasks
 
 
 def group(*completions: str, number: int = 12, prompt="1+1=", **columns) -> Group:
@@ -50,7 +50,7 @@ def spec(function: str, **settings) -> ScorerSpec:
 
 def scorer_processes() -> list[psutil.Process]:
     children = psutil.Process().children()
-    return [child for child in children if "millrace.workers.scorer" in child.cmdline()]
+    return [child for child in children if "millrace.scoring.functions.worker" in child.cmdline()]
 
 
 def judge_processes() -> list[psutil.Process]:
@@ -58,7 +58,7 @@ def judge_processes() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "millrace.sandbox.judge" in " ".join(process.cmdline()):
+            if "millrace.scoring.sandbox.judge" in " ".join(process.cmdline()):
                 found.append(process)
     return found
 
@@ -424,7 +424,10 @@ async def test_the_timeline_shows_what_a_worker_runs(open_pool):
     await pool.score(group("0.6"))
     await asyncio.sleep(0.4)
     spans = [
-        span for event in open_pool.events if isinstance(event, Progress) for span in event.spans
+        span
+        for event in open_pool.events
+        if isinstance(event, WorkerProgress)
+        for span in event.spans
     ]
     busy = [span for span in spans if span.name == "sleeps"]
     assert all(span.busy and span.worker == "scorer-0" for span in busy)

@@ -9,7 +9,7 @@ from scoring_service import Service, open_pool, running, scores_of
 
 from millrace.config import load_config
 from millrace.core.errors import ScoreError
-from millrace.watch.run_dir import RunDir
+from millrace.monitoring.run_dir import RunDir
 
 SECRET = "sk-planted-0123456789"
 QUICK = {"backoff_s": 0.001, "breaker_s": 0.01, "retries": 1}

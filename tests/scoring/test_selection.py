@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from scored_groups import scored, totals_of
 
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.scoring.selection import FirstSelection, RocSelection, build_selection, select
-from millrace.scoring.shaping import Shaping
+from millrace.scoring.shaping.selection import FirstSelection, RocSelection, build_selection, select
+from millrace.scoring.shaping.shaping import Shaping
 
 
 def test_of_successes_the_cleanest_are_kept_then_the_shortest():

@@ -20,18 +20,18 @@ from millrace.cluster.messages import (
     ScoreTokens,
     StartTeacher,
     Stop,
-    Swap,
     Swapped,
+    SwapWeights,
     TokensScored,
 )
 from millrace.cluster.worker import Worker
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, MillraceError, WeightError
-from millrace.core.passages import Likelihoods, Passage
+from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.scoring.teachers import worker as teacher_worker
+from millrace.scoring.teachers.history import Following
 from millrace.scoring.teachers.settings import ReaderSettings
-from millrace.weights.history import Following
 from millrace.weights.sender import make_sender
-from millrace.workers import teacher as teacher_worker
 
 NUM_PROMPT, NUM_SAMPLED = 8, 24
 
@@ -54,20 +54,20 @@ def start_message(path: Path, *, following: Following | None = None, **settings)
 
 
 async def start_teacher(hub: Hub, path: Path, **settings) -> Worker:
-    worker = await hub.launch("teacher-0", "millrace.workers.teacher")
+    worker = await hub.launch("teacher-0", "millrace.scoring.teachers.worker")
     assert isinstance(await worker.call(start_message(path, **settings)), Done)
     return worker
 
 
-def passage(seed: int) -> Passage:
+def passage(seed: int) -> ScoreRequest:
     rng = np.random.default_rng(seed)
     prompt = np.random.default_rng(0).integers(3, VOCAB, NUM_PROMPT)
     tokens = np.concatenate([prompt, rng.integers(3, VOCAB, NUM_SAMPLED)]).astype(np.int32)
     positions = np.arange(NUM_PROMPT, len(tokens), dtype=np.int32)
-    return Passage(tokens=tokens, positions=positions, top_k=3)
+    return ScoreRequest(tokens=tokens, positions=positions, top_k=3)
 
 
-def plain_logprobs(passage: Passage, model: PreTrainedModel) -> np.ndarray:
+def plain_logprobs(passage: ScoreRequest, model: PreTrainedModel) -> np.ndarray:
     """By plain transformers."""
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(passage.tokens).long()[None]).logits[0]
@@ -76,7 +76,7 @@ def plain_logprobs(passage: Passage, model: PreTrainedModel) -> np.ndarray:
     return logprobs.gather(1, targets[:, None]).squeeze(1).numpy()
 
 
-async def ask(teacher: Worker, passages: list[Passage]) -> list[Likelihoods]:
+async def ask(teacher: Worker, passages: list[ScoreRequest]) -> list[TokenLogprobs]:
     reply = await teacher.call(ScoreTokens(passages=passages), timeout_s=60)
     assert isinstance(reply, TokensScored)
     return reply.likelihoods
@@ -109,7 +109,7 @@ def test_a_teacher_answers_many_at_once_and_refuses_what_it_cannot_do(link, tmp_
             assert likelihoods.top_ids.shape == likelihoods.top_logprobs.shape == (NUM_SAMPLED, 3)
     sender = make_sender("shm", dtype=torch.float32)
     with pytest.raises(MillraceError, match="cannot take Swap"):
-        link.call(Swap(update=sender.publish(1, weights(seed=1)))).result()
+        link.call(SwapWeights(update=sender.publish(1, weights(seed=1)))).result()
     sender.close()
 
 
@@ -118,12 +118,14 @@ def test_a_teacher_follows_the_average_and_survives_weights_it_cannot_use(link, 
     link.call(start_message(tmp_path / "model", following=Following(ema=0.5, every=2))).result()
     sender = make_sender("shm", dtype=torch.float32)
     first, second = (sender.publish(v, weights(seed=v)) for v in (1, 2))
-    assert link.call(Swap(update=first)).result().version == 0  # not due: it is only averaged
+    assert (
+        link.call(SwapWeights(update=first)).result().version == 0
+    )  # not due: it is only averaged
     spoiled = {name: w[..., :1] for name, w in weights(seed=1).items()}
     sender.release(1)
     with pytest.raises(WeightError):
-        link.call(Swap(update=sender.publish(9, spoiled))).result()
-    assert link.call(Swap(update=second)).result().version == 2
+        link.call(SwapWeights(update=sender.publish(9, spoiled))).result()
+    assert link.call(SwapWeights(update=second)).result().version == 2
     sender.close()
     averaged = tiny_model("qwen3")
     with torch.no_grad():
@@ -145,14 +147,14 @@ async def test_a_swap_in_the_middle_of_scoring_never_mixes_versions_in_a_sequenc
     async def refresh() -> None:
         for version in versions:
             update = sender.publish(version, weights(seed=version))
-            reply = await teacher.call(Swap(update=update), timeout_s=60)
+            reply = await teacher.call(SwapWeights(update=update), timeout_s=60)
             assert isinstance(reply, Swapped)
             assert reply.version == version
             sender.release(version)
 
     passages = [passage(seed) for seed in range(4)]
     refreshing = asyncio.create_task(refresh())
-    told: list[list[Likelihoods]] = []
+    told: list[list[TokenLogprobs]] = []
     while not refreshing.done():  # several calls of several passes each are always under way
         told += await asyncio.gather(*(ask(teacher, passages) for _ in range(4)))
     told.append(await ask(teacher, passages))
@@ -180,13 +182,13 @@ def test_who_takes_the_place_of_a_self_teacher_goes_on_from_what_it_was(tmp_path
     )
     sender = make_sender("shm", dtype=torch.float32)
     update = sender.publish(4, weights(seed=4))
-    told: list[Likelihoods] = []
+    told: list[TokenLogprobs] = []
     for is_first in (True, False):
         link = FakeLink()
         with in_thread(lambda link=link: teacher_worker.main(link, "teacher-0")):  # pyright: ignore[reportArgumentType]
             link.call(start).result()
             if is_first:
-                assert link.call(Swap(update=update)).result().version == 4
+                assert link.call(SwapWeights(update=update)).result().version == 4
             told += link.call(ScoreTokens(passages=[passage(3)])).result().likelihoods
             link.call(Stop()).result()
     sender.close()
@@ -205,7 +207,7 @@ def test_a_past_that_cannot_be_written_costs_nothing_but_itself(link, tmp_path, 
     sender = make_sender("shm", dtype=torch.float32)
     for version in (1, 2):
         update = sender.publish(version, weights(seed=version))
-        assert link.call(Swap(update=update)).result().version == version
+        assert link.call(SwapWeights(update=update)).result().version == version
         sender.release(version)
     sender.close()
     assert "teacher.safetensors cannot be written" in capfd.readouterr().err

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from fakes import make_group
 
-from millrace.cluster.messages import StartTeacher, Swap, Swapped, TokensScored
+from millrace.cluster.messages import StartTeacher, Swapped, SwapWeights, TokensScored
 from millrace.core.errors import ScoreError, WorkerError
-from millrace.core.passages import Likelihoods, Passage
 from millrace.core.records import Group, Prompt, Task
+from millrace.core.score_requests import ScoreRequest, TokenLogprobs
 from millrace.core.weight_update import WeightUpdate
 from millrace.scoring.teachers.process import TeacherProcess
 from millrace.scoring.teachers.scorers import ReferenceScorer, TeacherScorer, hinted_prompt
@@ -23,15 +23,15 @@ class FormulaProcess:
     name = "teacher"
 
     def __init__(self, *, version: int | None = None) -> None:
-        self.asked: list[Passage] = []
+        self.asked: list[ScoreRequest] = []
         self._version = version
 
     async def likelihoods(
-        self, passages: Sequence[Passage], *, timeout_s: float
-    ) -> list[Likelihoods]:
+        self, passages: Sequence[ScoreRequest], *, timeout_s: float
+    ) -> list[TokenLogprobs]:
         self.asked += passages
         return [
-            Likelihoods(
+            TokenLogprobs(
                 logprobs=(-p.tokens[p.positions] - p.positions / 100).astype(np.float32),
                 top_ids=np.tile(np.arange(p.top_k, dtype=np.int32), (len(p.positions), 1)),
                 top_logprobs=np.full((len(p.positions), p.top_k), -2.0, np.float32),
@@ -164,7 +164,7 @@ class MortalWorker:
             if not self.dead.done():
                 self.dead.set_result(error)
             raise error
-        if isinstance(message, Swap):
+        if isinstance(message, SwapWeights):
             return Swapped(version=message.update.version, stage_ms=0.0, gap_ms=0.0)
         return TokensScored(likelihoods=[])
 

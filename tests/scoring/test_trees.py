@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from millrace.core.records import Branching, Episode, Group, Rollout, Sampling, Score, Task
-from millrace.scoring.advantages import with_advantages
-from millrace.scoring.agents import by_agent
-from millrace.scoring.trees import TreeAdvantages
+from millrace.scoring.advantages.by_agent import by_agent
+from millrace.scoring.advantages.estimators import with_advantages
+from millrace.scoring.advantages.tree import TreeAdvantages
 
 LOCAL = TreeAdvantages(normalize_std=False, weigh_shared=False)
 WEIGHED = TreeAdvantages(normalize_std=False)

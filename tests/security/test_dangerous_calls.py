@@ -38,7 +38,7 @@ ALLOWED = {
     # "module:name" in the user's own settings: to run that function is what was asked for.
     "core/references.py: import_module(name)",
     # Names that are written in our own code.
-    "__init__.py: import_module('millrace.verifiers')",
+    "__init__.py: import_module('millrace.scoring.verifiers')",
     "__init__.py: import_module(_HOMES[name])",
     "commands.py: import_module(f'millrace.bench.{args.bench}')",
     "adapters/verifiers_env.py: import_module('verifiers.v1')",

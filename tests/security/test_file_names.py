@@ -9,14 +9,14 @@ from fake_checkpoint import write_fake_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.cluster.guests.join import _Crew
 from millrace.cluster.hub import Hub
-from millrace.cluster.messages import Place
+from millrace.cluster.join.host import _HostWorkers
+from millrace.cluster.messages import JoinPlace
 from millrace.config import load_config
 from millrace.core.errors import CheckpointError, ConfigError
-from millrace.core.file_names import check_file_name
+from millrace.core.files import check_file_name
 from millrace.scoring.registry import check_specs, spec_of
-from millrace.training.checkpoints import prune_checkpoints
+from millrace.training.checkpoints.directory import prune_checkpoints
 
 LEADING_AWAY = ["../x", "/etc/x", "a/b", "..", ".", "", "a\\b", "a\nb", "x" * 300, "a\x00b"]
 
@@ -48,8 +48,8 @@ class SilentLine:
 
 
 async def test_a_host_that_joins_starts_no_worker_whose_name_leads_away(tmp_path: Path):
-    crew = _Crew(SilentLine(), ticket=None)  # type: ignore[arg-type]
-    places = [Place(name="../../engine", token="t")]
+    crew = _HostWorkers(SilentLine(), ticket=None)  # type: ignore[arg-type]
+    places = [JoinPlace(name="../../engine", token="t")]
     with pytest.raises(ConfigError, match=r"A worker of this run has the name '\.\./\.\./engine'"):
         await crew.serve(places, module="no_such_module", log_dir=tmp_path)
 

@@ -13,14 +13,14 @@ import msgspec
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from millrace.cluster.guests.ticket import Ticket, read_ticket
+from millrace.cluster.join.ticket import JoinTicket, read_ticket
 from millrace.cluster.wire import ARRAY_CODE, DTYPES, WireError, decode
 from millrace.core.errors import ConfigError
-from millrace.episodes.tool_calls import FORMATS
-from millrace.serving.bodies import ChatBody, CompletionBody, GenerateBody, read_body
-from millrace.serving.errors import ApiError
-from millrace.serving.messages import read_messages
-from millrace.training.checkpoints import damage_to
+from millrace.environments.tools.calls import FORMATS
+from millrace.serving.api.bodies import ChatBody, CompletionBody, GenerateBody, read_body
+from millrace.serving.api.errors import ApiError
+from millrace.serving.api.messages import read_messages
+from millrace.training.checkpoints.directory import damage_to
 
 MOST_BYTES = 4 * 2**20  # that a few hundred hostile bytes may cost
 E = TypeVar("E", bound=Exception)
@@ -93,7 +93,7 @@ def test_shapes_that_promise_gigabytes_cost_nothing(index, dtype, shape, frame):
 
 
 TICKET = msgspec.json.encode(
-    Ticket(
+    JoinTicket(
         address="tcp://10.0.0.1:5000",
         heartbeat_timeout_s=30.0,
         server_key="s" * 40,

@@ -14,8 +14,8 @@ import psutil
 
 KEY = "a-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-_COMMAND = [sys.executable, "-m", "millrace.cli", "serve"]
-_ENGINE = "millrace.workers.engine"
+_COMMAND = [sys.executable, "-m", "millrace.cli.main", "serve"]
+_ENGINE = "millrace.inference.worker"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from writing_engine import WritingEngine, cut_out, served, until, written
 from millrace.core.errors import WorkerError
 from millrace.core.protocols import Engine, OnCompletion, OnTokens
 from millrace.core.records import Completion, Request
-from millrace.engines.pool import EnginePool
+from millrace.inference.pool import EnginePool
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Count."}]}
 TEXT = "one two three four"

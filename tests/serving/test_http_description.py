@@ -18,13 +18,13 @@ from in_process_engine import InProcessEngine
 from schemathesis import GenerationMode
 
 from millrace.config import EngineConfig
-from millrace.engines.embedded.build import build_engine
-from millrace.episodes.tool_calls import FORMATS
+from millrace.environments.tools.calls import FORMATS
+from millrace.inference.embedded.build import build_engine
+from millrace.serving.api.openapi import describe
+from millrace.serving.api.replies import Health
 from millrace.serving.listening import listening
 from millrace.serving.metrics import ServerMetrics
-from millrace.serving.openapi import describe
-from millrace.serving.options import Limits
-from millrace.serving.replies import Health
+from millrace.serving.options import ServerLimits
 from millrace.serving.served import Served
 from millrace.serving.server import make_app
 
@@ -45,7 +45,7 @@ async def serve(model: Path, *, ready: "Future[tuple[str, asyncio.Event]]") -> N
         tool_format=FORMATS["hermes"],
         metrics=ServerMetrics(),
     )
-    app = make_app(served, key=KEY, limits=Limits(), health=lambda: HEALTH)
+    app = make_app(served, key=KEY, limits=ServerLimits(), health=lambda: HEALTH)
     over = asyncio.Event()
     running = asyncio.create_task(remote.run())
     async with listening(app, host="127.0.0.1", port=0) as port:

@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 from writing_engine import WritingEngine, served, until
 
-from millrace.serving.options import Limits
-from millrace.serving.rate import MAX_CLIENTS, RateLimit
+from millrace.serving.listening import MAX_CLIENTS, RateLimit
+from millrace.serving.options import ServerLimits
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 SOON_S = 0.2
@@ -22,7 +22,7 @@ def port_of(client) -> int:
 
 
 async def test_who_asks_too_often_is_told_when_to_come_again():
-    async with served(WritingEngine("x"), limits=Limits(rate=3.0)) as client:
+    async with served(WritingEngine("x"), limits=ServerLimits(rate=3.0)) as client:
         url = f"http://127.0.0.1:{port_of(client)}"
         async with aiohttp.ClientSession() as http:
             found = [await http.get(f"{url}/v1/models") for _ in range(8)]
@@ -35,7 +35,7 @@ async def test_who_asks_too_often_is_told_when_to_come_again():
 
 
 async def test_strangers_do_not_use_up_what_holders_of_the_key_may_ask():
-    async with served(WritingEngine("x"), key="right", limits=Limits(rate=1.0)) as client:
+    async with served(WritingEngine("x"), key="right", limits=ServerLimits(rate=1.0)) as client:
         url = f"http://127.0.0.1:{port_of(client)}/v1/models"
         async with aiohttp.ClientSession() as http:
             wrong = {"Authorization": "Bearer wrong"}
@@ -80,7 +80,7 @@ async def closed(reader: asyncio.StreamReader) -> None:
 
 @pytest.mark.parametrize("head", [b"", b"GET /hea", HEAD], ids=["silent", "half a line", "headers"])
 async def test_a_head_that_trickles_in_is_cut_off(head: bytes):
-    async with served(WritingEngine("x"), limits=Limits(patience_s=SOON_S)) as client:
+    async with served(WritingEngine("x"), limits=ServerLimits(patience_s=SOON_S)) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(client))
 
         async def trickle() -> None:
@@ -96,7 +96,7 @@ async def test_a_head_that_trickles_in_is_cut_off(head: bytes):
 
 
 async def test_a_body_that_trickles_in_is_refused():
-    async with served(WritingEngine("x"), limits=Limits(patience_s=SOON_S)) as client:
+    async with served(WritingEngine("x"), limits=ServerLimits(patience_s=SOON_S)) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(client))
         writer.write(HEAD + b"Content-Length: 1000\r\n\r\n{")
         async with asyncio.timeout(LATE_S):
@@ -106,7 +106,7 @@ async def test_a_body_that_trickles_in_is_refused():
 
 async def test_a_client_that_takes_nothing_loses_its_places():
     engine = WritingEngine("a story that is longer than all buffers between us " * 4_000)
-    async with served(engine, limits=Limits(patience_s=SOON_S)) as client:
+    async with served(engine, limits=ServerLimits(patience_s=SOON_S)) as client:
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.setblocking(False)
@@ -121,7 +121,7 @@ async def test_a_client_that_takes_nothing_loses_its_places():
 
 
 async def test_more_connections_than_the_limit_are_closed_at_once():
-    async with served(WritingEngine("x"), limits=Limits(connections=3)) as client:
+    async with served(WritingEngine("x"), limits=ServerLimits(connections=3)) as client:
         opened = [await asyncio.open_connection("127.0.0.1", port_of(client)) for _ in range(4)]
         await closed(opened[3][0])
         for reader, writer in opened:

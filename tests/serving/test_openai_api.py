@@ -10,8 +10,8 @@ from chat_model import IM_END, chat_tokenizer
 from writing_engine import WritingEngine, served, until
 
 from millrace.core.errors import TaskError, WorkerError
-from millrace.serving.options import Limits
-from millrace.serving.replies import Health
+from millrace.serving.api.replies import Health
+from millrace.serving.options import ServerLimits
 
 ASK = [{"role": "user", "content": "What is 2 + 3?"}]
 ADD = {
@@ -395,7 +395,7 @@ async def test_parts_of_text_are_text_and_developers_are_the_system():
     ids=["cut", "binary", "deep", "list", "half", "nan", "type", "large"],
 )
 async def test_a_body_that_is_none_is_refused_in_the_apis_form(body, type, status, words):
-    limits = Limits(body_bytes=2048) if len(body) == 3000 else None
+    limits = ServerLimits(body_bytes=2048) if len(body) == 3000 else None
     async with served(WritingEngine("x"), limits=limits) as client:
         url, headers = f"{client.base_url}chat/completions", {"Content-Type": type}
         async with (
@@ -487,7 +487,7 @@ async def test_a_client_that_leaves_ends_its_request(stream):
 
 async def test_more_requests_than_the_limit_are_told_to_come_later():
     engine = WritingEngine("x")
-    async with served(engine, limits=Limits(requests=2)) as client:
+    async with served(engine, limits=ServerLimits(requests=2)) as client:
         engine.gate.clear()
         ask = {"model": "tiny", "messages": ASK}
         waiting = [asyncio.create_task(client.chat.completions.create(**ask)) for _ in range(2)]

@@ -1,6 +1,6 @@
 import pytest
 
-from millrace.cli import main
+from millrace.cli.main import main
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from millrace.engines.embedded.stopping import Stopping
-from millrace.serving.text_stream import TextStream
+from millrace.inference.embedded.scheduling.stopping import Stopping
+from millrace.serving.api.streaming import TextStream
 
 TEXTS = ["a", "b", "ab", "é", "→", "🙂", " ", "STOP", "<|end|>"]
 STOPS = ["ab", "ba", "STOP", "→ ", "🙂b", "aab"]

@@ -12,11 +12,11 @@ from openai import AsyncOpenAI
 
 from millrace.core.protocols import Generator, OnTokens
 from millrace.core.records import Completion, Request
-from millrace.episodes.tool_calls import FORMATS
+from millrace.environments.tools.calls import FORMATS
+from millrace.serving.api.replies import Health
 from millrace.serving.listening import listening
 from millrace.serving.metrics import ServerMetrics
-from millrace.serving.options import Limits
-from millrace.serving.replies import Health
+from millrace.serving.options import ServerLimits
 from millrace.serving.served import Served
 from millrace.serving.server import make_app
 
@@ -84,7 +84,7 @@ async def served(
     engine: Generator,
     *,
     key: str | None = None,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     form: str = "hermes",
     health: Callable[[], Health] = lambda: WELL,
 ) -> AsyncIterator[AsyncOpenAI]:
@@ -98,7 +98,7 @@ async def served(
         tool_format=FORMATS[form],
         metrics=ServerMetrics(),
     )
-    limits = limits or Limits()
+    limits = limits or ServerLimits()
     app = make_app(model, key=key, limits=limits, health=health)
     async with listening(app, host="127.0.0.1", port=0, limits=limits) as port:
         url = f"http://127.0.0.1:{port}/v1"

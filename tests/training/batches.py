@@ -10,11 +10,11 @@ from architectures import VOCAB
 
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Episode, Group, Kept, Rollout, Sampling, Task
-from millrace.models.packed_attention import PACKED_ATTENTION
-from millrace.staging.packing import pack
-from millrace.training.objectives.policy_loss import PolicyLoss
+from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
-from millrace.training.technique import Technique
+from millrace.training.packing.packer import pack
+from millrace.training.settings import TrainSettings
 from millrace.training.trainer import Trainer
 
 
@@ -112,10 +112,10 @@ def trainer_of(model, *, loss=None, learning_rate: float = 1e-2, **settings) -> 
     )
 
 
-def technique_from(settings: dict[str, Any]) -> Technique:
+def technique_from(settings: dict[str, Any]) -> TrainSettings:
     """Of those settings that are of the technique; takes them out."""
-    names = [field.name for field in dataclasses.fields(Technique) if field.name in settings]
-    return Technique(**{name: settings.pop(name) for name in names})
+    names = [field.name for field in dataclasses.fields(TrainSettings) if field.name in settings]
+    return TrainSettings(**{name: settings.pop(name) for name in names})
 
 
 def in_order_of(rollouts: list[Rollout], microbatch: Microbatch) -> list[Rollout]:

@@ -9,10 +9,9 @@ from batches import technique_from
 
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Score, Task, Turn
-from millrace.models.packed_attention import PACKED_ATTENTION
-from millrace.staging.packing import pack
-from millrace.training.critic import Critic
-from millrace.training.estimation import Estimation
+from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.training.critic import Critic, Estimation
+from millrace.training.packing.packer import pack
 
 HEAD_SEED = 3
 

@@ -7,7 +7,7 @@ import pytest
 
 from millrace.cluster.messages import Copied, Message, SaveCheckpoint, Saved
 from millrace.core.errors import CheckpointError, MillraceError, WorkerError
-from millrace.training.checkpointing import Checkpointing
+from millrace.training.checkpoints.schedule import Checkpointing
 from millrace.training.past_steps import StepsInMemory
 from millrace.training.remote import RemoteTrainer
 

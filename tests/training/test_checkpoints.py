@@ -11,9 +11,9 @@ from full_disk import files_of_at_most
 from transformers import AutoModelForCausalLM
 
 from millrace.core.errors import CheckpointError, ConfigError
+from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.loading import load_model
-from millrace.models.packed_attention import PACKED_ATTENTION
-from millrace.training.checkpoints import (
+from millrace.training.checkpoints.directory import (
     CRITIC,
     Found,
     check_same_critic,

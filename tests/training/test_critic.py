@@ -18,10 +18,9 @@ from critics import (
 from transformers import AutoModelForCausalLM
 
 from millrace.core.errors import CheckpointError
-from millrace.training.checkpoints import CRITIC
-from millrace.training.critic import WEIGHTS_FILE
-from millrace.training.estimation import Estimation
-from millrace.training.objectives.policy_loss import PolicyLoss
+from millrace.training.checkpoints.directory import CRITIC
+from millrace.training.critic import WEIGHTS_FILE, Estimation
+from millrace.training.losses.policy_loss import PolicyLoss
 
 DISCOUNT, DECAY = 0.9, 0.8
 NUM = 7

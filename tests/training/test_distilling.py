@@ -9,11 +9,11 @@ from architectures import VOCAB, tiny_model
 from batches import batch_of, random_rollout, trainer_of
 
 from millrace.core.records import Rollout, Teaching
-from millrace.engines.embedded.scoring import ScoringEngine
-from millrace.models.packed_attention import PACKED_ATTENTION
+from millrace.inference.embedded.scoring import ScoringEngine
+from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.scoring.teachers.scorers import passage_of
-from millrace.training.objectives.recipes import build_loss
-from millrace.training.splitting import halves
+from millrace.training.losses.recipes import build_loss
+from millrace.training.packing.splitting import halves
 
 
 def taught_rollouts(*, num_told: int, num: int = 4) -> list[Rollout]:

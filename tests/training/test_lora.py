@@ -10,11 +10,11 @@ from engine_rig import finish_all, letter_tokenizer, make_engine, make_request, 
 from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError
 from millrace.core.records import Rollout
-from millrace.engines.embedded.engine import EmbeddedEngine
-from millrace.models.trained_adapter import TrainedAdapter
-from millrace.rollout.renderer import Renderer
-from millrace.training.objectives.policy_loss import PolicyLoss
-from millrace.training.objectives.regularisers import ReferenceKl
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.models.lora.trained import TrainedAdapter
+from millrace.training.losses.policy_loss import PolicyLoss
+from millrace.training.losses.regularisers import ReferenceKl
 from millrace.training.trainer import Trainer
 
 LORA = LoraConfig(rank=4, alpha=8.0)

@@ -1,6 +1,6 @@
 import torch
 
-from millrace.training.loss_scale import LossScale
+from millrace.training.optimizer import LossScale
 
 
 def test_a_scale_that_is_off_is_one_and_stays_so():

@@ -6,7 +6,7 @@ import torch
 from architectures import tiny_model
 from batches import batch_of, mixed_rollouts, trainer_of
 
-from millrace.training.objectives.recipes import build_loss
+from millrace.training.losses.recipes import build_loss
 
 
 def rng() -> np.random.Generator:

@@ -5,7 +5,7 @@ import torch
 from architectures import tiny_model
 
 from millrace.training.optimizer import Schedule, build_optimizer
-from millrace.training.technique import Technique
+from millrace.training.settings import TrainSettings
 
 
 def rates(steps, **settings):
@@ -38,7 +38,7 @@ def test_a_warm_up_as_long_as_the_run_has_no_fall():
 
 def test_norms_and_biases_do_not_decay():
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
-    optimizer = build_optimizer(model, Technique(weight_decay=0.1))
+    optimizer = build_optimizer(model, TrainSettings(weight_decay=0.1))
     decaying, steady = optimizer.param_groups
     assert [tuple(p.shape) for p in decaying["params"]] == [(3, 4)]
     assert decaying["weight_decay"] == 0.1
@@ -48,6 +48,6 @@ def test_norms_and_biases_do_not_decay():
 
 def test_tied_weights_are_optimised_once():
     model = tiny_model("qwen3")
-    optimizer = build_optimizer(model, Technique(weight_decay=0.1))
+    optimizer = build_optimizer(model, TrainSettings(weight_decay=0.1))
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert len(held) == len(set(held)) == len(list(model.parameters()))

@@ -6,7 +6,7 @@ import torch
 from architectures import ARCHITECTURES, tiny_model
 from batches import batch_of, mixed_rollouts, reference_logprobs, trainer_of
 
-from millrace.training.objectives.recipes import build_loss
+from millrace.training.losses.recipes import build_loss
 
 LEARNING_RATE = 1e-4
 

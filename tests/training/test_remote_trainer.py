@@ -12,8 +12,8 @@ from millrace.cluster.messages import (
     Release,
     SaveCheckpoint,
     Saved,
-    Step,
     Stepped,
+    TrainStep,
 )
 from millrace.core.errors import CheckpointError, WorkerError
 from millrace.core.weight_update import WeightUpdate
@@ -52,7 +52,7 @@ class FakeWorker:
             asyncio.get_running_loop().call_soon(self.dead.set_result, error)
             raise error
         match message:
-            case Step():
+            case TrainStep():
                 assert message.version == self.version + 1
                 self.version += 1
                 return Stepped(version=message.version, metrics={})
@@ -65,7 +65,7 @@ class FakeWorker:
 
     @property
     def steps(self):
-        return [(m.version, m.publish) for m in self.asked if isinstance(m, Step)]
+        return [(m.version, m.publish) for m in self.asked if isinstance(m, TrainStep)]
 
 
 def make_trainer(worker, *, version=0) -> RemoteTrainer:
@@ -86,7 +86,7 @@ async def test_a_step_in_flight_at_the_death_is_done_once_after_those_since_the_
     trainer = make_trainer(first)
     for version in (1, 2):
         await trainer.step(BATCH, version=version)
-    first.dies_at = Step
+    first.dies_at = TrainStep
     stepping = asyncio.create_task(trainer.step(BATCH, BATCH, version=3))
     await settle()
     assert not stepping.done()
@@ -99,7 +99,7 @@ async def test_a_step_in_flight_at_the_death_is_done_once_after_those_since_the_
 
 
 async def test_an_error_of_a_living_trainer_is_raised():
-    trainer = make_trainer(FakeWorker(stumbles_at=Step))
+    trainer = make_trainer(FakeWorker(stumbles_at=TrainStep))
     with pytest.raises(WorkerError, match="It failed"):
         await trainer.step(BATCH, version=1)
 

@@ -10,14 +10,14 @@ from astray import lead_astray
 from batches import batch_of, trainer_of
 from engine_rig import finish_all, letter_tokenizer, make_engine, make_request, prompt_of, weights
 
+from millrace.core.completions import unknown_id
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Completion, Request, Rollout
-from millrace.core.routes import unknown_id
-from millrace.models.router_search import find_routing
-from millrace.models.routing import Replay
-from millrace.rollout.renderer import Renderer
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.models.moe.router_search import find_routing
+from millrace.models.moe.routing import RouteReplay
 from millrace.training.layers import checkpoint_layers, compile_layers
-from millrace.training.splitting import halves
+from millrace.training.packing.splitting import halves
 from millrace.training.trainer import Trainer
 
 
@@ -31,7 +31,7 @@ def astray_engine(architecture: str = MIXTURE, **settings):
 def replaying(model, **settings) -> Trainer:
     routing = find_routing(model)
     assert routing is not None
-    return trainer_of(model, replay=Replay(routing), **settings)
+    return trainer_of(model, replay=RouteReplay(routing), **settings)
 
 
 def rollouts_of(requests: list[Request], done: dict[str, list[Completion]]) -> list[Rollout]:

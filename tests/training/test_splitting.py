@@ -7,9 +7,9 @@ from architectures import tiny_model
 from batches import batch_of, mixed_rollouts, random_rollout, sharing_rollouts, trainer_of
 
 from millrace.core.errors import RunFailed
-from millrace.models.packed_layout import PackedLayout
-from millrace.training.objectives.policy_loss import PolicyLoss
-from millrace.training.splitting import halves
+from millrace.models.attention.layout import PackedLayout
+from millrace.training.losses.policy_loss import PolicyLoss
+from millrace.training.packing.splitting import halves
 
 
 def rng() -> np.random.Generator:

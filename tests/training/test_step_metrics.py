@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from millrace.training.losses import Runs, TokenBatch
+from millrace.training.losses.loss import Runs, TokenBatch
 from millrace.training.metrics import StepMetrics
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from batches import batch_of, random_rollout
 
-from millrace.training.splitting import halves
+from millrace.training.packing.splitting import halves
 from millrace.training.token_batches import token_batch
 
 

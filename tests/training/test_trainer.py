@@ -16,9 +16,9 @@ from batches import (
 )
 
 from millrace.core.microbatch import Batch
-from millrace.training.loss_scale import LossScale
-from millrace.training.objectives.averages import Average
-from millrace.training.objectives.policy_loss import PolicyLoss
+from millrace.training.losses.policy_loss import PolicyLoss
+from millrace.training.losses.weights import LossAverage
+from millrace.training.optimizer import LossScale
 
 
 def rng() -> np.random.Generator:
@@ -70,7 +70,7 @@ def test_trainer_logprobs_are_those_of_a_plain_forward_of_each_sequence(architec
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 def test_a_batch_has_one_gradient_however_it_is_split(aggregation, kind):
     rollouts = rollouts_of(kind, num=10)
-    loss = PolicyLoss(average=Average(aggregation=aggregation))
+    loss = PolicyLoss(average=LossAverage(aggregation=aggregation))
     trainer = trainer_of(tiny_model("llama"), loss=loss)
     whole = batch_of(rollouts)
     split = batch_of(rollouts, microbatch_tokens=40 if kind == "unrelated" else 18)

@@ -10,7 +10,7 @@ from batches import batch_of, mixed_rollouts, random_rollout, sharing_rollouts, 
 from critics import critic_of, judged_batch
 from safetensors.torch import load_file
 
-from millrace.training.snapshot import STATE_FILE
+from millrace.training.checkpoints.snapshot import STATE_FILE
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,30 +13,30 @@ from tiny_model import ALPHABET, make_tiny_model
 from transformers import AutoTokenizer
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.link import Call
+from millrace.cluster.link import WorkerCall
 from millrace.cluster.messages import (
     Copied,
     Done,
     Generate,
     Message,
-    Progress,
     Published,
     Release,
     SaveCheckpoint,
     Saved,
     StartTrainer,
-    Step,
     Stepped,
     Stop,
+    TrainStep,
+    WorkerProgress,
 )
 from millrace.config import load_config
 from millrace.core.microbatch import Batch
 from millrace.core.records import Request, Sampling
 from millrace.core.spans import Timeline
-from millrace.training.checkpoint_writer import CheckpointWriter
-from millrace.training.checkpoints import damage_to, read_run_state
+from millrace.training.checkpoints.directory import damage_to, read_run_state
+from millrace.training.checkpoints.writer import CheckpointWriter
+from millrace.training.worker import build_trainer, main, start
 from millrace.weights.receiver import make_receiver
-from millrace.workers.trainer import build_trainer, main, start
 
 TIMEOUT_S = 30.0
 
@@ -45,11 +45,11 @@ class InProcessLink:
     """A link whose other end is the test."""
 
     def __init__(self) -> None:
-        self._calls: queue.Queue[Call] = queue.Queue()
+        self._calls: queue.Queue[WorkerCall] = queue.Queue()
         self._replies: queue.Queue[Message] = queue.Queue()
         self.events: queue.Queue[Message] = queue.Queue()
 
-    def receive(self, timeout_s: float | None = None) -> Call | None:
+    def receive(self, timeout_s: float | None = None) -> WorkerCall | None:
         try:
             return self._calls.get(timeout=timeout_s)
         except queue.Empty:
@@ -62,7 +62,7 @@ class InProcessLink:
         self._replies.put(message)
 
     def send(self, message: Message) -> None:
-        self._calls.put(Call(message, link=self, id=b"1"))
+        self._calls.put(WorkerCall(message, link=self, id=b"1"))
 
     def reply(self) -> Message:
         """The next one, to whatever call."""
@@ -131,7 +131,7 @@ def test_each_step_is_answered_and_its_weights_published(link, config):
     assert link.call(StartTrainer(config=config, checkpoint=None)) == Done()
     expected = build_trainer(load_config(config), path=config["model"]["path"])
     for version in (1, 2):
-        reply = link.call(Step(batch=batch(version), version=version))
+        reply = link.call(TrainStep(batch=batch(version), version=version))
         metrics = expected.step(batch(version))
         assert reply == Stepped(version=version, metrics=metrics)
         update = link.event(Published).update
@@ -146,7 +146,7 @@ def test_each_step_is_answered_and_its_weights_published(link, config):
 def test_with_lora_only_the_adapter_is_published(link, config):
     config = {**config, "engine": {"dtype": "bfloat16"}, "lora": {"rank": 2}}
     assert link.call(StartTrainer(config=config, checkpoint=None)) == Done()
-    link.call(Step(batch=batch(), version=1))
+    link.call(TrainStep(batch=batch(), version=1))
     update = link.event(Published).update
     weights = staged(update)
     assert len(weights) == 2 * 2 * 7  # factors, layers, projections
@@ -163,7 +163,7 @@ def test_a_critic_is_saved_and_restored_but_never_published(link, config, tmp_pa
     rollouts = [random_rollout(rng, sampled=n, vocab=len(ALPHABET)) for n in (3, 9, 5, 5)]
     step = judged_batch(rollouts)
     assert link.call(StartTrainer(config=config, checkpoint=None)) == Done()
-    first = link.call(Step(batch=step, version=1))
+    first = link.call(TrainStep(batch=step, version=1))
     assert {"value_loss", "explained_variance"} <= first.metrics.keys()
     assert first.metrics["value_mean"] == 0  # as it is before it has learned anything
     weights = staged(link.event(Published).update)
@@ -172,7 +172,7 @@ def test_a_critic_is_saved_and_restored_but_never_published(link, config, tmp_pa
     folder = tmp_path / "run" / "checkpoints" / "step_1"
     save(link, folder, version=1)
     link.call(Release(version=1))
-    second = link.call(Step(batch=step, version=2))
+    second = link.call(TrainStep(batch=step, version=2))
     resumed = build_trainer(load_config(config), path=str(folder))
     resumed.restore(folder)
     assert second == Stepped(version=2, metrics=resumed.step(step))
@@ -180,10 +180,10 @@ def test_a_critic_is_saved_and_restored_but_never_published(link, config, tmp_pa
 
 def test_progress_tells_spans_and_counters(link, config):
     link.call(StartTrainer(config=config, checkpoint=None))
-    reply = link.call(Step(batch=batch(), version=1))
+    reply = link.call(TrainStep(batch=batch(), version=1))
     spans = []
     while not {"start", "step", "publish", "a batch"} <= {span.name for span in spans}:
-        progress = link.event(Progress)
+        progress = link.event(WorkerProgress)
         spans += progress.spans
     assert progress.counters["steps"] == 1
     assert progress.counters["trained_tokens"] == reply.metrics["trained_tokens"] == 22
@@ -198,7 +198,7 @@ def test_a_checkpoint_holds_model_tokenizer_and_both_states(link, config, tmp_pa
     link.call(StartTrainer(config=config, checkpoint=None))
     folder = tmp_path / "run" / "checkpoints"
     for version in (1, 2, 3):
-        link.call(Step(batch=batch(version), version=version))
+        link.call(TrainStep(batch=batch(version), version=version))
         link.call(Release(version=link.event(Published).update.version))
         save(link, folder / f"step_{version}", version=version, run_state={"cursor": 7})
     assert {path.name for path in folder.iterdir()} == {"step_2", "step_3"}  # checkpoint.keep = 2
@@ -250,13 +250,13 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_are_no_part_of_it(
     if kind == "lora":
         config = load_config({**config, "lora": {"rank": 2}}).model_dump(mode="json")
     assert gated.call(StartTrainer(config=config, checkpoint=None)) == Done()
-    assert isinstance(gated.call(Step(batch=batch(1), version=1)), Stepped)
+    assert isinstance(gated.call(TrainStep(batch=batch(1), version=1)), Stepped)
     first = tmp_path / "run" / "checkpoints" / "step_1"
     assert gated.call(SaveCheckpoint(directory=str(first), run_state={})) == Copied()
     assert GatedWriter.began.wait(TIMEOUT_S)
     later = []
     for version in (2, 3):  # each is answered, and the checkpoint is not
-        later.append(gated.call(Step(batch=batch(version), version=version)))
+        later.append(gated.call(TrainStep(batch=batch(version), version=version)))
         assert isinstance(later[-1], Stepped)
     assert not first.exists()
     # The next checkpoint waits for this one: there is one copy at a time.
@@ -290,7 +290,7 @@ def test_a_trainer_started_from_a_checkpoint_goes_on_from_its_step(link, config,
     trainer.save(tmp_path / "step_1")
     metrics = trainer.step(batch(2))
     assert link.call(StartTrainer(config=config, checkpoint=str(tmp_path / "step_1"))) == Done()
-    assert link.call(Step(batch=batch(2), version=2)) == Stepped(version=2, metrics=metrics)
+    assert link.call(TrainStep(batch=batch(2), version=2)) == Stepped(version=2, metrics=metrics)
 
 
 def test_a_failed_call_is_answered_and_the_trainer_goes_on(link, config, tmp_path):
@@ -302,20 +302,20 @@ def test_a_failed_call_is_answered_and_the_trainer_goes_on(link, config, tmp_pat
     assert reply.kind == "CheckpointError"
     request = Request(id="0", prompt=np.zeros(1, np.int32), sampling=Sampling())
     assert "does not know Generate" in link.call(Generate(request=request)).reason
-    assert link.call(Step(batch=batch(), version=1)).version == 1
+    assert link.call(TrainStep(batch=batch(), version=1)).version == 1
 
 
 def test_a_skipped_step_publishes_a_version_with_the_weights_of_the_one_before(link, config):
     link.call(StartTrainer(config=config, checkpoint=None))
     expected = build_trainer(load_config(config), path=config["model"]["path"]).named_weights()
-    reply = link.call(Step(batch=poisoned_batch(), version=1))
+    reply = link.call(TrainStep(batch=poisoned_batch(), version=1))
     assert (reply.version, reply.skipped, reply.metrics["updates_skipped"]) == (1, (0,), 1)
     update = link.event(Published).update
     assert update.version == 1
     for name, weight in staged(update).items():
         assert torch.equal(weight, expected[name]), name
     link.call(Release(version=1))
-    reply = link.call(Step(batch=batch(), version=2, more=(poisoned_batch(),)))
+    reply = link.call(TrainStep(batch=batch(), version=2, more=(poisoned_batch(),)))
     assert (reply.version, reply.skipped) == (2, (1,))
 
 
@@ -330,11 +330,11 @@ def test_a_model_that_is_not_there_is_one_sentence(link, config):
 async def test_a_real_trainer_process_steps_publishes_and_stops(config, tmp_path):
     events = []
     async with Hub(log_dir=tmp_path, on_event=lambda _, event: events.append(event)) as hub:
-        worker = await hub.launch("trainer", "millrace.workers.trainer")
+        worker = await hub.launch("trainer", "millrace.training.worker")
         await worker.call(StartTrainer(config=config, checkpoint=None))
-        stepped = await worker.call(Step(batch=batch(), version=1))
+        stepped = await worker.call(TrainStep(batch=batch(), version=1))
         assert isinstance(stepped, Stepped)
-        await worker.call(Step(batch=batch(1), version=2))
+        await worker.call(TrainStep(batch=batch(1), version=2))
         await worker.stop()
     assert 1 in [event.update.version for event in events if isinstance(event, Published)]
     assert (tmp_path / "trainer.log").read_text() == ""

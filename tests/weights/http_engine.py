@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from millrace.weights.carriers.disk import MARKER
+from millrace.weights.transports.disk import MARKER
 
 
 class HttpEngine:

@@ -2,7 +2,7 @@ import asyncio
 
 from millrace.core.errors import WeightError
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.courier import Courier
+from millrace.weights.broadcaster import Courier
 
 
 def make_update(version):

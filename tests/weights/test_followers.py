@@ -2,7 +2,7 @@ import asyncio
 from contextlib import suppress
 
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.followers import Followers
+from millrace.weights.broadcaster import Followers
 
 
 def update(version: int) -> WeightUpdate:

@@ -13,9 +13,9 @@ import sharded_trainer as trainer
 import torch
 
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.carriers.disk import MARKER
 from millrace.weights.receiver import make_receiver
 from millrace.weights.sender import make_sender
+from millrace.weights.transports.disk import MARKER
 
 
 class Ranks:

@@ -6,8 +6,8 @@ from pathlib import Path
 from http_engine import HttpEngine
 
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.carriers.disk import MARKER, MODEL_FILE
 from millrace.weights.notifier import Notifier
+from millrace.weights.transports.disk import MARKER, MODEL_FILE
 
 
 def committed(version: int, folder: Path) -> WeightUpdate:

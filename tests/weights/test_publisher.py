@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.core.errors import ConfigError, WeightError
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.outlet import NoSpace
-from millrace.weights.publisher import Publisher, Snapshot
+from millrace.weights.publisher import Publisher, WeightSnapshot
 from millrace.weights.receiver import make_receiver
+from millrace.weights.send_backend import NoSpace
 from millrace.weights.sender import make_sender
 
 
@@ -239,7 +239,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_a_snapshot_of_a_known_layout_is_one_operation_into_the_same_memory():
-    snapshot = Snapshot()
+    snapshot = WeightSnapshot()
     snapshot.fill(0, weights(0), dtype=torch.bfloat16)
     places = [tensor.data_ptr() for tensor in snapshot.tensors.values()]
     newer = weights(1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.weights.carriers.segment import Backing, Segment, SegmentReader, default_backing
+from millrace.weights.transports.segment import Backing, Segment, SegmentReader, default_backing
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
 BACKINGS = [pytest.param("memfd", marks=linux), "file"]
@@ -99,7 +99,7 @@ def test_private_files_are_private_and_removed():
 def test_a_killed_owner_leaves_nothing_behind(tmp_path: Path):
     script = (
         "import sys, time\n"
-        "from millrace.weights.carriers.segment import Segment, default_backing\n"
+        "from millrace.weights.transports.segment import Segment, default_backing\n"
         "segment = Segment(1000, backing=default_backing())\n"
         "print(segment.location, flush=True)\n"
         "time.sleep(3600)\n"

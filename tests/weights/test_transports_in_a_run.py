@@ -8,7 +8,7 @@ from digits import TASKS, share_of_digits
 from http_engine import HttpEngine
 
 import millrace as mr
-from millrace.watch.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics
 
 
 @pytest.mark.parametrize(

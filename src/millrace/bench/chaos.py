@@ -1,0 +1,148 @@
+"""`millrace bench chaos`: kill processes of a run at random, and check that nothing is lost.
+
+A small model learns to sort digits, once undisturbed and once while a monkey kills engines,
+scorers, the trainer and the controller, which is started again with --resume. Real processes, real
+signals. What must hold at the end is checked from the run directory, the process table and what was
+seen meanwhile from outside; one broken promise makes the exit code 1.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.bench.faults.injector import FaultInjector, Stuck
+from millrace.bench.faults.observed import ObservedRun
+from millrace.bench.faults.promises import (
+    Promise,
+    check_account,
+    check_accuracy,
+    check_kills,
+    check_work,
+)
+from millrace.bench.faults.subject import NUM_DIGITS
+from millrace.bench.faults.time_lost import Pace, TimeAccount, account
+
+FEWEST_STEPS, STEPS_PER_KILL = 200, 5  # fewer, and chance decides how much was learned
+NUM_EXAMPLES = 9600  # of the model's warm start
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="millrace bench chaos",
+        description="Kill processes of a run at random moments; nothing may be lost by it.",
+    )
+    parser.add_argument("--kills", type=int, default=20, help="how many (20); 200 is a soak")
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the run and the kills")
+    parser.add_argument(
+        "--steps", type=int, help="of the run; by default 5 for each kill, and 200 at least"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result here")
+    parser.add_argument("--keep", metavar="DIR", help="keep both run directories here")
+    args = parser.parse_args(argv)
+    steps = args.steps or max(FEWEST_STEPS, STEPS_PER_KILL * args.kills)
+    folder = Path(args.keep or tempfile.mkdtemp(prefix="millrace-bench-"))
+    try:
+        result = torment(folder, num_kills=args.kills, steps=steps, seed=args.seed)
+    except Stuck as error:
+        print(f"{error}\nThe run directories are in {folder}.", file=sys.stderr)
+        return 1
+    print(_table(result))
+    if args.json:
+        Path(args.json).write_text(json.dumps(_plain(result), indent=2) + "\n")
+    if all(promise.holds for promise in result.promises):
+        if not args.keep:
+            shutil.rmtree(folder)
+        return 0
+    print(f"The run directories are in {folder}.", file=sys.stderr)
+    return 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    steps: int
+    seed: int
+    monkey: FaultInjector
+    pace: Pace
+    account: TimeAccount
+    summaries: dict[str, dict[str, Any]]  # by run
+    promises: list[Promise]
+
+
+def torment(folder: Path, *, num_kills: int, steps: int, seed: int) -> Result:
+    from millrace.demo.model import make_model  # only now: it imports torch
+
+    make_model(folder / "model", seed, num_examples=NUM_EXAMPLES, num_digits=NUM_DIGITS)
+    calm = ObservedRun(folder / "undisturbed", model=folder / "model", steps=steps, seed=seed)
+    calm.run()
+    pace = Pace.of(calm.witness.sightings, began_s=calm.began_s, ended_s=calm.ended_s)
+    print(f"undisturbed: {steps} steps in {pace.wall_s:.0f} s, {pace.step_s:.2f} s each")
+    wild = ObservedRun(folder / "disturbed", model=folder / "model", steps=steps, seed=seed)
+    wild.run(num_kills, step_s=pace.step_s)
+    books = account(
+        wild.witness.sightings,
+        wild.monkey.kills,
+        pace=pace,
+        began_s=wild.began_s,
+        ended_s=wild.ended_s,
+    )
+    promises = [
+        check_kills(wild.monkey.kills, wanted=num_kills),
+        *check_work(wild.subject, wild.witness, summary=wild.summary),
+        check_accuracy(calm.summary["accuracy_after"], wild.summary["accuracy_after"]),
+        wild.leftovers,
+        check_account(books),
+    ]
+    return Result(
+        steps=steps,
+        seed=seed,
+        monkey=wild.monkey,
+        pace=pace,
+        account=books,
+        summaries={"undisturbed": calm.summary, "disturbed": wild.summary},
+        promises=promises,
+    )
+
+
+def _table(result: Result) -> str:
+    books = result.account
+    lines = [f"\n{'seconds':<24}{'kills':>8}{'lost':>10}{'per kill':>10}{'redone':>10}"]
+    lines.append(f"{'undisturbed':<24}{'':>8}{books.undisturbed_s:10.1f}")
+    for role, loss in sorted(books.by_role.items()):
+        mean_s = loss.seconds / loss.num_kills
+        lines.append(
+            f"{role:<24}{loss.num_kills:8}{loss.seconds:10.1f}{mean_s:10.1f}{loss.redo_s:10.1f}"
+        )
+    lines.append(f"{'nobody':<24}{'':>8}{books.rest_s:10.1f}")
+    lines.append(f"{'all':<24}{len(result.monkey.kills):8}{books.wall_s:10.1f}\n")
+    lines += [
+        f"{'holds ' if promise.holds else 'BROKEN'}  {promise.what}\n        {promise.found}"
+        for promise in result.promises
+    ]
+    return "\n".join(lines)
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    disturbed = result.summaries["disturbed"]
+    return {
+        "kills": len(result.monkey.kills),
+        **{promise.name: promise.count for promise in result.promises if promise.name},
+        "steps_completed": disturbed["steps"],
+        "accuracy_after": disturbed["accuracy_after"],
+        "steps": result.steps,
+        "seed": result.seed,
+        "struck": [asdict(kill) for kill in result.monkey.kills],
+        "undisturbed": asdict(result.pace),
+        "account": {**asdict(result.account), "rest_s": result.account.rest_s},
+        "summaries": result.summaries,
+        "promises": [asdict(promise) for promise in result.promises],
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,182 @@
+"""`millrace bench engine`: tokens per second of the embedded engine, next to the memory's floor.
+
+Each row generates `batch` completions of random prompts at temperature 1 with logprobs. The floor
+is what reading the weights once and the live KV once per step takes at the bandwidth of a large
+copy, measured in the same run: no engine that reads both can be faster.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from millrace.bench.shapes import make_model, shapes
+from millrace.bench.stopwatch import copy_s
+from millrace.config import EngineConfig
+from millrace.core.records import Request, Sampling
+from millrace.inference.embedded.build import engine_of
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.kv.cache import block_bytes
+from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
+from millrace.models.loading import resolve_device
+from millrace.models.moe.router_search import find_routing
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="millrace bench engine",
+        description="Generated tokens per second, next to the floor that memory bandwidth sets.",
+    )
+    parser.add_argument(
+        "--model", nargs="+", help=f"shapes ({', '.join(shapes())}) or model directories"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", help="sequences decoded together")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, help="of each sequence (512; on a CPU 64)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="bfloat16; on a CPU float32"
+    )
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--round-steps", type=int, help="tokens per round trip to the device")
+    parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
+    parser.add_argument(
+        "--routes", action="store_true", help="of a mixture of experts: note them, as in training"
+    )
+    parser.add_argument("--profile", action="store_true", help="list what the GPU's time went to")
+    parser.add_argument("--json", metavar="FILE", help="write the rows here")
+    args = parser.parse_args(argv)
+    device = resolve_device(args.device)
+    on_gpu = device.type == "cuda"
+    if args.profile and not on_gpu:
+        parser.error("--profile lists the kernels of a GPU, and there is none")
+    rows: list[dict[str, Any]] = []
+    for name in args.model or (["qwen3-1.7b", "smollm2-135m"] if on_gpu else ["tiny"]):
+        rows += measure(
+            name,
+            device=device,
+            dtype=getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32")),
+            batches=args.batch or ([64, 256] if on_gpu else [8, 32]),
+            prompt_tokens=args.prompt_tokens,
+            sampling=Sampling(
+                max_new_tokens=args.new_tokens or (512 if on_gpu else 64),
+                top_p=args.top_p,
+                top_k=args.top_k,
+            ),
+            settings={"round_steps": args.round_steps, "compile": not args.no_compile},
+            notes_routes=args.routes,
+            profiles=args.profile,
+        )
+    print(_table(rows))
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def measure(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    batches: Sequence[int],
+    prompt_tokens: int,
+    sampling: Sampling,
+    settings: dict[str, Any],
+    notes_routes: bool = False,
+    profiles: bool = False,
+) -> list[dict[str, Any]]:
+    """One row per batch size, all from one engine."""
+    started_s = time.perf_counter()
+    model, tokenizer = make_model(name, dtype=dtype, device=device, attention=PAGED_ATTENTION)
+    context = prompt_tokens + sampling.max_new_tokens
+    config = EngineConfig(max_sequences=max(batches), max_context=context, **settings)
+    shape = measure_kv(model)
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    token_bytes = block_bytes(shape, block_tokens=1, dtype=dtype)
+    routing = find_routing(model) if notes_routes else None
+    engine = engine_of(model, tokenizer, config=config, version=0, routing=routing)
+    _generate(engine, 1, prompt_tokens=prompt_tokens, sampling=Sampling(max_new_tokens=1))
+    start_s = time.perf_counter() - started_s
+    bytes_per_s = copy_bandwidth(device)
+    brief = replace(sampling, max_new_tokens=40)  # truncation has graphs and kernels of its own
+    rows = []
+    for batch in batches:
+        _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=brief)
+        before_s = time.perf_counter()
+        tokens = _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling)
+        seconds = time.perf_counter() - before_s
+        if profiles:
+            print(_profile(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling))
+        # The context grows by one token a step; on average, half of the new ones are there.
+        live = batch * (prompt_tokens + sampling.max_new_tokens / 2)
+        floor_s = (weight_bytes + live * token_bytes) / bytes_per_s
+        rows.append(
+            {
+                "model": name,
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+                "dtype": str(dtype).removeprefix("torch."),
+                "batch": batch,
+                "prompt_tokens": prompt_tokens,
+                "new_tokens": sampling.max_new_tokens,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "tokens_per_s": tokens / seconds,
+                "floor_tokens_per_s": batch / floor_s,
+                "copy_bytes_per_s": bytes_per_s,
+                "cold_start_s": start_s,
+            }
+        )
+    return rows
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read plus bytes written per second, of one large copy."""
+    num_bytes = 2**30 if device.type == "cuda" else 2**26
+    return 2 * num_bytes / copy_s(num_bytes, device=device)
+
+
+def _generate(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, sampling: Sampling) -> int:
+    """Tokens generated for `batch` different prompts."""
+    before = engine.stats().generated_tokens
+    # Others at every call, lest the prefix cache know them.
+    random = np.random.default_rng(before)
+    numbers = random.integers(3, 1000, (batch, prompt_tokens)).astype(np.int32)
+    for index, prompt in enumerate(numbers):
+        engine.submit(
+            Request(id=str(index), prompt=prompt, sampling=sampling, seed=index, routes_from=0)
+        )
+    while engine.has_work:
+        engine.step()
+    return engine.stats().generated_tokens - before
+
+
+def _profile(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, sampling: Sampling) -> str:
+    """Kernels of a whole run, by their share of the time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        num_tokens = _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling)
+    num_steps = num_tokens / batch
+    kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    lines = [f"{'ms/step':>8}{'calls/step':>12}  kernel ({batch} sequences)"]
+    for kernel in kernels[:16]:
+        milliseconds = kernel.device_time_total / 1000 / num_steps
+        lines.append(f"{milliseconds:>8.3f}{kernel.count / num_steps:>12.1f}  {kernel.key[:90]}")
+    total = sum(kernel.device_time_total for kernel in kernels) / 1000 / num_steps
+    return "\n".join([*lines, f"{total:>8.3f}{'':>12}  all kernels, prefill included"])
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [f"{'model':<14}{'batch':>6}{'tokens/s':>12}{'floor':>12}{'share':>8}{'start s':>9}"]
+    for row in rows:
+        share = row["tokens_per_s"] / row["floor_tokens_per_s"]
+        lines.append(
+            f"{Path(row['model']).name:<14}{row['batch']:>6}{row['tokens_per_s']:>12,.0f}"
+            f"{row['floor_tokens_per_s']:>12,.0f}{share:>8.0%}{row['cold_start_s']:>9.1f}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,75 @@
+"""What can be seen of a run from outside: when which step was done, and from which groups.
+
+It reads the rows of metrics.jsonl and one episode of each group in rollouts/, which the journal has
+no part in, so that it can contradict the journal. Called from one thread, every now and then.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.run_dir import RunDir
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sighting:
+    """A step was seen to be done."""
+
+    at_s: float  # on the monotonic clock
+    step: int
+    is_new: bool  # else it was done again
+
+
+class RunChecker:
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._file: tuple[int, int] | None = None  # inode and size when last read
+        self._num_rows = 0
+        self.step = 0  # the last one that was ever done
+        self.sightings: list[Sighting] = []
+        self.groups: dict[int, frozenset[int]] = {}  # by step
+        self.contradictions: list[str] = []
+
+    def look(self) -> None:
+        try:
+            status = self._run_dir.metrics.stat()
+        except FileNotFoundError:
+            return
+        file = (status.st_ino, status.st_size)
+        if file == self._file:
+            return
+        if self._file is not None and file[0] != self._file[0]:
+            self._num_rows = 0  # a run that goes on writes the rows it keeps anew
+        self._file = file
+        self._read()
+
+    def conclude(self) -> None:
+        """The run is over."""
+        self.look()
+        if self.step:
+            self._read_groups(self.step)
+
+    def _read(self) -> None:
+        rows = read_metrics(self._run_dir.metrics)
+        now_s = time.monotonic()
+        are_kept = self._num_rows == 0  # those of an earlier part, where there was one
+        for row in rows[self._num_rows :]:
+            step = row["step"]
+            if step > self.step or not are_kept:
+                self.sightings.append(Sighting(at_s=now_s, step=step, is_new=step > self.step))
+            self.step = max(self.step, step)
+            # A step's episodes are written behind its row, and before the next.
+            if step > 1:
+                self._read_groups(step - 1)
+        self._num_rows = len(rows)
+
+    def _read_groups(self, step: int) -> None:
+        text = (self._run_dir.rollouts / f"step_{step}.jsonl").read_text()
+        numbers = frozenset(json.loads(line)["group"] for line in text.splitlines())
+        before = self.groups.setdefault(step, numbers)
+        if before != numbers:
+            self.contradictions.append(
+                f"Step {step} was made of groups {sorted(before)} and, when it was done again, of"
+                f" {sorted(numbers)}."
+            )

@@ -1,0 +1,64 @@
+"""Who is alive, by the system's process table: the workers of one controller, and nobody else."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+
+_WORKER = re.compile(r"-m millrace\.workers\.(\w+) .*--name (\S+) .*--parent (\d+)")
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetProcess:
+    pid: int
+    role: str  # "engine", "scorer", "trainer", "controller"
+    name: str
+    command: str
+
+
+def processes() -> dict[int, str]:
+    """Command lines by pid. Zombies are dead."""
+    table = subprocess.run(
+        ["ps", "-axww", "-o", "pid=,stat=,command="], capture_output=True, text=True, check=True
+    )
+    rows = (line.split(maxsplit=2) for line in table.stdout.splitlines())
+    return {int(row[0]): row[2] for row in rows if len(row) == 3 and not row[1].startswith("Z")}
+
+
+def workers_of(*controllers: int) -> list[TargetProcess]:
+    """Processes that these started, or that say so."""
+    found: list[TargetProcess] = []
+    for pid, command in processes().items():
+        match = _WORKER.search(command)
+        if match is not None and int(match[3]) in controllers:
+            found.append(TargetProcess(pid=pid, role=match[1], name=match[2], command=command))
+    return found
+
+
+def is_alive(victim: TargetProcess) -> bool:
+    """By its command line, too: a pid may be given to another."""
+    return processes().get(victim.pid) == victim.command
+
+
+def strike(victim: TargetProcess, number: signal.Signals) -> bool:
+    """False if it was gone before."""
+    if not is_alive(victim):
+        return False
+    try:
+        os.kill(victim.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def gone_after_s(victim: TargetProcess, *, timeout_s: float) -> float | None:
+    """How long it took to vanish from the table; None = it is still there."""
+    start_s = time.monotonic()
+    while is_alive(victim):
+        if time.monotonic() - start_s > timeout_s:
+            return None
+        time.sleep(POLL_S)
+    return time.monotonic() - start_s

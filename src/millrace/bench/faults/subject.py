@@ -1,0 +1,143 @@
+"""What the run learns: to sort three digits, which a small model can soon do almost always, so that
+two runs that learned the same amount end with almost the same accuracy. Torch-free.
+
+The run that is tormented: a small model that learns to sort digits, as `millrace train` runs it.
+
+Promise: it is started as a user would start it, and again with --resume; all it writes is in its
+folder, its sockets and temporary files included. Nothing of it outlives close().
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from millrace.bench.faults.processes import TargetProcess, processes, workers_of
+from millrace.demo.task import make_tasks
+from millrace.monitoring.run_dir import RunDir
+
+NUM_DIGITS = (3,)
+HELD_OUT = 256
+
+
+def train_tasks() -> list[dict[str, Any]]:
+    return make_tasks(4096, seed=0, num_digits=NUM_DIGITS)
+
+
+def held_out_tasks() -> list[dict[str, Any]]:
+    return make_tasks(HELD_OUT, seed=0, held_out=True, num_digits=NUM_DIGITS)
+
+
+GROUPS_PER_STEP = 8
+MAX_STALENESS = 2
+EXIT_S = 60.0  # for the system to be done with a process that was killed
+
+
+def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str, Any]:
+    """Restarts are not limited as they would be for a user: here they are what is asked for."""
+    return {
+        "run_dir": str(folder / "run"),
+        "model": str(model),
+        "seed": seed,
+        "tasks": {"function": "millrace.bench.faults.subject:train_tasks"},
+        "evaluate": {"function": "millrace.bench.faults.subject:held_out_tasks"},
+        "scorer": [{"function": "millrace.demo.task:exact", "timeout_s": 10.0, "retries": 10}],
+        "sampling": {"max_new_tokens": 5},
+        "rollout": {"group_size": 8, "max_running_groups": 32},
+        "buffer": {"max_staleness": MAX_STALENESS, "capacity": 4 * GROUPS_PER_STEP},
+        "engine": {"count": 2, "threads": 1, "max_sequences": 64},
+        "trainer": {
+            "steps": steps,
+            "groups_per_step": GROUPS_PER_STEP,
+            "threads": 1,
+            "learning_rate": 3e-4,
+            "schedule": "linear",  # a run that ends in small steps ends near its best
+            "warmup_steps": 5,
+            "microbatch_tokens": 2048,
+        },
+        "scoring": {"workers": 1},
+        "checkpoint": {"every_steps": 5, "keep": 2},
+        "journal": {"segment_bytes": 2**18, "max_bytes": 2**24, "partial_every_s": 0.25},
+        "supervision": {
+            "max_restarts": 50,
+            "window_s": 20.0,
+            "backoff_s": 0.1,
+            "report_s": 0.25,
+            "hang_timeout_s": 10.0,
+            "swap_timeout_s": 30.0,
+            "step_timeout_s": 120.0,
+            "save_timeout_s": 120.0,
+        },
+        "cluster": {"start_timeout_s": 60.0},
+        "weights": {"timeout_s": 60.0},
+        "watch": {"progress": "lines", "samples_per_step": GROUPS_PER_STEP},  # one of each group
+    }
+
+
+class Subject:
+    def __init__(self, folder: Path, *, model: Path, steps: int, seed: int) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.steps = steps
+        self.run_dir = RunDir(folder / "run")
+        self.console = folder / "console.log"
+        # Not in the folder: the path of a socket must be short.
+        self.temp = Path(tempfile.mkdtemp(prefix="mr-chaos-"))
+        self.controllers: list[int] = []  # pids, of all that there were
+        self._config = folder / "run.toml"
+        self._config.write_text(
+            tomli_w.dumps(settings_of(folder, model=model, steps=steps, seed=seed))
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self.started_s = 0.0  # the last time
+
+    def start(self) -> None:
+        """For the first time, or where it was killed."""
+        if self._process is not None:
+            self._process.wait(timeout=EXIT_S)
+        command = [sys.executable, "-m", "millrace.cli.main", "train", str(self._config)]
+        command += ["--resume"] if self.run_dir.exists else []
+        with self.console.open("ab") as console:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                env={**os.environ, "TMPDIR": str(self.temp), "PYTHONUNBUFFERED": "1"},
+            )
+        self.started_s = time.monotonic()
+        self.controllers.append(self._process.pid)
+
+    @property
+    def exit_code(self) -> int | None:
+        assert self._process is not None
+        return self._process.poll()
+
+    @property
+    def last_words(self) -> str:
+        return "\n".join(self.console.read_text(errors="replace").splitlines()[-20:])
+
+    def victims(self) -> list[TargetProcess]:
+        """Who of it lives now."""
+        if self.exit_code is not None:
+            return []
+        pid = self.controllers[-1]
+        command = processes().get(pid)
+        controller = (
+            []
+            if command is None
+            else [TargetProcess(pid=pid, role="controller", name="controller", command=command)]
+        )
+        return [*controller, *workers_of(pid)]
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()  # its workers die with it
+            self._process.wait()
+        shutil.rmtree(self.temp, ignore_errors=True)

@@ -1,0 +1,321 @@
+"""`millrace bench sync`: what new weights cost, per transport, while an engine decodes.
+
+A trainer's process changes its weights and publishes them every second; real engine processes
+decode all the while, on a GPU through MPS as in a run. From the trainer's call to the moment the
+last engine holds the version is publish to visible; the gap is the time between two forward passes
+that the swap took; the stall is what the call cost the trainer. The floor is one copy of the same
+bytes, measured here. "adapter" is a LoRA adapter on all linear layers that the engine applies as it
+is, "merged" one that it merges.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from millrace.bench.shapes import shape_named, shapes
+from millrace.bench.stopwatch import copy_s
+from millrace.cluster.hub import Hub, Worker
+from millrace.cluster.messages import (
+    Message,
+    Published,
+    Release,
+    StartEngine,
+    StartTrainer,
+    Stepped,
+    Swapped,
+    SwapWeights,
+    TrainStep,
+    WorkerProgress,
+)
+from millrace.cluster.mps import behind, shared_gpu
+from millrace.config import RunConfig
+from millrace.core.microbatch import Batch
+from millrace.core.records import Request, Sampling
+from millrace.core.weight_update import WeightUpdate
+from millrace.inference.pool import EnginePool
+from millrace.inference.remote import RemoteEngine
+from millrace.models.loading import resolve_device
+
+WARM_UP = 2  # versions that do not count
+PERIOD_S = 1.0
+NEW_TOKENS = 128
+APPLIED = {"adapter": "unmerged", "merged": "merged"}  # lora.apply of these payloads
+PAYLOADS = ("full", "delta", *APPLIED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    transport: str
+    payload: str  # one of PAYLOADS
+    engines: int = 1
+
+
+ON_CPU = (
+    Case(transport="shm", payload="full"),
+    Case(transport="shm", payload="adapter"),
+    Case(transport="shm", payload="merged"),
+    Case(transport="disk", payload="full"),
+    Case(transport="collective", payload="full", engines=2),
+)
+ON_GPU = tuple(Case(transport="ipc", payload=payload) for payload in ("full", *APPLIED))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="millrace bench sync",
+        description="Publish to visible, decode gap and trainer stall, per weight transport.",
+    )
+    parser.add_argument(
+        "--model", help=f"{', '.join(shapes())} or a number of parameters (qwen3-1.7b; CPU 100e6)"
+    )
+    parser.add_argument("--transports", nargs="+", help="default: what the device is measured by")
+    parser.add_argument("--payloads", nargs="+", choices=PAYLOADS)
+    parser.add_argument("--engines", type=int, help="of each measurement")
+    parser.add_argument("--rank", type=int, default=32, help="of the adapter (32)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the engines")
+    parser.add_argument("--versions", type=int, default=10, help="published, per row (10)")
+    parser.add_argument("--sequences", type=int, help="decoded together (256; on a CPU 4)")
+    parser.add_argument("--threads", type=int, default=1, help="of each process on a CPU (1)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows here")
+    args = parser.parse_args(argv)
+    on_gpu = resolve_device(args.device).type == "cuda"
+    args.model = args.model or ("qwen3-1.7b" if on_gpu else "100e6")
+    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    args.sequences = args.sequences or (256 if on_gpu else 4)
+    shape_named(args.model)  # a typo costs no process
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
+        for case in cases(args, on_gpu=on_gpu):
+            config = settings(args, case, scratch=Path(scratch))
+            row = asyncio.run(measure(config, num_versions=args.versions, scratch=Path(scratch)))
+            rows.append(_against_the_copy(row, device=resolve_device(args.device)))
+            print(_line(rows[-1]), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def cases(args: argparse.Namespace, *, on_gpu: bool) -> list[Case]:
+    usual = ON_GPU if on_gpu else ON_CPU
+    if args.transports is args.payloads is args.engines is None:
+        return [*usual]
+    transports = args.transports or list(dict.fromkeys(case.transport for case in usual))
+    payloads, engines = args.payloads or ["full"], args.engines or 1
+    return [
+        Case(transport=transport, payload=payload, engines=engines)
+        for transport, payload in itertools.product(transports, payloads)
+    ]
+
+
+def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfig:
+    apply = APPLIED.get(case.payload)
+    return RunConfig.model_validate(
+        {
+            "model": args.model,
+            "run_dir": str(scratch / "run"),
+            "engine": {
+                "count": case.engines,
+                "device": args.device,
+                "dtype": args.dtype,
+                "threads": args.threads,
+                "max_sequences": args.sequences,
+                "max_context": 2 * NEW_TOKENS,
+            },
+            "trainer": {"device": args.device, "threads": args.threads},
+            "lora": None if apply is None else {"rank": args.rank, "apply": apply},
+            "weights": {
+                "transport": case.transport,
+                "payload": case.payload if apply is None else "full",
+            },
+        }
+    )
+
+
+async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dict[str, Any]:
+    bench = Bench(config)
+    on_gpu = resolve_device(config.engine.device).type == "cuda"
+    async with (
+        shared_gpu(
+            config.cluster.mps,
+            num_cuda_workers=config.engine.count + 1 if on_gpu else 0,
+            log=scratch / "logs" / "mps.log",
+            warn=lambda sentence: _say(config, sentence),
+        ) as env,
+        Hub(log_dir=scratch / "logs", on_event=bench.heard) as hub,
+    ):
+        _say(config, f"starting {config.engine.count} engines and a trainer of {config.model.path}")
+        await bench.start(hub, env=env)
+        _say(config, "warming up")
+        async with bench.decoding():
+            for _ in range(WARM_UP):
+                await bench.publish()
+            bench.forget()
+            _say(config, f"decoding alone for {num_versions * PERIOD_S:g} s")
+            alone = await bench.rate(asyncio.sleep(num_versions * PERIOD_S))
+            _say(config, f"publishing {num_versions} versions, one each {PERIOD_S:g} s")
+            publishing = await bench.rate(bench.publish_regularly(num_versions))
+    return {
+        "transport": config.weights.transport,
+        "payload": _payload(config),
+        "bytes": bench.num_bytes,
+        "publish_to_ready_ms_p50": float(np.percentile(bench.ready_ms, 50)),
+        "publish_to_visible_ms_p50": float(np.percentile(bench.visible_ms, 50)),
+        "decode_gap_ms_p50": float(np.percentile(bench.gap_ms, 50)),
+        "decode_gap_ms_p99": float(np.percentile(bench.gap_ms, 99)),
+        "trainer_stall_ms_p50": float(np.percentile(bench.stall_ms, 50)),
+        "stage_ms_p50": float(np.percentile(bench.stage_ms, 50)),
+        "tokens_per_s": alone,
+        "tokens_per_s_publishing": publishing,
+        "engines": config.engine.count,
+        "versions": num_versions,
+        "model": config.model.path,
+        "device": config.engine.device,
+        "dtype": config.engine.dtype,
+    }
+
+
+class Bench:
+    """The processes of one measurement, and what they reported. Lives on one event loop."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._version = 0
+        self._published: asyncio.Queue[WeightUpdate] = asyncio.Queue()
+        self._tokens: dict[str, float] = {}  # generated so far, by engine
+        self._all_decode = asyncio.Event()
+        self.num_bytes = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Measure from here."""
+        self.ready_ms: list[float] = []
+        self.visible_ms: list[float] = []
+        self.stall_ms: list[float] = []
+        self.stage_ms: list[float] = []
+        self.gap_ms: list[float] = []
+
+    def heard(self, worker: str, message: Message) -> None:
+        if isinstance(message, WorkerProgress):
+            self._tokens[worker] = message.counters["generated_tokens"]
+            if len(self._tokens) == self._config.engine.count and all(self._tokens.values()):
+                self._all_decode.set()
+        elif isinstance(message, Published):
+            self._published.put_nowait(message.update)
+
+    async def start(self, hub: Hub, *, env: Mapping[str, str]) -> None:
+        """`env`: of processes that use a GPU."""
+        plain = self._config.model_dump(mode="json")
+        names = [f"engine-{i}" for i in range(self._config.engine.count)]
+        self._engines = [
+            await hub.launch(name, "millrace.bench.sync_engine", env=env) for name in names
+        ]
+        self._trainer: Worker = await hub.launch(
+            "trainer", "millrace.bench.sync_trainer", env=behind(env)
+        )
+        start = StartEngine(config=plain, model_path=self._config.model.path, version=0)
+        await asyncio.gather(
+            self._trainer.call(StartTrainer(config=plain, checkpoint=None)),
+            *(engine.call(start) for engine in self._engines),
+        )
+
+    @contextlib.asynccontextmanager
+    async def decoding(self) -> AsyncIterator[None]:
+        """Within it the engines always have sequences to decode."""
+        pool = EnginePool([RemoteEngine(engine) for engine in self._engines])
+        num_sequences = self._config.engine.max_sequences * len(self._engines)
+        async with asyncio.TaskGroup() as feeding:
+            feeders = [feeding.create_task(_feed(pool, number)) for number in range(num_sequences)]
+            await self._all_decode.wait()
+            yield
+            for feeder in feeders:
+                feeder.cancel()
+
+    async def rate(self, activity: Awaitable[None]) -> float:
+        """Tokens per second of all engines while it lasts."""
+        started_s, before = time.monotonic(), sum(self._tokens.values())
+        await activity
+        return (sum(self._tokens.values()) - before) / (time.monotonic() - started_s)
+
+    async def publish_regularly(self, num_versions: int) -> None:
+        for _ in range(num_versions):
+            next_s = time.monotonic() + PERIOD_S
+            await self.publish()
+            await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+
+    async def publish(self) -> None:
+        """One version, until every engine holds it."""
+        self._version += 1
+        nothing = Batch(microbatches=(), num_sequences=0, num_trained_tokens=0)
+        stepped = await self._trainer.call(TrainStep(batch=nothing, version=self._version))
+        assert isinstance(stepped, Stepped)
+        update = await self._published.get()
+        ready_s = time.monotonic()
+        self.num_bytes = update.num_bytes
+        swaps = await asyncio.gather(*(e.call(SwapWeights(update=update)) for e in self._engines))
+        visible_s = time.monotonic()
+        await self._trainer.call(Release(version=update.version))
+        started_s = stepped.metrics["started_s"]
+        self.ready_ms.append((ready_s - started_s) * 1000)
+        self.visible_ms.append((visible_s - started_s) * 1000)
+        self.stall_ms.append(stepped.metrics["stall_ms"])
+        for swapped in swaps:
+            assert isinstance(swapped, Swapped)
+            self.stage_ms.append(swapped.stage_ms)
+            self.gap_ms.append(swapped.gap_ms)
+
+
+async def _feed(pool: EnginePool, number: int) -> None:
+    prompt = np.arange(2, 10, dtype=np.int32)
+    sampling = Sampling(max_new_tokens=NEW_TOKENS)
+    for turn in itertools.count():
+        await pool.generate(
+            Request(id=f"{number}.{turn}", prompt=prompt, n=1, sampling=sampling, seed=number)
+        )
+
+
+def _against_the_copy(row: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
+    """With one copy of the same bytes as the floor, and tokens as a share of those that are left
+    when that copy alone takes its time from every period."""
+    floor_s = copy_s(row["bytes"], device=device, repeats=5)
+    alone, publishing = row["tokens_per_s"], row["tokens_per_s_publishing"]
+    return {
+        **row,
+        "floor_ms": floor_s * 1000,
+        "tokens_share": publishing / alone,
+        "tokens_share_minus_copy": publishing / (alone * (1 - floor_s / PERIOD_S)),
+    }
+
+
+def _say(config: RunConfig, what: str) -> None:
+    label = f"{config.weights.transport}, {_payload(config)}"
+    print(f"{label}: {what}", file=sys.stderr, flush=True)
+
+
+def _payload(config: RunConfig) -> str:
+    if config.lora is None:
+        return config.weights.payload
+    return "adapter" if config.lora.apply == "unmerged" else "merged"
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['transport']:<11}{row['payload']:<8}{row['bytes'] / 1e6:7.0f} MB"
+        f"  visible {row['publish_to_visible_ms_p50']:.1f} ms"
+        f"  gap {row['decode_gap_ms_p50']:.1f} ms (p99 {row['decode_gap_ms_p99']:.1f})"
+        f"  stall {row['trainer_stall_ms_p50']:.1f} ms  floor {row['floor_ms']:.1f} ms"
+        f"  tokens/s {row['tokens_per_s_publishing']:.0f} of {row['tokens_per_s']:.0f}"
+        f" ({row['tokens_share_minus_copy']:.0%} minus the copy)"
+    )

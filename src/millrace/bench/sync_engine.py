@@ -1,0 +1,42 @@
+"""An engine of `millrace bench sync`: the real one, with random weights of a known shape.
+
+They are drawn where the engine computes: a model that is written and read again would cost minutes
+of disk and host before the first token.
+"""
+
+import torch
+
+from millrace.bench.shapes import make_model
+from millrace.cluster.link import Link, run_worker
+from millrace.cluster.messages import StartEngine
+from millrace.config import RunConfig
+from millrace.core.spans import Timeline
+from millrace.inference.embedded.build import applied_adapters, engine_of
+from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
+from millrace.inference.worker import wire
+from millrace.models.loading import resolve_device
+
+
+def main(link: Link, name: str) -> None:
+    call = link.receive(None)
+    assert call is not None
+    assert isinstance(call.message, StartEngine)
+    config = RunConfig.model_validate(call.message.config)
+    torch.set_num_threads(config.engine.threads or 1)
+    model, tokenizer = make_model(
+        config.model.path,
+        dtype=getattr(torch, config.engine.dtype),
+        device=resolve_device(config.engine.device),
+        attention=PAGED_ATTENTION,
+    )
+    merger, adapters = applied_adapters(model, config=config.engine, lora=config.lora)
+    engine = engine_of(
+        model, tokenizer, config=config.engine, version=0, merger=merger, adapters=adapters
+    )
+    worker = wire(engine, config, link=link, timeline=Timeline(name))
+    call.reply()
+    worker.serve()
+
+
+if __name__ == "__main__":
+    run_worker(main)

@@ -1,0 +1,108 @@
+"""The trainer's side of `millrace bench sync`, as a process of its own.
+
+It holds weights, changes and publishes them when told to Step, and trains nothing. The publisher
+and its transport are the real ones.
+"""
+
+import time
+from collections.abc import Mapping
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from millrace.bench.shapes import shape_named
+from millrace.cluster.link import Link, WorkerCall, run_worker
+from millrace.cluster.messages import Published, Release, StartTrainer, Stepped, TrainStep
+from millrace.config import RunConfig
+from millrace.models.loading import resolve_device
+from millrace.models.lora.factors import adapter_of
+from millrace.training.worker import build_sender
+from millrace.weights.publisher import Publisher
+
+CHANGED_EVERY = 50  # with payload = "delta" every 50th value changes: 2 %
+
+
+def main(link: Link, name: str) -> None:
+    call = link.receive(None)
+    assert call is not None
+    assert isinstance(call.message, StartTrainer)
+    config = RunConfig.model_validate(call.message.config)
+    torch.set_num_threads(config.trainer.threads or 1)
+    weights = make_weights(config)
+    publisher = Publisher(
+        build_sender(config), emit=lambda update: link.emit(Published(update=update))
+    )
+    call.reply()
+    try:
+        serve(link, publisher, weights=weights, config=config)
+    finally:
+        publisher.close()
+
+
+def make_weights(config: RunConfig) -> dict[str, torch.Tensor]:
+    """Random weights, or of an adapter, by the names an engine of this shape expects."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape_named(config.model.path))
+    if config.lora is None:
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    else:
+        shapes = adapter_of(model, config.lora).shapes()
+    device = resolve_device(config.trainer.device)
+    draw = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.empty(shape, device=device).normal_(std=0.02, generator=draw)
+        for name, shape in shapes.items()
+    }
+
+
+def serve(
+    link: Link, publisher: Publisher, *, weights: Mapping[str, torch.Tensor], config: RunConfig
+) -> None:
+    """Answer until told to stop."""
+    while True:
+        publisher.check()
+        call: WorkerCall | None = link.receive(0.25)
+        if call is None:
+            continue
+        match call.message:
+            case TrainStep(version=version):
+                change(weights, sparsely=config.weights.payload == "delta")
+                metrics = publish(publisher, version, weights)
+                call.reply(Stepped(version=version, metrics=metrics))
+            case Release(version=version):
+                publisher.release(version)
+                call.reply()
+            case _:
+                call.reply()
+                return
+
+
+def change(weights: Mapping[str, torch.Tensor], *, sparsely: bool) -> None:
+    """What an optimizer step would do to the weights."""
+    for weight in weights.values():
+        if sparsely:
+            weight.view(-1)[::CHANGED_EVERY] *= 1.1
+        else:
+            weight *= 1.001
+
+
+def publish(
+    publisher: Publisher, version: int, weights: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
+    """Publish, and say when it began (monotonic) and how long it kept the trainer."""
+    _wait_for_gpu()
+    started_s = time.monotonic()
+    publisher.publish(version, weights)
+    _wait_for_gpu()
+    stall_ms = (time.monotonic() - started_s) * 1000
+    return {"started_s": started_s, "stall_ms": stall_ms}
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_available():
+        # The publisher's own stream goes on: only what the next step would wait for counts.
+        torch.cuda.current_stream().synchronize()
+
+
+if __name__ == "__main__":
+    run_worker(main)

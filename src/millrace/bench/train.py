@@ -1,0 +1,172 @@
+"""`millrace bench train`: tokens per second and FLOP/s of the trainer's step, next to matmul's.
+
+One packed microbatch of random rollouts, forward and backward; the optimizer's step is timed by
+itself. FLOPs are those of the model: 6 per token and weight of its matrix products, those of causal
+attention over each rollout's own length, and those of the head at trained tokens only. What is
+computed twice to save memory counts once. The rate is compared with that of one large matrix
+product in the same dtype, measured in the same run.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from millrace.bench.shapes import make_model, shapes
+from millrace.bench.stopwatch import best_s
+from millrace.core.microbatch import Batch
+from millrace.core.records import Episode, Group, Rollout, Sampling, Task
+from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.models.head import output_head
+from millrace.models.loading import resolve_device
+from millrace.training.losses.policy_loss import PolicyLoss
+from millrace.training.optimizer import Schedule
+from millrace.training.packing.packer import pack
+from millrace.training.settings import TrainSettings
+from millrace.training.trainer import Trainer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="millrace bench train",
+        description="Trained tokens per second and share of the matrix-product rate.",
+    )
+    parser.add_argument("--model", help=f"a shape ({', '.join(shapes())}) or a model directory")
+    parser.add_argument("--tokens", type=int, help="of the microbatch (16384; on a CPU 1024)")
+    parser.add_argument("--length", type=int, help="of each rollout (2048; on a CPU 128)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="bfloat16; on a CPU float32"
+    )
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--checkpointing", action="store_true", help="recompute layers in backward")
+    parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
+    parser.add_argument("--json", metavar="FILE", help="write the result here")
+    args = parser.parse_args(argv)
+    device = resolve_device(args.device)
+    on_gpu = device.type == "cuda"
+    result = measure(
+        args.model or ("qwen3-1.7b" if on_gpu else "tiny"),
+        device=device,
+        dtype=getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32")),
+        num_tokens=args.tokens or (16384 if on_gpu else 1024),
+        length=args.length or (2048 if on_gpu else 128),
+        repeats=args.repeats,
+        settings={
+            "gradient_checkpointing": args.checkpointing,
+            "compile_layers": on_gpu and not args.no_compile,
+        },
+    )
+    for name, value in result.items():
+        print(f"{name:<24}{value:,.3g}" if isinstance(value, float) else f"{name:<24}{value}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def measure(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_tokens: int,
+    length: int,
+    repeats: int,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    model, _ = make_model(name, dtype=torch.float32, device=device, attention=PACKED_ATTENTION)
+    trainer = Trainer(
+        model,
+        loss=PolicyLoss(),
+        schedule=Schedule(learning_rate=1e-6, total_steps=1000),
+        technique=TrainSettings(compute_dtype=dtype, **settings),
+    )
+    batch = _batch(num_tokens, length=length, vocab=model.config.vocab_size)
+    trainer.step(batch)  # compiles, and makes the optimizer's state
+    _reset_peak(device)
+    pass_s = best_s(lambda: trainer.accumulate(batch), repeats=repeats, device=device)
+    step_s = best_s(lambda: trainer.step(batch), repeats=repeats, device=device)
+    flops = model_flops(model, batch)
+    rate = matmul_rate(device, dtype)
+    return {
+        "model": name,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": num_tokens,
+        "length": length,
+        "microbatches": len(batch.microbatches),
+        **settings,
+        "tokens_per_s": num_tokens / pass_s,
+        "forward_backward_s": pass_s,
+        "step_s": step_s,
+        "model_flops": float(flops),
+        "flops_per_s": flops / pass_s,
+        "matmul_flops_per_s": rate,
+        "mfu": flops / pass_s / rate,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    }
+
+
+def model_flops(model: PreTrainedModel, batch: Batch) -> int:
+    """Forward and backward of one batch: 2 per multiply-add forward, twice that backward."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = output_head(model)
+    layer_weights = sum(
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    )
+    head_weights = sum(parameter.numel() for parameter in head.parameters())
+    total = 0
+    for microbatch in batch.microbatches:
+        lengths = microbatch.lengths.astype(np.int64)
+        # Causal: of the L x L pairs half are seen; scores and values are two products.
+        pairs = int((lengths * (lengths + 1)).sum()) // 2
+        attention = 2 * pairs * config.num_attention_heads * head_dim * config.num_hidden_layers
+        layers = layer_weights * len(microbatch.tokens)
+        logits = head_weights * len(microbatch.targets)
+        total += 6 * (layers + attention + logits)
+    return total
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of one large matrix product of random numbers."""
+    size = 8192 if device.type == "cuda" else 1024
+    left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    seconds = best_s(lambda: left @ right, repeats=10, device=device)
+    return 2 * size**3 / seconds
+
+
+def _batch(num_tokens: int, *, length: int, vocab: int) -> Batch:
+    """One microbatch of rollouts that share nothing."""
+    rng = np.random.default_rng(0)
+    mask = np.arange(length) >= length // 8
+    groups = []
+    for number in range(num_tokens // length):
+        rollout = Rollout(
+            tokens=rng.integers(3, vocab, length).astype(np.int32),
+            mask=mask,
+            engine_logprobs=np.where(mask, -np.log(vocab), 0).astype(np.float32),
+            versions=np.where(mask, 0, -1).astype(np.int32),
+            sampling=Sampling(),
+        )
+        groups.append(
+            Group(
+                number=number,
+                task=Task(prompt=""),
+                episodes=(Episode(turns=(), rollouts=(rollout,)),),
+                advantages=np.array([(-1.0) ** number], dtype=np.float32),
+            )
+        )
+    return pack(groups, microbatch_tokens=num_tokens)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)

@@ -1,0 +1,151 @@
+"""What each command of the command line does, once its arguments are read; returns an exit code.
+
+Nothing heavy is imported before a command needs it.
+"""
+
+import argparse
+import importlib
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from millrace.run.train import RunResult
+
+DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def demo(args: argparse.Namespace) -> int:
+    from millrace.demo.run import run_demo
+
+    run_demo(run_dir=args.run_dir, seed=args.seed)
+    if args.json is not None:
+        shutil.copyfile(args.run_dir / "summary.json", args.json)
+    return DONE
+
+
+def init(args: argparse.Namespace) -> int:
+    from millrace.cli.starter import SEED, write_starter
+
+    def make(directory: Path) -> None:
+        from millrace.demo.model import make_model  # only now: it imports torch
+
+        print("Making a tiny model and teaching it the form of the answers, half a minute ...")
+        make_model(directory, SEED)
+
+    for path in write_starter(args.directory, make_model=make):
+        print(f"wrote {path}")
+    print(f"\nNext: millrace train {args.directory / 'run.toml'}")
+    return DONE
+
+
+def train(args: argparse.Namespace, settings: dict[str, str]) -> int:
+    from millrace.config import load_config, parse_override
+
+    overrides = {key: parse_override(value) for key, value in settings.items()}
+    config = load_config(args.config, overrides=overrides)
+    from millrace.run import train as run
+
+    try:
+        result = run.train(config, resume=args.resume)
+    except KeyboardInterrupt:
+        print(f"interrupted; {what_is_left(config.run_dir)}", file=sys.stderr)
+        return INTERRUPTED
+    print(_outcome(result))
+    return DONE
+
+
+def serve(args: argparse.Namespace, settings: dict[str, str]) -> int:
+    from millrace.config import parse_override
+    from millrace.serving.settings import read_options
+
+    options = read_options(args, {key: parse_override(value) for key, value in settings.items()})
+    from millrace.serving import command
+
+    command.serve(options)
+    return DONE
+
+
+def what_is_left(run_dir: str) -> str:
+    """Where an interrupted run's files lie, and whether it can go on."""
+    from millrace.monitoring.run_dir import RunDir
+
+    saved = RunDir(run_dir).checkpoint_paths
+    how = f"--resume goes on from {saved[-1].name}" if saved else "no checkpoint was written yet"
+    return f"metrics, trace and logs so far lie in {run_dir}; {how}"
+
+
+def _outcome(result: "RunResult") -> str:
+    from millrace.monitoring.terminal.text import duration
+
+    lines = [f"trained {result.steps} steps in {duration(result.seconds)}"]
+    if result.accuracy_before is not None and result.accuracy_after is not None:
+        change = f"{result.accuracy_before:.3f} → {result.accuracy_after:.3f}"
+        lines.append(f"held-out accuracy  {change}")
+    lines.append(f"checkpoint         {result.checkpoint}")
+    lines.append(f"everything else    {result.run_dir} (see `millrace inspect {result.run_dir}`)")
+    return "\n".join(lines)
+
+
+def join(args: argparse.Namespace) -> int:
+    from millrace.cluster.join import host as guests
+    from millrace.cluster.join.ticket import read_ticket
+
+    ticket = read_ticket(args.ticket)
+    guests.join(ticket, module="millrace.inference.worker", count=args.count, log_dir=args.log_dir)
+    return DONE
+
+
+def _ledger(run_dir: Path, console: Any, *, number: int | None) -> int:
+    from millrace.core.errors import JournalError
+    from millrace.monitoring.report.ledger import ledger_table, read_account
+
+    account = read_account(run_dir)
+    shown = ledger_table(account) if number is None else f"{number}: {account.fate(number)}"
+    console.print(shown, highlight=False)
+    if troubles := account.check():
+        raise JournalError(f"The ledger of {run_dir} does not add up: {' '.join(troubles)}")
+    return DONE
+
+
+def engines(args: argparse.Namespace) -> int:
+    from millrace.run.scaling import ask
+
+    for name in ask(args.run_dir, add=args.add, remove=tuple(args.remove)):
+        print(name)
+    return DONE
+
+
+def inspect(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from millrace.monitoring.report.plots import render_plots
+    from millrace.monitoring.report.summary import summarise, summary_table
+
+    console = Console()
+    if args.ledger or args.number is not None:
+        return _ledger(args.run_dir, console, number=args.number)
+    console.print(summary_table(summarise(args.run_dir)), highlight=False)
+    if not args.no_plots:
+        for path in render_plots(args.run_dir):
+            console.print(f"drew {path}", highlight=False, soft_wrap=True)
+    return DONE
+
+
+def replay(args: argparse.Namespace) -> int:
+    from millrace.cluster.event_loop import run_on_own_loop
+    from millrace.environments.replay.command import ReplayOptions
+    from millrace.environments.replay.command import replay as replay_all
+
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
+    options = ReplayOptions(
+        **{**given, "scores": tuple(args.scores), "tool_results": tuple(args.tool_results)}
+    )
+    run_on_own_loop(lambda: replay_all(options))
+    return DONE
+
+
+def bench(args: argparse.Namespace) -> int:
+    module = importlib.import_module(f"millrace.bench.{args.bench}")
+    return module.main(args.arguments) or DONE

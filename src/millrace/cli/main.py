@@ -1,0 +1,338 @@
+"""The command line: demo, init, train, serve, join, inspect, replay, bench.
+
+Promise: what goes wrong is told in one sentence on stderr and by the exit code; only a failing
+worker's own traceback follows it. Nothing heavy is imported before a command needs it.
+"""
+
+import argparse
+import ast
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import millrace
+from millrace.cli import commands as run
+from millrace.cli.commands import FAILED, INTERRUPTED, WRONG_INPUT
+from millrace.core.errors import ConfigError, GivenUp, MillraceError, WorkerError
+from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
+
+INTRODUCTION = """\
+Asynchronous reinforcement-learning post-training of language models: engines generate
+without pause, the trainer steps without waiting, and every token says which weights
+sampled it.
+"""
+
+START_HERE = """\
+start here:
+  millrace demo                    see it work: trains a tiny model on this machine
+  millrace init my-run             write settings, a reward function, tasks and a tiny model
+  millrace train my-run/run.toml   train it
+  millrace inspect my-run/run      see what happened, with plots
+
+exit codes:
+  0 done   1 the run failed   2 wrong setting, argument or input   130 interrupted
+"""
+
+DEMO = """\
+Make a small transformer that sorts digits, badly, and train it with reinforcement learning,
+asynchronously, on the CPU, until it sorts well. Nothing is downloaded; it takes a few minutes.
+Ends with held-out accuracy before and after, and with where everything lies.
+An earlier demo in the same run directory is replaced.
+"""
+
+INIT = """\
+Write a starter into DIR (default: this folder):
+
+  run.toml        settings, with comments; every section a newcomer would touch
+  rewards.py      a reward function, to be replaced by yours
+  tasks.jsonl     tasks to train on, one a line: a prompt, and columns for the reward function
+  heldout.jsonl   tasks to measure accuracy on
+  model/          a tiny model and its tokenizer, so that it all runs as it is
+
+Then: millrace train DIR/run.toml
+Existing files are never overwritten.
+"""
+
+TRAIN = """\
+Train with the settings of a TOML file.
+
+Any setting can be given here too, and wins over the file: --section.key value.
+Values are read as TOML (12, 3e-5, true, [0.9, 0.95]); anything else is a string.
+Relative paths in the file start from the file's folder, those given here from yours.
+"""
+
+TRAIN_MORE = """\
+examples:
+  millrace train run.toml
+  millrace train run.toml --trainer.steps 500 --trainer.learning_rate 3e-5
+  millrace train run.toml --run_dir runs/second --seed 2 --loss.high=0.3
+  millrace train run.toml --resume
+
+what it leaves in the run directory (setting run_dir):
+  config.toml         all settings as they were used
+  metrics.jsonl       one object per step
+  trace.json          what every worker did and waited for: open it in ui.perfetto.dev
+  rollouts/           some episodes of every step, for reading
+  checkpoints/step_N  Hugging Face model directories, with the trainer's state
+  logs/               what the workers printed
+  summary.json        written when the run has finished
+
+Ctrl-C stops all workers; --resume goes on from the newest checkpoint.
+"""
+
+JOIN = """\
+Bring engines from this host into a run whose controller is on another. The run says where its
+ticket lies (setting cluster.ticket); copy it here, over ssh or the like: it is a secret, and this
+command refuses one that others on this machine can read.
+
+The engines load the run's model.path, which must exist here too. They end with the run, with this
+command, and when the controller cannot be heard any more.
+"""
+
+JOIN_MORE = """\
+example:
+  scp controller:ticket.json . && millrace join ticket.json --count 2
+"""
+
+ENGINES = """\
+Change the engines of a run that goes on, on its own machine, and list those it has then. One that
+is added serves once it has the newest weights; one that is removed finishes its sequences first.
+"""
+
+INSPECT = """\
+Summarise a run from its directory, whether it has finished, still runs, or was killed: reward,
+accuracy, speed, staleness, how busy every worker was and what it waited for, and what was dropped.
+Draws reward.png, staleness.png and timeline.png into RUN_DIR/plots, and parts.png if rewards have
+several. With --ledger, tells from the journal what became of every task that was issued, and fails
+if that does not add up; with --number, of one of them.
+"""
+
+
+REPLAY = """\
+Read episodes that a run recorded (setting watch.record_episodes), without an engine: as they were,
+or with --environment played again on the recorded replies and tool results, which tells where the
+environment has come to ask something else. Prints a line of JSON for each.
+"""
+
+REPLAY_MORE = """\
+examples:
+  millrace replay run/episodes/step_3.jsonl --score my_rewards.py:strict
+  millrace replay run/episodes/step_3.jsonl --environment envs.py:guess --tool-result 0=13
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        settings: dict[str, str] = {}
+        if arguments[:1] == ["train"]:
+            arguments, settings = split_settings(arguments)
+        elif arguments[:1] == ["serve"]:
+            arguments, settings = split_settings(arguments, only_dotted=True)
+        args = _parser().parse_args(arguments)
+        if args.command in ("train", "serve"):
+            return (run.train if args.command == "train" else run.serve)(args, settings)
+        return args.run(args)
+    except MillraceError as error:
+        return report(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def report(error: MillraceError) -> int:
+    """Say on stderr what went wrong; returns the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    if isinstance(error, WorkerError | GivenUp) and error.traceback:
+        print(f"\nFrom {error.worker}:\n{error.traceback.rstrip()}", file=sys.stderr)
+    return WRONG_INPUT if isinstance(error, ConfigError) else FAILED
+
+
+def split_settings(
+    arguments: Sequence[str], *, only_dotted: bool = False
+) -> tuple[list[str], dict[str, str]]:
+    """Take `--section.key value` and `--section.key=value` out of the arguments of train or serve;
+    all that begins with -- but --resume, or only what has a dot."""
+    rest: list[str] = []
+    settings: dict[str, str] = {}
+    remaining = iter(arguments)
+    for argument in remaining:
+        key, equals, value = argument[2:].partition("=")
+        is_plain = "." not in key if only_dotted else key in ("resume", "help")
+        if not argument.startswith("--") or is_plain:
+            rest.append(argument)
+            continue
+        if not equals:
+            value = next(remaining, "--")
+            if value.startswith("--"):
+                hint = "" if only_dotted else "; without one there is only --resume"
+                raise ConfigError(f"--{key} needs a value{hint}.")
+        if key.startswith("scorer."):
+            raise ConfigError(f"--{key} cannot be given here; edit the [[scorer]] table instead.")
+        settings[key.replace("-", "_")] = value
+    return rest, settings
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _new_parser(argparse.ArgumentParser, INTRODUCTION, START_HERE, prog="millrace")
+    parser.add_argument("--version", action="version", version=f"millrace {millrace.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    demo = _new_parser(commands.add_parser, DEMO, name="demo", help="train a tiny model, now")
+    demo.add_argument("--run-dir", type=Path, default=Path("runs/demo"), metavar="DIR")
+    demo.add_argument("--seed", type=int, default=0, help="another model, other tasks (default: 0)")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="also write the summary there")
+    demo.set_defaults(run=run.demo)
+
+    init = _new_parser(commands.add_parser, INIT, name="init", help="write a starter to build on")
+    init.add_argument("directory", type=Path, nargs="?", default=Path(), metavar="DIR")
+    init.set_defaults(run=run.init)
+
+    train = _new_parser(
+        commands.add_parser,
+        TRAIN,
+        TRAIN_MORE,
+        name="train",
+        help="train with the settings of a TOML file",
+        usage="millrace train RUN.toml [--resume] [--section.key value ...]",
+    )
+    train.add_argument("config", type=Path, metavar="RUN.toml")
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+
+    serve = _new_parser(
+        commands.add_parser, SERVE, SERVE_MORE, name="serve", help="serve a model over HTTP"
+    )
+    add_arguments(serve)
+
+    _add_join(commands)
+    _add_engines(commands)
+
+    inspect = _new_parser(
+        commands.add_parser, INSPECT, name="inspect", help="summarise a run and draw its plots"
+    )
+    inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    inspect.add_argument("--no-plots", action="store_true", help="print the summary only")
+    inspect.add_argument(
+        "--ledger",
+        action="store_true",
+        help="account for every task instead: trained, dropped, failed or pending",
+    )
+    inspect.add_argument(
+        "--number", type=int, metavar="N", help="say what became of the task with this number only"
+    )
+    inspect.set_defaults(run=run.inspect)
+
+    _add_replay(commands)
+    if benches := _benches():
+        _add_bench(commands, benches)
+    return parser
+
+
+def _add_join(commands: Any) -> None:
+    join = _new_parser(
+        commands.add_parser, JOIN, JOIN_MORE, name="join", help="bring engines from another host"
+    )
+    join.add_argument("ticket", type=Path, metavar="TICKET")
+    join.add_argument("--count", type=int, default=1, metavar="N", help="engines (default: 1)")
+    join.add_argument(
+        "--log-dir",
+        type=Path,
+        default=Path("logs"),
+        metavar="DIR",
+        help="what the engines print (default: logs)",
+    )
+    join.set_defaults(run=run.join)
+
+
+def _add_engines(commands: Any) -> None:
+    engines = _new_parser(
+        commands.add_parser,
+        ENGINES,
+        name="engines",
+        help="add engines to a running job, or remove some",
+    )
+    engines.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    engines.add_argument("--add", type=int, default=0, metavar="N", help="start N more")
+    engines.add_argument(
+        "--remove", action="append", default=[], metavar="NAME", help="by name; may be repeated"
+    )
+    engines.set_defaults(run=run.engines)
+
+
+def _add_replay(commands: Any) -> None:
+    replay = _new_parser(
+        commands.add_parser,
+        REPLAY,
+        REPLAY_MORE,
+        name="replay",
+        help="read recorded episodes, play and score them again",
+    )
+    replay.add_argument("path", type=Path, metavar="FILE")
+    replay.add_argument("--environment", metavar="MODULE:NAME", help="play them again with it")
+    replay.add_argument(
+        "--model", metavar="DIR", help="whose tokenizer to use (default: the recorded one)"
+    )
+    replay.add_argument(
+        "--score",
+        dest="scores",
+        action="append",
+        default=[],
+        metavar="MODULE:NAME",
+        help="score them anew with a reward function, or a verifier by its type",
+    )
+    replay.add_argument(
+        "--config", type=Path, metavar="RUN.toml", help="score them with its [[scorer]] tables"
+    )
+    replay.add_argument(
+        "--tool-result",
+        dest="tool_results",
+        action="append",
+        default=[],
+        metavar="N=TEXT",
+        help="let tool call N have returned this; without =TEXT, nothing",
+    )
+    replay.add_argument("--reward", type=float, help="instead of the environment's")
+    replay.add_argument("--out", type=Path, metavar="FILE", help="write what came of it there")
+    replay.set_defaults(run=run.replay)
+
+
+def _add_bench(commands: Any, benches: Mapping[str, str]) -> None:
+    listed = "\n".join(f"  {name:<10} {what}" for name, what in benches.items())
+    bench = _new_parser(
+        commands.add_parser,
+        f"Measure on this machine.\n\n{listed}\n",
+        "`millrace bench NAME --help` tells the options of one.\n",
+        name="bench",
+        help=f"measure: {', '.join(benches)}",
+    )
+    bench.add_argument("bench", choices=benches, metavar="NAME")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[--json FILE] ...")
+    bench.set_defaults(run=run.bench)
+
+
+def _new_parser(make: Any, description: str, epilog: str = "", **settings: Any) -> Any:
+    style = argparse.RawDescriptionHelpFormatter
+    return make(description=description, epilog=epilog, formatter_class=style, **settings)
+
+
+def _benches() -> dict[str, str]:
+    """The modules of millrace.bench whose docstring says that they are one, and what it says.
+
+    Read, not imported: `millrace --help` must not pay for torch.
+    """
+    spec = importlib.util.find_spec("millrace.bench")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    found: dict[str, str] = {}
+    for file in sorted(file for folder in folders for file in Path(folder).glob("*.py")):
+        module = ast.parse(file.read_text(encoding="utf-8"))
+        title = (ast.get_docstring(module) or "").partition("\n")[0]
+        name, said, what = title.partition(": ")
+        if said and name == f"`millrace bench {file.stem}`":
+            found[file.stem] = what
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""One worker as the controller sees it: calls, death and stopping.
+
+Promise: every call ends: with its reply, its timeout, or the worker's death.
+Runs on the controller's event loop.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import zmq
+
+from millrace.cluster.join.guest import JoinedProcess
+from millrace.cluster.messages import Error, Failed, Hello, Message, Part, Stop
+from millrace.cluster.process import Process
+from millrace.core import errors
+from millrace.core.errors import MillraceError, WorkerError
+
+LAST_WORDS_S = 0.2  # for what a worker sent before it exited to come out of the socket
+
+Send = Callable[[bytes, Message], Awaitable[None]]  # call id, message
+OnPart = Callable[[Part], None]
+
+
+class Worker:
+    """Made by Hub.launch and Hub.expect; `start`, `answer`, `hear` and `fail` are for the hub."""
+
+    def __init__(self, name: str, *, send: Send, stop_timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.name = name
+        self.dead: asyncio.Future[WorkerError] = loop.create_future()
+        """Resolves when the worker has failed, died or been stopped; calls fail from then on."""
+        self.num_pulsed = 0  # calls under way at which it shall make progress
+        self._send = send
+        self._stop_timeout_s = stop_timeout_s
+        # Started by us, or joined from another host; None until then.
+        self._process: Process | JoinedProcess | None = None
+        self._gone: asyncio.Task[None] | None = None  # done = the process has ended
+        self._greeted: asyncio.Future[None] = loop.create_future()
+        self._ids = itertools.count(1)  # 0 is the id of events
+        self._waiting: dict[bytes, asyncio.Future[Message | WorkerError]] = {}
+        self._listeners: dict[bytes, OnPart] = {}  # of waiting calls, those that want parts
+        self._is_stopping = False
+
+    @property
+    def pid(self) -> int | None:
+        """None before it has started, and for one on another host."""
+        return self._process.pid if isinstance(self._process, Process) else None
+
+    @property
+    def log(self) -> Path | None:
+        """What it prints; None as for the pid."""
+        return self._process.log if isinstance(self._process, Process) else None
+
+    @property
+    def host(self) -> str | None:
+        """Name of the host it joined from; None on this one."""
+        return self._process.host if isinstance(self._process, JoinedProcess) else None
+
+    @property
+    def is_gone(self) -> bool:
+        """True once its process has ended."""
+        return self._gone is not None and self._gone.done()
+
+    async def call(
+        self,
+        message: Message,
+        *,
+        timeout_s: float | None = None,
+        is_deadline: bool = False,
+        is_pulsed: bool = False,
+        on_part: OnPart | None = None,
+    ) -> Message:
+        """Send a message and wait for its reply; calls may overlap.
+
+        A worker that has not answered after `timeout_s` is ended if that is its deadline.
+        `is_pulsed`: it tells of its progress meanwhile, see num_pulsed. `on_part` is told what the
+        worker says before the reply; what it raises ends the call.
+        Raises what the worker raised, if that is one of Millrace's own errors; WorkerError
+        otherwise, and when the worker dies or does not answer in time.
+        """
+        if self.dead.done():
+            raise _copy(self.dead.result())
+        what = type(message).__name__
+        call_id = next(self._ids).to_bytes(8, "big")
+        reply = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = reply
+        if on_part is not None:
+            self._listeners[call_id] = on_part
+        self.num_pulsed += is_pulsed
+        try:
+            await self._send(call_id, message)
+            async with asyncio.timeout(timeout_s):
+                answer = await reply
+        except TimeoutError:
+            reason = f"did not answer {what} within {timeout_s} s"
+            if is_deadline:
+                await self.give_up(reason)
+                raise _copy(self.dead.result()) from None
+            raise self._error(reason) from None
+        except zmq.ZMQError as error:
+            raise self._error(f"cannot be reached for {what}: {error}") from None
+        finally:
+            del self._waiting[call_id]
+            self._listeners.pop(call_id, None)
+            self.num_pulsed -= is_pulsed
+        if isinstance(answer, WorkerError):
+            raise answer
+        if isinstance(answer, Error):
+            raise self._raised(what, answer)
+        return answer
+
+    async def stop(self) -> None:
+        """Ask it to stop; tell it so (SIGTERM) when half of the time is over; then kill it."""
+        self._is_stopping = True
+        patience_s = self._stop_timeout_s / 2
+        if self._greeted.done():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    with contextlib.suppress(MillraceError):
+                        await self.call(Stop())
+                    await self.is_gone_within(None)
+                    return
+        if self._process is not None:
+            self._process.terminate()
+        if not await self.is_gone_within(patience_s):
+            self.kill()
+            await self.is_gone_within(None)
+
+    async def give_up(self, reason: str) -> None:
+        """End it because it hangs, once it has written down where; `reason` goes on from "Worker
+        'engine-0' ..."."""
+        if self.dead.done():
+            return
+        told, account = "it was not up", ""
+        if self._process is not None:
+            told, account = await self._process.last_words()
+        self._end(self._error(f"{reason}; {told}", traceback=account))
+        self.kill()
+
+    def kill(self) -> None:
+        """End it now. What waits for it fails as soon as the system reports its death."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def is_gone_within(self, timeout_s: float | None) -> bool:
+        if self._gone is None:
+            return True
+        await asyncio.wait({self._gone}, timeout=timeout_s)
+        return self._gone.done()
+
+    async def start(self, process: Process | JoinedProcess, *, timeout_s: float) -> None:
+        """Wait for the Hello of the worker that runs in this process."""
+        self._process = process
+        if self._is_stopping:  # meanwhile
+            self.kill()
+        self._gone = asyncio.create_task(self._watch(process), name=f"watch-{self.name}")
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait({self._greeted, self.dead}, timeout=timeout_s, return_when=first)
+        if self.dead.done():
+            raise _copy(self.dead.result())
+        if not self._greeted.done():
+            tail = process.log_tail()
+            raise self._error(f"did not come up within {timeout_s} s", traceback=tail)
+
+    def answer(self, call_id: bytes, message: Message) -> bool:
+        """Hand a reply, or a part before it, to its call; False if nobody waits for it."""
+        self._note_life()
+        reply = self._waiting.get(call_id)
+        if reply is None or reply.done():
+            return False
+        if not isinstance(message, Part):
+            reply.set_result(message)
+        elif (listener := self._listeners.get(call_id)) is None:
+            return False
+        else:
+            try:
+                listener(message)
+            except Exception as error:  # noqa: BLE001 - raised by call()
+                reply.set_exception(error)
+        return True
+
+    def hear(self, message: Message) -> None:
+        """Take note of what the worker said unasked."""
+        self._note_life()
+        if isinstance(message, Hello) and not self._greeted.done():
+            self._greeted.set_result(None)
+        elif isinstance(message, Failed):
+            self._end(self._error(f"failed: {message.reason}", traceback=message.traceback))
+            # It is on its way out; a thread of its own must not keep it there.
+            asyncio.get_running_loop().call_later(self._stop_timeout_s, self.kill)
+
+    def fail(self, reason: str, *, error: BaseException) -> None:
+        """Give up on the worker for a reason of the controller's."""
+        self._end(self._error(reason, traceback="".join(traceback.format_exception(error))))
+        self.kill()
+
+    def _note_life(self) -> None:
+        if isinstance(self._process, JoinedProcess):
+            self._process.heard()
+
+    async def _watch(self, process: Process | JoinedProcess) -> None:
+        ending = await process.ended()
+        matters = not self.dead.done() and (self._waiting or not self._is_stopping)
+        if ending.may_have_spoken and matters:
+            await asyncio.sleep(LAST_WORDS_S)
+        if self._is_stopping:
+            self._end(self._error("was stopped"))
+        else:
+            error = self._error(ending.reason, traceback=ending.account)
+            error.was_killed = ending.was_killed
+            self._end(error)
+
+    def _end(self, error: WorkerError) -> None:
+        if self.dead.done():
+            return
+        self.dead.set_result(error)
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_result(_copy(error))
+
+    def _error(self, reason: str, *, traceback: str = "") -> WorkerError:
+        return WorkerError(f"Worker {self.name!r} {reason}.", worker=self.name, traceback=traceback)
+
+    def _raised(self, what: str, answer: Error) -> MillraceError:
+        """The worker's exception, as it looks from here."""
+        cls = getattr(errors, answer.kind, None)
+        if not (isinstance(cls, type) and issubclass(cls, MillraceError)) or cls is WorkerError:
+            reason = f"failed at {what}: {answer.kind}: {answer.reason.rstrip('.')}"
+            return self._error(reason, traceback=answer.traceback)
+        error = cls(answer.reason)
+        error.add_note(answer.traceback)
+        return error
+
+
+def _copy(error: WorkerError) -> WorkerError:
+    """Several calls may raise it, and an exception collects the frames it passes through."""
+    return WorkerError(
+        str(error),
+        worker=error.worker,
+        traceback=error.traceback,
+        was_killed=error.was_killed,
+    )

@@ -1,0 +1,224 @@
+"""Held-out tasks, through the same kind of engines and scorers as training: accuracy, mean@k and
+pass@k, and the versions of the policy that they are about.
+
+The held-out tasks of a run: who plays them, at which temperature, how many at a time.
+
+Runs on the controller's event loop.
+"""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from millrace.config import RunConfig
+from millrace.core.errors import ScoreError, TaskError
+from millrace.core.protocols import Engine
+from millrace.core.records import Group, Task
+from millrace.environments.rollouts.player import Player
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Evaluation:
+    step: int  # after which it was due
+    accuracy: float  # mean@samples: the share of episodes solved; what failed counts as not solved
+    num_tasks: int
+    num_failed: int  # tasks
+    num_unscored: int = 0  # of these: their scorers could not be asked
+    samples: int  # episodes per task
+    pass_at: dict[int, float]  # by k: the chance that one of k episodes solves its task
+    versions: dict[int, int]  # tokens by the version that sampled them
+    groups: tuple[Group, ...]  # in task order; failed ones left out
+
+    def metrics(self) -> dict[str, Any]:
+        """As a row of the metrics shows it."""
+        several = {
+            f"mean@{self.samples}": self.accuracy,
+            **{f"pass@{k}": share for k, share in self.pass_at.items()},
+        }
+        return {
+            "accuracy": self.accuracy,
+            **(several if self.samples > 1 else {}),
+            "evaluation_step": self.step,
+            "evaluation_versions": self.versions,
+            **({"evaluation_unscored": self.num_unscored} if self.num_unscored else {}),
+        }
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """How far an evaluation is."""
+
+    step: int
+    num_tasks: int
+    num_played: int = 0
+    num_scored: int = 0  # or given up
+
+    @property
+    def moved(self) -> int:
+        return self.num_played + self.num_scored
+
+    def __str__(self) -> str:
+        return (
+            f"the evaluation of step {self.step} has played {self.num_played} of its"
+            f" {self.num_tasks} tasks, of which {self.num_scored} are scored."
+        )
+
+
+class Patience:
+    """Waits for scores as long as some come in: `timeout_s` after the last, for none any more."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._scored_s = -math.inf  # monotonic
+        self._is_over = False
+        self.num_given_up = 0
+
+    async def wait(self, scoring: Coroutine[Any, Any, Group]) -> Group | None:
+        """None if it is given up."""
+        began_s, task = time.monotonic(), asyncio.create_task(scoring)
+        try:
+            while not task.done() and not self._is_over:
+                left_s = max(began_s, self._scored_s) + self._timeout_s - time.monotonic()
+                self._is_over = left_s <= 0
+                await asyncio.wait({task}, timeout=max(left_s, 0))
+            if not task.done():
+                self.num_given_up += 1
+                return None
+            self._scored_s = time.monotonic()
+            return task.result()
+        finally:
+            task.cancel()
+
+
+async def evaluate(
+    tasks: Sequence[Task],
+    *,
+    step: int,
+    samples: int,
+    tally: Tally,
+    play: Callable[[Task, int], Awaitable[Group]],
+    score: Callable[[Group], Coroutine[Any, Any, Group]],
+    solved_at: float,
+    max_running: int,
+    score_timeout_s: float,
+) -> Evaluation:
+    """Play each task `samples` times and count what reaches the score that means solved."""
+    room, patience = asyncio.Semaphore(max_running), Patience(score_timeout_s)
+
+    async def one(number: int, task: Task) -> Group | None:
+        async with room:
+            try:
+                group = await play(task, number)
+                tally.num_played += 1
+                return await patience.wait(score(group))
+            except (TaskError, ScoreError):
+                return None  # counted as failed below
+            finally:
+                tally.num_scored += 1
+
+    groups = await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks)))
+    played = [group for group in groups if group is not None]
+    solved = [0] * (len(tasks) - len(played))
+    solved += [sum(score.is_solved(solved_at) for score in group.scores) for group in played]
+    return Evaluation(
+        step=step,
+        accuracy=sum(solved) / (len(tasks) * samples),
+        num_tasks=len(tasks),
+        num_failed=len(tasks) - len(played),
+        num_unscored=patience.num_given_up,
+        samples=samples,
+        pass_at={
+            k: float(np.mean([pass_at(k, samples=samples, solved=count) for count in solved]))
+            for k in _ks(samples)
+        },
+        versions=_versions(played),
+        groups=tuple(played),
+    )
+
+
+def pass_at(k: int, *, samples: int, solved: int) -> float:
+    """The chance that k episodes, drawn from `samples` of which `solved` are solved, hold a solved
+    one: 1 - C(samples - solved, k) / C(samples, k). Unbiased, where (mean@1)^k would not be."""
+    assert 1 <= k <= samples
+    unsolved = samples - solved
+    if k > unsolved:
+        return 1.0
+    drawn = np.arange(k)
+    return 1.0 - float(np.prod((unsolved - drawn) / (samples - drawn)))
+
+
+def _ks(samples: int) -> list[int]:
+    """1, 2, 4, ... and `samples` itself."""
+    return sorted({2**power for power in range(samples.bit_length())} | {samples})
+
+
+def _versions(groups: Sequence[Group]) -> dict[int, int]:
+    counts: Counter[int] = Counter()
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        counts.update(rollout.versions[rollout.mask].tolist())
+    return dict(sorted(counts.items()))
+
+
+class EvalSet:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        config: RunConfig,
+        player: Player,
+        engine: Engine,
+        score: Callable[[Group], Coroutine[Any, Any, Group]],
+        at_once: Callable[[], AbstractAsyncContextManager[None]] | None,
+    ) -> None:
+        """`at_once`: within it, requests made together begin together; then all tasks do."""
+        self._tasks = tasks
+        self._settings = config.evaluate
+        self._score = score
+        self._at_once = at_once
+        # Tasks whose samples the engines decode together.
+        num_engines = config.evaluate.engines or config.engine.count + config.engine.remote
+        num_sequences = num_engines * config.engine.max_sequences
+        self._max_running = max(1, num_sequences // config.evaluate.samples)
+        temperature = config.evaluate.temperature
+        if temperature is None:
+            temperature = 0.0 if config.evaluate.samples == 1 else config.sampling.temperature
+        self._player = player.evaluating(engine=engine, temperature=temperature)
+
+    def tally(self, step: int) -> Tally:
+        """Of an evaluation that has not begun."""
+        return Tally(step=step, num_tasks=len(self._tasks))
+
+    async def evaluate(self, step: int, *, tally: Tally) -> Evaluation | None:
+        """The policy as it is now; None if there are no tasks."""
+        if not self._tasks:
+            return None
+        if self._at_once is None:
+            return await self._evaluate(step, tally=tally, max_running=self._max_running)
+        async with self._at_once():
+            evaluating = asyncio.create_task(
+                self._evaluate(step, tally=tally, max_running=len(self._tasks))
+            )
+        return await evaluating
+
+    async def _evaluate(self, step: int, *, tally: Tally, max_running: int) -> Evaluation:
+        samples = self._settings.samples
+        return await evaluate(
+            self._tasks,
+            step=step,
+            samples=samples,
+            tally=tally,
+            play=lambda task, number: self._player.play(
+                task, number=number, group_size=samples, name=f"evaluation {step}, task"
+            ),
+            score=self._score,
+            solved_at=self._settings.solved_at,
+            max_running=max_running,
+            score_timeout_s=self._settings.score_timeout_s,
+        )

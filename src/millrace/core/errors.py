@@ -1,0 +1,110 @@
+"""Errors a user may see. Each message is one sentence: what, which value, what to do.
+
+Of everything that failed together, the one error that says most to the user.
+"""
+
+import contextlib
+from collections.abc import Generator, Iterator
+from typing import Any, cast
+
+
+class MillraceError(Exception):
+    """Anything Millrace raises on purpose; the command line prints it without a traceback."""
+
+
+class ConfigError(MillraceError):
+    """A setting or an input file is wrong; known before any worker starts."""
+
+
+class TaskError(MillraceError):
+    """One task cannot be played; costs that group only."""
+
+
+class ScoreError(MillraceError):
+    """A scorer raised, hung, or returned something that is not a score; costs that group only."""
+
+
+class TransientScoreError(ScoreError):
+    """A scorer could not answer, and may do so when asked again."""
+
+    def __init__(
+        self, message: str, *, is_down: bool = False, retry_after_s: float | None = None
+    ) -> None:
+        """`is_down`: nobody there can be asked now, whatever about. `retry_after_s`: what it said
+        itself."""
+        super().__init__(message)
+        self.is_down = is_down
+        self.retry_after_s = retry_after_s
+
+
+class Filtered(Exception):
+    """A filter dropped a scored group. No error: it is counted, and another takes its place."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class WeightError(MillraceError):
+    """A weight update is incomplete, corrupt, or does not fit the model; nothing of it was
+    applied."""
+
+
+class CheckpointError(MillraceError):
+    """A checkpoint could not be written or read; what was there before is untouched."""
+
+
+class JournalError(MillraceError):
+    """The journal could not be written or read; what it was known to hold is untouched."""
+
+
+class WorkerError(MillraceError):
+    """A worker failed or died. `traceback` holds the worker's own account of it, if it gave one.
+    `was_killed`: by a signal, so that another in its place may fare better."""
+
+    def __init__(
+        self, message: str, *, worker: str, traceback: str = "", was_killed: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.traceback = traceback
+        self.was_killed = was_killed
+
+
+class EnginesDown(MillraceError):
+    """There is no engine now; there may be one when asked again."""
+
+
+class RunFailed(MillraceError):
+    """The run stopped for a reason that no retry mends."""
+
+
+class GivenUp(RunFailed):
+    """A worker died too often to be started again; `traceback` is its own account of the last
+    time."""
+
+    def __init__(self, message: str, *, worker: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.traceback = traceback
+
+
+@contextlib.contextmanager
+def first_cause() -> Generator[None]:
+    """Raise a single error of ours in place of a group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        causes = list(_leaves(group))
+        ours = [cause for cause in causes if isinstance(cause, MillraceError)]
+        # A dead worker fails everything that waits for it; a RunFailed is the reason itself.
+        reason = next((c for c in ours if isinstance(c, RunFailed)), ours[0] if ours else causes[0])
+        raise reason from None
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(cast(Any, error))
+        else:
+            yield error

@@ -1,0 +1,125 @@
+"""User code by name: "package.module:Name", or "path/to/file.py:Name".
+
+Plug-ins are their own config: a frozen dataclass whose fields are its TOML keys.
+"""
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from millrace.core.errors import ConfigError
+
+
+def load_reference(reference: str) -> Any:
+    """Import what a reference names. A relative file starts from the working directory."""
+    module_name, separator, attribute = reference.rpartition(":")
+    if not separator or not module_name or not attribute:
+        raise ConfigError(
+            f"{reference!r} is not a reference; write 'package.module:Name' or 'file.py:Name'."
+        )
+    module = _load_module(module_name)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ConfigError(
+            f"{module_name!r} has no {attribute!r}; check the name after the colon."
+        ) from None
+
+
+def _load_module(name: str) -> ModuleType:
+    if not name.endswith(".py"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise  # the user's module exists, and one of its own imports is missing
+            raise ConfigError(
+                f"No module named {name!r}; is it installed or on PYTHONPATH?"
+            ) from None
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise ConfigError(f"No file {str(path)!r}; in a TOML, files are named from its own folder.")
+    # The name must be the same in every process, and free of clashes between folders.
+    module_name = f"millrace_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]  # half a module must not be found by the next one who asks
+        raise
+    return module
+
+
+def build_plugin(
+    table: Mapping[str, Any], *, builtins: Mapping[str, type], default: str, section: str
+) -> Any:
+    """The object a table like {type = "clipped", high = 0.28} describes."""
+    settings = dict(table)
+    name = settings.pop("type", default)
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"Setting '{section}.type' = {name!r} is not a name; built in: {', '.join(builtins)}."
+        )
+    cls = builtins.get(name)
+    if cls is None:
+        if ":" not in name:
+            close = difflib.get_close_matches(name, builtins, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"built in: {', '.join(builtins)}."
+            raise ConfigError(f"Setting '{section}.type' = {name!r} is not known; {hint}")
+        cls = load_reference(name)
+    if not dataclasses.is_dataclass(cls):
+        return _call(cls, settings, section=section)
+    valid = [field.name for field in dataclasses.fields(cls) if field.init]
+    for key in settings:
+        if key not in valid:
+            close = difflib.get_close_matches(key, valid, n=1)
+            names = ", ".join(valid) or "none"
+            hint = f"did you mean {close[0]!r}?" if close else f"valid here: {names}."
+            raise ConfigError(f"Unknown setting '{section}.{key}' of {name!r}; {hint}")
+    return _call(cls, settings, section=section)
+
+
+def build_callable(
+    table: Mapping[str, Any],
+    *,
+    builtins: Mapping[str, type],
+    default: str,
+    section: str,
+    keywords: Sequence[str] = (),
+) -> Any:
+    """As build_plugin, but the type may also be "module:function", which is given the other keys
+    with every call, beside its one argument and these keywords."""
+    name = table.get("type", default)
+    if not isinstance(name, str) or ":" not in name:
+        return build_plugin(table, builtins=builtins, default=default, section=section)
+    function = load_reference(name)
+    if not callable(function) or inspect.isclass(function):
+        return build_plugin(table, builtins=builtins, default=default, section=section)
+    settings = {key: value for key, value in table.items() if key != "type"}
+    try:
+        inspect.signature(function).bind(None, **dict.fromkeys(keywords), **settings)
+    except TypeError as error:
+        raise ConfigError(f"Section '{section}' does not fit {name!r}: {error}.") from None
+    return functools.partial(function, **settings)
+
+
+def _call(cls: Any, settings: dict[str, Any], *, section: str) -> Any:
+    try:
+        return cls(**settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"Section '{section}' does not fit: {error}.") from None

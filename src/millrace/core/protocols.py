@@ -1,0 +1,318 @@
+"""What the stages promise each other. Implementations meet here, wired by the controller."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Self, runtime_checkable
+
+import numpy as np
+
+from millrace.core.records import (
+    Completion,
+    CompletionChunk,
+    Episode,
+    Group,
+    Prompt,
+    Request,
+    Rollout,
+    Sampling,
+    Task,
+    Turn,
+    Verdict,
+)
+from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.staleness import Waiting
+from millrace.core.weight_update import WeightUpdate
+
+OnTokens = Callable[[CompletionChunk], None]
+OnCompletion = Callable[[int, Completion], None]  # which of the n it is
+OnReply = Callable[[int, Turn, Rollout], None]  # likewise
+
+
+class Generator(Protocol):
+    """Generates tokens. Called from the controller's event loop."""
+
+    async def generate(
+        self,
+        request: Request,
+        on_tokens: OnTokens | None = None,
+        on_completion: OnCompletion | None = None,
+    ) -> list[Completion]:
+        """All n completions, when the last has ended. Meanwhile, on this loop, `on_tokens` is told
+        what each has sampled, every token once and in order, and `on_completion` each completion
+        once, as soon as it has ended; both everything before generate() returns. What they raise
+        ends the request and is raised here."""
+        ...
+
+
+class LogprobEngine(Protocol):
+    """Says how likely tokens are. Called from the controller's event loop."""
+
+    async def read(self, passages: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        """All of them by one version of the policy: that which is served now."""
+        ...
+
+
+class Engine(Generator, LogprobEngine, Protocol):
+    """Can be given new weights, and told to end, pause or go on."""
+
+    async def swap(self, update: WeightUpdate) -> int:
+        """Make `update` visible between two forward passes; returns the version now visible."""
+        ...
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """End these requests now: their generate() returns with what they have, finish =
+        "abort"."""
+        ...
+
+    async def expire(self, before: int) -> None:
+        """End all requests that expire and hold a token older than version `before`: their
+        generate() returns with what they have, finish = "expire"."""
+        ...
+
+    async def pause(self) -> None:
+        """Generate nothing until resume(); requests, swaps and aborts are still taken. Returns when
+        the forward pass under way is finished."""
+        ...
+
+    async def resume(self) -> None: ...
+
+
+class Scorer(Protocol):
+    """Judges the episodes of one group."""
+
+    name: str
+    weight: float  # of its scores, and of its rewards for single tokens
+
+    async def score(self, group: Group) -> list[Verdict]:
+        """One for each episode; raises ScoreError."""
+        ...
+
+
+@runtime_checkable
+class SegmentScorer(Protocol):
+    """A scorer that begins to judge episodes while they are being generated. It is asked for the
+    verdict like any other, and has less left to do then."""
+
+    def listen(self, request: Request, *, task: Task) -> OnTokens | None:
+        """Hears what a request of a running episode samples; None = does not want to."""
+        ...
+
+
+@runtime_checkable
+class Service(Protocol):
+    """A scorer that holds a process, a connection or a file while the run lasts."""
+
+    async def start(self) -> None:
+        """Raises MillraceError if it cannot be used."""
+        ...
+
+    async def close(self) -> None:
+        """Also after a start that failed."""
+        ...
+
+
+@runtime_checkable
+class Replaced(Protocol):
+    """A scorer with a process of its own that is replaced when it is lost."""
+
+    @property
+    def num_lost(self) -> int: ...
+
+
+@runtime_checkable
+class NotesOnly(Protocol):
+    """A scorer that may give no scores, but notes to learn from: evaluations do without it."""
+
+    only_notes: bool
+
+
+def gives_scores(scorer: Scorer) -> bool:
+    return not (isinstance(scorer, NotesOnly) and scorer.only_notes)
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A scorer that is made of the policy's own versions."""
+
+    async def swap(self, update: WeightUpdate) -> int:
+        """Returns when the bytes of this version are not needed any more."""
+        ...
+
+
+class Scoring(Protocol):
+    """One group on its way through all scorers; left with its `with` block."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_exc: object) -> None: ...
+
+    def add(self, index: int, episode: Episode) -> None:
+        """An episode is finished, and may be judged while others are not; `index` is its place in
+        the group."""
+        ...
+
+    def listen(self, request: Request) -> OnTokens | None:
+        """Hears what a request for one of its episodes samples, if some scorer begins with that."""
+        ...
+
+    async def token_rewards(self, index: int) -> list[np.ndarray]:
+        """See Policy; of an episode that was added."""
+        ...
+
+
+class Advantages(Protocol):
+    """Says how much better than expected the episodes of a scored group were."""
+
+    def __call__(self, group: Group) -> Sequence[float] | Sequence[np.ndarray] | np.ndarray:
+        """A number for each episode, or an array [L] for each rollout."""
+        ...
+
+
+@runtime_checkable
+class AdvantagesOverBatch(Protocol):
+    """An estimator that also looks across the groups of one step, when they are trained."""
+
+    def over_batch(self, groups: Sequence[Group]) -> Sequence[Any]:
+        """For each group what __call__ would return."""
+        ...
+
+
+@runtime_checkable
+class AdvantagesByAgent(Protocol):
+    """An estimator that compares the agents of an episode with themselves on its own."""
+
+    knows_agents: bool
+
+
+class Selection(Protocol):
+    """Says which episodes of a scored group are trained, where more were played."""
+
+    def __call__(self, group: Group, *, keep: int, rng: np.random.Generator) -> Sequence[int]:
+        """Indices of `keep` different episodes."""
+        ...
+
+
+class Filter(Protocol):
+    """Looks at a scored group with its advantages before it is trained."""
+
+    def __call__(self, group: Group) -> Group | None:
+        """The group, perhaps with fewer tokens in its masks; None = drop it."""
+        ...
+
+
+class Sampler(Protocol):
+    """Chooses which of the waiting groups are trained next. Called from the controller's event
+    loop, so it is quick."""
+
+    def num_needed(self, n: int) -> int:
+        """Groups that must be able to wait at once for a choice of n to make sense; a run in which
+        there never can be so many does not start."""
+        ...
+
+    def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
+        """Indices of n different ones. `waiting` holds n at least, in the order of their admission,
+        all fit to be trained at `version` of the trainer."""
+        ...
+
+
+@runtime_checkable
+class NeedsColumns(Protocol):
+    """A reward function whose signature does not tell which columns it cannot do without."""
+
+    @property
+    def needed_columns(self) -> tuple[str, ...]: ...
+
+
+class Environment(Protocol):
+    """Plays one task: n episodes of it, through the policy it is given."""
+
+    async def play(self, task: Task, policy: "Policy", n: int) -> list[Episode]: ...
+
+
+class Policy(Protocol):
+    """The model as the environment of one group sees it. Called from the controller's event
+    loop."""
+
+    @property
+    def name(self) -> str:
+        """Of the group, for messages."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def seed(self) -> int:
+        """That all draws of the group depend on."""
+        ...
+
+    @property
+    def is_trained(self) -> bool:
+        """True if what is sampled is for training."""
+        ...
+
+    async def complete(self, prompt: Prompt, n: int, *, on_reply: OnReply) -> None:
+        """n whole episodes of one turn; they share the prompt's prefill. `on_reply` is told each of
+        them once before this returns: as soon as it has ended, if somebody cares."""
+        ...
+
+    async def sample(
+        self,
+        prompt: np.ndarray,  # [P] int32
+        *,
+        episode: int,  # which of the group; draws depend on it and on the call's number
+        call: int,
+        sampling: Sampling,
+        session: str,  # unique within the group, see Request
+        adapter: str | None = None,
+        model: str | None = None,
+        is_trained: bool = True,
+        pinned: bool = False,
+        partial: Completion | None = None,
+        routes_from: int = 0,
+    ) -> Completion:
+        """One turn of one episode; with `partial` it begins with these tokens. `model`: who takes
+        it, if that is not the policy; its tokens are of that model, and never trained. If routes
+        are replayed, those from position `routes_from` on come with it."""
+        ...
+
+    async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:  # [L] each
+        """In nats, of what each of their sampled tokens would be drawn from now; 0.0 elsewhere."""
+        ...
+
+    async def token_rewards(self, index: int) -> list[np.ndarray]:  # [L] for each rollout
+        """What scorers say about single tokens of an episode that is over; 0.0 where they say
+        nothing. Raises TaskError if none of them may, and ScoreError if one fails."""
+        ...
+
+    def finished(self, index: int, episode: Episode) -> None:
+        """This one of the group's episodes is over; the others may go on."""
+        ...
+
+    def gave_up(self, index: int) -> None:
+        """This one will not be part of the group: what was sampled for it is wasted."""
+        ...
+
+
+class WeightSender(Protocol):
+    """Trainer side of a transport."""
+
+    def publish(self, version: int, tensors: Mapping[str, Any]) -> WeightUpdate: ...
+
+    def release(self, version: int) -> None:
+        """No engine reads this version any more; its bytes may be reused."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightReceiver(Protocol):
+    """Engine side of a transport."""
+
+    def stage(self, update: WeightUpdate) -> Mapping[str, Any]:
+        """The complete, verified tensors of this update by name; raises WeightError otherwise."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,290 @@
+"""The records that flow through a run: Task, Request, Completion, Rollout, Episode, Group.
+
+All are frozen. Arrays are numpy, one entry per token; shapes and units stand beside the fields.
+L = tokens of a sequence, N = sampled tokens of a completion, P = prompt tokens.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Message = dict[str, Any]  # {"role": ..., "content": ...}, as in chat templates
+Prompt = str | list[Message]
+Finish = Literal["stop", "length", "abort", "interrupt", "expire"]
+"""How a completion ended: by itself ("stop", "length"); because its caller wanted it ("abort");
+because new weights came, to be resumed elsewhere ("interrupt"); because it can no longer be trained
+within the staleness limit ("expire")."""
+Ending = Literal["done", "length", "turns", "timeout", "crash"]
+"""How an episode ended: its environment was through with it; or the context was full, its turns or
+its time were used up before; or the program that played it crashed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One problem with its reference data."""
+
+    prompt: Prompt
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])  # for reward functions
+    source: str = ""  # name of the [[tasks.source]] it comes from, where there are several
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How tokens are drawn: temperature first, then top-k, top-p and min-p, each on what is
+    left."""
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0  # 1 = off
+    min_p: float = 0.0  # 0 = off
+    stop: tuple[str, ...] = ()  # strings; the eos token always stops
+    grammar: str | None = None  # that completions follow; see models/grammars.py
+
+    @property
+    def truncates(self) -> bool:
+        """True if the ids that are left must travel with the tokens. A grammar alone may leave
+        most of the vocabulary, so what is sampled with nothing else cannot be trained."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Kept:
+    """Token ids that survived truncation at each position, as CSR: row i is
+    ids[offsets[i]:offsets[i+1]].
+
+    An empty row means that nothing was ruled out at that position.
+    """
+
+    ids: np.ndarray  # [sum of row sizes] int32
+    offsets: np.ndarray  # [rows + 1] int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVOrigin:
+    """Which weights computed the KV that a completion was sampled with."""
+
+    spans: tuple[tuple[int, int], ...]  # (first token, Version), ascending; the first begins at 0
+    block_tokens: int  # of what an engine shares between sequences: whole blocks
+
+    def num_other(self, other: "KVOrigin", *, num_tokens: int) -> int:
+        """Of the first `num_tokens`, those whose KV another version computed there."""
+        return int((self.versions(num_tokens) != other.versions(num_tokens)).sum())
+
+    def versions(self, num_tokens: int) -> np.ndarray:  # [num_tokens] int64
+        starts, versions = zip(*self.spans, strict=True)
+        ends = np.clip([*starts[1:], num_tokens], 0, num_tokens)
+        return np.repeat(versions, ends - np.clip(starts, 0, num_tokens))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Completion:
+    """What an engine sampled after a prompt; may carry several versions."""
+
+    tokens: np.ndarray  # [N] int32
+    logprobs: np.ndarray  # [N] float32; after temperature and truncation
+    versions: np.ndarray  # [N] int32; Version that sampled each token
+    kept: Kept | None = None  # rows = N; present when sampling truncates
+    # [F, layers, top_k] uint8 or uint16, see core/routes.py: where the tokens of prompt and
+    # completion went that were fed, from request.routes_from on; the last one was not. Fewer of a
+    # completion that is to be resumed: what its engine did not tell is noted by the next one.
+    routes: np.ndarray | None = None
+    finish: Finish
+    text: str  # decoded tokens, without the eos token and without the matched stop string
+    kv: KVOrigin | None = None  # of prompt and completion; None = its engine does not say
+    num_shared: int = 0  # tokens at its beginning that another episode has, too, and trains
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CompletionChunk:
+    """What one completion of a request has sampled since its last piece; M = tokens in it.
+
+    The pieces of a completion, joined, are its tokens; of one that goes on from a partial, those
+    behind it.
+    """
+
+    member: int  # which of the n completions
+    tokens: np.ndarray  # [M] int32
+    logprobs: np.ndarray  # [M] float32
+    versions: np.ndarray  # [M] int32
+    kept: Kept | None = None  # rows = M; present when sampling truncates
+    finish: Finish | None = None  # its last piece says how it ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Request:
+    """n completions of one prompt; they share the prompt's prefill.
+
+    The draw of token i depends only on (seed, completion index, i), so a completion does not change
+    with the batch it runs in, and an aborted one resumes on any engine as if nothing had happened.
+    """
+
+    id: str
+    prompt: np.ndarray  # [P] int32
+    sampling: Sampling
+    n: int = 1
+    seed: int = 0
+    partial: Completion | None = None  # with n = 1: continue after these tokens
+    index: int = 0  # completion index of the first of the n
+    # Turns of one conversation name the same: they go to the engine that has their KV, and with
+    # kv = "keep" go on from it even if weights have changed since.
+    session: str | None = None
+    pinned: bool = False  # stays with that engine however loaded it is
+    expires: bool = False  # its tokens are for training: worthless once they are too old
+    overtakes: int = 0  # requests that came before it, if they wait when it comes
+    piece_tokens: int = 1  # if it streams: of a Piece at least, unless the completion ends
+    # If it streams: a Piece now and then will do, and none for what its answer is about to say.
+    at_leisure: bool = False
+    # None = the policy; else one of engine.adapters, or "base" = without the adapter in training.
+    adapter: str | None = None
+    # Position of the first token whose routes are wanted, where the model has any; None = none are.
+    routes_from: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Teaching:
+    """What a teacher says about the tokens of a rollout."""
+
+    logprobs: np.ndarray  # [L] float32; of each token; 0.0 where the rollout's mask is False
+    top_ids: np.ndarray | None = None  # [L, K] int32; the teacher's likeliest tokens there
+    top_logprobs: np.ndarray | None = None  # [L, K] float32
+    version: int | None = None  # of a teacher that follows the policy; None = it never changes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rollout:
+    """Immutable token record of one branch of an episode: exactly what was seen and sampled."""
+
+    tokens: np.ndarray  # [L] int32
+    mask: np.ndarray  # [L] bool; True = sampled by the policy and trained
+    engine_logprobs: np.ndarray  # [L] float32; 0.0 where mask is False
+    versions: np.ndarray  # [L] int32; Version that sampled each token, -1 elsewhere
+    sampling: Sampling
+    kept: Kept | None = None  # rows = L; empty rows where mask is False
+    # [L, layers, top_k] uint8 or uint16, see core/routes.py: experts that each token went to in the
+    # pass that predicted the next one; of a mixture of experts whose routes are replayed.
+    routes: np.ndarray | None = None
+    rewards: np.ndarray | None = None  # [L] float32; of single tokens, besides the episode's score
+    reference_logprobs: np.ndarray | None = None  # [L] float32; of a model to stay close to
+    teaching: Teaching | None = None
+    agent: str = ""  # that sampled it, where an episode has several
+    # [L] int32; how many tokens its episode had sampled before each sampled one, -1 elsewhere. Of
+    # episodes that are branches of one another.
+    places: np.ndarray | None = None
+
+    @property
+    def oldest_version(self) -> int:
+        return int(self.versions[self.mask].min())
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.mask.sum())
+
+    @property
+    def num_generated(self) -> int:
+        """Also what a filter has masked since."""
+        return int((self.versions >= 0).sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Turn:
+    """One prompt to completion exchange."""
+
+    prompt: Prompt
+    completion: str
+    finish: Finish
+    agent: str = ""  # whose, where an episode has several
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branching:
+    """Where an episode hangs in the tree that it is a leaf of."""
+
+    number: int  # its own, within the group
+    parent: int | None = None  # number of the episode that it branched off
+    place: int = 0  # after so many of the tokens that were sampled for that one; see Rollout.places
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Episode:
+    """One finished run of an environment on a Task."""
+
+    turns: tuple[Turn, ...]
+    rollouts: tuple[Rollout, ...]
+    # Given by its environment, to all agents or to each of them; a part of its score.
+    reward: float | dict[str, float] | None = None
+    ending: Ending = "done"
+    counts: dict[str, int] = field(default_factory=dict[str, int])  # what happened, by name
+    branching: Branching | None = None
+    recording: bytes | None = field(default=None, repr=False)  # JSON, see episodes/replay/schema.py
+
+    @property
+    def was_cut(self) -> bool:
+        """It would have gone on, had there been room for more."""
+        is_last_cut = bool(self.turns) and self.turns[-1].finish == "length"
+        return self.ending not in ("done", "crash") or is_last_cut
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Notes:
+    """What a scorer says about single tokens of a rollout; goes into its fields of these names."""
+
+    rewards: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+    teaching: Teaching | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Verdict:
+    """One scorer's judgement of one episode."""
+
+    score: float | None = None  # None = not applicable
+    notes: tuple[Notes, ...] = ()  # one for each of its rollouts, or none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """All scorers' judgement of one episode: the weighted total, and what it is made of."""
+
+    total: float
+    parts: dict[str, float | None]  # by scorer name; None = not applicable
+    unpenalized: float | None = None  # the total without length penalties, where there are any
+    # Where agents are rewarded apart: their own totals, of which `total` is the mean.
+    by_agent: dict[str, float] = field(default_factory=dict[str, float])
+
+    def of_agent(self, name: str) -> float:
+        return self.by_agent.get(name, self.total)
+
+    def is_solved(self, solved_at: float) -> bool:
+        """A right answer that was too long is still right."""
+        return (self.total if self.unpenalized is None else self.unpenalized) >= solved_at
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Group:
+    """The episodes of one Task, with scores and advantages once they are known."""
+
+    number: int  # position of its task in the run's task stream; unique in a run
+    task: Task
+    episodes: tuple[Episode, ...]
+    scores: tuple[Score, ...] = ()  # one per episode, once scored
+    advantages: np.ndarray | None = None  # [episodes] float32, once scored
+    token_advantages: tuple[np.ndarray, ...] | None = None
+    """[L] float32 for each of `rollouts`, where tokens of an episode differ: what is trained on
+    then, and `advantages` are their means."""
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        return tuple(rollout for episode in self.episodes for rollout in episode.rollouts)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(rollout.oldest_version for rollout in self.rollouts if rollout.mask.any())
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(rollout.num_sampled for rollout in self.rollouts)
+
+    def solve_rate(self, solved_at: float) -> float:
+        return sum(score.is_solved(solved_at) for score in self.scores) / len(self.scores)

@@ -1,0 +1,91 @@
+"""Busy and waiting spans of one worker, for the trace and the busy shares.
+
+Promise: at any moment a worker is in exactly one span, so a timeline has no gaps and shares sum to
+1. Each worker owns one Timeline and drains it to the controller; a Timeline is used by one thread.
+
+How busy one scorer is, and has been: what scoring knows, and the metrics tell.
+"""
+
+import time
+from dataclasses import dataclass
+
+MAX_SPAN_S = 1.0  # a longer stretch of one activity is cut, so that a live view keeps up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    worker: str
+    name: str  # what it does: "generate", "step", "swap"; or what it waits for: "no work"
+    busy: bool
+    start_s: float  # seconds since the epoch, on a clock that never jumps within a process
+    end_s: float
+    count: int = 1  # how many consecutive activities of this name were joined
+
+
+class Clock:
+    """Wall time that advances monotonically: comparable across processes of a host, immune to
+    jumps."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def now(self) -> float:
+        return self._offset + time.monotonic()
+
+
+class Timeline:
+    """Records what one worker does. `enter` ends the current span and begins the next."""
+
+    def __init__(self, worker: str, *, name: str = "start", busy: bool = True) -> None:
+        self.worker = worker
+        self._clock = Clock()
+        self._name, self._busy, self._count = name, busy, 1
+        self._start = self._clock.now()
+        self._done: list[Span] = []
+
+    def enter(self, name: str, *, busy: bool) -> None:
+        """Begin an activity. Repeats of the current one are joined into one span."""
+        now = self._clock.now()
+        if name == self._name and busy == self._busy and now - self._start < MAX_SPAN_S:
+            self._count += 1
+            return
+        self._close(now)
+        self._name, self._busy, self._count = name, busy, 1
+
+    def drain(self) -> list[Span]:
+        """All spans up to now; the current one is cut here."""
+        self._close(self._clock.now())
+        self._count = 0
+        done, self._done = self._done, []
+        return done
+
+    def _close(self, now: float) -> None:
+        if now > self._start:
+            self._done.append(
+                Span(
+                    worker=self.worker,
+                    name=self._name,
+                    busy=self._busy,
+                    start_s=self._start,
+                    end_s=now,
+                    count=self._count,
+                )
+            )
+        self._start = now
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScorerLoad:
+    concurrency: int  # calls that may be in flight
+    in_flight: int  # calls, now
+    waiting: int  # episodes, now: for a place, before another try, or behind the breaker
+    busy_s: float  # so far, as all of these: seconds times calls in flight
+    waiting_s: float  # seconds times episodes waiting
+    episodes: int  # judged
+    calls: int  # made, with further tries
+    retries: int  # of these
+    failures: int  # calls given up: each cost its group
+    skipped: int  # episodes that did not pass its gate
+    breaker_opened: int
+    is_held: bool  # now: its breaker is open
+    lost: int = 0  # processes of its own that died or hung, and were replaced

@@ -1,0 +1,93 @@
+"""`millrace demo`: make a model, warm it up, train it asynchronously, show what changed."""
+
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from millrace.config import load_config
+from millrace.controller.evaluation import Evaluation
+from millrace.core.records import Group
+from millrace.demo.model import make_model
+from millrace.monitoring.run_dir import RunDir
+from millrace.run.train import RunResult, train
+
+SETTINGS = Path(__file__).with_name("demo.toml")
+SAMPLES_SHOWN = 6
+
+
+def run_demo(run_dir: str | Path = "runs/demo", *, seed: int = 0) -> RunResult:
+    """The whole demo; an earlier demo in `run_dir` is replaced."""
+    start_s = time.monotonic()
+    console = Console(highlight=False)
+    directory = RunDir(run_dir)
+    directory.remove_run()
+    model = directory.path / "model"
+    console.print("[bold]Millrace demo[/]: a 1M-parameter model learns to sort digits.\n")
+    _warm_up(console, model, seed=seed)
+    console.print("[bold]2.[/] Reinforcement learning: generation and training side by side.\n")
+    overrides = {"model": str(model), "run_dir": str(run_dir), "seed": seed}
+    result = train(load_config(SETTINGS, overrides=overrides))
+    seconds = time.monotonic() - start_s
+    summary = json.loads(directory.summary.read_text())
+    directory.write_summary({**summary, "seconds": seconds, "training_seconds": result.seconds})
+    _show(console, result, directory, seconds=seconds)
+    return result
+
+
+def _warm_up(console: Console, model: Path, *, seed: int) -> None:
+    with console.status("") as status:
+        make_model(
+            model,
+            seed,
+            on_step=lambda step, loss: status.update(
+                f"[bold]1.[/] Supervised warm start: step {step}, loss {loss:.3f}"
+            ),
+        )
+    console.print(f"[bold]1.[/] Supervised warm start done: {model}")
+
+
+def _show(console: Console, result: RunResult, directory: RunDir, *, seconds: float) -> None:
+    assert result.before is not None
+    assert result.after is not None
+    table = Table(title="Held-out tasks, likeliest answer", title_justify="left")
+    for heading in ("prompt", "before RL", "after RL", "right answer"):
+        table.add_column(heading)
+    for before, after in _pairs(result.before, result.after)[:SAMPLES_SHOWN]:
+        table.add_row(str(before.task.prompt), _answer(before), _answer(after), _right(before))
+    console.print()
+    console.print(table)
+    console.print(
+        f"\n[bold]Held-out accuracy {result.before.accuracy:.3f} → {result.after.accuracy:.3f}[/]"
+        f" ({result.after.num_tasks} tasks, never trained on)"
+        f" in {seconds:.0f} s: {result.episodes} episodes, {result.steps} steps.\n"
+    )
+    for line in (
+        f"checkpoint  {result.checkpoint}   (AutoModelForCausalLM.from_pretrained)",
+        f"metrics     {directory.metrics}",
+        f"trace       {directory.trace}   (open in ui.perfetto.dev)",
+        f"plots       millrace inspect {directory.path}",
+    ):
+        console.print(line, soft_wrap=True)
+
+
+def _pairs(before: Evaluation, after: Evaluation) -> list[tuple[Group, Group]]:
+    """The same tasks before and after, those first that changed."""
+    later = {group.number: group for group in after.groups}
+    pairs = [(group, later[group.number]) for group in before.groups if group.number in later]
+    return sorted(pairs, key=lambda pair: _solved(pair[0]) or not _solved(pair[1]))
+
+
+def _solved(group: Group) -> bool:
+    return group.scores[0].total >= 1.0
+
+
+def _answer(group: Group) -> str:
+    mark = "[green]✓[/]" if _solved(group) else "[red]✗[/]"
+    return f"{group.episodes[0].turns[0].completion} {mark}"
+
+
+def _right(group: Group) -> str:
+    return str(group.task.columns["answer"])

@@ -1,0 +1,58 @@
+"""Models besides the policy, as roles of an episode speak to them.
+
+Promise: each is rendered with its own tokenizer, chat template and format of tool calls; what its
+settings say of these is checked before any of its engines starts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from millrace.config import RoleModelConfig
+from millrace.core.errors import ConfigError
+from millrace.core.files import check_file_name
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.tools.calls import ToolFormat, format_of
+from millrace.models.directory import check_directory, configured_context, load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OtherModel:
+    path: str
+    renderer: Renderer
+    tool_format: ToolFormat
+    max_context: int
+
+
+def load_other_models(settings: Mapping[str, RoleModelConfig]) -> dict[str, OtherModel]:
+    """By name, without their weights; raises ConfigError."""
+    return {name: _loaded(name, row) for name, row in settings.items()}
+
+
+def _loaded(name: str, settings: RoleModelConfig) -> OtherModel:
+    section, path = f"environment.models.{name}", settings.path
+    check_file_name(name, of="One of environment.models")
+    check_directory(path, setting=f"{section}.path")
+    tokenizer = load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
+    renderer = Renderer(tokenizer, template_settings=settings.template)
+    return OtherModel(
+        path=path,
+        renderer=renderer,
+        tool_format=format_of(settings.tool_format, template=renderer.chat_template),
+        max_context=_context(settings, section=section),
+    )
+
+
+def _context(settings: RoleModelConfig, *, section: str) -> int:
+    limit = configured_context(settings.path, trust_remote_code=settings.trust_remote_code)
+    wanted = settings.max_context
+    if wanted is not None and limit is not None and wanted > limit:
+        raise ConfigError(
+            f"{section}.max_context = {wanted} is more than the {limit} tokens that"
+            f" {settings.path!r} allows; lower it."
+        )
+    context = wanted or limit
+    if context is None:
+        raise ConfigError(
+            f"Model {settings.path!r} states no longest context; set {section}.max_context."
+        )
+    return context

@@ -1,0 +1,166 @@
+"""What a recording answers to an environment that asks again.
+
+Promise: what is asked is compared with what was asked then. Where it differs, a ReplayError names
+the turn and what differs first. Answers come in the order in which they came then.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from millrace.core.errors import MillraceError
+from millrace.core.records import Completion
+from millrace.environments.episode_state import EpisodeState
+from millrace.environments.other_models import OtherModel
+from millrace.environments.replay.episodes import completion_of
+from millrace.environments.replay.schema import CutRow, Entry, Recording, ToolRow, TurnRow, encode
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.tools.functions import Tool, ToolResult
+
+PATIENCE_S = 30.0  # for what the recording says came first
+
+
+class ReplayError(MillraceError):
+    """The environment does not ask what is recorded."""
+
+
+class RecordedAnswers:
+    """Answers from a recording. Belongs to one event loop."""
+
+    play: EpisodeState  # of the environment that asks
+
+    def __init__(
+        self,
+        recording: Recording,
+        *,
+        renderer: Renderer,
+        others: Mapping[str, OtherModel],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`others`: models besides the run's, of which the renderer is."""
+        self._recording = recording
+        self._renderers = {
+            agent.name: renderer if agent.model is None else others[agent.model].renderer
+            for agent in recording.agents
+        }
+        self._patience_s = patience_s
+        turns = [e for e in recording.entries if not isinstance(e, ToolRow)]
+        self._turns = {entry.number: entry for entry in turns}
+        self._tools = {entry.number: entry for entry in recording.tool_runs}
+        self._run_again = {entry.number for entry in recording.tool_runs if entry.has_turns}
+        # What an answer is held back for; others never come.
+        self._awaited = [entry for entry in recording.entries if is_answered(entry)]
+        self._num_given = 0
+        self._moved = asyncio.Condition()
+
+    def has_turn(self, number: int) -> bool:
+        return number in self._turns
+
+    def has_tool_run(self, number: int) -> bool:
+        """True if it answers; not for a tool in which an agent spoke."""
+        return number in self._tools and number not in self._run_again
+
+    def runs_again(self, number: int) -> bool:
+        return number in self._run_again
+
+    async def turn(self, call: int, prompt: np.ndarray) -> Completion:
+        entry = self._turns.get(call)
+        if entry is None:
+            raise self._differs(f"turn {call}", "which is not in the recording")
+        if isinstance(entry, CutRow):
+            return await self._cut(entry)
+        if entry.is_recorded:
+            self.check_prompt(entry, prompt, recording=self._recording)
+        await self._in_order(entry, what=f"turn {call}")
+        return completion_of(entry)
+
+    async def tool_run(self, number: int, tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+        entry, what = self._tools.get(number), f"tool call {number}"
+        if entry is None:
+            raise self._differs(what, f"of {tool.name!r}, which is not in the recording")
+        asked, known = (
+            encode({"name": name, "arguments": dict(given)}).decode()
+            for name, given in ((tool.name, arguments), (entry.name, entry.arguments))
+        )
+        if entry.is_recorded and asked != known:
+            raise self._differs(what, f"with {asked:.200}, where the recording has {known:.200}")
+        if entry.text is None:
+            return await asyncio.Event().wait()  # type: ignore[return-value]  # till it is cut
+        await self._in_order(entry, what=what)
+        return ToolResult(text=entry.text, fault=entry.fault)
+
+    def check_complete(self) -> None:
+        """Raise ReplayError if the environment asked for less than is recorded."""
+        if self._num_given < len(self._awaited):
+            missing = self._awaited[self._num_given]
+            raise self._differs("the end", f"before {_named(missing)}, which the recording has")
+
+    async def _cut(self, entry: CutRow) -> Completion:
+        if entry.ending is not None:
+            await self._in_order(entry, what=f"turn {entry.number}")
+            raise self.play.end(entry.ending)
+        if self._recording.ending == "timeout":
+            async with self._moved:
+                await self._moved.wait_for(lambda: self._num_given == len(self._awaited))
+            self.play.expire()
+        return await asyncio.Event().wait()  # type: ignore[return-value]  # till it is cut
+
+    async def _in_order(self, entry: Entry, *, what: str) -> None:
+        """Wait until everything was given that was given before this."""
+        position = next(i for i, other in enumerate(self._awaited) if other is entry)
+        try:
+            async with asyncio.timeout(self._patience_s), self._moved:
+                await self._moved.wait_for(lambda: self._num_given >= position)
+        except TimeoutError:
+            missing = self._awaited[self._num_given]
+            raise self._differs(what, f"and not for {_named(missing)}, which came before") from None
+        async with self._moved:
+            self._num_given += 1
+            self._moved.notify_all()
+
+    def check_prompt(self, entry: TurnRow, prompt: np.ndarray, *, recording: Recording) -> None:
+        """Raise ReplayError if this turn of the recording was not asked with this prompt."""
+        known = _prompt(entry, recording)
+        if np.array_equal(known, prompt):
+            return
+        shorter = min(len(known), len(prompt))
+        apart = np.flatnonzero(known[:shorter] != prompt[:shorter])
+        at = int(apart[0]) if len(apart) else shorter
+        renderer = self._renderers[entry.agent]
+        asked, recorded = (renderer.decode(t[at:])[:80] for t in (prompt, known))
+        raise self._differs(
+            f"turn {entry.number}",
+            f"with another prompt: from token {at} on it is {asked!r}, and in the recording"
+            f" {recorded!r}",
+        )
+
+    def _differs(self, what: str, how: str) -> ReplayError:
+        return ReplayError(
+            f"{self._recording.name}, episode {self._recording.index}: the environment comes to"
+            f" {what} {how}; replay with the environment and the tokenizer that were recorded."
+        )
+
+
+def is_answered(entry: Entry) -> bool:
+    if isinstance(entry, ToolRow):
+        return entry.text is not None and not entry.has_turns
+    return isinstance(entry, TurnRow) or entry.ending is not None
+
+
+def _named(entry: Entry) -> str:
+    if isinstance(entry, ToolRow):
+        return f"tool call {entry.number} ({entry.name})"
+    return f"turn {entry.number}" + (f" ({entry.agent})" if entry.agent else "")
+
+
+def _prompt(entry: TurnRow, recording: Recording) -> np.ndarray:
+    """What the model was given in a turn, all of it."""
+    rows = {row.number: row for row in recording.turns}
+    given, end = list(entry.given), entry.start
+    while entry.parent is not None:
+        entry = rows[entry.parent]
+        given = [*entry.given, *entry.tokens][: end - entry.start] + given
+        end = entry.start
+    return np.array(given, np.int32)

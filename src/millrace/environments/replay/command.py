@@ -1,0 +1,182 @@
+"""`millrace replay`: recorded episodes read, played again, edited and scored anew, without an
+engine.
+
+Scorers run as in a run, in processes of their own. What is printed: a line for each episode, with
+the score it had in its run beside the new one.
+"""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from millrace.cluster.hub import Hub
+from millrace.config import ScorerConfig, load_config
+from millrace.core.errors import ConfigError, MillraceError
+from millrace.core.records import Episode, Group, Score
+from millrace.environments.episode_runner import EnvironmentFunction
+from millrace.environments.function_environment import check_function
+from millrace.environments.replay.episodes import episode_of, task_of
+from millrace.environments.replay.files import (
+    Line,
+    read_recordings,
+    with_reward,
+    with_tool_results,
+    write_recordings,
+)
+from millrace.environments.replay.rerun import rerun
+from millrace.environments.replay.schema import Recording
+from millrace.models.directory import load_tokenizer
+from millrace.scoring.advantages.estimators import GroupAdvantages
+from millrace.scoring.functions.handover import resolve_function
+from millrace.scoring.pool import build_scorer_pool
+from millrace.scoring.registry import ScorerSpec, spec_of, spec_of_function
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayOptions:
+    path: Path
+    environment: str | None = None  # "module:name"; None = the episodes are taken as they were
+    model: str | None = None  # whose tokenizer is used; None = the recorded one
+    scores: tuple[str, ...] = ()  # "module:name" of reward functions, or verifiers by name
+    config: Path | None = None  # whose [[scorer]] tables judge
+    tool_results: tuple[str, ...] = ()  # "NUMBER=TEXT", of every episode
+    reward: float | None = None  # instead of the environment's
+    out: Path | None = None  # where the episodes go that came of it
+
+
+async def replay(options: ReplayOptions) -> list[Line]:
+    """The lines of the file, as they came out."""
+    lines = [_edited(line, options) for line in read_recordings(options.path)]
+    if options.environment is not None:
+        function = check_function(resolve_function(options.environment))
+        tokenizers: dict[str, Any] = {}
+        lines = [await _played(line, function, options, tokenizers) for line in lines]
+    specs = _specs(options)
+    if specs:
+        lines = await _scored(lines, specs)
+    for line in lines:
+        print(_told(line))
+    if options.out is not None:
+        write_recordings(options.out, lines)
+    return lines
+
+
+def _edited(line: Line, options: ReplayOptions) -> Line:
+    recording = line.episode
+    if options.tool_results:
+        if options.environment is None:
+            raise ConfigError(
+                "--tool-result changes what the environment sees; name it with --environment."
+            )
+        recording = with_tool_results(recording, dict(map(_tool_result, options.tool_results)))
+    if options.reward is not None:
+        recording = with_reward(recording, options.reward)
+    return msgspec.structs.replace(line, episode=recording)
+
+
+def _tool_result(text: str) -> tuple[int, str | None]:
+    number, equals, result = text.partition("=")
+    if not number.isdigit():
+        raise ConfigError(f"--tool-result {text!r} names no call; write NUMBER=TEXT, or NUMBER.")
+    return int(number), result if equals else None
+
+
+async def _played(
+    line: Line,
+    function: EnvironmentFunction,
+    options: ReplayOptions,
+    tokenizers: dict[str, Any],
+) -> Line:
+    model = options.model or line.model
+    if model is None:
+        raise ConfigError(f"{options.path} does not say which model it is of; give --model.")
+    others = {name: row.path for name, row in line.episode.models.items()}
+    for path in {model, *others.values()} - tokenizers.keys():
+        tokenizers[path] = load_tokenizer(path)
+    episode = await rerun(
+        line.episode,
+        function,
+        tokenizer=tokenizers[model],
+        tokenizers={name: tokenizers[path] for name, path in others.items()},
+    )
+    assert episode.recording is not None
+    recording = msgspec.json.decode(episode.recording, type=Recording)
+    if options.reward is not None:
+        recording = with_reward(recording, options.reward)
+    return msgspec.structs.replace(line, episode=recording)
+
+
+def _specs(options: ReplayOptions) -> list[ScorerSpec]:
+    specs = [
+        spec_of_function(name) if ":" in name else spec_of(ScorerConfig(type=name), section="score")
+        for name in options.scores
+    ]
+    if options.config is not None:
+        tables = load_config(options.config).scorer
+        specs += [spec_of(row, section=f"scorer.{index}") for index, row in enumerate(tables)]
+    return specs
+
+
+async def _scored(lines: Sequence[Line], specs: Sequence[ScorerSpec]) -> list[Line]:
+    """Episodes of one group are judged together."""
+    groups: dict[int | str, list[Line]] = {}
+    for line in lines:
+        key = line.episode.name if line.group is None else line.group
+        groups.setdefault(key, []).append(line)
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-")))
+        hub = await stack.enter_async_context(Hub(log_dir=folder, on_event=lambda *_: None))
+        pool = build_scorer_pool(
+            specs,
+            advantages=GroupAdvantages(),
+            num_workers=1,
+            launch=hub.launch,
+            private=folder,
+            folder=folder,
+            may_be_none=True,
+        )
+        await stack.enter_async_context(pool)
+        scores: dict[int, Score] = {}
+        for number, members in enumerate(groups.values()):
+            judged = await pool.judge(_group(number, members))
+            scores |= {id(m): score for m, score in zip(members, judged.scores, strict=True)}
+    return [
+        msgspec.structs.replace(
+            line, score=scores[id(line)].total, parts=scores[id(line)].parts, advantage=None
+        )
+        for line in lines
+    ]
+
+
+def _group(number: int, lines: Iterable[Line]) -> Group:
+    episodes = tuple(_judgeable(line) for line in lines)
+    return Group(number=number, task=task_of(next(iter(lines)).episode), episodes=episodes)
+
+
+def _judgeable(line: Line) -> Episode:
+    episode = episode_of(line.episode)
+    if not episode.turns:
+        raise MillraceError(f"Episode {line.episode.index} of {line.episode.name} has no turns.")
+    return replace(episode, recording=None)
+
+
+def _told(line: Line) -> str:
+    recording = line.episode
+    changed = sum(not turn.is_recorded for turn in recording.turns)
+    row: dict[str, Any] = {
+        "group": line.group,
+        "episode": recording.index,
+        "turns": len(recording.turns),
+        **({"turns_not_recorded": changed} if changed else {}),
+        "ending": recording.ending,
+        "reward": recording.reward,
+        "score": line.score,
+        "parts": line.parts,
+    }
+    return json.dumps(row, ensure_ascii=False)

@@ -1,0 +1,310 @@
+"""Plays a task: an environment talks to the policy, every token is recorded as it was sampled.
+
+Runs on the controller's event loop.
+"""
+
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from millrace.core.errors import TaskError
+from millrace.core.protocols import Engine, Environment, Generator, LogprobEngine, OnReply
+from millrace.core.records import (
+    Completion,
+    Episode,
+    Group,
+    Prompt,
+    Request,
+    Rollout,
+    Sampling,
+    Task,
+    Turn,
+)
+from millrace.core.score_requests import passage_of
+from millrace.core.staleness import Stamps
+from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.rollouts.replaying_engine import Listen, ReplayingEngine, StreamTee
+from millrace.tasks.lengths import Lengths
+
+TokenRewards = Callable[[int], Awaitable[list[np.ndarray]]]  # see Policy
+
+
+class GroupPolicy:
+    """The policy within one group."""
+
+    def __init__(
+        self,
+        *,
+        engine: Generator,
+        renderer: Renderer,
+        sampling: Sampling,
+        max_context: int,
+        name: str,
+        seed: int,
+        attempt: Attempt | None,
+        on_episode: Callable[[int, Episode], None] | None,
+        overtakes: int = 0,
+        others: Mapping[str, Generator] | None = None,
+        reader: LogprobEngine | None = None,
+        token_rewards: TokenRewards | None = None,
+        wants_routes: bool = False,
+    ) -> None:
+        """`attempt`: what its tokens are sampled for, if that is training. `on_episode` is told of
+        each episode that is over. `others`: engines of other models, by name. `reader` and
+        `token_rewards`: who may be asked about what was sampled. `wants_routes`: of what is
+        trained, if the policy has any."""
+        self._engine = engine
+        self._reader = reader
+        self._token_rewards = token_rewards
+        self._others = others or {}
+        self._renderer = renderer
+        self.sampling = sampling
+        self.max_context = max_context
+        self.name = name
+        self.seed = seed
+        self._attempt = attempt
+        self._on_episode = on_episode
+        self._overtakes = overtakes
+        self._wants_routes = wants_routes
+        self._calls = itertools.count()
+        self._versions: dict[int, list[np.ndarray]] = {}  # of what is trained, by episode
+
+    @property
+    def is_trained(self) -> bool:
+        return self._attempt is not None
+
+    async def complete(self, prompt: Prompt, n: int, *, on_reply: OnReply) -> None:
+        tokens = self._renderer.render(prompt)
+        if len(tokens) >= self.max_context:
+            raise TaskError(
+                f"{self.name}: its prompt has {len(tokens)} tokens, but the context holds"
+                f" {self.max_context}; shorten the prompt or raise engine.max_context."
+            )
+        call = next(self._calls)
+        request = Request(
+            id=f"{self.name}/{call}",
+            prompt=tokens,
+            sampling=self.sampling,
+            n=n,
+            overtakes=self._overtakes,
+            seed=self.seed + call,
+            expires=self.is_trained,
+            routes_from=0 if self._wants_routes else None,
+        )
+        told: set[int] = set()
+
+        def tell(member: int, completion: Completion) -> None:
+            turn = Turn(prompt=prompt, completion=completion.text, finish=completion.finish)
+            rollout = self._renderer.rollout(tokens, completion, sampling=self.sampling)
+            told.add(member)
+            on_reply(member, turn, rollout)
+
+        def tell_early(member: int, completion: Completion) -> None:
+            if completion.finish in ("stop", "length"):  # else it may come to nothing
+                tell(member, completion)
+
+        is_awaited = self._on_episode is not None
+        completions = await self._engine.generate(
+            request, on_completion=tell_early if is_awaited else None
+        )
+        if self._attempt is not None:
+            self._attempt.record(completions)
+        for member, completion in enumerate(completions):
+            if member not in told:
+                tell(member, completion)
+
+    async def sample(
+        self,
+        prompt: np.ndarray,
+        *,
+        episode: int,
+        call: int,
+        sampling: Sampling,
+        session: str,
+        adapter: str | None = None,
+        model: str | None = None,
+        is_trained: bool = True,
+        pinned: bool = False,
+        partial: Completion | None = None,
+        routes_from: int = 0,
+    ) -> Completion:
+        assert model is None or not is_trained, "only the policy learns"
+        engine = self._engine if model is None else self._others[model]
+        request = Request(
+            id=f"{self.name}/{episode}.{call}",
+            prompt=prompt,
+            sampling=sampling,
+            seed=self.seed + call,
+            index=episode,
+            session=f"{self.name}/{session}",
+            pinned=pinned,
+            overtakes=self._overtakes,
+            partial=partial,
+            expires=self.is_trained and is_trained,
+            adapter=adapter,
+            routes_from=routes_from if self._wants_routes and is_trained else None,
+        )
+        (completion,) = await engine.generate(request)
+        if self._attempt is not None and is_trained:
+            num_known = 0 if partial is None else len(partial.tokens)
+            self._versions.setdefault(episode, []).append(completion.versions[num_known:])
+            self._attempt.record([completion], num_known=num_known)
+        return completion
+
+    async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        assert self._reader is not None, "those who train have one"
+        found = [np.zeros(len(rollout.tokens), np.float32) for rollout in rollouts]
+        # Where the likeliest token is taken each time, there is no chance.
+        drawn = [i for i, r in enumerate(rollouts) if r.num_sampled and r.sampling.temperature > 0]
+        passages = [
+            passage_of(r, temperature=r.sampling.temperature, kept=r.kept, wants_entropies=True)
+            for r in (rollouts[i] for i in drawn)
+        ]
+        told = await self._reader.read(passages) if passages else []
+        for i, likelihoods in zip(drawn, told, strict=True):
+            found[i][rollouts[i].mask] = likelihoods.entropies
+        return found
+
+    async def token_rewards(self, index: int) -> list[np.ndarray]:
+        if self._token_rewards is None:
+            raise TaskError(
+                f"{self.name}: nobody rewards single tokens while a group is played; add a"
+                " [[scorer]] of type 'process_reward_model'."
+            )
+        return await self._token_rewards(index)
+
+    def gave_up(self, index: int) -> None:
+        if self._attempt is not None:
+            stamps = [Stamps.of(versions) for versions in self._versions.get(index, ())]
+            self._attempt.given_up = Stamps.joined([self._attempt.given_up, *stamps])
+
+    def finished(self, index: int, episode: Episode) -> None:
+        if self._on_episode is not None:
+            self._on_episode(index, episode)
+
+
+class Player:
+    def __init__(
+        self,
+        *,
+        environment: Environment,
+        engine: Engine,
+        renderer: Renderer,
+        sampling: Sampling,
+        max_context: int,
+        seed: int,
+        lengths: Lengths | None = None,
+        others: Mapping[str, Generator] | None = None,
+        wants_routes: bool = False,
+    ) -> None:
+        """`others`: engines of models besides the policy, by name. `wants_routes`: of groups for
+        training, as they are replayed there."""
+        self._others = others or {}
+        self._lengths = lengths or Lengths(most=0)
+        self._wants_routes = wants_routes
+        self._environment = environment
+        self._engine = engine
+        self._renderer = renderer
+        self._sampling = sampling
+        self._max_context = max_context
+        self._seed = seed
+
+    def evaluating(self, *, engine: Engine, temperature: float) -> "Player":
+        """The same player on these engines, at this temperature; 0 = it takes the likeliest token
+        each time."""
+        greedy = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if temperature == 0 else {}
+        return Player(
+            environment=self._environment,
+            engine=engine,
+            renderer=self._renderer,
+            sampling=replace(self._sampling, temperature=temperature, **greedy),
+            max_context=self._max_context,
+            seed=self._seed,
+            others=self._others,
+        )
+
+    async def try_group(
+        self,
+        task: Task,
+        *,
+        attempt: Attempt,
+        group_size: int,
+        on_episode: Callable[[int, Episode], None] | None = None,
+        listen: Listen | None = None,
+        token_rewards: TokenRewards | None = None,
+    ) -> Group:
+        """A group for training; each attempt at it draws anew. Raises Expired when its tokens have
+        become too old. `on_episode` hears of each episode, by its place, as soon as it is
+        finished, `listen` says who hears of its tokens as they are sampled, and `token_rewards`
+        what scorers found in an episode that on_episode was told of."""
+        number, tries = attempt.number, attempt.tries
+        return await self._play(
+            task,
+            number=number,
+            group_size=group_size,
+            name=f"group {number}" if tries == 0 else f"group {number}, try {tries + 1}",
+            seed=group_seed(self._seed, number, tries=tries),
+            attempt=attempt,
+            on_episode=on_episode,
+            listen=listen,
+            token_rewards=token_rewards,
+        )
+
+    async def play(self, task: Task, *, number: int, group_size: int, name: str) -> Group:
+        """A group of episodes of one task, however long they take."""
+        seed = group_seed(self._seed, number)
+        return await self._play(
+            task, number=number, group_size=group_size, name=f"{name} {number}", seed=seed
+        )
+
+    async def _play(
+        self,
+        task: Task,
+        *,
+        number: int,
+        group_size: int,
+        name: str,
+        seed: int,
+        attempt: Attempt | None = None,
+        on_episode: Callable[[int, Episode], None] | None = None,
+        listen: Listen | None = None,
+        token_rewards: TokenRewards | None = None,
+    ) -> Group:
+        course = None if attempt is None else attempt.course
+        engine, others = self._engine, self._others
+        if course is not None:
+            engine = ReplayingEngine(engine, course=course)
+            others = {
+                model: ReplayingEngine(other, course=course, model=model)
+                for model, other in others.items()
+            }
+        policy = GroupPolicy(
+            engine=engine if listen is None else StreamTee(engine, listen=listen),
+            renderer=self._renderer,
+            sampling=self._sampling,
+            max_context=self._max_context,
+            name=name,
+            seed=seed,
+            attempt=attempt,
+            on_episode=on_episode,
+            overtakes=self._lengths.overtakes(task) if attempt is not None else 0,
+            others=others,
+            reader=self._engine,
+            token_rewards=token_rewards,
+            wants_routes=self._wants_routes and attempt is not None,
+        )
+        episodes = await self._environment.play(task, policy, group_size)
+        group = Group(number=number, task=task, episodes=tuple(episodes))
+        if attempt is not None:
+            self._lengths.learn(group)
+        return group
+
+
+def group_seed(seed: int, number: int, *, tries: int = 0) -> int:
+    """A 63-bit seed of its own for each group of a run, and for each further try at it."""
+    entropy = [seed & 0xFFFFFFFF, number, *([tries] if tries else [])]
+    words = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
+    return int(words[0] >> np.uint64(1))

@@ -1,0 +1,219 @@
+"""An engine from a model and its settings."""
+
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from millrace.config import EngineConfig, LoraConfig
+from millrace.core.errors import ConfigError
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.kv.cache import block_bytes
+from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
+from millrace.inference.embedded.lora.merging import AdapterMerger
+from millrace.models.directory import load_tokenizer
+from millrace.models.loading import (
+    load_model,
+    max_context,
+    resolve_device,
+    stop_token_ids,
+)
+from millrace.models.lora.factors import Adapter, adapter_of
+from millrace.models.lora.folders import read_checkpoint, read_resident
+from millrace.models.moe.router_search import find_routing
+from millrace.models.moe.routing import Routing
+
+_CPU_KV_BYTES = 2**30
+_GPU_KV_SHARE = 0.4  # of the free memory; a trainer may want the rest
+_GIB = 2**30
+
+
+def build_engine(
+    model_path: str,
+    *,
+    config: EngineConfig,
+    trust_remote_code: bool,
+    version: int,
+    lora: LoraConfig | None = None,
+    adapter_path: Path | None = None,
+    notes_routes: bool = False,
+) -> EmbeddedEngine:
+    """Load the model; its weights, with the adapter on top if there is one, are `version`.
+
+    With `lora` the engine takes adapters instead of weights from then on. With `notes_routes` it
+    can tell where tokens went in a mixture of experts.
+    """
+    device = resolve_device(config.device)
+    try:
+        model = load_model(
+            model_path,
+            dtype=getattr(torch, config.dtype),
+            device=device,
+            attention=PAGED_ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
+        merger, adapters = applied_adapters(model, config=config, lora=lora)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some of"
+            " it, set engine.dtype to bfloat16, or use another engine.device."
+        ) from None
+    tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code)
+    engine = engine_of(
+        model,
+        tokenizer,
+        config=config,
+        version=version,
+        merger=merger,
+        adapters=adapters,
+        routing=find_routing(model) if notes_routes else None,
+    )
+    if adapter_path is not None:
+        engine.swap(read_checkpoint(adapter_path), version=version)
+    return engine
+
+
+def engine_of(
+    model: PreTrainedModel,  # loaded with PAGED_ATTENTION
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    config: EngineConfig,
+    version: int,
+    merger: AdapterMerger | None = None,
+    adapters: Mapping[str | None, Adapter] | None = None,
+    routing: Routing | None = None,
+) -> EmbeddedEngine:
+    """The engine these settings describe, ready for its first request."""
+    on_gpu = model.device.type == "cuda"
+    round_steps = _round_steps(model, config)
+    if on_gpu and round_steps != 1:
+        _check_compiler()
+    context = _context(model, config)
+    of_block = _block_bytes(model, config, routing)
+    num_blocks = config.num_blocks or _default_num_blocks(
+        config, context=context, size=of_block, device=model.device
+    )
+    try:
+        engine = EmbeddedEngine(
+            model,
+            tokenizer,
+            version=version,
+            merger=merger,
+            adapters=adapters,
+            routing=routing,
+            eos_ids=stop_token_ids(model, tokenizer),
+            max_context=context,
+            max_sequences=config.max_sequences,
+            num_blocks=num_blocks,
+            block_tokens=config.block_tokens,
+            prefill_tokens=config.prefill_tokens or (16384 if on_gpu else 2048),
+            kv=config.kv,
+            prefix_cache=config.prefix_cache,
+            round_steps=round_steps,
+            compile_layers=config.compile and on_gpu,
+        )
+        engine.warm_up()
+    except torch.OutOfMemoryError:
+        size = num_blocks * of_block / _GIB
+        raise ConfigError(
+            f"The KV cache of {num_blocks} blocks takes {size:.1f} GiB, and with what decoding"
+            f" needs beside it that is more than {model.device} has ({_free(model.device)});"
+            " lower engine.kv_bytes or engine.max_sequences."
+        ) from None
+    return engine
+
+
+def applied_adapters(
+    model: PreTrainedModel, *, config: EngineConfig, lora: LoraConfig | None
+) -> tuple[AdapterMerger | None, dict[str | None, Adapter]]:
+    """What merges the policy's adapter, and the adapters that are applied without merging.
+
+    "auto" merges where it can: that costs a rewrite of the weights per version and nothing per
+    pass, and versions are few where passes are many. But only one adapter can be merged.
+    """
+    residents = {
+        name: read_resident(name, Path(folder), model=model)
+        for name, folder in config.adapters.items()
+    }
+    if lora is None:
+        return None, {**residents}
+    policy = adapter_of(model, lora)
+    if lora.apply == "merged" or (lora.apply == "auto" and not residents):
+        return AdapterMerger(model, policy), {}
+    return None, {None: policy, **residents}
+
+
+def _round_steps(model: PreTrainedModel, config: EngineConfig) -> int:
+    """Tokens per round trip to the device; one where an expert's share of the tokens has to be
+    asked for on the way, which no CUDA graph can."""
+    if model.device.type != "cuda":
+        return config.round_steps or 1
+    wanted = config.round_steps or 32
+    has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
+    major, _ = torch.cuda.get_device_capability(model.device)
+    if wanted == 1 or not has_experts or (model.dtype == torch.bfloat16 and major in (9, 10)):
+        return wanted
+    warnings.warn(
+        f"Experts in {model.dtype} on this GPU decode in single steps, which are several times"
+        " slower than rounds; set engine.dtype to bfloat16 on a GPU of Hopper's kind or later.",
+        stacklevel=2,
+    )
+    return 1
+
+
+def _check_compiler() -> None:
+    """Triton builds its launchers with a C compiler; without one it fails in the first step."""
+    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        raise ConfigError(
+            "Decoding on a GPU needs a C compiler, and neither cc, gcc nor clang is on PATH;"
+            " install one, or set engine.round_steps to 1 and be several times slower."
+        )
+
+
+def _context(model: PreTrainedModel, config: EngineConfig) -> int:
+    if config.max_context is None:
+        return max_context(model)
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if known is not None and config.max_context > known:
+        raise ConfigError(
+            f"Setting 'engine.max_context' = {config.max_context} is beyond the model's own limit"
+            f" of {known}; lower it, or leave it out."
+        )
+    return config.max_context
+
+
+def _default_num_blocks(
+    config: EngineConfig, *, context: int, size: int, device: torch.device
+) -> int:
+    """Enough for all sequences at full context, within kv_bytes; a block has `size` bytes."""
+    enough = config.max_sequences * -(-context // config.block_tokens)
+    bound = config.kv_bytes or _default_kv_bytes(device)
+    if bound < size:
+        raise ConfigError(
+            f"Setting 'engine.kv_bytes' = {bound} does not hold one KV block of {size} bytes;"
+            " raise it."
+        )
+    return min(enough, bound // size)
+
+
+def _default_kv_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _CPU_KV_BYTES
+    return int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
+
+
+def _block_bytes(model: PreTrainedModel, config: EngineConfig, routing: Routing | None) -> int:
+    """With the routes of its tokens, if they are noted."""
+    of_kv = block_bytes(measure_kv(model), block_tokens=config.block_tokens, dtype=model.dtype)
+    return of_kv + (0 if routing is None else config.block_tokens * routing.token_bytes)
+
+
+def _free(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "out of memory"
+    free, total = torch.cuda.mem_get_info(device)
+    return f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free"

@@ -1,0 +1,53 @@
+"""What the kernels that draw tokens have in common: a row's scaled logits, and how one is drawn.
+
+Imported on machines with CUDA only.
+"""
+
+import triton
+import triton.language as tl
+
+from millrace.inference.embedded.sampling.random import FACTOR_1, FACTOR_2, GOLDEN, signed
+
+CANDIDATES = tl.constexpr(1024)  # tokens that may stay of a row that is drawn from few
+_GOLDEN = tl.constexpr(signed(GOLDEN))
+_FACTOR_1 = tl.constexpr(signed(FACTOR_1))
+_FACTOR_2 = tl.constexpr(signed(FACTOR_2))
+
+
+@triton.jit
+def scaled(logits, row, at, temperature, vocab):
+    x = tl.load(logits + row.to(tl.int64) * vocab + at, mask=at < vocab, other=-float("inf"))
+    return x / temperature
+
+
+@triton.jit
+def temperature_of(temperatures, row):
+    temperature = tl.load(temperatures + row)
+    return tl.where(temperature == 0.0, 1.0, temperature)  # greedy rows report logprobs at 1
+
+
+@triton.jit
+def _shifted(x, BITS: tl.constexpr):
+    return (x >> BITS) & ((1 << (64 - BITS)) - 1)  # logical: int64 carries its sign along
+
+
+@triton.jit
+def uniform(key, index):
+    x = key + (index + 1) * _GOLDEN
+    x = (x ^ _shifted(x, 30)) * _FACTOR_1
+    x = (x ^ _shifted(x, 27)) * _FACTOR_2
+    x = x ^ _shifted(x, 31)
+    return _shifted(x, 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit
+def draw_place(weight, at, target):
+    """The first of the places `at` up to which the weights, float64, exceed `target`."""
+    place = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
+    return tl.minimum(place, tl.max(tl.where(weight > 0.0, at, 0), 0))
+
+
+@triton.jit
+def is_drawn(num_candidates, row):
+    """True if all that may stay of this row was few enough to be drawn from at once."""
+    return tl.load(num_candidates + row) <= CANDIDATES

@@ -1,0 +1,161 @@
+"""Triton kernels that draw tokens: one pass over the logits to sum them up by chunks, then one
+chunk more for the draw. Truncation adds two passes that narrow a row to a few candidates, and a
+search for rows whose candidates are too many.
+
+They follow sampler.py, which is their oracle: temperature, then top-k, top-p and min-p, each on
+what is left; ties with the last kept one stay; one draw by inverse CDF in the order of token ids.
+
+Imported on machines with CUDA only. B = rows, V = vocabulary, C = chunks of the vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace.inference.embedded.decode.logits_kernels import (
+    draw_place,
+    is_drawn,
+    scaled,
+    temperature_of,
+    uniform,
+)
+from millrace.inference.embedded.decode.threshold_kernels import list_kernel, threshold_kernel
+from millrace.inference.embedded.decode.truncation_kernels import draw_from_few
+
+_CHUNK = 4096
+
+
+@triton.jit
+def _summarise_kernel(
+    logits,  # [B, V] float32
+    temperatures,  # [B] float32
+    thresholds,  # [B] float32; smallest scaled logit that stays
+    maxima,  # [B, C] float32
+    sums,  # [B, C] float32; of exp(x - the chunk's maximum)
+    best,  # [B, C] int32; first token that has the maximum
+    num_candidates,  # [B] int32
+    vocab,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    TRUNCATED: tl.constexpr,  # only rows that are not drawn yet, and of them what stays
+):
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    if TRUNCATED and is_drawn(num_candidates, row):
+        return
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = scaled(logits, row, at, temperature_of(temperatures, row), vocab)
+    if TRUNCATED:
+        x = tl.where(x >= tl.load(thresholds + row), x, -float("inf"))
+    maximum = tl.max(x, 0)
+    shift = tl.where(maximum == -float("inf"), 0.0, maximum)
+    place = row * num_chunks + chunk
+    tl.store(maxima + place, maximum)
+    tl.store(sums + place, tl.sum(tl.exp(x - shift), 0))
+    tl.store(best + place, chunk * CHUNK + tl.argmax(x, 0))
+
+
+@triton.jit
+def _draw_kernel(
+    logits,
+    temperatures,
+    thresholds,
+    maxima,
+    sums,
+    best,
+    num_candidates,
+    keys,  # [B] int64
+    indices,  # [B] int64
+    tokens,  # [B] int64
+    logprobs,  # [B] float32
+    vocab,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if TRUNCATED and is_drawn(num_candidates, row):
+        return
+    chunks = tl.arange(0, CHUNKS_PAD)
+    real = chunks < num_chunks
+    maximum = tl.load(maxima + row * num_chunks + chunks, mask=real, other=-float("inf"))
+    top = tl.max(maximum, 0)
+    weight = tl.load(sums + row * num_chunks + chunks, mask=real, other=0.0) * tl.exp(maximum - top)
+    weight = weight.to(tl.float64)
+    total = tl.sum(weight, 0)
+    # In float64, so that a rounding step of the sum is never taken for an impossible token.
+    target = uniform(tl.load(keys + row), tl.load(indices + row)) * total
+    chosen = draw_place(weight, chunks, target)
+    rest = target - tl.sum(tl.where(chunks < chosen, weight, 0.0), 0)
+
+    temperature = temperature_of(temperatures, row)
+    within = tl.arange(0, CHUNK)
+    x = scaled(logits, row, chosen * CHUNK + within, temperature, vocab)
+    if TRUNCATED:
+        x = tl.where(x >= tl.load(thresholds + row), x, -float("inf"))
+    weight = tl.exp(x - top).to(tl.float64)
+    token = chosen * CHUNK + draw_place(weight, within, rest)
+
+    first = tl.min(tl.where(maximum == top, chunks, CHUNKS_PAD - 1), 0)
+    greedy = tl.load(temperatures + row) == 0.0
+    likeliest = tl.load(best + row * num_chunks + tl.minimum(first, num_chunks - 1))
+    token = tl.minimum(tl.where(greedy, likeliest, token), vocab - 1)
+    value = tl.load(logits + row.to(tl.int64) * vocab + token) / temperature
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, value - top - tl.log(total).to(tl.float32))
+
+
+def draw(
+    logits: Tensor,  # [B, V] float32, contiguous
+    *,
+    temperatures: Tensor,
+    keys: Tensor,
+    indices: Tensor,
+    truncation: tuple[Tensor, Tensor, Tensor] | None,  # top-k, top-p, min-p
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Tokens [B] int64, logprobs [B]; with truncation kept ids [B, capacity] and counts [B]."""
+    num_rows, vocab = logits.shape
+    num_chunks = triton.cdiv(vocab, _CHUNK)
+    padded = triton.next_power_of_2(num_chunks)
+    maxima = logits.new_empty(num_rows, num_chunks)
+    sums = torch.empty_like(maxima)
+    best = torch.empty_like(maxima, dtype=torch.int32)
+    thresholds = torch.empty_like(temperatures)
+    draws = (keys, indices, torch.empty_like(keys), torch.empty_like(temperatures))
+    summaries = (logits, temperatures, thresholds, maxima, sums, best)
+    sizes = {"vocab": vocab, "num_chunks": num_chunks, "CHUNK": _CHUNK}
+    grid = (num_rows, num_chunks)
+    _summarise_kernel[grid](*summaries, None, **sizes, TRUNCATED=False)
+    kept = counts = num_candidates = None
+    if truncation is not None:
+        rules = (temperatures, *truncation)
+        kept = torch.empty(num_rows, capacity, dtype=torch.int32, device=logits.device)
+        counts = torch.empty_like(temperatures, dtype=torch.int32)
+        num_candidates = draw_from_few(
+            logits,
+            rules=rules,
+            summaries=(maxima, sums),
+            draws=draws,
+            kept=kept,
+            counts=counts,
+            chunk=_CHUNK,
+        )
+        found = (thresholds, num_candidates)
+        search = {"CHUNKS_PAD": padded, "num_warps": 16}
+        threshold_kernel[(num_rows,)](logits, *rules, maxima, *found, **sizes, **search)
+        _summarise_kernel[grid](*summaries, num_candidates, **sizes, TRUNCATED=True)
+        room = {"CAPACITY": capacity, "CHUNK": _CHUNK, "num_warps": 8}
+        list_kernel[(num_rows,)](logits, temperatures, *found, kept, counts, vocab, **room)
+    _draw_kernel[(num_rows,)](
+        *summaries,
+        num_candidates,
+        *draws,
+        **sizes,
+        CHUNKS_PAD=padded,
+        TRUNCATED=truncation is not None,
+        num_warps=8,
+    )
+    _, _, tokens, logprobs = draws
+    return tokens, logprobs, kept, counts

@@ -1,0 +1,257 @@
+"""Triton kernels that draw from a truncated row in two passes over its logits.
+
+The first pass counts the logits by their distance from the largest one, in bins; the counts say how
+far down anything may stay. The second lists what lies within that distance: the candidates. They
+are few enough to be sorted, so the rules of sampler.py apply to them exactly, and the draw sees
+nothing else. A row whose candidates exceed CANDIDATES is left to search_kernels.py.
+
+Imported on machines with CUDA only. B = rows, V = vocabulary, C = chunks of the vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace.inference.embedded.decode.logits_kernels import (
+    CANDIDATES,
+    draw_place,
+    is_drawn,
+    scaled,
+    temperature_of,
+    uniform,
+)
+
+_BINS = tl.constexpr(256)  # the last one takes all that lies further down
+_BIN = tl.constexpr(0.125)  # nats
+# Sums are rounded: a bin more than needed is harmless, one too few is not.
+_MARGIN = tl.constexpr(0.999)
+
+
+@triton.jit
+def _bin(x, top):
+    distance = (top - x) / _BIN
+    return tl.where(distance < _BINS - 1, distance, _BINS - 1).to(tl.int32)
+
+
+@triton.jit
+def _largest(maxima, sums, row, num_chunks, CHUNKS_PAD: tl.constexpr):
+    """The row's largest scaled logit, and the sum of exp(x - it)."""
+    chunks = tl.arange(0, CHUNKS_PAD)
+    inside = chunks < num_chunks
+    maximum = tl.load(maxima + row * num_chunks + chunks, mask=inside, other=-float("inf"))
+    top = tl.max(maximum, 0)
+    weight = tl.load(sums + row * num_chunks + chunks, mask=inside, other=0.0)
+    return top, tl.sum(weight * tl.exp(maximum - top), 0)
+
+
+@triton.jit
+def _last_bin(histogram, total, top_k, top_p, min_p):
+    """The furthest bin that may hold a token that stays."""
+    bins = tl.arange(0, _BINS)
+    last = _BINS - 1
+    if top_k > 0:
+        last = tl.sum((tl.cumsum(histogram, 0) < top_k).to(tl.int32), 0)
+    elif top_p < 1.0:
+        # Nothing in a bin weighs more than its upper edge: what is left out weighs at most this.
+        weight = histogram * tl.exp(-_BIN * bins.to(tl.float32))
+        outside = tl.sum(weight, 0) - tl.cumsum(weight, 0)
+        last = tl.sum((outside > (1.0 - top_p) * total * _MARGIN).to(tl.int32), 0)
+    if (min_p > 0.0) & ((top_k == 0) | (top_p >= 1.0)):  # top-p weighs all that top-k leaves
+        last = tl.minimum(last, (-tl.log(min_p) / _BIN).to(tl.int32) + 1)
+    return tl.minimum(last, _BINS - 1)
+
+
+@triton.jit
+def _count_kernel(
+    logits,  # [B, V] float32
+    temperatures,  # [B] float32
+    maxima,  # [B, C] float32
+    sums,  # [B, C] float32; of exp(x - the chunk's maximum)
+    histograms,  # [B, C, BINS] int32
+    vocab,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+):
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    top, _ = _largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = scaled(logits, row, at, temperature_of(temperatures, row), vocab)
+    place = (row * num_chunks + chunk) * _BINS + tl.arange(0, _BINS)
+    tl.store(histograms + place, tl.histogram(_bin(x, top), _BINS))
+
+
+@triton.jit
+def _cut_kernel(
+    temperatures,
+    top_ks,  # [B] int64; 0 = off
+    top_ps,  # [B] float32; 1 = off
+    min_ps,  # [B] float32; 0 = off
+    maxima,
+    sums,
+    histograms,
+    last_bins,  # [B] int32
+    starts,  # [B, C] int32; candidates in earlier chunks
+    num_candidates,  # [B] int32; above CANDIDATES: too many, or nothing is ruled out
+    vocab,
+    num_chunks,
+    CHUNKS_PAD: tl.constexpr,
+):
+    row = tl.program_id(0)
+    top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+    top_k = tl.where(top_k < vocab, top_k, 0)
+    truncates = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+    tl.store(num_candidates + row, CANDIDATES + 1)
+    if (tl.load(temperatures + row) == 0.0) | (truncates == 0) | (top_k > CANDIDATES):
+        return
+    _, total = _largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
+    chunks, bins = tl.arange(0, CHUNKS_PAD), tl.arange(0, _BINS)
+    place = (row * num_chunks + chunks)[:, None] * _BINS + bins[None, :]
+    counts = tl.load(histograms + place, mask=(chunks < num_chunks)[:, None], other=0)
+    last = _last_bin(tl.sum(counts, 0), total, top_k, top_p, min_p)
+    near = tl.sum(tl.where(bins[None, :] <= last, counts, 0), 1)
+    tl.store(last_bins + row, last)
+    tl.store(
+        starts + row * num_chunks + chunks, tl.cumsum(near, 0) - near, mask=chunks < num_chunks
+    )
+    tl.store(num_candidates + row, tl.sum(near, 0))
+
+
+@triton.jit
+def _list_kernel(
+    logits,
+    temperatures,
+    maxima,
+    sums,
+    last_bins,
+    starts,
+    num_candidates,
+    ids,  # [B, CANDIDATES] int32; ascending
+    values,  # [B, CANDIDATES] float32; scaled logits
+    vocab,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+):
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    if is_drawn(num_candidates, row) == 0:
+        return
+    top, _ = _largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
+    last = tl.load(last_bins + row)
+    if _bin(tl.load(maxima + row * num_chunks + chunk), top) > last:
+        return
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = scaled(logits, row, at, temperature_of(temperatures, row), vocab)
+    near = (_bin(x, top) <= last) & (at < vocab)
+    number = near.to(tl.int32)
+    place = row * CANDIDATES + tl.load(starts + row * num_chunks + chunk)
+    place += tl.cumsum(number, 0) - number
+    tl.store(ids + place, at, mask=near)
+    tl.store(values + place, x, mask=near)
+
+
+@triton.jit
+def _smallest(x, number, top, total, top_k, top_p):
+    """The smallest of the candidates x, -inf beyond their `number`, that top-k and top-p leave."""
+    ordered = tl.sort(x, descending=True)
+    place = tl.arange(0, CANDIDATES)
+    inside = place < tl.where(top_k > 0, tl.minimum(top_k, number), number)
+    weight = tl.where(inside, tl.exp(ordered - top), 0.0).to(tl.float64)
+    mass = tl.where(top_k > 0, tl.sum(weight, 0), total.to(tl.float64))
+    likelier = tl.cumsum(weight, 0) - weight
+    inside &= likelier < tl.where(top_p < 1.0, top_p * mass, float("inf"))
+    return tl.min(tl.where(inside, ordered, float("inf")), 0)
+
+
+@triton.jit
+def _select_kernel(
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    maxima,
+    sums,
+    ids,
+    values,
+    num_candidates,
+    keys,  # [B] int64
+    indices,  # [B] int64
+    tokens,  # [B] int64
+    logprobs,  # [B] float32
+    kept,  # [B, CAPACITY] int32; ascending
+    counts,  # [B] int32; may exceed CAPACITY
+    vocab,
+    num_chunks,
+    CAPACITY: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if is_drawn(num_candidates, row) == 0:
+        return
+    number = tl.load(num_candidates + row)
+    top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+    top_k = tl.where(top_k < vocab, top_k, 0)
+    top, total = _largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
+    at = tl.arange(0, CANDIDATES)
+    x = tl.load(values + row * CANDIDATES + at, mask=at < number, other=-float("inf"))
+    threshold = -float("inf")
+    if (top_k > 0) | (top_p < 1.0):
+        threshold = _smallest(x, number, top, total, top_k, top_p)
+    if min_p > 0.0:
+        threshold = tl.maximum(threshold, top + tl.log(min_p))
+    stays = (at < number) & (x >= threshold)
+    token_ids = tl.load(ids + row * CANDIDATES + at, mask=at < number, other=0)
+    listed = stays.to(tl.int32)
+    count = tl.sum(listed, 0)
+    place = tl.cumsum(listed, 0) - listed
+    tl.store(kept + row * CAPACITY + place, token_ids, mask=stays & (place < CAPACITY))
+    tl.store(counts + row, tl.where(count == vocab, 0, count))  # all = nothing was ruled out
+
+    weight = tl.where(stays, tl.exp(x - top), 0.0).to(tl.float64)
+    sum_kept = tl.sum(weight, 0)
+    target = uniform(tl.load(keys + row), tl.load(indices + row)) * sum_kept
+    chosen = at == draw_place(weight, at, target)
+    value = tl.sum(tl.where(chosen, x, 0.0), 0)
+    tl.store(tokens + row, tl.sum(tl.where(chosen, token_ids, 0), 0).to(tl.int64))
+    tl.store(logprobs + row, value - top - tl.log(sum_kept).to(tl.float32))
+
+
+def draw_from_few(
+    logits: Tensor,  # [B, V] float32
+    *,
+    rules: tuple[Tensor, Tensor, Tensor, Tensor],  # [B] temperature, top-k, top-p, min-p
+    summaries: tuple[Tensor, Tensor],  # [B, C] maxima, sums
+    draws: tuple[Tensor, Tensor, Tensor, Tensor],  # [B] keys, indices; to fill: tokens, logprobs
+    kept: Tensor,  # [B, capacity] int32, to fill
+    counts: Tensor,  # [B] int32, to fill
+    chunk: int,
+) -> Tensor:
+    """Draw the rows of which little may stay; [B] int32 says with is_drawn() which those are."""
+    num_rows, vocab = logits.shape
+    num_chunks = summaries[0].shape[1]
+    temperatures = rules[0]
+    histograms = torch.empty(num_rows, num_chunks, _BINS.value, **_integers(logits))
+    cuts = (
+        torch.empty(num_rows, **_integers(logits)),
+        torch.empty(num_rows, num_chunks, **_integers(logits)),
+        torch.empty(num_rows, **_integers(logits)),
+    )
+    ids = torch.empty(num_rows, CANDIDATES.value, **_integers(logits))
+    found = (ids, torch.empty_like(ids, dtype=torch.float32))
+    sizes = {"vocab": vocab, "num_chunks": num_chunks}
+    sizes["CHUNKS_PAD"] = triton.next_power_of_2(num_chunks)
+    rows, chunks = (num_rows,), (num_rows, num_chunks)
+    _count_kernel[chunks](logits, temperatures, *summaries, histograms, **sizes, CHUNK=chunk)
+    _cut_kernel[rows](*rules, *summaries, histograms, *cuts, **sizes)
+    _list_kernel[chunks](logits, temperatures, *summaries, *cuts, *found, **sizes, CHUNK=chunk)
+    _select_kernel[rows](
+        *rules, *summaries, *found, cuts[-1], *draws, kept, counts, **sizes, CAPACITY=kept.shape[1]
+    )
+    return cuts[-1]
+
+
+def _integers(like: Tensor) -> dict[str, Any]:
+    return {"dtype": torch.int32, "device": like.device}

@@ -1,0 +1,250 @@
+"""Attention over a paged KV cache, plugged into transformers through its AttentionInterface.
+
+A forward pass is one flat batch of tokens, [1, T]. Its PagedBatch rides along as a keyword argument
+to every layer: there, the new keys and values are written to their slots, then each bucket of
+sequences gathers its blocks and attends.
+
+Promise: a token attends to the tokens of its own sequence up to itself, and to nothing else.
+
+T = tokens of the pass; S = sequences of a bucket, Q = its queries per sequence, L = its padded
+context; H = query heads, G = query heads per KV head, D = head dimension.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from millrace.core.errors import ConfigError
+from millrace.inference.embedded.decode.attention import DecodeLayer
+from millrace.inference.embedded.decode.prefill import PrefillLayer
+from millrace.inference.embedded.kv.cache import KVCache, KVShape
+from millrace.models.attention.layout import PackedLayout
+from millrace.models.attention.packed import packed_attention
+from millrace.models.loading import hidden_states
+
+PAGED_ATTENTION = "millrace_paged"
+
+
+class _Attends(Protocol):
+    """What rides along: see PagedBatch.attend."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [T, H, D]
+        key: Tensor,  # [T, H // G, D]
+        value: Tensor,  # [T, H // G, Dv]
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Bucket:
+    """Sequences that attend together, padded to the longest of them."""
+
+    start: int  # its tokens are start..stop of the flat batch, sequence after sequence
+    stop: int
+    blocks: Tensor  # [S * blocks per sequence] int64
+    positions: Tensor  # [S, Q] int64; where padded, some position of the same sequence
+    padded: Tensor | None = None  # [S, Q] int64; tokens of the bucket; None = all have Q queries
+    unpadded: Tensor | None = None  # [stop - start] int64; places of those tokens in [S * Q]
+    fresh: bool = False  # one sequence, from its first token: the cache holds nothing it lacks
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # by (window, L)
+
+    def mask(self, *, window: int | None, context: int, dtype: torch.dtype) -> Tensor:
+        """[S, 1, Q, L] additive; built once per pass and kind of layer."""
+        mask = self.masks.get((window, context))
+        if mask is None:
+            at = torch.arange(context, device=self.positions.device)
+            query_at = self.positions[:, None, :, None]
+            hidden = at > query_at
+            if window is not None:
+                hidden |= at <= query_at - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            mask.masked_fill_(hidden, -torch.inf)
+            self.masks[window, context] = mask
+        return mask
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PagedBatch:
+    """Everything attention needs to know about one forward pass."""
+
+    cache: KVCache
+    slots: Tensor  # [T] int64; where each token's key and value go
+    buckets: tuple[Bucket, ...]  # cover 0..T in order
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.cache.write(layer, slots=self.slots, keys=key, values=value)
+        outputs = []
+        for bucket in self.buckets:
+            own = slice(bucket.start, bucket.stop)
+            if bucket.fresh:
+                keys, values = (t[own].transpose(0, 1)[None] for t in (key, value))
+            else:
+                num_rows = len(bucket.positions)
+                keys, values = self.cache.gather(layer, blocks=bucket.blocks, num_rows=num_rows)
+            outputs.append(
+                _attend_bucket(
+                    bucket, query[own], keys, values, scale=scale, window=window, softcap=softcap
+                )
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ShapeProbe:
+    """Rides along once, before there is a cache, to learn what each layer would store."""
+
+    shapes: dict[int, KVShape] = field(default_factory=dict)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        softcap: float | None,
+        **_: Any,
+    ) -> Tensor:
+        self.shapes[layer] = KVShape(
+            num_heads=key.shape[1],
+            key_dim=key.shape[2],
+            value_dim=value.shape[2],
+            is_capped=softcap is not None,
+        )
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+def measure_kv(model: PreTrainedModel) -> dict[int, KVShape]:
+    """What each layer of a model (loaded with PAGED_ATTENTION) caches per token."""
+    probe = _ShapeProbe()
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        hidden_states(model, input_ids=token, position_ids=token, millrace_paged=probe)
+    if not probe.shapes:
+        raise ConfigError(f"{type(model).__name__} does not use transformers' AttentionInterface.")
+    return probe.shapes
+
+
+def new_cache(model: PreTrainedModel, *, num_blocks: int, block_tokens: int) -> KVCache:
+    return KVCache(
+        measure_kv(model),
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def _attend_bucket(
+    bucket: Bucket,
+    query: Tensor,  # [stop - start, H, D]
+    keys: Tensor,  # [S, H // G, L, D]
+    values: Tensor,  # [S, H // G, L, Dv]
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:  # [stop - start, H, Dv]
+    num_rows, num_queries = bucket.positions.shape
+    num_kv_heads, context = keys.shape[1:3]
+    num_heads, head_dim = query.shape[1:]
+    if bucket.padded is not None:
+        query = query[bucket.padded]
+    causal = bucket.fresh and softcap is None and (window is None or window >= context)
+    mask = None
+    if not causal:
+        mask = bucket.mask(window=window, context=context, dtype=query.dtype)
+    if num_queries == 1 and softcap is None:
+        # Heads that share a KV head become queries of it: nothing is repeated, one kernel for all.
+        query = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        if mask is not None:
+            mask = mask.expand(-1, -1, query.shape[2], -1)
+        output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+        return output.reshape(num_rows, num_heads, -1)
+    query = query.view(num_rows, num_queries, num_heads, head_dim).transpose(1, 2)
+    if softcap is not None:
+        assert mask is not None
+        output = _softcapped(query, keys, values, mask=mask, scale=scale, softcap=softcap)
+    else:
+        if mask is not None and query.is_cuda:
+            # With a mask, no fused CUDA kernel knows about shared KV heads.
+            repeats = num_heads // num_kv_heads
+            keys, values = (t.repeat_interleave(repeats, dim=1) for t in (keys, values))
+        output = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
+        )
+    output = output.transpose(1, 2).reshape(num_rows * num_queries, num_heads, -1)
+    return output if bucket.unpadded is None else output[bucket.unpadded]
+
+
+def _softcapped(
+    query: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """Attention whose scores are squashed into (-softcap, softcap); no fused kernel does that."""
+    num_rows, num_heads, num_queries, head_dim = query.shape
+    grouped = query.reshape(num_rows, keys.shape[1], -1, num_queries, head_dim)
+    scores = torch.matmul(grouped, keys[:, :, None].transpose(-1, -2)) * scale
+    scores = torch.tanh(scores / softcap) * softcap + mask[:, :, None]
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, values[:, :, None]).view(num_rows, num_heads, num_queries, -1)
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, H // G, T, D]
+    value: Tensor,  # [1, H // G, T, Dv]
+    attention_mask: Tensor | None,
+    *,
+    millrace_paged: _Attends | DecodeLayer | PrefillLayer | None = None,
+    layout: PackedLayout | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,  # load_model refuses models that hand over anything else of consequence
+) -> tuple[Tensor, None]:
+    # Rotation is done in the dtype of the residual stream; the cache has that of the projections.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layout is not None:  # the pass reads, and caches nothing: see scoring.py
+        read = {"scaling": scale, "sliding_window": sliding_window, "softcap": softcap}
+        return packed_attention(module, query, key, value, None, layout=layout, **read)
+    assert millrace_paged is not None
+    settings = {"scale": scale, "window": sliding_window, "softcap": softcap}
+    if isinstance(millrace_paged, DecodeLayer | PrefillLayer):
+        # The layer's number stays unread here: compiled code would be made anew for each.
+        return millrace_paged.attend(query, key, value, **settings), None
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    output = millrace_paged.attend(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        **settings,
+    )
+    return output[None], None
+
+
+# No mask function is registered beside it: then transformers builds no masks at all.
+AttentionInterface.register(PAGED_ATTENTION, _paged_attention)

@@ -1,0 +1,355 @@
+"""The engine process: `python -m millrace.inference.worker`.
+
+The main thread decodes: it looks for calls between two forward passes and waits for them only when
+there is nothing to generate. New weights are fetched, verified and laid out by a staging thread
+meanwhile; only their copy into the model takes the main thread's time, between two passes. What
+becomes of the sequences under way is up to the interrupt model.
+
+Promise: every call is answered once. An update that is refused leaves the engine serving the
+version it has.
+"""
+
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from millrace.cluster.link import Link, WorkerCall, run_worker
+from millrace.cluster.messages import (
+    AbortRequests,
+    Completed,
+    Expire,
+    Generate,
+    GenerateDone,
+    Pause,
+    Resume,
+    ScoreTokens,
+    StartEngine,
+    Stop,
+    Swapped,
+    SwapWeights,
+    TokensSampled,
+    TokensScored,
+    WorkerProgress,
+)
+from millrace.cluster.worker_main import out_of_turn, serve_as_told
+from millrace.config import Interrupt, RunConfig, load_config
+from millrace.core.errors import TaskError, WeightError
+from millrace.core.protocols import WeightReceiver
+from millrace.core.spans import Timeline
+from millrace.core.weight_update import WeightUpdate
+from millrace.inference.embedded.build import build_engine
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.inference.embedded.interrupt import MODELS
+from millrace.inference.embedded.live_weights import PreparedWeights
+from millrace.inference.embedded.scheduling.outputs import Finished
+from millrace.models.loading import resolve_device
+from millrace.weights.receiver import make_receiver
+
+PROGRESS_S = 0.25
+STAGING_POLL_S = 0.002  # how soon an idle engine notices that weights are staged
+
+
+def main(link: Link, name: str) -> None:
+    serve_as_told(link, name, message=StartEngine, start=_start)
+
+
+def _start(message: StartEngine, link: Link, timeline: Timeline) -> "EngineWorker":
+    config = load_config(message.config)
+    if config.engine.threads is not None:
+        torch.set_num_threads(config.engine.threads)
+    engine = build_engine(
+        message.model_path,
+        config=config.engine,
+        trust_remote_code=config.model.trust_remote_code,
+        version=message.version,
+        lora=config.lora,
+        adapter_path=None if message.adapter_path is None else Path(message.adapter_path),
+        notes_routes=message.notes_routes,
+    )
+    return wire(engine, config, link=link, timeline=timeline)
+
+
+def wire(
+    engine: EmbeddedEngine, config: RunConfig, *, link: Link, timeline: Timeline
+) -> "EngineWorker":
+    """An engine that is built, and the weights' way to it."""
+    receiver = make_receiver(
+        config.weights.transport,
+        expected=engine.parameter_shapes(),
+        dtype=getattr(torch, config.travel_dtype),
+        device=resolve_device(config.engine.device),
+        payload=config.weights.payload,
+        timeout_s=config.weights.timeout_s,
+    )
+    return EngineWorker(
+        link,
+        engine=engine,
+        receiver=receiver,
+        timeline=timeline,
+        interrupt=config.weights.interrupt,
+        report_s=config.supervision.report_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Staging:
+    """Weights on their way in, and the calls that wait for them or were superseded by them."""
+
+    version: int
+    staged: Future[tuple[PreparedWeights, float]]  # and the milliseconds it took
+    calls: list[WorkerCall]
+
+
+class EngineWorker:
+    """Wires an engine to a link. All methods run in the main thread, unless they say otherwise."""
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        engine: EmbeddedEngine,
+        receiver: WeightReceiver,
+        timeline: Timeline,
+        interrupt: Interrupt = "swap",
+        report_s: float = 2.0,
+    ) -> None:
+        """`report_s`: how often requests at leisure are told of."""
+        self._link = link
+        self._arrived: deque[WorkerCall] = deque()  # during a round, not yet handled
+        self._engine = engine
+        self._interrupt = MODELS[interrupt](engine)
+        self._receiver = receiver
+        self._timeline = timeline
+        self._calls: dict[str, WorkerCall] = {}  # Generate calls by request id
+        self._reads: deque[WorkerCall] = deque()  # ScoreTokens calls
+        self._num_read = 0  # tokens
+        self._staging: _Staging | None = None
+        self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
+        self._is_paused = False
+        self._num_swaps = 0
+        self._reported_s = 0.0  # monotonic
+        self._report_s = report_s
+        self._told_s = time.monotonic()  # when requests at leisure were
+
+    def serve(self) -> None:
+        """Generate, swap and answer until told to stop."""
+        try:
+            while (stop := self._take_calls()) is None:
+                self._land_weights()
+                if self._may_read:
+                    self._timeline.enter("score", busy=True)
+                    self._read(self._reads.popleft())
+                if self._may_generate:
+                    self._timeline.enter(self._interrupt.activity, busy=True)
+                    self._answer(self._engine.step(must_end=self._is_awaited))
+                if time.monotonic() - self._reported_s >= PROGRESS_S:
+                    self._report()
+                if time.monotonic() - self._told_s >= self._report_s:
+                    self._tell_at_leisure()
+        finally:
+            self._stager.shutdown(wait=True, cancel_futures=True)
+            self._receiver.close()
+        self._report()
+        stop.reply()
+
+    def _is_awaited(self) -> bool:
+        """True if a round should end before its time: weights are there, or a call that is not for
+        more of the same. New weights are fetched from here on, and the round goes on meanwhile."""
+        while (call := self._link.receive(0)) is not None:
+            if isinstance(call.message, SwapWeights) and not self._interrupt.heeds_announcements:
+                self._stage(call.message.update, call)
+            else:
+                self._arrived.append(call)
+        has_urgent = any(not isinstance(call.message, Generate) for call in self._arrived)
+        return has_urgent or self._has_weights_to_land
+
+    @property
+    def _has_weights_to_land(self) -> bool:
+        if self._staging is None or not (staged := self._staging.staged).done():
+            return False
+        return self._interrupt.may_land or staged.exception() is not None
+
+    def _take_calls(self) -> WorkerCall | None:
+        """Handle what has arrived, waiting a little if there is nothing else to do."""
+        patience_s = self._patience_s()
+        if patience_s > 0:  # entered before the wait, or the wait would count as generating
+            self._timeline.enter(self._idle_reason(), busy=False)
+        call = self._next_call(patience_s)
+        while call is not None:
+            if isinstance(call.message, Stop):
+                return call
+            self._handle(call)
+            call = self._next_call(0)
+        return None
+
+    def _next_call(self, patience_s: float) -> WorkerCall | None:
+        return self._arrived.popleft() if self._arrived else self._link.receive(patience_s)
+
+    def _patience_s(self) -> float:
+        if self._may_generate or self._may_read or self._arrived:
+            return 0
+        return PROGRESS_S if self._staging is None else STAGING_POLL_S
+
+    @property
+    def _may_generate(self) -> bool:
+        return self._engine.has_work and not self._is_held
+
+    @property
+    def _may_read(self) -> bool:
+        return bool(self._reads) and self._engine.version is not None and not self._is_held
+
+    @property
+    def _is_held(self) -> bool:
+        """It may not generate, whatever there is to do. An engine with nothing to do says no such
+        thing: if somebody waits for it, a message was lost."""
+        return self._is_paused or not self._interrupt.may_generate
+
+    def _idle_reason(self) -> str:
+        if self._is_paused:
+            return "paused"
+        if (reason := self._interrupt.idle_reason) is not None:
+            return reason
+        return "no weights" if self._engine.version is None else "no work"
+
+    def _handle(self, call: WorkerCall) -> None:
+        match call.message:
+            case Generate(request=request, stream=stream, singly=singly):
+                try:
+                    self._engine.submit(request, stream=stream, singly=singly)
+                except TaskError as error:
+                    call.fail(error)
+                else:
+                    self._calls[request.id] = call
+            case SwapWeights(update=update):
+                self._stage(update, call)
+            case ScoreTokens():
+                self._reads.append(call)
+            case AbortRequests(ids=ids):
+                self._answer(self._engine.abort(ids))
+                call.reply()
+            case Expire(before=before):
+                self._answer(self._engine.expire(before))
+                call.reply()
+            case Pause() | Resume():
+                # Calls are handled between two passes: none is under way when this is answered.
+                self._is_paused = isinstance(call.message, Pause)
+                if self._is_paused:  # entered before the reply, which sets the trainer going
+                    self._timeline.enter("paused", busy=False)
+                call.reply()
+            case _:
+                call.fail(out_of_turn(call))
+
+    def _read(self, call: WorkerCall) -> None:
+        assert isinstance(call.message, ScoreTokens)
+        passages = call.message.passages
+        self._num_read += sum(len(passage.read) for passage in passages)
+        try:
+            call.reply(TokensScored(likelihoods=self._engine.read(passages)))
+        except torch.OutOfMemoryError:
+            longest = max(len(passage.read) for passage in passages)
+            call.fail(
+                TaskError(
+                    f"A passage of {longest} tokens does not fit into the memory of the engine"
+                    " besides what it decodes; lower engine.kv_bytes."
+                )
+            )
+
+    def _answer(self, finished: list[Finished]) -> None:
+        for id, pieces in self._engine.news().items():
+            self._calls[id].tell(TokensSampled(pieces=pieces))
+        for id, completions in self._engine.singles().items():
+            self._calls[id].tell(Completed(completions=completions))
+        for request in finished:
+            untold = [
+                None if member in request.told else completion
+                for member, completion in enumerate(request.completions)
+            ]
+            self._calls.pop(request.id).reply(GenerateDone(completions=untold))
+
+    def _tell_at_leisure(self) -> None:
+        self._told_s = time.monotonic()
+        for id, pieces in self._engine.news_at_leisure().items():
+            self._calls[id].tell(TokensSampled(pieces=pieces))
+
+    def _stage(self, update: WeightUpdate, call: WorkerCall) -> None:
+        """Begin to fetch an update. Of several under way, only the newest will be applied."""
+        under_way = self._staging
+        if under_way is not None and under_way.version >= update.version:
+            under_way.calls.append(call)
+            return
+        visible = self._engine.version
+        if visible is not None and visible >= update.version:
+            call.reply(Swapped(version=visible, stage_ms=0.0, gap_ms=0.0))
+            return
+        superseded = []
+        if under_way is not None:
+            under_way.staged.cancel()  # if it has begun, its outcome is dropped
+            superseded = under_way.calls
+        self._staging = _Staging(
+            version=update.version,
+            staged=self._stager.submit(self._timed_stage, update),
+            calls=[*superseded, call],
+        )
+        self._answer(self._interrupt.announce())
+
+    def _timed_stage(self, update: WeightUpdate) -> tuple[PreparedWeights, float]:
+        """Runs in the staging thread."""
+        started_s = time.perf_counter()
+        tensors = self._receiver.stage(update)
+        prepared = self._engine.prepare(tensors, version=update.version)
+        return prepared, (time.perf_counter() - started_s) * 1000
+
+    def _land_weights(self) -> None:
+        """Make staged weights visible. serve() calls this between two forward passes."""
+        if not self._has_weights_to_land:
+            return
+        staging, self._staging = self._staging, None
+        assert staging is not None
+        self._timeline.enter("swap", busy=True)
+        try:
+            prepared, stage_ms = staging.staged.result()
+            started_s = time.perf_counter()
+            self._answer(self._interrupt.land())
+            self._engine.commit(prepared)
+        except WeightError as error:
+            for call in staging.calls:
+                call.fail(error)
+            return
+        finally:
+            self._interrupt.settle()
+        self._num_swaps += 1
+        gap_ms = (time.perf_counter() - started_s) * 1000
+        reply = Swapped(version=staging.version, stage_ms=stage_ms, gap_ms=gap_ms)
+        for call in staging.calls:
+            call.reply(reply)
+
+    def _report(self) -> None:
+        stats = self._engine.stats()
+        self._reported_s = time.monotonic()
+        self._link.emit(
+            WorkerProgress(
+                spans=self._timeline.drain(),
+                counters={
+                    "generated_tokens": stats.generated_tokens,
+                    "prefill_tokens": stats.prefill_tokens,
+                    "cached_tokens": stats.cached_tokens,
+                    "preemptions": stats.preemptions,
+                    "running": stats.running,
+                    "waiting": stats.waiting,
+                    "swaps": self._num_swaps,
+                },
+                work=stats.generated_tokens
+                + stats.prefill_tokens
+                + self._num_read
+                + self._num_swaps,
+                waits=self._is_held,
+            )
+        )
+
+
+if __name__ == "__main__":
+    run_worker(main)

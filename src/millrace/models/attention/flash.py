@@ -1,0 +1,226 @@
+"""Attention over segments of any lengths laid end to end, without padding and without masks.
+
+Promise: exact attention of every row to its segment and that segment's parent, for kernels that
+know only runs of rows. Two calls make it: every segment with itself, causally; and all children of
+a parent with that parent, where each sees everything. The two are merged by their normalizers.
+
+The backward pass hands each call the merged output and the merged normalizer. With P = exp(s - lse)
+a kernel's gradient of a score is P * (dP - rowsum(dO * O)): it needs nothing else of the forward
+pass, so with the merged values each call gives exactly its share of the gradient.
+
+Both passes are custom operators, so that compiled layers hold them as one node.
+
+T = rows, H = heads, D = head size, O = own rows of all families.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from millrace.models.attention.layout import PackedLayout, SharedSpans, Spans
+
+MAX_HEAD_SIZE = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Reach:
+    """Queries of span i see the keys of span i: all, or in the same span those up to themselves."""
+
+    queries: Spans
+    keys: Spans
+    causal: bool
+    window: int | None  # the last keys that a query sees, itself included
+    scale: float  # of the scores
+
+
+class SpanKernel(Protocol):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
+        """Output [T, H, D], and the log of the sum of exp(scores) [H, T] in float32 or more."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class FlashKernel:
+    """PyTorch's flash attention: CUDA, bfloat16 or float16, grouped heads as they are."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *_spans(reach), 0.0, reach.causal, False, **_options(reach)
+        )
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        random = (
+            torch.zeros(2, dtype=torch.uint64, device=q.device),
+            torch.empty(0, device=q.device),
+        )  # the state of a dropout that is not there
+        return torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, lse, *_spans(reach), 0.0, reach.causal, *random, **_options(reach)
+        )
+
+
+def _spans(reach: Reach) -> tuple[Tensor, Tensor, int, int]:
+    # Bounds of at least 2: for single queries the kernel would lay grouped heads its own way.
+    queries, keys = reach.queries, reach.keys
+    return queries.bounds, keys.bounds, max(2, queries.longest), max(2, keys.longest)
+
+
+def _options(reach: Reach) -> dict[str, float]:
+    left = -1 if reach.window is None else reach.window - 1
+    right = 0 if reach.causal else -1
+    return {"scale": reach.scale, "window_size_left": left, "window_size_right": right}
+
+
+def attend_forward(
+    kernel: SpanKernel,
+    q: Tensor,  # [T, H, D]
+    k: Tensor,  # [T, H_kv, D]
+    v: Tensor,  # [T, H_kv, D]
+    *,
+    segments: Spans,
+    families: SharedSpans | None,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output [T, H, D] and its normalizer [H, T]. A window needs families to be None."""
+    within = Reach(queries=segments, keys=segments, causal=True, window=window, scale=scale)
+    out, lse = kernel.forward(q, k, v, within)
+    if families is None:
+        return out, lse
+    shared, own = families.shared_rows, families.own_rows
+    assert window is None, "a window that ends within the parent is not for this"
+    above, above_lse = kernel.forward(q[own], k[shared], v[shared], _above(families, scale=scale))
+    within_lse = lse[:, own]
+    merged = torch.logaddexp(within_lse, above_lse)  # [H, O]
+    within_share, above_share = (
+        (part - merged).exp().t()[:, :, None] for part in (within_lse, above_lse)
+    )
+    out[own] = (out[own] * within_share + above * above_share).to(out.dtype)
+    lse[:, own] = merged
+    return out, lse
+
+
+def attend_backward(
+    kernel: SpanKernel,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    segments: Spans,
+    families: SharedSpans | None,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; out and lse are what attend_forward returned."""
+    within = Reach(queries=segments, keys=segments, causal=True, window=window, scale=scale)
+    dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, within)
+    if families is None:
+        return dq, dk, dv
+    shared, own = families.shared_rows, families.own_rows
+    rows = (grad[own], q[own], k[shared], v[shared], out[own], lse[:, own].contiguous())
+    own_dq, shared_dk, shared_dv = kernel.backward(*rows, _above(families, scale=scale))
+    dq[own] += own_dq
+    dk[shared] += shared_dk
+    dv[shared] += shared_dv
+    return dq, dk, dv
+
+
+def _above(families: SharedSpans, *, scale: float) -> Reach:
+    return Reach(queries=families.own, keys=families.shared, causal=False, window=None, scale=scale)
+
+
+# Operators take tensors and numbers only. `spans`: bounds of segments and, with families, of
+# shared and own spans. `sizes`: the longest of each, then the numbers of shared and own rows.
+
+
+@torch.library.custom_op("millrace::flash_attention", mutates_args=(), device_types="cuda")
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: list[Tensor],
+    sizes: list[int],
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    parts = unflattened(spans, sizes)
+    return attend_forward(FlashKernel(), q, k, v, **parts, window=window, scale=scale)
+
+
+@torch.library.custom_op("millrace::flash_attention_backward", mutates_args=(), device_types="cuda")
+def flash_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: list[Tensor],
+    sizes: list[int],
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    parts = unflattened(spans, sizes)
+    return attend_backward(
+        FlashKernel(), grad, q, k, v, out, lse, **parts, window=window, scale=scale
+    )
+
+
+@flash_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q))
+
+
+@flash_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, spans, ctx.sizes, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, *spans)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse, *spans = ctx.saved_tensors
+    grads = flash_attention_backward(
+        grad, q, k, v, out, lse, spans, ctx.sizes, ctx.window, ctx.scale
+    )
+    return *grads, [None] * len(spans), None, None, None
+
+
+flash_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def flattened(layout: PackedLayout) -> tuple[list[Tensor], list[int]]:
+    """The operators' `spans` and `sizes`."""
+    segments, families = layout.segments, layout.families
+    if families is None:
+        return [segments.bounds], [segments.longest]
+    spans = (segments, families.shared, families.own)
+    sizes = [*(part.longest for part in spans), families.num_shared, families.num_own]
+    return [part.bounds for part in spans], sizes
+
+
+def unflattened(spans: list[Tensor], sizes: list[int]) -> dict[str, Any]:
+    """`segments` and `families` of flattened()."""
+    segments, *rest = (Spans(bounds=b, longest=n) for b, n in zip(spans, sizes, strict=False))
+    if not rest:
+        return {"segments": segments, "families": None}
+    num_shared, num_own = sizes[3:]
+    families = SharedSpans(shared=rest[0], own=rest[1], num_shared=num_shared, num_own=num_own)
+    return {"segments": segments, "families": families}

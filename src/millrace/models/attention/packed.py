@@ -1,0 +1,224 @@
+"""Causal attention over segments laid end to end, as an attention function for transformers.
+
+Promise: no row sees outside its segment and that segment's parent, and no matrix holds scores of
+two unrelated segments: memory grows with the sum of squared lengths at worst, never with the square
+of the sum. Window, softcap, scaling and grouped heads are honoured; dropout is not, because the
+trainer must reproduce the distribution that was sampled.
+
+On CUDA in bfloat16 or float16 a flash kernel takes the segments as they lie. Everywhere else, and
+for what that kernel does not know, segments of similar length are attended to together, padded at
+the end. The padding needs no mask: it comes after every real row, where causality hides it.
+
+T = rows, b, Q, K = rectangles, queries and keys of a block, M = padded rows of all blocks,
+H = heads, D = head size.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from millrace.models.attention.flash import MAX_HEAD_SIZE, flash_attention, flattened
+from millrace.models.attention.layout import Block, Blocks, PackedLayout
+
+PACKED_ATTENTION = "millrace_packed"
+_QUERY_BLOCK = 512  # queries whose scores exist together, where scores must be spelled out
+
+
+class _Pad(torch.autograd.Function):
+    """[T, ...] -> [M, ...]. The gradient of padding is dropped: nothing real depends on it."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, blocks: Blocks) -> Tensor:
+        ctx.blocks = blocks
+        return packed.index_select(0, blocks.row_of_query)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.blocks.query_of_row), None
+
+
+class _Unpad(torch.autograd.Function):
+    """[M, ...] -> [T, ...]. Autograd's own backward of a gather would be a slow scatter-add."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, blocks: Blocks) -> Tensor:
+        ctx.blocks = blocks
+        return padded.index_select(0, blocks.query_of_row)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        padded = grads[0].index_select(0, ctx.blocks.row_of_query)
+        return padded.masked_fill_(ctx.blocks.is_padding.view(-1, 1, 1), 0.0), None
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, H_kv, T, D]
+    value: Tensor,  # [1, H_kv, T, D_v]
+    attention_mask: Tensor | None,
+    *,
+    layout: PackedLayout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The signature transformers calls; returns [1, T, H, D_v]."""
+    packed = [x[0].transpose(0, 1) for x in (query, key, value)]  # each [T, H, D]
+    if sliding_window is not None and sliding_window >= layout.longest:
+        sliding_window = None
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        packed = [x.to(torch.get_autocast_dtype("cuda")) for x in packed]
+    q, k, v = packed
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    obstacle = "the tensors are not on a GPU"
+    if query.is_cuda:
+        obstacle = flash_obstacle(q, k, v, layout=layout, window=sliding_window, softcap=softcap)
+    if obstacle is None:
+        out, _ = flash_attention(q, k, v, *flattened(layout), sliding_window, scale)
+    else:
+        options = (layout, scale, sliding_window, softcap, obstacle)
+        out: Any = _attend_in_blocks(q, k, v, *options)  # pyright: ignore[reportCallIssue]
+    return out[None], None
+
+
+def flash_obstacle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: PackedLayout,
+    window: int | None,
+    softcap: float | None,
+) -> str | None:
+    """Why the flash kernel cannot take this; None if it can."""
+    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        return f"it computes in {q.dtype} (set trainer.dtype to bfloat16)"
+    size = q.shape[-1]
+    if size % 8 or size > MAX_HEAD_SIZE or v.shape[-1] != size:
+        return f"its head sizes are {size} and {v.shape[-1]}"
+    if softcap is not None:
+        return "the model softcaps its attention scores"
+    if window is not None and layout.families is not None:
+        return "the model's window is shorter than the sequences, which share beginnings"
+    if not layout.on_flash_gpu:
+        return "the GPU is older than Ampere"
+    return None
+
+
+@functools.cache
+def _warn(obstacle: str) -> None:
+    """Once for each reason, not once a layer."""
+    warnings.warn(
+        f"Attention in the trainer does not use the flash kernel because {obstacle}: it pads"
+        " sequences by up to a third and takes several times as long.",
+        stacklevel=3,
+    )
+
+
+@torch.compiler.disable  # what it does depends on the numbers in the layout
+def _attend_in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    obstacle: str,
+) -> Tensor:
+    """[T, H, D] of each -> [T, H, D_v]; `obstacle` is why it is not done by the flash kernel."""
+    if query.is_cuda:
+        _warn(obstacle)
+    blocks = layout.blocks
+    queries = _Pad.apply(query, blocks)
+    if blocks.row_of_key is None:
+        keys, values = (_Pad.apply(x, blocks) for x in (key, value))
+    else:
+        # Rows that several segments see are repeated; their gradients add up.
+        keys, values = (x.index_select(0, blocks.row_of_key) for x in (key, value))
+    num_queries = [b * q for b, q, _ in (block.shape for block in blocks.blocks)]
+    num_keys = [b * k for b, _, k in (block.shape for block in blocks.blocks)]
+    parts = (queries.split(num_queries), keys.split(num_keys), values.split(num_keys))
+    outputs = []
+    for block, *inputs in zip(blocks.blocks, *parts, strict=True):
+        q, k, v = (x.unflatten(0, (block.shape[0], -1)).transpose(1, 2) for x in inputs)
+        out = attend(q, k, v, block=block, scale=scale, window=window, softcap=softcap)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [b * Q, H, D_v]
+    return _Unpad.apply(torch.cat(outputs), blocks)
+
+
+def attend(
+    q: Tensor,  # [b, H, Q, D]
+    k: Tensor,  # [b, H_kv, K, D]
+    v: Tensor,  # [b, H_kv, K, D_v]
+    *,
+    block: Block,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention within each rectangle of one block; [b, H, Q, D_v]."""
+    _, num_queries, num_keys = block.shape
+    if window is not None and window >= num_keys:
+        window = None
+    if block.mask is not None:
+        if window is None and softcap is None:
+            grouped = q.shape[1] != k.shape[1]
+            bias = block.mask.bias.to(q.dtype)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped
+            )
+        seen = _seen(block.mask.behind, window)
+        return _attend_masked(q, k, v, seen=seen, scale=scale, softcap=softcap)
+    if window is None and softcap is None and num_queries == num_keys:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    parts = []
+    before = num_keys - num_queries  # keys that precede the first query
+    for begin in range(0, num_queries, _QUERY_BLOCK):
+        end = min(begin + _QUERY_BLOCK, num_queries)
+        first = 0 if window is None else max(0, before + begin - window + 1)
+        at = torch.arange(before + begin, before + end, device=q.device)[:, None]
+        behind = at - torch.arange(first, before + end, device=q.device)  # [queries, keys]
+        keys = slice(first, before + end)
+        part = (q[:, :, begin:end], k[:, :, keys], v[:, :, keys])
+        seen = _seen(behind, window)
+        parts.append(_attend_masked(*part, seen=seen, scale=scale, softcap=softcap))
+    return torch.cat(parts, dim=2)
+
+
+def _seen(behind: Tensor, window: int | None) -> Tensor:
+    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
+
+
+def _attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """Attention where `seen` (broadcast over heads) is True; softcap bounds the scores."""
+    if softcap is None:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped
+        )
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = torch.matmul(q, k.transpose(2, 3)) * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The layout says who attends to whom."""
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)

@@ -1,0 +1,162 @@
+"""PEFT's folders, read without PEFT.
+
+Promise: an adapter that would compute something else here than it does in PEFT is refused, in one
+sentence that names it.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millrace.config import LoraConfig
+from millrace.core.errors import CheckpointError, ConfigError
+from millrace.models.lora.factors import Adapter, linear_layers, scale_of
+
+SETTINGS_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+NAME_PREFIX = "base_model.model."  # before every name in PEFT's files
+# Settings that change what a layer computes, and the values with which it is plain LoRA or DoRA.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "use_bdlora": (None, False),
+    "use_qalora": (False,),
+    # Other beginnings change the model's own weights along with the adapter's.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+}
+
+
+def read_checkpoint(folder: Path) -> dict[str, Tensor]:
+    """The tensors that TrainedAdapter.save() wrote, on the host."""
+    try:
+        return _read_tensors(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"The adapter in {str(folder)!r} cannot be read ({type(error).__name__}); remove that"
+            " checkpoint to resume from the one before it."
+        ) from error
+
+
+def check_same_kind(folder: Path, lora: LoraConfig | None) -> None:
+    """Refuse to resume from a checkpoint that was trained with other [lora] settings."""
+    settings = folder / SETTINGS_FILE
+    if lora is None:
+        if settings.is_file():
+            raise ConfigError(
+                f"{str(folder)!r} holds a LoRA adapter; to resume, give [lora] as it was."
+            )
+        return
+    if not settings.is_file():
+        raise ConfigError(
+            f"{str(folder)!r} was trained without LoRA; to resume, leave [lora] out, or train its"
+            " model in a new run_dir."
+        )
+    keys = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
+    try:
+        saved = json.loads(settings.read_text())
+        found = {key: saved[theirs] for key, theirs in keys.items()}
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{str(settings)!r} is damaged ({error}); remove that checkpoint to resume from the one"
+            " before it."
+        ) from error
+    for key, value in found.items():
+        if getattr(lora, key) != value:
+            raise ConfigError(
+                f"lora.{key} = {getattr(lora, key)}, but {str(folder)!r} was trained with {value};"
+                " to resume, set it to that."
+            )
+
+
+def check_resident(name: str, folder: Path) -> dict[str, Any]:
+    """The PEFT settings of an engine's adapter, if it is one that engines can apply."""
+    setting = f"engine.adapters.{name} = {str(folder)!r}"
+    for file in (SETTINGS_FILE, WEIGHTS_FILE):
+        if not (folder / file).is_file():
+            raise ConfigError(f"{setting} has no {file}; give a folder that PEFT saved.")
+    try:
+        saved = json.loads((folder / SETTINGS_FILE).read_text())
+        kind = saved["peft_type"], saved["r"], saved["lora_alpha"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{setting} has a damaged {SETTINGS_FILE} ({error}); save the adapter anew."
+        ) from error
+    if kind[0] != "LORA":
+        raise ConfigError(f"{setting} holds an adapter of type {kind[0]}; only LORA can be served.")
+    for key, plain in _PLAIN.items():
+        if key in saved and saved[key] not in plain:
+            raise ConfigError(
+                f"{setting} was made with {key} = {saved[key]!r}, which engines cannot apply; merge"
+                " it into a model of its own, or train it without."
+            )
+    return saved
+
+
+def read_resident(name: str, folder: Path, *, model: PreTrainedModel) -> Adapter:
+    """An engine's adapter, checked against the model it is for; its projections not yet joined."""
+    saved = check_resident(name, folder)
+    setting = f"engine.adapters.{name} = {str(folder)!r}"
+    try:
+        tensors = _read_tensors(folder)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{setting} cannot be read ({type(error).__name__}); save the adapter anew."
+        ) from error
+    known = {n: (m.out_features, m.in_features) for n, m in linear_layers(model).items()}
+    layers = dict.fromkeys(tensor.partition(".lora_")[0] for tensor in tensors)
+    if not layers:
+        raise ConfigError(f"{setting} has no tensors; save the adapter anew.")
+    for layer in layers:
+        if layer not in known:
+            raise ConfigError(
+                f"{setting} adapts {layer!r}, which is no linear layer of this model besides its"
+                " head; was it trained on another?"
+            )
+    adapter = Adapter(
+        layers={layer: known[layer] for layer in known if layer in layers},
+        rank=saved["r"],
+        scale=scale_of(saved["lora_alpha"], rank=saved["r"], rslora=bool(saved.get("use_rslora"))),
+        is_dora=bool(saved.get("use_dora")),
+        tensors=tensors,
+    )
+    _check_tensors(setting, tensors, expected=adapter.shapes())
+    return adapter
+
+
+def _check_tensors(
+    setting: str, tensors: Mapping[str, Tensor], *, expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    for name in sorted(tensors.keys() | expected.keys()):
+        if name not in expected:
+            raise ConfigError(
+                f"{setting} has the tensor {name!r}, which is none of LoRA's or DoRA's; only those"
+                " can be served."
+            )
+        if name not in tensors:
+            raise ConfigError(f"{setting} lacks the tensor {name!r}; save the adapter anew.")
+        if tensors[name].shape != expected[name]:
+            raise ConfigError(
+                f"{setting} has {name!r} as {tuple(tensors[name].shape)}, where this model needs"
+                f" {expected[name]}; was it trained on another?"
+            )
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    return {name.removeprefix(NAME_PREFIX): tensor for name, tensor in tensors.items()}

@@ -1,0 +1,84 @@
+"""skipped/step_N.jsonl: the groups of updates whose loss or gradient was not finite.
+
+Promise: every such update is counted, and everything the trainer was given for it can be read. One
+bad batch costs an update; MAX_IN_A_ROW steps in a row end the run, since then it is not the data.
+Called by the controller, which has write() run in a thread and waits for it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from millrace.core.errors import RunFailed
+from millrace.core.records import Group
+from millrace.monitoring.strict_json import plain
+
+MAX_IN_A_ROW = 3
+
+
+class SkippedSteps:
+    """`num_steps` had an update that was skipped."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._in_a_row: list[int] = []
+        self.num_steps = 0
+
+    def went_well(self) -> None:
+        """A step of which nothing was skipped."""
+        self._in_a_row.clear()
+
+    def write(self, step: int, groups: Sequence[Group]) -> Path:
+        """Count the step and save the groups of its skipped updates; they are scored."""
+        self._in_a_row.append(step)
+        self.num_steps += 1
+        self._directory.mkdir(exist_ok=True)
+        path = self._path(step)
+        with path.open("w", encoding="utf-8") as file:
+            for group in groups:
+                file.writelines(json.dumps(row) + "\n" for row in _rows(group))
+        return path
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Raise RunFailed after too many in a row; `metrics` are those of the last."""
+        if len(self._in_a_row) < MAX_IN_A_ROW:
+            return
+        steps = ", ".join(map(str, self._in_a_row))
+        files = ", ".join(str(self._path(step)) for step in self._in_a_row)
+        raise RunFailed(
+            f"Steps {steps} were skipped one after the other, the last with loss"
+            f" {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g}; their groups are in"
+            f" {files}. Lower trainer.learning_rate or set trainer.dtype to float32, and look"
+            " there for what the loss cannot take."
+        )
+
+    def _path(self, step: int) -> Path:
+        return self._directory / f"step_{step}.jsonl"
+
+
+def _rows(group: Group) -> Iterator[dict[str, Any]]:
+    """One for each rollout; arrays are over its tokens, `sampled` says which are trained."""
+    assert group.advantages is not None
+    number = 0  # among all rollouts of the group
+    scored = zip(group.episodes, group.scores, group.advantages, strict=True)
+    for index, (episode, score, advantage) in enumerate(scored):
+        for rollout in episode.rollouts:
+            by_token = group.token_advantages
+            yield plain(
+                {
+                    "group": group.number,
+                    "episode": index,
+                    "completion": episode.turns[-1].completion if episode.turns else None,
+                    "score": score.total,
+                    "parts": score.parts,
+                    "advantage": advantage,
+                    "token_advantages": None if by_token is None else by_token[number].tolist(),
+                    "temperature": rollout.sampling.temperature,
+                    "tokens": rollout.tokens.tolist(),
+                    "sampled": rollout.mask.tolist(),
+                    "engine_logprobs": rollout.engine_logprobs.tolist(),
+                    "versions": rollout.versions.tolist(),
+                }
+            )
+            number += 1

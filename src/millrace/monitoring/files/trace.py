@@ -1,0 +1,161 @@
+"""trace.json: what every worker did and waited for, as trace events for Perfetto and Chrome.
+
+Promise: the file can be opened at any moment, also after a kill: it is one JSON array with an event
+per line, whose closing bracket viewers (and read_trace) do not need. Times count from the run's
+start; a resumed run goes on where the trace ended, so the hours in between leave no hole. A file
+that has become too large is set aside, in place of the one before it, and another begun.
+Called from the controller's event loop.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from millrace.core.errors import ConfigError
+from millrace.core.spans import Span
+from millrace.monitoring.run_dir import write_atomically
+
+PROCESS = 1  # all workers are tracks of one group, so that overlap is seen at a glance
+MAX_BYTES = 256 * 2**20  # of the file; viewers have trouble with more
+MAX_SPANS_PER_BATCH = 16  # of one worker; batches come a few times a second
+BUSY_COLOUR, WAITING_COLOUR = "thread_state_running", "grey"  # names the viewers know
+
+Event = dict[str, Any]
+
+
+class TraceWriter:
+    """Streams spans to disk, one write per batch. `start_s`: the run's start since the epoch."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        start_s: float | None = None,
+        resume: bool = False,
+        earlier: Path | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """`earlier`: where a file of more than `max_bytes` is set aside; None = it goes on."""
+        self._path = path
+        self._earlier = earlier
+        self._max_bytes = max_bytes
+        events = _read_events(path) if resume and path.exists() else []
+        self._tracks = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+        self._start_s = time.time() if start_s is None else start_s
+        self._start_s -= (
+            max((e["ts"] + e["dur"] for e in events if e["ph"] == "X"), default=0.0) / 1e6
+        )
+        self._begin(events or self._heading())
+
+    def write(self, spans: Iterable[Span]) -> None:
+        events = [event for span in _condensed(spans) for event in self._events(span)]
+        self._file.write("".join(f",\n{_line(event)}" for event in events))
+        self._file.flush()
+        if self._earlier is not None and self._file.tell() > self._max_bytes:
+            self.close()
+            self._path.replace(self._earlier)
+            self._begin(self._heading())
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the bracket is not needed
+            self._file.write("\n]\n")
+            self._file.close()
+
+    def _begin(self, events: Iterable[Event]) -> None:
+        write_atomically(self._path, "[\n" + ",\n".join(_line(event) for event in events))
+        self._file = self._path.open("a")
+
+    def _heading(self) -> list[Event]:
+        tracks = [event for name, track in self._tracks.items() for event in _track(name, track)]
+        return [_metadata("process_name", 0, {"name": "millrace"}), *tracks]
+
+    def _events(self, span: Span) -> list[Event]:
+        new_track = []
+        if span.worker not in self._tracks:
+            track = self._tracks[span.worker] = len(self._tracks) + 1
+            new_track = _track(span.worker, track)
+        event = {
+            "name": span.name if span.busy else f"waiting: {span.name}",
+            "cat": "busy" if span.busy else "waiting",
+            "ph": "X",
+            "ts": round((span.start_s - self._start_s) * 1e6, 1),
+            "dur": round((span.end_s - span.start_s) * 1e6, 1),
+            "pid": PROCESS,
+            "tid": self._tracks[span.worker],
+            "cname": BUSY_COLOUR if span.busy else WAITING_COLOUR,
+            "args": {"count": span.count} | ({} if span.busy else {"reason": span.name}),
+        }
+        return [*new_track, event]
+
+
+def _condensed(spans: Iterable[Span]) -> Iterator[Span]:
+    """A worker that changes its activity hundreds of times a second would fill the disk.
+
+    Its batch is joined by activity: how long each took stays exact, the order within it is lost.
+    """
+    by_worker: dict[str, list[Span]] = {}
+    for span in spans:
+        by_worker.setdefault(span.worker, []).append(span)
+    for batch in by_worker.values():
+        if len(batch) <= MAX_SPANS_PER_BATCH:
+            yield from batch
+            continue
+        begin_s = batch[0].start_s
+        for name, busy in dict.fromkeys((span.name, span.busy) for span in batch):
+            same = [span for span in batch if (span.name, span.busy) == (name, busy)]
+            end_s = begin_s + sum(span.end_s - span.start_s for span in same)
+            count = sum(span.count for span in same)
+            yield replace(same[0], start_s=begin_s, end_s=end_s, count=count)
+            begin_s = end_s
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a trace, complete or cut short, in seconds from the run's start."""
+    if not path.is_file():
+        return []
+    events = _read_events(path)
+    workers = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    return [
+        Span(
+            worker=workers[event["tid"]],
+            name=event["args"].get("reason", event["name"]),
+            busy=event["cat"] == "busy",
+            start_s=event["ts"] / 1e6,
+            end_s=(event["ts"] + event["dur"]) / 1e6,
+            count=event["args"]["count"],
+        )
+        for event in events
+        if event["ph"] == "X"
+    ]
+
+
+def _read_events(path: Path) -> list[Event]:
+    lines = [line.strip().rstrip(",") for line in path.read_text().split("\n")]
+    lines = [line for line in lines if line not in ("", "[", "]")]
+    events: list[Event] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):  # only the last one can have been cut short
+                raise ConfigError(f"{path} is not a trace of Millrace: {line[:40]!r}.") from None
+    return events
+
+
+def _track(worker: str, track: int) -> list[Event]:
+    return [
+        _metadata("thread_name", track, {"name": worker}),
+        _metadata("thread_sort_index", track, {"sort_index": track}),
+    ]
+
+
+def _metadata(name: str, track: int, args: dict[str, Any]) -> Event:
+    return {"name": name, "ph": "M", "pid": PROCESS, "tid": track, "args": args}
+
+
+def _line(event: Event) -> str:
+    return json.dumps(event, separators=(",", ":"))

@@ -1,0 +1,152 @@
+"""Pictures of a run: reward.png, parts.png where rewards have several, staleness.png and
+timeline.png, from what its directory holds.
+
+Matplotlib is imported only when a picture is made, and without pyplot: no window, no global state.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.trace import read_trace
+from millrace.monitoring.report.timeline import draw_timeline
+from millrace.monitoring.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, FAINT = "#22303c", "#d5dbe1"
+BLUE, ORANGE = "#2f6fb7", "#e07b39"
+SMOOTH_SHARE = 0.05  # the smooth reward line averages this share of the run's steps
+DPI = 150
+
+
+def render_plots(path: Path) -> list[Path]:
+    """Draw what can be drawn so far into RUN_DIR/plots; returns the files written."""
+    run_dir = RunDir(path)
+    rows = read_metrics(run_dir.metrics)
+    spans = read_trace(run_dir.trace)
+    summary = json.loads(run_dir.summary.read_text()) if run_dir.is_finished else {}
+    run_dir.plots.mkdir(exist_ok=True)
+    written = []
+    if rows:
+        written.append(_draw(run_dir.plots / "reward.png", _reward, rows, summary))
+    if len(names := {name for row in rows for name in row.get("score_parts", ())}) > 1:
+        written.append(_draw(run_dir.plots / "parts.png", _parts, rows, sorted(names)))
+    if any(row.get("staleness_histogram") for row in rows):
+        written.append(_draw(run_dir.plots / "staleness.png", _staleness, rows))
+    if spans:
+        written.append(_draw(run_dir.plots / "timeline.png", draw_timeline, spans))
+    return written
+
+
+def _draw(path: Path, plot: Callable[..., None], *data: Any) -> Path:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    style: dict[Any, Any] = {
+        "font.size": 10,
+        "text.color": INK,
+        "axes.edgecolor": FAINT,
+        "axes.labelcolor": INK,
+        "axes.titlesize": 12,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.titlepad": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "grid.color": FAINT,
+        "grid.linewidth": 0.7,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "legend.frameon": False,
+    }
+    with rc_context(style):
+        figure = Figure(figsize=(9.0, 4.0), dpi=DPI, layout="constrained")
+        plot(figure, *data)
+        figure.savefig(path)
+    return path
+
+
+def _reward(figure: "Figure", rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
+    axes = figure.subplots()
+    points = [(row["step"], row["reward_mean"]) for row in rows if row["reward_mean"] is not None]
+    steps, rewards = [step for step, _ in points], [reward for _, reward in points]
+    axes.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1.0)
+    axes.plot(steps, _smooth(rewards), color=BLUE, linewidth=2.0, label="mean reward (smoothed)")
+    accuracy = {
+        row.get("evaluation_step", row["step"]): row["accuracy"]
+        for row in rows
+        if row.get("accuracy") is not None
+    }
+    if summary.get("accuracy_before") is not None:
+        accuracy[0] = summary["accuracy_before"]
+    if summary.get("accuracy_after") is not None:
+        accuracy[steps[-1] if steps else 0] = summary["accuracy_after"]
+    if accuracy:
+        at = sorted(accuracy)
+        values = [accuracy[step] for step in at]
+        axes.plot(at, values, "o--", color=ORANGE, linewidth=1.0, label="held-out accuracy")
+        for step in (at[0], at[-1]):
+            axes.annotate(
+                f"{accuracy[step]:.2f}",
+                (step, accuracy[step]),
+                xytext=(0, 7),
+                textcoords="offset points",
+                ha="center",
+                color=ORANGE,
+            )
+    _over_steps(axes, title="Reward")
+
+
+def _parts(figure: "Figure", rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Of scorers, penalties, or the roles of an episode with several."""
+    axes = figure.subplots()
+    for name in names:
+        points = [
+            (row["step"], score)
+            for row in rows
+            if (score := row.get("score_parts", {}).get(name)) is not None
+        ]
+        steps, scores = [step for step, _ in points], [score for _, score in points]
+        (line,) = axes.plot(steps, _smooth(scores), linewidth=2.0, label=name)
+        axes.plot(steps, scores, color=line.get_color(), alpha=0.3, linewidth=1.0)
+    _over_steps(axes, title="Parts of the reward")
+
+
+def _over_steps(axes: "Axes", *, title: str) -> None:
+    axes.set_title(title)
+    axes.set_xlabel("step")
+    axes.margins(x=0.03, y=0.12)
+    axes.grid(axis="y")
+    axes.legend(loc="lower right")
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    half = max(int(len(values) * SMOOTH_SHARE), 1)
+    windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _staleness(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
+    axes = figure.subplots()
+    histograms = [found for row in rows if (found := row.get("staleness_histogram"))]
+    most = max(int(staleness) for found in histograms for staleness in found)
+    at = list(range(max(most, 3) + 1))
+    shares = [sum(f.get(str(age), 0.0) for f in histograms) / len(histograms) for age in at]
+    bars = axes.bar(at, shares, color=BLUE, width=0.7)
+    axes.bar_label(
+        bars, labels=[f"{share:.1%}" if share else "" for share in shares], padding=3, color=INK
+    )
+    mean = sum(age * share for age, share in zip(at, shares, strict=True))
+    axes.set_title(f"Staleness of trained tokens, {mean:.2f} on average over {len(rows):,} steps")
+    axes.set_xlabel("trainer version minus the version that sampled the token")
+    axes.set_ylabel("share of tokens")
+    axes.set_xticks(at)
+    axes.margins(y=0.12)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.grid(axis="y")

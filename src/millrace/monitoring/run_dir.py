@@ -1,0 +1,176 @@
+"""The run directory: where everything a run leaves behind lies.
+
+Promise: no run ever writes over another one. While a run is alive it holds a lock on its directory,
+so a second process cannot join in, and a reader can tell a running run from one that stopped.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import tomli_w
+
+from millrace.config import RunConfig
+from millrace.core.errors import ConfigError
+from millrace.monitoring.strict_json import plain
+
+
+class RunDir:
+    """The layout of one run. A writer calls open() first and close() last; readers neither."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.toml"  # resolved: trains the same run from anywhere
+        self.metrics = self.path / "metrics.jsonl"  # one object per step
+        self.trace = self.path / "trace.json"  # Chrome/Perfetto events
+        self.earlier_trace = self.path / "earlier_trace.json"  # of a long run: what came before
+        self.summary = self.path / "summary.json"  # only once the run has finished
+        self.checkpoints = self.path / "checkpoints"  # step_N/
+        self.rollouts = self.path / "rollouts"  # step_N.jsonl, for reading
+        self.episodes = self.path / "episodes"  # step_N.jsonl, with watch.record_episodes
+        self.skipped = self.path / "skipped"  # step_N.jsonl, of steps that were not finite
+        self.scorers = self.path / "scorers"  # what a scorer keeps for after a resume
+        self.journal = self.path / "journal"  # what a crash must not lose
+        self.logs = self.path / "logs"  # one file per worker
+        self.plots = self.path / "plots"  # made by `millrace inspect`
+        self.tensorboard = self.path / "tensorboard"  # with watch.tensorboard
+        self.control = self.path / "control"  # where a running run can be asked to change
+        self._lock_path = self.path / "run.lock"
+        self._lock: IO[str] | None = None
+
+    def open(self, config: RunConfig, *, resume: bool = False) -> None:
+        """Make the layout and take the lock; refuses a directory that holds another run."""
+        if resume and not self.exists:
+            raise ConfigError(f"{self.path} holds no run to continue; drop --resume to start one.")
+        if self._has_results and not resume:
+            raise ConfigError(
+                f"{self.path} already holds a run; choose another run_dir,"
+                " or continue it with --resume."
+            )
+        if self.config.exists() and not self.exists:
+            raise ConfigError(f"{self.config} was not written by a run; choose another run_dir.")
+        try:
+            for folder in (self.checkpoints, self.rollouts, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            write_atomically(self.config, tomli_w.dumps(_self_contained(config)))
+            self.summary.unlink(missing_ok=True)  # of the part that is now continued
+        except OSError as error:
+            self.close()
+            sentence = f"run_dir = '{self.path}' cannot be used: {error.strerror}."
+            raise ConfigError(sentence) from None
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """The last file of a run: its presence says that the run finished."""
+        write_atomically(self.summary, json.dumps(plain(values), indent=2) + "\n")
+
+    def remove_run(self) -> None:
+        """Delete what an earlier run left here, and nothing else."""
+        if not self.exists:
+            return
+        if self.is_running:
+            raise ConfigError(f"{self.path} belongs to a run that still goes on; stop it first.")
+        folders = (self.checkpoints, self.rollouts, self.episodes, self.skipped, self.logs)
+        for folder in (*folders, self.plots, self.journal, self.scorers, self.tensorboard):
+            if folder.exists():
+                shutil.rmtree(folder)
+        files = (self.config, self.metrics, self.trace, self.earlier_trace, self.summary)
+        for file in (*files, self.control, self._lock_path):
+            file.unlink(missing_ok=True)
+
+    @property
+    def exists(self) -> bool:
+        """True if a run was opened here; the lock file tells its config.toml from another."""
+        return self.config.is_file() and self._lock_path.is_file()
+
+    @property
+    def is_running(self) -> bool:
+        try:
+            with self._lock_path.open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            return False
+        return False
+
+    @property
+    def is_finished(self) -> bool:
+        return self.summary.is_file()
+
+    @property
+    def checkpoint_paths(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        steps = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*"))
+        return [
+            self.checkpoints / f"step_{n}" for n in sorted(int(s) for s in steps if s.isdigit())
+        ]
+
+    @property
+    def _has_results(self) -> bool:
+        """A run that failed before its first step leaves nothing to keep: it may start anew."""
+        has_metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
+        return has_metrics or self.is_finished or bool(self.checkpoint_paths)
+
+    def _take_lock(self) -> None:
+        lock = self._lock_path.open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            pid = lock.read().strip()
+            lock.close()
+            raise ConfigError(
+                f"{self.path} belongs to a run that still goes on (process {pid});"
+                " stop it first, or choose another run_dir."
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        self._lock = lock
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _self_contained(config: RunConfig) -> dict[str, Any]:
+    """The settings with absolute paths, since relative ones in a TOML start from its own folder."""
+    table = _without_none(config.model_dump(mode="python"))
+    table["run_dir"] = str(Path(config.run_dir).absolute())
+    for section in ("model", "tasks", "evaluate"):
+        path = table[section].get("path")
+        # A model may also be a hub name, which is no path at all.
+        if path is not None and Path(path).exists():
+            table[section]["path"] = str(Path(path).absolute())
+    for row in table["scorer"]:
+        if "path" in row:  # a verifier's
+            row["path"] = str(Path(row["path"]).absolute())
+    adapters = config.engine.adapters
+    table["engine"]["adapters"] = {n: str(Path(p).absolute()) for n, p in adapters.items()}
+    if config.cluster.ticket is not None:
+        table["cluster"]["ticket"] = str(Path(config.cluster.ticket).absolute())
+    return table
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: what is not set is left out. File references become absolute on the way."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(below) for key, below in value.items() if below is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(below) for below in value]
+    if isinstance(value, str) and ".py:" in value:
+        return str(Path(value).absolute())
+    return value

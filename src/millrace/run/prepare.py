@@ -1,0 +1,359 @@
+"""Everything that can be checked before a worker starts, checked.
+
+Promise: what prepare() returns is enough to run, and every error it raises is one sentence about
+the user's own input. It reads the model's tokenizer and configuration, never its weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.config import ReplayConfig, RunConfig, ScorerConfig
+from millrace.controller.controller import Cursor
+from millrace.controller.orders import check_room
+from millrace.core.errors import ConfigError, TaskError
+from millrace.core.machine import available_cores
+from millrace.core.protocols import Advantages
+from millrace.core.records import Task
+from millrace.environments.adapters.scorers import seated
+from millrace.environments.branching.recipe import Recipe
+from millrace.environments.episode_runner import EnvironmentFunction
+from millrace.environments.other_models import OtherModel
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.journal import JournalHistory
+from millrace.models.directory import configured_context, load_tokenizer, text_config
+from millrace.models.lora.factors import require_peft
+from millrace.models.lora.folders import check_resident
+from millrace.run.environment import build_environment, others_of, recipe_of
+from millrace.run.resume import continued, past_of, resume_point
+from millrace.run.teacher_checks import (
+    check_evaluation,
+    check_models,
+    check_teaching,
+    with_distillation,
+)
+from millrace.scoring.advantages.estimators import CRITIC, PAIRS, TREE, build_advantages
+from millrace.scoring.registry import ScorerSpec, check_specs, spec_of, spec_of_function
+from millrace.scoring.scorer_kind import RunFacts
+from millrace.scoring.shaping.selection import ROC
+from millrace.scoring.shaping.shaping import Shaping, build_shaping
+from millrace.tasks.sources import load_section, load_sources, make_stream
+from millrace.tasks.streams import TaskStream
+from millrace.training.checkpoints.directory import (
+    Found,
+)
+from millrace.training.losses.loss import Loss
+from millrace.training.losses.policy_loss import PolicyLoss
+from millrace.training.losses.preference import PreferenceLoss
+from millrace.training.losses.recipes import ADVANTAGES, DEFAULT, PREFERENCE, build_loss
+
+PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedRun:
+    config: RunConfig  # with nothing left to "auto" that the controller decides
+    tasks: TaskStream
+    held_out: tuple[Task, ...]
+    scorers: tuple[ScorerSpec, ...]
+    advantages: Advantages
+    shaping: Shaping
+    tokenizer: Any
+    renderer: Renderer
+    environment: EnvironmentFunction | None  # None = one prompt, one completion
+    recipe: Recipe | None
+    others: Mapping[str, OtherModel]  # besides the policy, by name
+    max_context: int
+    checkpoint: Path | None  # to go on from
+    cursor: Cursor
+    past: JournalHistory | None  # what the journal says; None = there is to be no journal
+    doubts: tuple[str, ...] = ()  # a sentence for each thing that is not as it should be
+
+    @property
+    def model_path(self) -> str:
+        """What engines load: the model of the config, or the checkpoint that stands for it."""
+        is_whole = self.checkpoint is not None and self.config.lora is None
+        return str(self.checkpoint) if is_whole else self.config.model.path
+
+    @property
+    def adapter_path(self) -> str | None:
+        """What they put on top of it: the checkpoint of a LoRA run."""
+        is_adapter = self.checkpoint is not None and self.config.lora is not None
+        return str(self.checkpoint) if is_adapter else None
+
+    @property
+    def facts(self) -> RunFacts:
+        """What scorers may want to know."""
+        model = self.config.model
+        found = text_config(model.path, trust_remote_code=model.trust_remote_code)
+        return RunFacts(
+            config=self.config,
+            tokenizer=self.tokenizer,
+            vocab_size=found.vocab_size,
+            max_context=self.max_context,
+            render=self.renderer.render,
+            model_path=self.model_path,
+            adapter_path=self.adapter_path,
+            version=self.cursor.version,
+        )
+
+
+def prepare(
+    config: RunConfig,
+    *,
+    tasks: Sequence[Any] | None = None,
+    eval_tasks: Sequence[Any] | None = None,
+    scorers: Sequence[Callable[..., Any]] | None = None,
+    environment: Callable[..., Any] | None = None,
+    resume: bool = False,
+) -> PreparedRun:
+    if config.lora is not None:
+        require_peft()
+    if config.engine.count > 0:  # other hosts have folders of their own
+        for name, folder in config.engine.adapters.items():
+            check_resident(name, Path(folder))
+    sources = load_sources(config.tasks, tasks)
+    train_tasks = [task for source in sources for task in source.tasks]
+    held_out = load_section(config.evaluate, eval_tasks, section="evaluate")
+    if config.evaluate.engines > 0 and not held_out:
+        raise ConfigError(
+            f"evaluate.engines = {config.evaluate.engines} have no tasks to evaluate; set"
+            " evaluate.path, or pass eval_tasks=[...] to train()."
+        )
+    specs = _scorers(config.scorer, scorers)
+    all_tasks = [*train_tasks, *held_out]
+    specs, played = seated(specs, build_environment(config, environment), tasks=all_tasks)
+    rewards = environment is not None or config.environment.may_reward
+    check_specs(specs, all_tasks, may_be_none=rewards)
+    check_evaluation(specs, num_held_out=len(held_out))
+    config = with_distillation(_with_advantages(config), specs)
+    check_room(
+        config.buffer.order,
+        groups_per_step=config.trainer.groups_per_step,
+        capacity=config.buffer.capacity,
+        max_staleness=config.buffer.max_staleness,
+    )
+    loss = _check_loss(config)
+    check_teaching(config, specs, loss=loss)
+    _check_filters(config)
+    advantages = build_advantages(config.scoring.advantages)
+    model = config.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    max_context = _context(config)
+    _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
+    renderer = Renderer(tokenizer, template_settings=config.environment.template)
+    renderer.check(all_tasks)
+    _check_prompts(renderer, train_tasks, max_context=max_context)
+    found, cursor = resume_point(config) if resume else (Found(), Cursor())
+    past, doubts = past_of(config, cursor, resume=resume)
+    stream = make_stream(sources, config.tasks, seed=config.seed)
+    stream.restore(cursor.tasks)
+    if past is not None:
+        cursor = continued(cursor, past.ledger, stream)
+    prepared = PreparedRun(
+        config=_with_threads(config),
+        tasks=stream,
+        held_out=tuple(held_out[: config.evaluate.max_tasks]),
+        scorers=specs,
+        advantages=advantages,
+        shaping=_shaping(config, scorers=[spec.name for spec in specs]),
+        tokenizer=tokenizer,
+        renderer=renderer,
+        environment=played,
+        recipe=recipe_of(config, specs),
+        others=others_of(config, has_roles=played is not None),
+        max_context=max_context,
+        checkpoint=found.directory,
+        cursor=cursor,
+        past=past,
+        doubts=(*found.refused, *doubts),
+    )
+    check_models(specs, prepared.facts)
+    return prepared
+
+
+def _scorers(
+    settings: Sequence[ScorerConfig], given: Sequence[Callable[..., Any]] | None
+) -> tuple[ScorerSpec, ...]:
+    configured = [spec_of(row, section=f"scorer.{index}") for index, row in enumerate(settings)]
+    return (*configured, *(spec_of_function(function) for function in given or ()))
+
+
+def _shaping(config: RunConfig, *, scorers: Sequence[str]) -> Shaping:
+    selection = config.rollout.selection
+    if selection.get("type", ROC) == ROC:  # what is solved is the same everywhere
+        selection = {"solved_at": config.evaluate.solved_at, **selection}
+    return build_shaping(
+        penalties=config.scoring.penalty,
+        filters=config.rollout.filter,
+        selection=selection,
+        keep=config.rollout.group_size,
+        seed=config.seed,
+        scorers=scorers,
+    )
+
+
+def _check_loss(config: RunConfig) -> Loss:
+    """A typo costs no start-up; returns the loss."""
+    loss = build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)
+    if config.buffer.replay is not None and isinstance(loss, PolicyLoss):
+        _check_replay(config.buffer.replay, loss)
+    if not isinstance(loss, PreferenceLoss):
+        return loss
+    if config.critic is not None:
+        raise ConfigError(
+            f"loss.type = '{PREFERENCE}' learns from pairs, and a critic judges single episodes;"
+            " leave [critic] out, or set loss.type to 'ppo'."
+        )
+    estimator = config.scoring.advantages["type"]
+    if estimator != PAIRS:
+        raise ConfigError(
+            f"loss.type = '{PREFERENCE}' learns from pairs, but scoring.advantages of type"
+            f" {estimator!r} makes none; set that to '{PAIRS}' or 'auto'."
+        )
+    return loss
+
+
+def _check_filters(config: RunConfig) -> None:
+    """Both of a pair are trained, or none; and a critic hears of all that happened."""
+    for table in config.rollout.filter:
+        kind = table.get("type", "zero_variance")
+        if kind == "zero_variance" and config.critic is not None:
+            raise ConfigError(
+                "rollout.filter 'zero_variance' drops groups that all failed or all succeeded, from"
+                " which a critic learns what to expect; leave the filter or [critic] out."
+            )
+        masks = kind == "overlong" and table.get("action", "mask") == "mask"
+        if masks and config.scoring.advantages["type"] == PAIRS:
+            raise ConfigError(
+                "rollout.filter 'overlong' with action = 'mask' would leave half of a pair, which"
+                f" scoring.advantages of type '{PAIRS}' makes; set its action to 'drop'."
+            )
+
+
+def _check_critic(config: RunConfig, *, num_tokens: int, max_context: int) -> None:
+    """A critic of its own must be able to read what the policy writes."""
+    if config.critic is None or config.critic.path is None:
+        return
+    path = config.critic.path
+    found = text_config(
+        path, trust_remote_code=config.model.trust_remote_code, setting="critic.path"
+    )
+    if found.vocab_size < num_tokens:
+        raise ConfigError(
+            f"critic.path = {path!r} knows {found.vocab_size} tokens, but the policy has"
+            f" {num_tokens}; choose a model with the tokenizer of model.path."
+        )
+    context = getattr(found, "max_position_embeddings", None)
+    if context is not None and context < max_context:
+        raise ConfigError(
+            f"critic.path = {path!r} reads {context} tokens, but sequences may have {max_context};"
+            " lower engine.max_context, or choose another model."
+        )
+
+
+def _check_replay(replay: ReplayConfig, loss: PolicyLoss) -> None:
+    """No token of a replayed group is less than two versions stale."""
+    limit = loss.staleness.max_token_staleness
+    if limit < 2 and loss.staleness.staleness_half_life == 0:
+        raise ConfigError(
+            f"loss.max_token_staleness = {limit:g} masks every token of buffer.replay, which are 2"
+            f" to {replay.max_staleness} versions stale; raise it, set loss.staleness_half_life, or"
+            " leave out buffer.replay."
+        )
+
+
+def _with_advantages(config: RunConfig) -> RunConfig:
+    """With the estimator that belongs to the loss, where nothing else is said."""
+    table = {"type": "group", **config.scoring.advantages}
+    if table["type"] != "auto":
+        _check_estimator(str(table["type"]), has_critic=config.critic is not None)
+        return _with_estimator(config, table)
+    if len(table) > 1:
+        raise ConfigError(
+            f"Section 'scoring.advantages' leaves its type to the loss but sets"
+            f" {', '.join(key for key in table if key != 'type')}; set the type, too."
+        )
+    if config.critic is not None:
+        return _with_estimator(config, {"type": CRITIC})
+    if config.environment.recipe is not None:
+        return _with_estimator(config, {"type": TREE})
+    recipe = str(config.loss.get("type", DEFAULT))
+    return _with_estimator(config, dict(ADVANTAGES.get(recipe, {"type": "group"})))
+
+
+def _check_estimator(estimator: str, *, has_critic: bool) -> None:
+    if has_critic and estimator != CRITIC:
+        raise ConfigError(
+            f"scoring.advantages of type {estimator!r} needs no critic, and [critic] is there;"
+            f" leave [critic] out, or set the type to '{CRITIC}' or 'auto'."
+        )
+    if estimator == CRITIC and not has_critic:
+        raise ConfigError(
+            f"scoring.advantages of type '{CRITIC}' needs a critic, and there is none; add a"
+            " [critic] table, or set the type to 'auto'."
+        )
+
+
+def _with_estimator(config: RunConfig, table: dict[str, Any]) -> RunConfig:
+    scoring = config.scoring.model_copy(update={"advantages": table})
+    return config.model_copy(update={"scoring": scoring})
+
+
+def _context(config: RunConfig) -> int:
+    """The longest sequence: what the model allows, or less if the config says so."""
+    model = config.model
+    limit = configured_context(model.path, trust_remote_code=model.trust_remote_code)
+    wanted = config.engine.max_context
+    if wanted is None and limit is None:
+        raise ConfigError(
+            f"Model {model.path!r} states no longest context; set engine.max_context."
+        )
+    if wanted is not None and limit is not None and wanted > limit:
+        raise ConfigError(
+            f"engine.max_context = {wanted} is more than the {limit} tokens that {model.path!r}"
+            " allows; lower it."
+        )
+    context = wanted if wanted is not None else limit
+    assert context is not None
+    return context
+
+
+def _check_prompts(renderer: Renderer, tasks: Sequence[Task], *, max_context: int) -> None:
+    """Single long prompts cost their own groups; if all of them are too long, the setting is
+    wrong."""
+    shortest: int | None = None
+    for task in tasks[:PROMPTS_CHECKED]:
+        try:
+            length = len(renderer.render(task.prompt))
+        except TaskError:
+            return  # it is counted when its turn comes
+        shortest = length if shortest is None else min(shortest, length)
+    if shortest is not None and shortest >= max_context:
+        raise ConfigError(
+            f"Each of the first {min(len(tasks), PROMPTS_CHECKED)} prompts has at least {shortest}"
+            f" tokens, but the context holds {max_context}; shorten the prompts or raise"
+            " engine.max_context."
+        )
+
+
+def _with_threads(config: RunConfig) -> RunConfig:
+    """Cores shared out evenly among all engines and the trainer, where nothing else is said."""
+    models = config.environment.models
+    num_engines = config.engine.count + config.evaluate.engines
+    num_engines += sum(model.count for model in models.values())
+    share = max(1, available_cores() // (num_engines + 1))
+    others = {
+        name: model.model_copy(update={"threads": model.threads or share})
+        for name, model in models.items()
+    }
+    return config.model_copy(
+        update={
+            "environment": config.environment.model_copy(update={"models": others}),
+            "engine": config.engine.model_copy(update={"threads": config.engine.threads or share}),
+            "trainer": config.trainer.model_copy(
+                update={"threads": config.trainer.threads or share}
+            ),
+        }
+    )

@@ -1,0 +1,345 @@
+"""One run from settings to checkpoint: check everything, start the workers, hand over to the
+controller.
+
+Promise: what can be known to be wrong is said before any worker starts; whatever happens after
+that, no process and no shared memory outlives the call.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.cluster.event_loop import run_on_own_loop
+from millrace.cluster.hub import Hub
+from millrace.cluster.join.ticket import offered
+from millrace.cluster.messages import Message, Published, WorkerProgress
+from millrace.cluster.mps import shared_gpu
+from millrace.cluster.private_folder import private_folder
+from millrace.config import RunConfig, load_config
+from millrace.controller.controller import Controller, Outcome
+from millrace.controller.evaluation import Evaluation
+from millrace.core import files as storage
+from millrace.core.errors import RunFailed, first_cause
+from millrace.core.protocols import Environment
+from millrace.core.records import Sampling
+from millrace.environments.function_environment import FunctionEnvironment, lifetime
+from millrace.environments.limits import rules_of
+from millrace.environments.loop_thread import LoopThread
+from millrace.environments.rollouts.player import Player
+from millrace.environments.rollouts.single_turn import SingleTurn
+from millrace.journal import Journal, NoJournal
+from millrace.monitoring.files.skipped_steps import SkippedSteps
+from millrace.monitoring.monitor import RunMonitor
+from millrace.monitoring.run_dir import RunDir
+from millrace.run.launch import Launcher
+from millrace.run.prepare import PreparedRun, prepare
+from millrace.run.scaling import controlled
+from millrace.run.workers import RunWorkers
+from millrace.scoring.pool import ScorerPool, build_scorer_pool
+from millrace.tasks.lengths import Lengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    run_dir: Path
+    checkpoint: Path  # a Hugging Face model directory, or with [lora] a PEFT one
+    steps: int
+    episodes: int  # trained on, in this call
+    seconds: float
+    accuracy_before: float | None
+    accuracy_after: float | None
+    before: Evaluation | None = None  # every held-out episode, before the first step
+    after: Evaluation | None = None  # and after the last
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | RunConfig | None = None,
+    *,
+    tasks: Sequence[Any] | None = None,
+    eval_tasks: Sequence[Any] | None = None,
+    scorers: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+    environment: Callable[..., Any] | Mapping[str, Any] | None = None,
+    resume: bool = False,
+    **settings: Any,
+) -> RunResult:
+    """Train a model; returns when the last step is done and its checkpoint written.
+
+    Settings come from a TOML file, a dict, or keyword arguments (`model="...", trainer={"steps":
+    10}`), which go on top. Tasks, reward functions and the environment may be Python objects; the
+    settings of the latter beside it are written `environment={"function": play, "max_turns": 8}`.
+    """
+    play, table = _environment_of(environment)
+    settled = load_config(config, overrides={**settings, **table})
+    prepared = prepare(
+        settled,
+        tasks=tasks,
+        eval_tasks=eval_tasks,
+        scorers=[scorers] if callable(scorers) else scorers,
+        environment=play,
+        resume=resume,
+    )
+    run_dir = RunDir(prepared.config.run_dir)
+    run_dir.open(prepared.config, resume=resume)
+    try:
+        threads = settled.engine.threads
+        return run_on_own_loop(
+            lambda: _Run(prepared, threads=threads, run_dir=run_dir, resume=resume).run()
+        )
+    except OSError as error:
+        if not storage.is_full(error):
+            raise
+        raise RunFailed(
+            f"There is no room in run_dir = '{run_dir.path}' ({storage.reason(error)}); make room,"
+            " and go on with --resume."
+        ) from error
+    finally:
+        run_dir.close()
+
+
+def _environment_of(
+    given: Callable[..., Any] | Mapping[str, Any] | None,
+) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    """A coroutine, if it was given as an object, and the settings."""
+    if given is None or callable(given):
+        return given, {}
+    table = dict(given)
+    play = table.pop("function") if callable(table.get("function")) else None
+    return play, {"environment": table}
+
+
+class _Run:
+    """The processes of one run, and what they say. Lives on the controller's event loop."""
+
+    def __init__(
+        self, prepared: PreparedRun, *, threads: int | None, run_dir: RunDir, resume: bool
+    ) -> None:
+        """`threads` of an engine as the user set them; this machine's cores are not another's."""
+        self._prepared = prepared
+        self._config = prepared.config
+        self._threads = threads
+        self._run_dir = run_dir
+        self._watcher = RunMonitor(
+            prepared.config,
+            run_dir=run_dir,
+            resume_from=prepared.cursor.version if resume else None,
+        )
+        self._controller: Controller | None = None
+        self._crew: RunWorkers | None = None
+        self._journal: Journal | NoJournal = NoJournal()
+        self._gpu_env: dict[str, str] = {}
+
+    async def run(self) -> RunResult:
+        start_s = time.monotonic()
+        cluster = self._config.cluster
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._watcher.close)
+            self._gpu_env = await stack.enter_async_context(self._shared_gpu())
+            private = stack.enter_context(private_folder())
+            hub = await stack.enter_async_context(
+                Hub(
+                    log_dir=self._run_dir.logs,
+                    on_event=self._heard,
+                    address=cluster.address,
+                    advertise=cluster.advertise,
+                    start_timeout_s=cluster.start_timeout_s,
+                    stop_timeout_s=cluster.stop_timeout_s,
+                    heartbeat_timeout_s=cluster.heartbeat_timeout_s,
+                )
+            )
+            scorers = self._make_scorers(hub, private=private)
+            # Before the hub: it would take the scorers' end for their death, and replace them.
+            stack.push_async_callback(scorers.close)
+            environment = await stack.enter_async_context(self._environment())
+            self._journal = self._open_journal()
+            stack.push_async_callback(self._journal.close)
+            with first_cause(), self._invitation(hub):
+                outcome = await self._conduct(
+                    hub, scorers=scorers, environment=environment, private=private
+                )
+        seconds = time.monotonic() - start_s
+        return self._conclude(outcome, seconds=seconds)
+
+    async def _conduct(
+        self, hub: Hub, *, scorers: ScorerPool, environment: Environment, private: Path
+    ) -> Outcome:
+        """Start all workers side by side, then let the controller run until it ends."""
+        launcher = Launcher(
+            self._prepared, hub=hub, remote_threads=self._threads, gpu_env=self._gpu_env
+        )
+        crew = self._crew = RunWorkers(
+            self._config,
+            launcher=launcher,
+            checkpoint=self._prepared.checkpoint,
+            version=self._prepared.cursor.version,
+            on_restart=self._watcher.restarted,
+            on_restored=lambda update: self._controlled.on_restored(update),
+        )
+        await crew.start(scorers.start())
+        self._controller = self._make_controller(crew, scorers=scorers, environment=environment)
+        async with asyncio.TaskGroup() as activities:
+            keeping = activities.create_task(crew.run())
+            async with controlled(
+                crew, pointer=self._run_dir.control, private=private, warn=self._watcher.warn
+            ):
+                outcome = await self._controller.run()
+            keeping.cancel()
+        return outcome
+
+    def _shared_gpu(self) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
+        engine, trainer = self._config.engine, self._config.trainer
+        num_engines = engine.count + self._config.evaluate.engines
+        num_engines = num_engines if engine.device != "cpu" else 0
+        others = self._config.environment.models.values()
+        num_engines += sum(other.count for other in others if other.device != "cpu")
+        return shared_gpu(
+            self._config.cluster.mps,
+            num_cuda_workers=num_engines + (trainer.device != "cpu"),
+            log=self._run_dir.logs / "mps.log",
+            warn=self._watcher.warn,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _environment(self) -> AsyncIterator[Environment]:
+        """The user's own runs on a thread of its own while the run lasts."""
+        if self._prepared.environment is None:
+            yield SingleTurn()
+            return
+        with LoopThread("environments") as thread:
+            environment = FunctionEnvironment(
+                self._prepared.environment,
+                renderer=self._prepared.renderer,
+                rules=rules_of(
+                    self._config.environment,
+                    redundancy=self._config.rollout.redundancy,
+                    records=self._config.watch.record_episodes > 0,
+                ),
+                thread=thread,
+                recipe=self._prepared.recipe,
+                others=self._prepared.others,
+            )
+            async with lifetime(self._prepared.environment, thread=thread):
+                yield environment
+
+    @contextlib.contextmanager
+    def _invitation(self, hub: Hub) -> Iterator[None]:
+        """While the run lasts, a ticket lies ready for hosts that bring engines."""
+        remote, path = self._config.engine.remote, self._config.cluster.ticket
+        if remote == 0:
+            yield
+            return
+        assert path is not None, "checked with the config"
+        with offered(hub.ticket(), Path(path)):
+            engines = "1 engine" if remote == 1 else f"{remote} engines"
+            print(
+                f"Waiting for {engines} from other hosts; copy the ticket there, it is a secret,"
+                f" and run: millrace join {path} [--count N]",
+                flush=True,
+            )
+            yield
+
+    def _make_scorers(self, hub: Hub, *, private: Path) -> ScorerPool:
+        return build_scorer_pool(
+            self._prepared.scorers,
+            advantages=self._prepared.advantages,
+            shaping=self._prepared.shaping,
+            num_workers=self._config.scoring.workers,
+            launch=hub.launch,
+            private=private,
+            folder=self._run_dir.scorers,
+            start_timeout_s=self._config.cluster.start_timeout_s,
+            warn=self._watcher.warn,
+            may_be_none=self._prepared.environment is not None,
+            run=self._prepared.facts,
+        )
+
+    def _open_journal(self) -> Journal | NoJournal:
+        for sentence in self._prepared.doubts:
+            self._watcher.warn(sentence)
+        if self._prepared.past is None:
+            return NoJournal()
+        return Journal(
+            self._run_dir.journal,
+            past=self._prepared.past,
+            task_of=self._prepared.tasks.redrawn,
+            settings=self._config.journal,
+        )
+
+    def _make_controller(
+        self, crew: RunWorkers, *, scorers: ScorerPool, environment: Environment
+    ) -> Controller:
+        config, prepared = self._config, self._prepared
+        player = Player(
+            environment=environment,
+            engine=crew.engines,
+            renderer=prepared.renderer,
+            sampling=Sampling(**config.sampling.model_dump()),
+            max_context=prepared.max_context,
+            seed=config.seed,
+            lengths=Lengths(most=config.rollout.longest_first),
+            others=crew.models,
+            wants_routes=config.trainer.replay_routes,
+        )
+        return Controller(
+            config,
+            tasks=prepared.tasks,
+            held_out=prepared.held_out,
+            player=player,
+            scorers=scorers,
+            engines=crew.engines,
+            evaluators=crew.evaluators,
+            trainer=crew.trainer,
+            watcher=self._watcher,
+            checkpoints=self._run_dir.checkpoints,
+            skipped=SkippedSteps(self._run_dir.skipped),
+            journal=self._journal,
+            cursor=prepared.cursor,
+        )
+
+    def _heard(self, worker: str, message: Message) -> None:
+        if isinstance(message, WorkerProgress):
+            self._watcher.heard(worker, spans=message.spans, counters=message.counters)
+            if self._crew is not None:
+                self._crew.heard(worker, message)
+        elif isinstance(message, Published):
+            self._controlled.on_published(message.update)
+
+    @property
+    def _controlled(self) -> Controller:
+        assert self._controller is not None, "the trainer publishes only after a step"
+        return self._controller
+
+    def _conclude(self, outcome: Outcome, *, seconds: float) -> RunResult:
+        result = RunResult(
+            run_dir=self._run_dir.path,
+            checkpoint=outcome.checkpoint,
+            steps=outcome.steps,
+            episodes=self._watcher.episodes,
+            seconds=seconds,
+            accuracy_before=outcome.before.accuracy if outcome.before else None,
+            accuracy_after=outcome.after.accuracy if outcome.after else None,
+            before=outcome.before,
+            after=outcome.after,
+        )
+        moment = self._controlled.moment()
+        self._run_dir.write_summary(
+            {
+                "accuracy_before": result.accuracy_before,
+                "accuracy_after": result.accuracy_after,
+                "evaluation_before": outcome.before.metrics() if outcome.before else None,
+                "evaluation_after": outcome.after.metrics() if outcome.after else None,
+                "seconds": seconds,
+                "samples_per_s": result.episodes / seconds,
+                "episodes": result.episodes,
+                "steps": result.steps,
+                "checkpoint": str(result.checkpoint),
+                "run_dir": str(result.run_dir),
+                "worker_restarts": self._watcher.restarts(moment),
+                "sequences_continued": moment.sequences_continued,
+                "resumed_tokens": moment.resumed_tokens,
+            }
+        )
+        return result

@@ -1,0 +1,220 @@
+"""Scores -> advantages: how much better each episode, or token, was than expected.
+
+An estimator is a plug-in: a frozen dataclass whose fields are the keys of [scoring.advantages], or
+a function of the user's. It is called with a scored group and returns a number for each of its
+episodes, or an array [L] for each of its rollouts. One that has `over_batch` is asked again when
+its groups are trained, with all groups of the step.
+
+Promise: whatever an estimator returns, a group gets finite advantages or one ScoreError sentence.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from millrace.core.errors import ScoreError
+from millrace.core.plugins import build_callable
+from millrace.core.protocols import Advantages
+from millrace.core.records import Group
+from millrace.core.returns import discounted_returns, sampled_rewards
+from millrace.scoring.advantages.tree import TreeAdvantages
+
+SECTION = "scoring.advantages"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupAdvantages:
+    """Each total minus the group's mean, over the group's standard deviation.
+
+    The deviation is the unbiased one (n - 1), as in the common GRPO implementations. A group whose
+    totals are all equal teaches nothing: its advantages are exactly 0, whatever rounding would say.
+    """
+
+    normalize_std: bool = True
+    """Divide by the deviation; false leaves the scale of the rewards, as Dr. GRPO does."""
+    epsilon: float = 1e-4
+    """Added to the deviation, so that a tiny one does not blow up noise."""
+
+    def __post_init__(self) -> None:
+        _check_switch("normalize_std", self.normalize_std)
+        _check_epsilon(self.epsilon)
+
+    def __call__(self, group: Group) -> np.ndarray:  # [episodes]
+        return _normalized(
+            _totals(group), centre=True, by_std=self.normalize_std, epsilon=self.epsilon
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaveOneOutAdvantages:
+    """Each total minus the mean of the others (RLOO): a baseline it has no part in itself."""
+
+    def __call__(self, group: Group) -> np.ndarray:  # [episodes]
+        totals = _totals(group)
+        if len(totals) == 1:
+            return np.zeros(1)
+        centred = _normalized(totals, centre=True, by_std=False, epsilon=0.0)
+        return centred * (len(totals) / (len(totals) - 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BestWorstAdvantages:
+    """1 for the best, -1 for the worst, 0 for the others: a pair to be compared. None where all
+    are equal."""
+
+    def __call__(self, group: Group) -> np.ndarray:  # [episodes]
+        totals = _totals(group)
+        advantages = np.zeros(len(totals))
+        if totals.max() > totals.min():
+            advantages[totals.argmax()], advantages[totals.argmin()] = 1, -1
+        return advantages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchAdvantages:
+    """Normalised over all episodes that are trained in one step (REINFORCE++)."""
+
+    baseline: Literal["batch", "group"] = "batch"
+    """What is taken off each total: the step's mean, or that of its own group. The deviation is
+    the step's in either case."""
+    epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if self.baseline not in ("batch", "group"):
+            raise ValueError(f"baseline = {self.baseline!r} must be 'batch' or 'group'")
+        _check_epsilon(self.epsilon)
+
+    def __call__(self, group: Group) -> np.ndarray:  # [episodes]
+        """Until the step is known: the totals, without the group's mean if that is the baseline."""
+        is_centred = self.baseline == "group"
+        return _normalized(_totals(group), centre=is_centred, by_std=False, epsilon=0.0)
+
+    def over_batch(self, groups: Sequence[Group]) -> list[np.ndarray]:
+        values = np.concatenate([self(group) for group in groups])
+        is_centred = self.baseline == "batch"
+        values = _normalized(values, centre=is_centred, by_std=True, epsilon=self.epsilon)
+        return np.split(values, np.cumsum([len(group.scores) for group in groups])[:-1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReturnAdvantages:
+    """By token: the discounted rewards from there on, the episode's total coming with the last
+    token, normalised over all sampled tokens of the group."""
+
+    discount: float = 1.0
+    normalize_std: bool = True
+    epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.discount <= 1:
+            raise ValueError(f"discount = {self.discount!r} must be above 0 and at most 1")
+        _check_switch("normalize_std", self.normalize_std)
+        _check_epsilon(self.epsilon)
+
+    def __call__(self, group: Group) -> list[np.ndarray]:  # [L] each
+        returns = [
+            discounted_returns(sampled_rewards(rollout, score=total), discount=self.discount)
+            for episode, total in zip(group.episodes, _totals(group).tolist(), strict=True)
+            for rollout in episode.rollouts
+        ]
+        values = _normalized(
+            np.concatenate(returns), centre=True, by_std=self.normalize_std, epsilon=self.epsilon
+        )
+        ends = np.cumsum([len(part) for part in returns])[:-1]
+        found: list[np.ndarray] = []
+        for rollout, part in zip(group.rollouts, np.split(values, ends), strict=True):
+            by_token = np.zeros(len(rollout.tokens), np.float32)
+            by_token[rollout.mask] = part
+            found.append(by_token)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticAdvantages:
+    """Left to the critic, which is in the trainer. Until then each total, as if nothing had been
+    expected."""
+
+    def __call__(self, group: Group) -> np.ndarray:  # [episodes]
+        return _totals(group)
+
+
+PAIRS = "best_worst"
+CRITIC = "gae"
+TREE = "tree"
+ADVANTAGES: dict[str, type] = {
+    "group": GroupAdvantages,
+    "leave_one_out": LeaveOneOutAdvantages,
+    PAIRS: BestWorstAdvantages,
+    "batch": BatchAdvantages,
+    "returns": ReturnAdvantages,
+    CRITIC: CriticAdvantages,
+    TREE: TreeAdvantages,
+}
+
+
+def build_advantages(table: Mapping[str, Any]) -> Advantages:
+    """The estimator of a [scoring.advantages] table; a function is given the other keys with every
+    call."""
+    return build_callable(table, builtins=ADVANTAGES, default="group", section=SECTION)
+
+
+def with_advantages(group: Group, found: Any) -> Group:
+    """The group with what an estimator returned for it; raises ScoreError if that is not it."""
+    try:
+        parts = list(found)
+        of_tokens = bool(parts) and all(np.ndim(part) == 1 for part in parts)
+        with np.errstate(over="ignore"):  # what is too large for float32 is not finite then
+            found_arrays = parts if of_tokens else [parts]
+            arrays = tuple(np.asarray(part, np.float32) for part in found_arrays)
+    except (TypeError, ValueError):
+        raise _unfit(group, found) from None
+    lengths = [len(rollout.tokens) for rollout in group.rollouts]
+    expected = lengths if of_tokens else [len(group.episodes)]
+    is_finite = all(np.isfinite(array).all() for array in arrays)
+    if [array.shape for array in arrays] != [(n,) for n in expected] or not is_finite:
+        raise _unfit(group, found)
+    if not of_tokens:
+        return replace(group, advantages=arrays[0], token_advantages=None)
+    sampled = [a[rollout.mask] for a, rollout in zip(arrays, group.rollouts, strict=True)]
+    ends = np.cumsum([len(episode.rollouts) for episode in group.episodes])
+    means = [
+        _mean(np.concatenate(sampled[end - len(episode.rollouts) : end]))
+        for episode, end in zip(group.episodes, ends, strict=True)
+    ]
+    return replace(group, advantages=np.array(means, np.float32), token_advantages=arrays)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _unfit(group: Group, found: Any) -> ScoreError:
+    return ScoreError(
+        f"The advantages of group {group.number} are {found!r}; each of its"
+        f" {len(group.episodes)} episodes needs one finite number, or each of its rollouts one for"
+        " every token."
+    )
+
+
+def _totals(group: Group) -> np.ndarray:  # [episodes] float64
+    return np.array([score.total for score in group.scores], dtype=np.float64)
+
+
+def _normalized(values: np.ndarray, *, centre: bool, by_std: bool, epsilon: float) -> np.ndarray:
+    if values.max() == values.min() and (centre or by_std):
+        return np.zeros(len(values))
+    deviation = values.std(ddof=1) + epsilon if by_std else 1.0
+    return (values - values.mean() if centre else values) / deviation
+
+
+def _check_switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r} must be true or false")
+
+
+def _check_epsilon(epsilon: Any) -> None:
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise ValueError(f"epsilon = {epsilon!r} must be a finite number, at least 0")

@@ -1,0 +1,99 @@
+"""Readings -> tokens of the reward model's own tokenizer, with the end of each step among them.
+
+Runs in the reward model's process.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from millrace.cluster.messages import StepReading
+from millrace.core.errors import ScoreError
+from millrace.core.records import Message, Prompt
+from millrace.scoring.reward_models.settings import Template
+
+
+class Texts:
+    def __init__(
+        self, tokenizer: Any, *, template: Template, is_whole: bool, separator: str | None
+    ) -> None:
+        """`tokenizer` may be None where only ids are read; `separator` is put behind each step, and
+        the step is judged there."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._is_whole = is_whole
+        self._separator = self._encode(separator) if separator else []
+
+    def lay(self, reading: StepReading) -> tuple[np.ndarray, list[int]]:
+        """Tokens [L] int64, and the last one of each step."""
+        if reading.tokens is not None:
+            bounds = np.array(reading.ends[:-1], np.int64) + 1
+            pieces = [
+                part.tolist() for part in np.split(reading.tokens[: reading.ends[-1] + 1], bounds)
+            ]
+            return self._joined([], pieces)
+        if self._is_whole:
+            ids = self._conversation(reading.prompt, "".join(reading.pieces))
+            return np.array(ids, np.int64), [len(ids) - 1]
+        pieces = [self._encode(piece) for piece in reading.pieces]
+        return self._joined(self._prompt(reading.prompt), pieces)
+
+    def _joined(
+        self, prompt: list[int], pieces: Sequence[list[int]]
+    ) -> tuple[np.ndarray, list[int]]:
+        ids, ends = list(prompt), []
+        for piece in pieces:
+            ids += [*piece, *self._separator]
+            ends.append(len(ids) - 1)
+        return np.array(ids, np.int64), ends
+
+    def _conversation(self, prompt: Prompt, completion: str) -> list[int]:
+        if not self._is_chat(prompt):
+            return self._encode(_as_text(prompt) + completion, add_special_tokens=True)
+        messages = [*_as_messages(prompt), {"role": "assistant", "content": completion}]
+        return self._templated(messages, add_generation_prompt=False)
+
+    def _prompt(self, prompt: Prompt) -> list[int]:
+        if not self._is_chat(prompt):
+            return self._encode(_as_text(prompt), add_special_tokens=True)
+        return self._templated(_as_messages(prompt), add_generation_prompt=True)
+
+    def _is_chat(self, prompt: Prompt) -> bool:
+        if self._template == "auto":
+            return not isinstance(prompt, str) and bool(self._tokenizer.chat_template)
+        return self._template == "chat"
+
+    def _templated(self, messages: list[Message], *, add_generation_prompt: bool) -> list[int]:
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+            )
+        except Exception as error:
+            # A template is a program that comes with the model and may refuse in any way it likes.
+            raise ScoreError(
+                f"The reward model's chat template refused a conversation:"
+                f" {type(error).__name__}: {error}; check its roles, or set template to 'text'."
+            ) from error
+
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:
+            # Tokenizers without an unknown token raise a bare Exception at what they do not know.
+            raise ScoreError(
+                f"The reward model's tokenizer refused {text[:80]!r}: {error}."
+            ) from error
+
+
+def _as_text(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(f"{message.get('content') or ''}\n" for message in prompt)
+
+
+def _as_messages(prompt: Prompt) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -1,0 +1,125 @@
+"""How a process gives up, for good, what code under test must not have.
+
+Resource limits bound what it uses; Landlock leaves it Python's own library to read; seccomp leaves
+it the system calls of syscalls.py. None of this needs a privilege, and none can be taken back.
+
+Promise: lock() returns with all of it in force, or raises OSError. Without Landlock (Linux before
+5.13, or switched off) no file can be opened at all.
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+from pathlib import Path
+
+from millrace.scoring.sandbox.syscalls import ARCHITECTURES, seccomp_filter
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_GET_SECCOMP, PR_SET_SECCOMP = 1, 4, 21, 22
+PR_SET_NO_NEW_PRIVS = 38
+SECCOMP_MODE_FILTER = 2
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+LANDLOCK_RULE_PATH_BENEATH = 1
+EXECUTE, READ_FILE, READ_DIR = 1 << 0, 1 << 2, 1 << 3
+ALL_ACCESS = (1 << 13) - 1  # every right that the first version of Landlock knows
+OPEN_FILES = 64
+
+
+def unsupported() -> str | None:
+    """Why code cannot be locked in here; None if it can."""
+    if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
+        return f"{sys.platform} on {platform.machine()} has no sandbox; Linux on x86_64 or aarch64"
+    if ctypes.CDLL(None).prctl(PR_GET_SECCOMP, 0, 0, 0, 0) < 0:
+        return "this Linux kernel has no seccomp"
+    return None
+
+
+def die_with(parent: int) -> None:
+    """End this process when the thread that started it ends; `parent` is that thread's process."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was quicker
+        os._exit(1)
+
+
+def hide_memory() -> None:
+    """Nobody without privileges may trace this process or read its memory."""
+    _prctl(PR_SET_DUMPABLE, 0)
+
+
+def lock(*, cpu_s: int, memory_bytes: int, can_read: bool = True) -> None:
+    """`can_read`: Python's library, where Landlock keeps it to that."""
+    _limit(resource.RLIMIT_CPU, cpu_s)
+    _limit(resource.RLIMIT_AS, memory_bytes)
+    _limit(resource.RLIMIT_FSIZE, 0)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    is_landlocked = can_read and _landlock(_library())
+    steps = ctypes.create_string_buffer(seccomp_filter(can_open=is_landlocked))
+    program = struct.pack("HxxxxxxP", (len(steps) - 1) // 8, ctypes.addressof(steps))
+    _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(program))
+
+
+def has_landlock() -> bool:
+    asks_version = ctypes.c_ulong(1)
+    call = ctypes.CDLL(None).syscall
+    size = ctypes.c_ulong(0)
+    return call(ctypes.c_long(LANDLOCK_CREATE_RULESET), None, size, asks_version) > 0
+
+
+def _library() -> list[Path]:
+    """What importing and running the standard library reads."""
+    standard_library = Path(os.__file__).parent
+    shared = [Path(sys.base_prefix, "lib"), *map(Path, ("/lib", "/lib64", "/usr/lib"))]
+    data = map(Path, ("/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime"))
+    return [standard_library, *shared, *data, Path("/dev/urandom"), Path("/dev/null")]
+
+
+def _landlock(paths: list[Path]) -> bool:
+    """Leave these to be read and nothing else; False if the kernel cannot."""
+    if not has_landlock():
+        return False
+    rules = struct.pack("Q", ALL_ACCESS)
+    ruleset = _syscall(LANDLOCK_CREATE_RULESET, rules, len(rules), 0)
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # systems differ in what they have
+            folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            access = READ_FILE | EXECUTE | (READ_DIR if path.is_dir() else 0)
+            rule = struct.pack("=Qi", access, folder)
+            _syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_RULE_PATH_BENEATH, rule, 0)
+            os.close(folder)
+    _syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+    return True
+
+
+def _limit(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def _prctl(option: int, *arguments: object) -> None:
+    padded = [*arguments, 0, 0, 0][:4]
+    _checked(ctypes.CDLL(None, use_errno=True).prctl(option, *map(_word, padded)))
+
+
+def _syscall(number: int, *arguments: object) -> int:
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    return _checked(call(ctypes.c_long(number), *map(_word, arguments)))
+
+
+def _word(argument: object) -> object:
+    """A whole register: variadic functions are not told how wide an integer is."""
+    return ctypes.c_ulong(argument) if isinstance(argument, int) else argument
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result

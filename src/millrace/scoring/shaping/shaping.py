@@ -1,0 +1,83 @@
+"""What a run makes of scores before it trains on them: penalties, selection, filters.
+
+Called in threads, as any of these may be the user's own code.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.core.errors import ConfigError
+from millrace.core.protocols import Selection
+from millrace.core.records import Group, Score
+from millrace.scoring.shaping.filters import Filters, build_filters
+from millrace.scoring.shaping.penalties import Penalty, build_penalties
+from millrace.scoring.shaping.selection import FirstSelection, build_selection, select
+
+UNSELECTED = "unselected"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shaping:
+    penalties: tuple[Penalty, ...] = ()
+    filters: Filters = field(default_factory=Filters)
+    selection: Selection = field(default_factory=FirstSelection)
+    keep: int | None = None  # episodes of a group that are trained; None = all that were played
+    seed: int = 0
+
+    def penalize(self, group: Group, scores: Sequence[Score]) -> tuple[Score, ...]:
+        """With a part for each penalty, and its weighted value in the total."""
+        columns = [penalty.score(group) for penalty in self.penalties]
+        return tuple(
+            self._penalized(score, values)
+            for score, values in zip(scores, zip(*columns, strict=True), strict=True)
+        )
+
+    def select(self, group: Group, *, wasted: Counter[str]) -> Group:
+        if self.keep is None or len(group.episodes) <= self.keep:
+            return group
+        selected = select(group, self.selection, keep=self.keep, seed=self.seed)
+        wasted[UNSELECTED] += group.num_sampled - selected.num_sampled
+        return selected
+
+    def _penalized(self, score: Score, values: Sequence[float]) -> Score:
+        pairs = zip(self.penalties, values, strict=True)
+        weighted = [penalty.weight * value for penalty, value in pairs]
+        named = {p.name: value for p, value in zip(self.penalties, values, strict=True)}
+        return dataclasses.replace(
+            score,
+            total=math.fsum([score.total, *weighted]),
+            parts={**score.parts, **named},
+            unpenalized=score.total,
+            by_agent={a: math.fsum([total, *weighted]) for a, total in score.by_agent.items()},
+        )
+
+
+def build_shaping(
+    *,
+    penalties: Sequence[Mapping[str, Any]],
+    filters: Sequence[Mapping[str, Any]],
+    selection: Mapping[str, Any],
+    keep: int,
+    seed: int,
+    scorers: Sequence[str],
+) -> Shaping:
+    """What the tables describe; `scorers` are the names that penalties must differ from."""
+    built = build_penalties(penalties)
+    names = [*scorers, *(penalty.name for penalty in built)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"Two parts of the score are named {name!r}; give one of the [[scoring.penalty]]"
+                " tables a name of its own."
+            )
+    return Shaping(
+        penalties=built,
+        filters=build_filters(filters),
+        selection=build_selection(selection),
+        keep=keep,
+        seed=seed,
+    )

@@ -1,0 +1,251 @@
+"""The teacher process: `python -m millrace.scoring.teachers.worker`.
+
+The main thread reads: what has arrived goes into one forward pass, up to a budget of tokens. A
+teacher that follows the policy is brought its versions meanwhile; a thread fetches them, keeps what
+its history needs and lays out what is due; the main thread copies that into the model between two
+passes. What it has become is kept in a file now and then, for a process that takes its place.
+
+Promise: every call is answered once. A passage is read in one pass, so by one version, which its
+answer names; nobody waits for a refresh.
+"""
+
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from millrace.cluster.link import Link, WorkerCall, run_worker
+from millrace.cluster.messages import (
+    ScoreTokens,
+    StartTeacher,
+    Stop,
+    Swapped,
+    SwapWeights,
+    TokensScored,
+    WorkerProgress,
+)
+from millrace.cluster.worker_main import out_of_turn, serve_as_told
+from millrace.config import load_config
+from millrace.core.errors import ConfigError, RunFailed, WeightError
+from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.spans import Timeline
+from millrace.inference.embedded.scoring import ScoringEngine, num_rows
+from millrace.models.attention.packed import PACKED_ATTENTION
+from millrace.models.directory import text_config
+from millrace.models.loading import load_model, resolve_device
+from millrace.scoring.teachers.following import Followed, PastVersions, Staged, follow
+from millrace.scoring.teachers.history import Following
+from millrace.scoring.teachers.settings import ReaderSettings
+
+PROGRESS_S = 0.25
+STAGING_POLL_S = 0.002  # how soon an idle teacher notices that weights are staged
+
+
+def main(link: Link, name: str) -> None:
+    serve_as_told(link, name, message=StartTeacher, start=start)
+
+
+def start(message: StartTeacher, link: Link, timeline: Timeline) -> "TeacherWorker":
+    config, settings = load_config(message.config), ReaderSettings(**message.settings)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    device = resolve_device(settings.device)
+    try:
+        model = load_model(
+            message.model_path,
+            dtype=getattr(torch, settings.dtype),
+            device=device,
+            attention=PACKED_ATTENTION,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"The weights of {message.model_path!r} do not fit on {device}; set the scorer's dtype"
+            " to bfloat16, or use another device."
+        ) from None
+    policy = text_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    num_known = policy.vocab_size if message.num_known is None else message.num_known
+    engine = ScoringEngine(model, logprob_chunk=settings.logprob_chunk, num_known=num_known)
+    followed = None
+    if message.following is not None:
+        assert message.version is not None
+        adapter = None if message.adapter_path is None else Path(message.adapter_path)
+        followed = follow(
+            model,
+            Following(**message.following),
+            config,
+            version=message.version,
+            adapter=adapter,
+            past=None if message.past is None else PastVersions(Path(message.past)),
+        )
+    return TeacherWorker(
+        link,
+        engine=engine,
+        pass_tokens=settings.pass_tokens,
+        followed=followed,
+        timeline=timeline,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A call, and how far it is answered."""
+
+    call: WorkerCall
+    passages: list[ScoreRequest]
+    told: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+
+
+class TeacherWorker:
+    """Wires a scoring engine to a link. All methods run in the main thread."""
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        engine: ScoringEngine,
+        pass_tokens: int,
+        followed: Followed | None,
+        timeline: Timeline,
+    ) -> None:
+        self._link = link
+        self._engine = engine
+        self._pass_tokens = pass_tokens
+        self._followed = followed
+        self._timeline = timeline
+        self._asked: deque[_Asked] = deque()  # in the order of their arrival
+        self._swaps: deque[WorkerCall] = deque()  # the first is being staged
+        self._staged: Future[Staged] | None = None
+        self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
+        self._keeping: Future[None] | None = None
+        self._num_swaps = self._num_tokens = 0
+        self._reported_s = 0.0  # monotonic
+
+    def serve(self) -> None:
+        """Read, swap and answer until told to stop."""
+        try:
+            while (stop := self._take_calls()) is None:
+                self._land_weights()
+                if self._asked:
+                    self._timeline.enter("score", busy=True)
+                    self._read()
+                if time.monotonic() - self._reported_s >= PROGRESS_S:
+                    self._report()
+        finally:
+            self._stager.shutdown(wait=True, cancel_futures=True)
+            if self._followed is not None:
+                self._followed.receiver.close()
+        self._report()
+        stop.reply()
+
+    def _take_calls(self) -> WorkerCall | None:
+        """Take what has arrived, waiting a little if there is nothing else to do."""
+        patience_s = 0.0
+        if not self._asked:
+            patience_s = PROGRESS_S if self._staged is None else STAGING_POLL_S
+            self._timeline.enter("no work", busy=False)
+        call = self._link.receive(patience_s)
+        while call is not None:
+            match call.message:
+                case Stop():
+                    return call
+                case ScoreTokens(passages=passages):
+                    self._asked.append(_Asked(call, passages))
+                case SwapWeights() if self._followed is not None:
+                    self._swaps.append(call)
+                    self._stage_next()
+                case _:
+                    call.fail(out_of_turn(call))
+            call = self._link.receive(0)
+        return None
+
+    def _stage_next(self) -> None:
+        """One at a time and all of them: each becomes part of the history."""
+        if self._swaps and self._staged is None:
+            assert self._followed is not None
+            swap = self._swaps[0].message
+            assert isinstance(swap, SwapWeights)
+            self._staged = self._stager.submit(self._followed.stage, swap.update)
+
+    def _land_weights(self) -> None:
+        """Make staged weights visible; called between two passes."""
+        if self._staged is None or not self._staged.done():
+            return
+        assert self._followed is not None
+        if self._keeping is not None:
+            self._keeping.result()  # it is over: one thread did both
+        call, outcome = self._swaps.popleft(), self._staged
+        self._staged = None
+        started_s = time.perf_counter()
+        self._timeline.enter("swap", busy=True)
+        try:
+            staged = outcome.result()
+            if staged.prepared is not None:
+                self._followed.commit(staged.prepared)
+                self._num_swaps += 1
+                self._keeping = self._stager.submit(self._followed.keep)
+        except WeightError as error:
+            call.fail(error)
+        else:
+            version = self._followed.live.version
+            assert version is not None
+            gap_ms = (time.perf_counter() - started_s) * 1000
+            call.reply(Swapped(version=version, stage_ms=staged.stage_ms, gap_ms=gap_ms))
+        self._stage_next()
+
+    def _read(self) -> None:
+        """One forward pass, over the longest waiting; whole passages only."""
+        taken = self._next_pass()
+        groups = [passages for _, passages in taken]
+        version = None if self._followed is None else self._followed.live.version
+        try:
+            told = self._engine.read(groups, version=version)
+        except torch.OutOfMemoryError:
+            self._refuse(taken)
+            return
+        self._num_tokens += sum(num_rows(group) for group in groups)
+        for (asked, _), likelihoods in zip(taken, told, strict=True):
+            asked.told += likelihoods
+            if len(asked.told) == len(asked.passages):
+                self._asked.remove(asked)
+                asked.call.reply(TokensScored(likelihoods=asked.told))
+
+    def _next_pass(self) -> list[tuple[_Asked, list[ScoreRequest]]]:
+        taken: list[tuple[_Asked, list[ScoreRequest]]] = []
+        room = self._pass_tokens
+        for asked in self._asked:
+            group: list[ScoreRequest] = []
+            for passage in asked.passages[len(asked.told) :]:
+                if num_rows([*group, passage]) > room and (group or taken):
+                    break
+                group.append(passage)
+            if not group:
+                break
+            taken.append((asked, group))
+            room -= num_rows(group)
+            if len(asked.told) + len(group) < len(asked.passages):
+                break
+        return taken
+
+    def _refuse(self, taken: list[tuple[_Asked, list[ScoreRequest]]]) -> None:
+        size = sum(num_rows(group) for _, group in taken)
+        for asked, _ in taken:
+            self._asked.remove(asked)
+            asked.call.fail(
+                RunFailed(
+                    f"A forward pass of {size} tokens does not fit into the memory of the teacher;"
+                    f" lower the scorer's pass_tokens (now {self._pass_tokens})."
+                )
+            )
+
+    def _report(self) -> None:
+        self._reported_s = time.monotonic()
+        counters = {"scored_tokens": float(self._num_tokens), "swaps": float(self._num_swaps)}
+        self._link.emit(WorkerProgress(spans=self._timeline.drain(), counters=counters))
+
+
+if __name__ == "__main__":
+    run_worker(main)

@@ -1,0 +1,88 @@
+"""Whether a completion is JSON, and JSON of the right shape."""
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.core.errors import ConfigError
+from millrace.core.records import Prompt
+from millrace.scoring.verifiers.answers import check_switch, check_text, last_block, text_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JsonSchema:
+    """1 if the completion parses and validates against the schema, otherwise 0.
+
+    The schema is read once, where the verifier is made. References to other documents are not
+    followed: nothing is fetched.
+    """
+
+    __name__ = "json_schema"
+
+    schema: dict[str, Any] | None = None
+    """The schema itself."""
+    path: str | None = None
+    """Or the JSON file that holds it."""
+    extract: bool = True
+    """Judge the last ```json block, if there is one, instead of the whole completion."""
+
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("jsonschema") is None:
+            raise ConfigError(
+                "The verifier 'json_schema' needs jsonschema, which is not installed; install"
+                " millrace[verifiers]."
+            )
+        check_switch("extract", self.extract)
+        if (self.schema is None) == (self.path is None):
+            raise ValueError("json_schema needs either a schema or the path of one")
+        if self.path is not None:
+            check_text("path", self.path)
+            object.__setattr__(self, "schema", _read(Path(self.path)))
+            object.__setattr__(self, "path", None)  # workers get what was read
+        from jsonschema import SchemaError
+
+        try:
+            _validator(self.schema)
+        except SchemaError as error:
+            raise ValueError(f"the schema is not valid: {error.message}") from None
+
+    @property
+    def needed_columns(self) -> tuple[str, ...]:
+        return ()
+
+    def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float]:
+        validator = _validator(self.schema)
+        return [self._judge(text_of(completion), validator) for completion in completions]
+
+    def _judge(self, text: str, validator: Any) -> float:
+        block = last_block(text, tags=("json",)) if self.extract else None
+        try:
+            value = json.loads(text if block is None else block, parse_constant=_refuse)
+            return float(validator.is_valid(value))
+        except (ValueError, RecursionError):  # not JSON, or nested beyond all reason
+            return 0.0
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"path = {str(path)!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"path = {str(path)!r} is not JSON: {error}") from None
+
+
+def _validator(schema: Any) -> Any:
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    kind = validator_for(schema)
+    kind.check_schema(schema)
+    return kind(schema, registry=Registry())
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,316 @@
+"""What clients may ask for, field by field, as the OpenAI API names it; checked by pydantic.
+
+A field that is not known, or is known and would change what comes back but is not supported, is
+refused: nothing that a client asks for is left out in silence. Those of the API that only concern
+its makers' own service (whom to bill, what to log) are taken and ignored.
+"""
+
+import dataclasses
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from millrace.core.errors import TaskError
+from millrace.core.records import Sampling
+from millrace.environments.tools.calls import ToolCall, ToolFormat
+from millrace.models.grammars import call_grammar, grammar_of
+from millrace.serving.api.errors import ApiError
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 256
+# Below these, float32 has no room for logits or shares; what is meant is the likeliest token.
+LEAST_TEMPERATURE = 1e-5
+LEAST_TOP_P = 1e-6
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+T = TypeVar("T")
+Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS)]
+B = TypeVar("B", bound="Body")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a character, if the other is not there
+# Of apply_chat_template: with these a client would bring a template of its own, or another result.
+NOT_FOR_CLIENTS = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+
+
+class Body(BaseModel):
+    # Strict: "yes" is no truth value and "1" no number, as the description at /openapi.json says.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # of the length of chunks: there is none here
+
+
+class SamplingBody(Body):
+    """What all endpoints have in common."""
+
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # not in the OpenAI API
+    min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None  # nor this
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
+    stream: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    def drawn_seed(self) -> int:
+        return secrets.randbits(63) if self.seed is None else self.seed
+
+    def sampling(self, *, max_new_tokens: int) -> Sampling:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
+            top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            stop=tuple(stop),
+        )
+
+
+class OpenAIBody(SamplingBody):
+    model: str
+    stream_options: StreamOptions | None = None
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options need stream = true")
+        return self
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+def _is_a_function(tool: dict[str, Any]) -> dict[str, Any]:
+    """As it came: what its schema says is the model's business."""
+    match tool:
+        case {"type": "function", "function": {"name": str() as name, **more}} if name:
+            parameters = more.get("parameters", {})
+            if isinstance(parameters, dict):
+                inner = (parameters.get(key, {}) for key in ("properties", "$defs"))
+                if all(isinstance(each, dict) for each in inner):
+                    return tool
+    raise ValueError(
+        "a tool is an object with type = 'function' and a function with a name and, perhaps,"
+        " parameters that are a JSON schema"
+    )
+
+
+Tool = Annotated[dict[str, Any], AfterValidator(_is_a_function)]
+
+
+class NamedFunction(Body):
+    name: Text
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(OpenAIBody):
+    """Of /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Literal[0] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # not in the OpenAI API
+
+    def grammar(self, form: ToolFormat) -> str | None:
+        """What the reply must be; None = anything."""
+        wanted = self.response_format and self.response_format.model_dump(exclude_none=True)
+        try:
+            grammar = grammar_of(wanted)
+        except TaskError as error:
+            raise ApiError(str(error), param="response_format") from None
+        if grammar is None:
+            return self._call_grammar(form)
+        if self.offered_tools:
+            raise ApiError(
+                "With a response_format, the reply is JSON and can call no tools; leave out one of"
+                " the two, or set tool_choice to 'none'.",
+                param="response_format",
+            )
+        return grammar
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def allowed_calls(self, calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
+        return calls[:1] if self.parallel_tool_calls is False else calls
+
+    def _call_grammar(self, form: ToolFormat) -> str | None:
+        """Of a reply that must be a call, if a call is demanded."""
+        if self.tool_choice in (None, "auto", "none"):
+            return None
+        functions = [tool["function"] for tool in self.offered_tools]
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            functions = [function for function in functions if function["name"] == name]
+        if not functions:
+            raise ApiError(
+                "tool_choice demands a call of a tool that is not among tools.", param="tool_choice"
+            )
+        if form.frame is None:
+            raise ApiError(
+                "A call cannot be demanded in the format of this model: only 'auto' or 'none' is"
+                " supported here.",
+                param="tool_choice",
+            )
+        try:
+            return call_grammar(functions, **dataclasses.asdict(form.frame))
+        except TaskError as error:
+            raise ApiError(str(error), param="tool_choice") from None
+
+    @model_validator(mode="after")
+    def _template_is_the_models(self) -> Self:
+        for name in sorted(NOT_FOR_CLIENTS.intersection(self.chat_template_kwargs or ())):
+            raise ValueError(f"chat_template_kwargs cannot set {name!r}; leave it out")
+        return self
+
+
+class CompletionBody(OpenAIBody):
+    """Of /v1/completions."""
+
+    prompt: str | Prompts[str] | TokenIds | Prompts[TokenIds]
+    max_tokens: Count | None = 16
+    logprobs: Literal[0] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        match self.prompt:
+            case str() | [int(), *_]:
+                return [self.prompt]  # pyright: ignore[reportReturnType]
+            case several:
+                return list(several)  # pyright: ignore[reportReturnType]
+
+
+class GenerateBody(SamplingBody):
+    """Of /generate: tokens in, tokens out."""
+
+    prompt: TokenIds
+    max_new_tokens: Count = 256
+    model: str | None = None
+    session: str | None = None
+
+
+def read_body(kind: type[B], data: bytes) -> B:
+    """What a client sent, or an ApiError that says what is wrong with it."""
+    try:
+        table = json.loads(data, parse_constant=_no_number)
+        if _SURROGATE.search(data):
+            json.dumps(table, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # also bytes that are no text, and halves of it
+        raise ApiError(f"The body is not valid JSON: {error}.") from None
+    if not isinstance(table, dict):
+        raise ApiError(f"The body is JSON, but no object: {json.dumps(table)[:80]}.")
+    try:
+        return kind.model_validate(table)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    # Of a union each branch has its own complaint. Who came furthest understood most, and of these
+    # who knew the type.
+    first = max(
+        error.errors(),
+        key=lambda detail: (len(detail["loc"]), not detail["type"].endswith("_type")),
+    )
+    where = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
+    if first["type"] == "extra_forbidden":
+        return ApiError(
+            f"Unknown field {where!r}; leave it out.", param=where, code="unknown_field"
+        )
+    if first["type"] == "missing":
+        return ApiError(f"Field {where!r} is missing.", param=where)
+    message = first["msg"].removeprefix("Value error, ").rstrip(".")
+    if not where:
+        return ApiError(f"{message[0].upper()}{message[1:]}.")
+    if (only := _only(first)) is not None:
+        message = f"only {only} is supported here"
+    value = json.dumps(first["input"])[:80]
+    return ApiError(f"Field {where!r} = {value}: {message}.", param=where)
+
+
+def _only(detail: Mapping[str, Any]) -> str | None:
+    """Of a field that is taken with a value that changes nothing: that value, as JSON has it."""
+    match detail:
+        case {"type": "literal_error", "ctx": {"expected": str(expected)}}:
+            return expected.replace("False", "false")
+        case {"type": "none_required"}:
+            return "null"
+        case {"type": "too_long", "ctx": {"max_length": 0}}:
+            return "{}"
+        case _:
+            return None
+
+
+def _is_branch(part: int | str) -> bool:
+    """Pydantic names the branch of a union it tried; to a client that says nothing."""
+    return isinstance(part, str) and (part in ("str", "constrained-str") or "[" in part)

@@ -1,0 +1,177 @@
+"""/v1/chat/completions: messages in, a message out, whole or as it is written."""
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from millrace.core.records import Finish, Message, Request
+from millrace.environments.tools.calls import Parsed, ToolCall
+from millrace.serving.api.bodies import ChatBody
+from millrace.serving.api.messages import read_messages, write_call
+from millrace.serving.api.streaming import Decode, TextStream
+from millrace.serving.served import Served, usage_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatReply:
+    """What the API says about one request, apart from what the model does."""
+
+    model: str
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, choices: Sequence[dict[str, Any]], *, usage: dict[str, int]) -> dict[str, Any]:
+        return {**self.head("chat.completion"), "choices": choices, "usage": usage}
+
+    def choice(
+        self,
+        index: int,
+        *,
+        content: str,
+        calls: Sequence[ToolCall] = (),
+        finish: Finish,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [write_call(call) for call in calls]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": "tool_calls" if calls else finish,
+        }
+
+    def chunk(
+        self,
+        index: int,
+        *,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return {**self.head("chat.completion.chunk"), "choices": [choice]}
+
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+        return {**self.head("chat.completion.chunk"), "choices": [], "usage": usage}
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+async def chat_request(served: Served, body: ChatBody, *, id: str) -> Request:
+    """What the engine is asked."""
+    form = served.tool_format
+    messages, tools = form.shown(read_messages(body.messages, form=form), body.offered_tools)
+    prompt = await served.chat_prompt(
+        messages,
+        tools=tools,
+        template_settings=body.chat_template_kwargs,
+    )
+    return served.request(
+        id,
+        prompt,
+        body,
+        most_tokens=body.most_tokens,
+        model=body.model,
+        session=body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None,
+        grammar=body.grammar(form),
+    )
+
+
+async def answer_chat(served: Served, body: ChatBody) -> dict[str, Any]:
+    reply = ChatReply(model=body.model)
+    request = await chat_request(served, body, id=reply.id)
+    completions = await served.complete([request])
+    choices: list[dict[str, Any]] = []
+    for index, completion in enumerate(completions):
+        message, calls = _parsed(served, body, completion.text)
+        logprobs = logprob_rows(completion.tokens, completion.logprobs, decode=served.decode)
+        choices.append(
+            reply.choice(
+                index,
+                content=message["content"],
+                calls=calls,
+                finish=completion.finish,
+                logprobs=logprobs if body.logprobs else None,
+            )
+        )
+    num_sampled = sum(len(completion.tokens) for completion in completions)
+    return reply.whole(choices, usage=usage_of([request], num_sampled).body())
+
+
+async def stream_chat(served: Served, body: ChatBody) -> AsyncGenerator[dict[str, Any]]:
+    reply = ChatReply(model=body.model)
+    request = await chat_request(served, body, id=reply.id)
+    openers = served.tool_format.openers if body.offered_tools else ()
+    texts = [served.text_stream(request, openers=openers) for _ in range(request.n)]
+    has_begun: set[int] = set()
+    num_sampled = 0
+    async with contextlib.aclosing(served.stream([request])) as pieces:
+        async for index, piece in pieces:
+            num_sampled += len(piece.tokens)
+            if index not in has_begun:
+                has_begun.add(index)
+                yield reply.chunk(index, delta={"role": "assistant", "content": ""})
+            text = texts[index].add(piece.tokens.tolist(), finish=piece.finish)
+            if text or body.logprobs:
+                logprobs = logprob_rows(piece.tokens, piece.logprobs, decode=served.decode)
+                yield reply.chunk(
+                    index, delta={"content": text}, logprobs=logprobs if body.logprobs else None
+                )
+            if piece.finish is not None:
+                for chunk in _last_chunks(served, body, reply, index, texts[index], piece.finish):
+                    yield chunk
+    if body.wants_usage:
+        yield reply.usage_chunk(usage_of([request], num_sampled).body())
+
+
+def _last_chunks(
+    served: Served,
+    body: ChatBody,
+    reply: ChatReply,
+    index: int,
+    text: TextStream,
+    finish: Finish,
+) -> list[dict[str, Any]]:
+    """What was held back, as the tool calls or the text that it turned out to be."""
+    message, calls = _parsed(served, body, text.text)
+    chunks: list[dict[str, Any]] = []
+    if rest := message["content"].removeprefix(text.given) if text.held else "":
+        chunks.append(reply.chunk(index, delta={"content": rest}))
+    for number, call in enumerate(calls):
+        delta = {"tool_calls": [{"index": number, **write_call(call)}]}
+        chunks.append(reply.chunk(index, delta=delta))
+    reason = "tool_calls" if calls else finish
+    return [*chunks, reply.chunk(index, delta={}, finish_reason=reason)]
+
+
+def _parsed(served: Served, body: ChatBody, text: str) -> tuple[Message, Sequence[ToolCall]]:
+    """What the model said as a message, and the calls in it."""
+    parsed = Parsed(content=text)
+    if body.offered_tools:
+        parsed = served.tool_format.parse(text, body.offered_tools)
+        parsed = replace(parsed, calls=tuple(body.allowed_calls(parsed.calls)))
+    return served.tool_format.reply(text, parsed), parsed.calls
+
+
+def logprob_rows(tokens: np.ndarray, logprobs: np.ndarray, *, decode: Decode) -> dict[str, Any]:
+    """Of every sampled token, also the one that ended it."""
+    content: list[dict[str, Any]] = []
+    for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
+        text = decode([token])
+        row = {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        content.append(row)
+    return {"content": content, "refusal": None}

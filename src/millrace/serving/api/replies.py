@@ -1,0 +1,144 @@
+"""What the server answers, field by field, for its description at /openapi.json.
+
+Promise: every reply of an endpoint is one of these; tests hold the endpoints to it.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class ApiReply(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Health(ApiReply):
+    status: Literal["ok", "degraded", "down"]
+    engines: int  # there should be,
+    serving: int  # and that are up
+
+
+class ModelEntry(ApiReply):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(ApiReply):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+class UsageReply(ApiReply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CalledFunction(ApiReply):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCallEntry(ApiReply):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(ApiReply):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCallEntry] = []
+
+
+class TokenLogprob(ApiReply):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Any]
+
+
+class ChatLogprobs(ApiReply):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatChoice(ApiReply):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(ApiReply):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageReply
+
+
+class TextLogprobs(ApiReply):
+    tokens: list[str]
+    token_logprobs: list[float]
+    text_offset: list[int]
+    top_logprobs: None
+
+
+class TextChoice(ApiReply):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class TextCompletion(ApiReply):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageReply
+
+
+class GeneratedChoice(ApiReply):
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: Literal["stop", "length"]
+    text: str
+
+
+class GenerateReply(ApiReply):
+    id: str
+    seed: int
+    completions: list[GeneratedChoice]
+
+
+class ReadPassage(ApiReply):
+    logprobs: str  # this and the next two: base64, see score.py
+    top_ids: str
+    top_logprobs: str
+    version: int | None
+
+
+class ScoreReply(ApiReply):
+    vocabulary: str
+    num_tokens: int
+    max_context: int
+    passages: list[ReadPassage]
+
+
+class ErrorDetail(ApiReply):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(ApiReply):
+    error: ErrorDetail

@@ -1,0 +1,155 @@
+"""`millrace serve`: engines in processes of their own, and an HTTP server before them.
+
+Promise: no process outlives the command. An engine that dies is replaced; one that dies too often
+ends it, with that engine's account.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from millrace.cluster.event_loop import run_on_own_loop
+from millrace.cluster.hub import Hub
+from millrace.cluster.messages import Message, StartTeacher, WorkerProgress
+from millrace.config import RunConfig
+from millrace.core.errors import ConfigError, first_cause
+from millrace.environments.tools.calls import format_of
+from millrace.scoring.teachers.process import TeacherProcess
+from millrace.scoring.teachers.settings import ReaderSettings
+from millrace.serving.api.score import NoEngine, Readers, ReadModel
+from millrace.serving.engines import Engines
+from millrace.serving.listening import listening
+from millrace.serving.metrics import ServerMetrics
+from millrace.serving.served import Served
+from millrace.serving.server import make_app
+from millrace.serving.settings import ServeSettings
+
+READ_TIMEOUT_S = 300.0  # of the passages of one request
+
+
+def serve(settings: ServeSettings) -> None:
+    """Serve until it is interrupted."""
+    run_on_own_loop(lambda: _serve(settings))
+
+
+async def _serve(settings: ServeSettings) -> None:
+    metrics = ServerMetrics()
+
+    def heard(worker: str, message: Message) -> None:
+        if isinstance(message, WorkerProgress):
+            metrics.heard(worker, message.counters)
+            engines.heard(worker, message)
+
+    config = settings.config
+    settings.log_dir.mkdir(parents=True, exist_ok=True)
+    async with Hub(log_dir=settings.log_dir, on_event=heard) as hub:
+        engines = Engines(
+            hub,
+            count=settings.engines,
+            config=config,
+            max_wait_s=settings.limits.wait_s,
+            metrics=metrics,
+            warn=_warn,
+        )
+        with first_cause():
+            async with asyncio.TaskGroup() as starting:
+                starting.create_task(engines.start())
+                reading = starting.create_task(asyncio.to_thread(_read_model, config))
+        tokenizer, max_context = reading.result()
+        served = Served(
+            engines.pool if settings.engines else NoEngine(),
+            tokenizer=tokenizer,
+            name=settings.name,
+            adapters=tuple(config.engine.adapters),
+            max_context=max_context,
+            tool_format=format_of("auto", template=str(tokenizer.chat_template or "")),
+            metrics=metrics,
+        )
+        async with _reading(hub, settings, tokenizer=tokenizer, max_context=max_context) as readers:
+            app = make_app(
+                served,
+                key=settings.key,
+                limits=settings.limits,
+                health=engines.health,
+                readers=readers,
+            )
+            with contextlib.closing(served), first_cause():
+                async with _listening(app, settings) as port:
+                    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+                    print(f"Serving {settings.name} at http://{host}:{port}/v1", flush=True)
+                    await engines.run()
+
+
+def _warn(sentence: str) -> None:
+    print(f"millrace: {sentence}", file=sys.stderr, flush=True)
+
+
+@contextlib.asynccontextmanager
+async def _reading(
+    hub: Hub, settings: ServeSettings, *, tokenizer: Any, max_context: int
+) -> AsyncIterator[Readers | None]:
+    """The processes that answer /score, if there are to be any. One that is lost is replaced."""
+    if settings.scorers == 0:
+        yield None
+        return
+    from millrace.models.directory import vocabulary_checksum
+
+    engine, num_tokens = settings.config.engine, max(tokenizer.get_vocab().values()) + 1
+    reader = ReaderSettings(
+        device=engine.device, dtype=engine.dtype, threads=engine.threads or 1
+    ).plain()
+    start = StartTeacher(
+        config=settings.config.model_dump(mode="json"),
+        settings=reader,
+        model_path=settings.config.model.path,
+        num_known=num_tokens,
+    )
+    timeout_s = settings.config.cluster.start_timeout_s
+    processes = [
+        TeacherProcess(f"scorer-{i}", start=start, launch=hub.launch, start_timeout_s=timeout_s)
+        for i in range(settings.scorers)
+    ]
+    model = ReadModel(
+        vocabulary=vocabulary_checksum(tokenizer), num_tokens=num_tokens, max_context=max_context
+    )
+    try:
+        with first_cause():
+            async with asyncio.TaskGroup() as starting:
+                for process in processes:
+                    starting.create_task(process.start())
+        yield Readers(processes, model=model, timeout_s=READ_TIMEOUT_S)
+    finally:
+        await asyncio.gather(*(process.close() for process in processes))
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: web.Application, settings: ServeSettings) -> AsyncIterator[int]:
+    try:
+        async with listening(
+            app, host=settings.host, port=settings.port, limits=settings.limits
+        ) as port:
+            yield port
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot listen at --host {settings.host} --port {settings.port}: {error}; choose"
+            " others."
+        ) from None
+
+
+def _read_model(config: RunConfig) -> tuple[Any, int]:
+    """Its tokenizer and longest context. Runs in a thread, while the engines load the weights."""
+    from millrace.models.directory import configured_context, load_tokenizer  # takes seconds
+
+    model = config.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    limit = configured_context(model.path, trust_remote_code=model.trust_remote_code)
+    context = config.engine.max_context or limit
+    if context is None:
+        raise ConfigError(
+            f"Model {model.path!r} states no longest context; set --engine.max_context."
+        )
+    return tokenizer, context

@@ -1,0 +1,147 @@
+"""Environments of the verifiers package (0.4, its v1 API), played and judged by that package.
+
+    import verifiers.v1 as vf
+
+    play = VerifiersEnvironment(vf.load_environment(config))
+    mr.train(..., tasks=play.tasks(), environment=play)
+
+What its agents ask of the model comes through a gateway and is recorded as turns of the episode;
+their rewards, as the package computes them, are the episode's. Runs on the loop of the
+environments, where open() and close() hold what the environment shares among its episodes.
+"""
+
+import asyncio
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from millrace.core.errors import ConfigError, TaskError
+from millrace.core.records import Message, Prompt, Task
+from millrace.environments.agent import Agent
+from millrace.serving.programs.gateway import Gateway, GatewaySession
+
+COLUMN = "verifiers_task"  # of a task: its place in the taskset
+KEY_VARIABLE = "MILLRACE_GATEWAY_KEY"  # the package takes keys from the environment only
+
+
+class VerifiersEnvironment:
+    """An environment function; see docs/adapters.md."""
+
+    def __init__(self, env: Any, *, max_tasks: int | None = None) -> None:
+        """`env`: what vf.load_environment() gives. `max_tasks`: the first so many of its tasks; a
+        taskset without end needs it."""
+        _verifiers()
+        if max_tasks is None and not env.taskset.bounded:
+            raise ConfigError(f"Taskset {type(env.taskset).__name__!r} has no end; set max_tasks.")
+        self._env = env
+        taskset = env.taskset if max_tasks is None else env.taskset.take(max_tasks)
+        self._tasks = {task.data.idx: task for task in taskset}
+        self._is_single = len(env.config.agent_harnesses()) == 1
+        self._gateway = Gateway()
+        self._serving: asyncio.Task[None] | None = None
+        self._ending = asyncio.Event()
+        self.__name__ = env.config.env_id
+
+    def tasks(self) -> list[Task]:
+        """Those of its taskset, for mr.train(tasks=...)."""
+        return [
+            Task(prompt=_prompt_of(task.data), columns={COLUMN: index})
+            for index, task in self._tasks.items()
+        ]
+
+    async def open(self) -> None:
+        """Bring up what the environment shares among its episodes."""
+        self._ending = asyncio.Event()
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._serving = asyncio.create_task(self._serve(ready))
+        await asyncio.wait({ready, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            await self._serving
+
+    async def close(self) -> None:
+        self._ending.set()
+        if self._serving is not None:
+            await self._serving
+            self._serving = None
+
+    async def __call__(self, task: Task, agent: Agent) -> float | dict[str, float]:
+        if self._serving is None:
+            await self.open()
+        chosen = self._tasks.get(task.columns.get(COLUMN, -1))
+        if chosen is None:
+            raise TaskError(
+                f"A task has {COLUMN} = {task.columns.get(COLUMN)!r}, which its taskset does not;"
+                " take tasks from VerifiersEnvironment.tasks()."
+            )
+        async with self._gateway.open(agent) as door:
+            playing = self._env.run_episode(
+                chosen, await self._context(), on_trace=self._admitting(agent, door)
+            )
+            episode = await door.guard(playing)
+        if not episode.ok:
+            raise self._failed(episode, agent, door)
+        return self._rewards(episode)
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        """All in one task: what was opened must be closed where it was."""
+        async with self._env.serving():
+            ready.set_result(None)
+            await self._ending.wait()
+
+    async def _context(self) -> Any:
+        """Where its agents find the model. The same for all episodes: the package keeps a client
+        for each address."""
+        vf = _verifiers()
+        base_url, os.environ[KEY_VARIABLE] = await self._gateway.shared()
+        client = vf.EvalClientConfig(base_url=base_url, api_key_var=KEY_VARIABLE)
+        return vf.ModelContext(model="policy", client=client)
+
+    def _admitting(self, agent: Agent, door: GatewaySession) -> Callable[[Any], None]:
+        """Hears of each of the episode's traces, whose ids are the sessions of its requests."""
+
+        def admit(trace: Any) -> None:
+            seat = trace.agent
+            own = agent if self._is_single else agent.role(seat.name, trained=seat.trainable)
+            self._gateway.admit(trace.id, door.beside(own))
+
+        return admit
+
+    def _rewards(self, episode: Any) -> float | dict[str, float]:
+        if self._is_single:
+            return sum(trace.reward for trace in episode.traces) / len(episode.traces)
+        return {
+            name: sum(trace.reward for trace in traces) / len(traces)
+            for name, traces in episode.by_agent.items()
+        }
+
+    def _failed(self, episode: Any, agent: Agent, door: GatewaySession) -> Exception:
+        """After a call, the episode is marked; before one, there is nothing to train."""
+        errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
+        words = "; ".join(f"{error.type}: {error.message}" for error in errors)[:400]
+        if door.num_calls:
+            print(f"An episode of environment {self.__name__!r} failed: {words}", file=sys.stderr)
+            return agent.end("crash")
+        return TaskError(
+            f"Environment {self.__name__!r} failed before it called the model: {words}"
+        )
+
+
+def _prompt_of(data: Any) -> Prompt:
+    """For metrics and samples; its own agents render what the model sees."""
+    messages: list[Message] = []
+    if data.system_prompt:
+        messages.append({"role": "system", "content": data.system_prompt})
+    messages.append({"role": "user", "content": data.prompt_text or "(the environment begins)"})
+    return messages
+
+
+def _verifiers() -> Any:
+    try:
+        return importlib.import_module("verifiers.v1")
+    except ImportError:
+        raise ConfigError(
+            "Environments of verifiers need that package, 0.4 or newer, which is not installed;"
+            " install millrace[verifiers-envs]."
+        ) from None

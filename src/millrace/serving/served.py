@@ -1,0 +1,210 @@
+"""A model behind its engines, as the endpoints see it: prompts in, completions or pieces out.
+
+Promise: whoever stops listening frees the places in the engines. Runs on the server's event loop,
+but for prompts, which are rendered by one thread: a long one would hold up everybody's stream.
+"""
+
+import asyncio
+import contextlib
+import copy
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from millrace.core.errors import MillraceError, first_cause
+from millrace.core.protocols import Generator
+from millrace.core.records import Completion, CompletionChunk, Finish, Message, Request
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.tools.calls import ToolFormat
+from millrace.serving.api.bodies import SamplingBody
+from millrace.serving.api.errors import ApiError
+from millrace.serving.api.streaming import TextStream
+from millrace.serving.metrics import ServerMetrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenUsage:
+    prompt_tokens: int
+    completion_tokens: int
+
+    def body(self) -> dict[str, int]:
+        total = self.prompt_tokens + self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": total,
+        }
+
+
+class Served:
+    def __init__(
+        self,
+        engine: Generator,
+        *,
+        tokenizer: Any,
+        name: str,
+        adapters: Sequence[str] = (),
+        max_context: int,
+        tool_format: ToolFormat,
+        metrics: ServerMetrics,
+    ) -> None:
+        self.name = name
+        self.created = int(time.time())
+        self.tool_format = tool_format
+        self.metrics = metrics
+        self._engine = engine
+        self._tokenizer = tokenizer  # on the loop
+        self._rendering_tokenizer = copy.deepcopy(tokenizer)  # in the thread: it is not shared
+        self._adapters = tuple(adapters)
+        self._max_context = max_context
+        self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which clients choose: the model, or one of its adapters."""
+        return (self.name, *self._adapters)
+
+    async def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        template_settings: Mapping[str, Any] | None = None,
+    ) -> np.ndarray:  # [P] int32
+        def render() -> np.ndarray:
+            renderer = Renderer(self._rendering_tokenizer, template_settings=template_settings)
+            return np.asarray(renderer.ids(renderer.chat_text(messages, tools=tools)), np.int32)
+
+        return await asyncio.get_running_loop().run_in_executor(self._rendering, render)
+
+    async def text_prompt(self, text: str) -> np.ndarray:  # [P] int32
+        render = Renderer(self._rendering_tokenizer).render
+        return await asyncio.get_running_loop().run_in_executor(self._rendering, render, text)
+
+    def request(
+        self,
+        id: str,
+        prompt: np.ndarray,
+        body: SamplingBody,
+        *,
+        most_tokens: int | None,
+        model: str | None,
+        index: int = 0,
+        session: str | None = None,
+        grammar: str | None = None,
+    ) -> Request:
+        """`index`: of the first of its completions, in all that the client asked for. `grammar`:
+        what they must be."""
+        if model is not None and model not in self.names:
+            raise ApiError(
+                f"There is no model {model!r}; this server has {', '.join(self.names)}.",
+                status=404,
+                kind="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+        room = self._max_context - len(prompt)
+        if room < 1:
+            raise ApiError(
+                f"The prompt has {len(prompt)} tokens, but the context holds {self._max_context},"
+                " the reply included; shorten it.",
+                code="context_length_exceeded",
+            )
+        return Request(
+            id=id,
+            prompt=prompt,
+            sampling=replace(
+                body.sampling(max_new_tokens=min(most_tokens or room, room)), grammar=grammar
+            ),
+            n=body.num_choices,
+            seed=body.drawn_seed(),
+            index=index,
+            session=session,
+            adapter=model if model in self._adapters else None,
+        )
+
+    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """All completions of all requests."""
+        start_s = time.monotonic()
+        with first_cause():
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._engine.generate(r)) for r in requests]
+        self.metrics.request_s.observe(time.monotonic() - start_s)
+        completions = [completion for task in tasks for completion in task.result()]
+        for completion in completions:
+            check_finish(completion.finish)
+        self._count(requests, sum(len(completion.tokens) for completion in completions))
+        return completions
+
+    async def stream(
+        self, requests: Sequence[Request]
+    ) -> AsyncGenerator[tuple[int, CompletionChunk]]:
+        """Pieces as they are sampled, each with the number of its completion among those of all
+        requests. Close it to end the requests."""
+        queue: asyncio.Queue[tuple[int, CompletionChunk] | None] = (
+            asyncio.Queue()
+        )  # bounded by the tokens
+
+        async def run(first: int, request: Request) -> None:
+            await self._engine.generate(
+                request, lambda piece: queue.put_nowait((first + piece.member, piece))
+            )
+
+        async def run_all() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for i, request in enumerate(requests):
+                        group.create_task(run(i * request.n, request))
+            finally:
+                queue.put_nowait(None)
+
+        running = asyncio.create_task(run_all())
+        num_sampled, start_s = 0, time.monotonic()
+        try:
+            while (news := await queue.get()) is not None:
+                if num_sampled == 0:
+                    self.metrics.first_token_s.observe(time.monotonic() - start_s)
+                num_sampled += len(news[1].tokens)
+                check_finish(news[1].finish)
+                yield news
+            with first_cause():
+                await running
+        finally:
+            self._count(requests, num_sampled)
+            self.metrics.request_s.observe(time.monotonic() - start_s)
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError, MillraceError, ExceptionGroup):
+                await running
+
+    def text_stream(self, request: Request, *, openers: Sequence[str] = ()) -> TextStream:
+        return TextStream(self.decode, stop=request.sampling.stop, openers=openers)
+
+    def decode(self, ids: list[int]) -> str:
+        """As engines do: special tokens stay in."""
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def close(self) -> None:
+        self._rendering.shutdown(wait=False, cancel_futures=True)
+
+    def _count(self, requests: Sequence[Request], num_sampled: int) -> None:
+        self.metrics.prompt_tokens += sum(len(request.prompt) for request in requests)
+        self.metrics.completion_tokens += num_sampled
+
+
+def usage_of(requests: Sequence[Request], num_sampled: int) -> TokenUsage:
+    prompt_tokens = sum(len(request.prompt) for request in requests)
+    return TokenUsage(prompt_tokens=prompt_tokens, completion_tokens=num_sampled)
+
+
+def check_finish(finish: Finish | None) -> None:
+    """Nobody but a client that is gone has its requests aborted here."""
+    if finish not in (None, "stop", "length"):
+        raise ApiError(
+            f"The completion was ended early ({finish}).", status=503, kind="server_error"
+        )

@@ -1,0 +1,116 @@
+"""What the options of `millrace serve` come to, checked before anything starts. Torch-free."""
+
+import argparse
+import ipaddress
+import math
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.config import RunConfig, load_config
+from millrace.core.errors import ConfigError
+from millrace.core.machine import available_cores
+from millrace.serving.options import ServerLimits
+
+KEY_VARIABLE = "MILLRACE_API_KEY"
+_NOT_HERE = ("engine.count", "engine.remote", "model.path")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeSettings:
+    config: RunConfig  # of the model and its engines; the rest is not used
+    engines: int  # processes that write,
+    scorers: int  # and that read
+    name: str
+    host: str
+    port: int
+    key: str | None
+    limits: ServerLimits
+    log_dir: Path
+
+
+def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> ServeSettings:
+    """`settings` are those of a run, by dotted key."""
+    for key in settings:
+        if not key.startswith(("engine.", "model.", "supervision.")) or key in _NOT_HERE:
+            raise ConfigError(
+                f"--{key} is no setting of a server; it has --engine.KEY and --supervision.KEY, as"
+                " a run, and --engines."
+            )
+    if min(args.engines, args.scorers) < 0 or args.engines + args.scorers == 0:
+        raise ConfigError(
+            f"--engines {args.engines} --scorers {args.scorers} leave nobody to answer; give one of"
+            " them a number above 0."
+        )
+    # A run has an engine at least, and this is a run's config.
+    count = max(args.engines, 1)
+    config = load_config(overrides={"engine.count": count, **settings, "model.path": args.model})
+    key = _key(args.api_key_file, os.environ)
+    _check_reach(args.host, key=key)
+    return ServeSettings(
+        config=_with_threads(config, processes=args.engines + args.scorers),
+        engines=args.engines,
+        scorers=args.scorers,
+        name=args.name or Path(args.model).name,
+        host=args.host,
+        port=args.port,
+        key=key,
+        limits=_limits(args),
+        log_dir=args.log_dir,
+    )
+
+
+def _limits(args: argparse.Namespace) -> ServerLimits:
+    found = {
+        "--max-requests": args.max_requests,
+        "--max-rate": args.max_rate,
+        "--max-body-bytes": args.max_body_bytes,
+        "--max-wait": args.max_wait,
+    }
+    for option, value in found.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{option} {value:g} lets nobody in; give a number above 0.")
+    return ServerLimits(
+        body_bytes=args.max_body_bytes,
+        requests=args.max_requests,
+        rate=args.max_rate,
+        wait_s=args.max_wait,
+    )
+
+
+def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
+    if file is None:
+        key, where = environment.get(KEY_VARIABLE), KEY_VARIABLE
+    else:
+        try:
+            key, where = file.read_text(encoding="utf-8").strip(), f"--api-key-file {file}"
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {file} cannot be read: {error}.") from None
+    if key is not None and (not key.isascii() or not key.isprintable() or not key.split() == [key]):
+        raise ConfigError(f"The key in {where} is empty, or holds more than letters and digits.")
+    return key
+
+
+def _check_reach(host: str, *, key: str | None) -> None:
+    if key is None and not _is_loopback(host):
+        raise ConfigError(
+            f"--host {host} lets others than this machine ask, and there is no key; set"
+            f" {KEY_VARIABLE} or --api-key-file, or listen at 127.0.0.1."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether all addresses of that name are this machine's own."""
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"--host {host!r} is no address of this machine: {error}.") from None
+    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+
+
+def _with_threads(config: RunConfig, *, processes: int) -> RunConfig:
+    share = max(1, available_cores() // processes)
+    engine = config.engine.model_copy(update={"threads": config.engine.threads or share})
+    return config.model_copy(update={"engine": engine})

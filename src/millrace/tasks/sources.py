@@ -1,0 +1,81 @@
+"""From [tasks] to the stream of a run: the sources are loaded, put in order, and mixed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from millrace.config import TaskPlace, TasksConfig
+from millrace.core.errors import ConfigError
+from millrace.core.records import Task
+from millrace.tasks.curriculum import Curriculum
+from millrace.tasks.generators import build_generator
+from millrace.tasks.loading import Fields, load_path, load_tasks
+from millrace.tasks.streams import Epochs, Mixture, Source, TaskStream
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskList:
+    name: str  # "" if it is the only one
+    weight: float
+    tasks: list[Task]
+
+
+def load_sources(settings: TasksConfig, given: Sequence[Any] | None) -> list[TaskList]:
+    """The tasks of a run, by source; `given` are those that came from Python."""
+    if not settings.source:
+        if not (tasks := load_section(settings, given, section="tasks")):
+            raise ConfigError("There are no tasks; set tasks.path, or pass tasks=[...] to train().")
+        return [TaskList(name="", weight=1.0, tasks=tasks)]
+    if given is not None:
+        raise ConfigError("Tasks come both from Python and from [[tasks.source]]; keep one.")
+    sources: list[TaskList] = []
+    for row in settings.source:
+        name = row.name or row.own_name
+        if name in {source.name for source in sources}:
+            raise ConfigError(f"Two of [[tasks.source]] are named {name!r}; give one another name.")
+        tasks = [replace(task, source=name) for task in _load(row, section="tasks.source")]
+        sources.append(TaskList(name=name, weight=row.weight, tasks=tasks))
+    return sources
+
+
+def make_stream(sources: Sequence[TaskList], settings: TasksConfig, *, seed: int) -> TaskStream:
+    """Each source in its order, and all of them mixed by their weights."""
+
+    def ordered(tasks: Sequence[Task]) -> TaskStream:
+        if settings.order != "curriculum":
+            return Epochs(tasks, seed=seed, shuffle=settings.order == "shuffle")
+        return Curriculum(
+            tasks,
+            seed=seed,
+            target=settings.target_solve_rate,
+            explore_share=settings.explore_share,
+        )
+
+    streams = [ordered(source.tasks) for source in sources]
+    if len(streams) == 1:
+        return streams[0]
+    return Mixture(
+        [
+            Source(stream=stream, weight=source.weight, name=source.name)
+            for stream, source in zip(streams, sources, strict=True)
+        ]
+    )
+
+
+def load_section(place: TaskPlace, given: Sequence[Any] | None, *, section: str) -> list[Task]:
+    if given is None:
+        return _load(place, section=section) if place.is_named else []
+    if place.is_named:
+        named = place.path or place.function or place.generator
+        raise ConfigError(f"Tasks come both from Python and from {section} = {named!r}; keep one.")
+    return load_tasks(given)
+
+
+def _load(place: TaskPlace, *, section: str) -> list[Task]:
+    if place.path is not None:
+        fields = Fields(prompt=place.prompt, kept=place.columns)
+        return load_path(place.path, fields=fields, subset=place.subset, split=place.split)
+    if place.generator is not None:
+        return load_tasks(build_generator(place.generator, section=f"{section}.generator"))
+    assert place.function is not None, "checked with the config"
+    return load_tasks(place.function)

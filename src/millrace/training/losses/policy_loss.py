@@ -1,0 +1,107 @@
+"""The one policy-gradient loss: a ratio, a shape, weights, an average, and what is added to it.
+
+Promise: a microbatch gives its share of the batch's loss, and tokens that weigh 0 have no gradient
+but that of the regularisers. See docs/objectives.md for the formulas.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+from millrace.training.losses.distillation import Distillation
+from millrace.training.losses.loss import TokenBatch
+from millrace.training.losses.ratios import Ratio
+from millrace.training.losses.regularisers import EntropyBonus, ReferenceKl, own_average
+from millrace.training.losses.shapes import Clip, Shape
+from millrace.training.losses.weights import Correction, LossAverage, OffPolicyMask, StalenessWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyLoss:
+    """As it stands, the default: PPO's clip against the engine's logprobs, its weights truncated
+    at 2, and every token of the batch weighing the same."""
+
+    ratio: Ratio = field(default_factory=Ratio)
+    shape: Shape = field(default_factory=lambda: Clip(max_ratio=2.0))
+    correction: Correction = field(default_factory=Correction)
+    staleness: StalenessWeight = field(default_factory=StalenessWeight)
+    off_policy: OffPolicyMask = field(default_factory=OffPolicyMask)
+    average: LossAverage = field(default_factory=LossAverage)
+    distil: Distillation = field(default_factory=Distillation)
+    kl: ReferenceKl = field(default_factory=ReferenceKl)
+    entropy: EntropyBonus = field(default_factory=EntropyBonus)
+
+    def __post_init__(self) -> None:
+        if self.correction.correction == "truncate" and self.ratio.anchor == "engine":
+            raise ValueError(
+                "correction = 'truncate' weighs the anchor against the engine, and anchor ="
+                " 'engine' is the engine; set anchor to 'proximal', or correction to 'none'"
+            )
+
+    def __call__(self, tokens: TokenBatch) -> "tuple[Tensor, Mapping[str, Tensor]]":
+        tokens = self.distil.with_advantages(tokens)
+        policy = self.ratio.compare(tokens)
+        objective, shape_metrics = self.shape(policy)
+        metrics = dict(shape_metrics)
+        weights = self._weights(tokens, anchor=policy.anchor)
+        if weights is not None:
+            objective = objective * weights
+            metrics["masked_share"] = (weights == 0).float()
+            metrics["weight_mean"] = weights
+        loss = -self.average(objective, tokens)
+        if self.distil.is_on:
+            metrics["teacher_kl"] = self.distil.lag(tokens)
+        if self.distil.needs_told:
+            distance = self.distil.per_token(tokens)
+            loss = loss + self.distil.distil_weight * self.average(distance, tokens)
+            metrics["teacher_distance"] = distance.detach()
+        if self.kl.kl > 0:
+            divergence = self.kl.per_token(tokens, log_ratio=policy.log_ratio)
+            average = own_average(self.kl.kl_aggregation, policy=self.average)
+            loss = loss + self.kl.kl * average(divergence, tokens)
+            metrics["reference_kl"] = divergence.detach()
+        if self.entropy.entropy_bonus > 0:
+            average = own_average(self.entropy.entropy_aggregation, policy=self.average)
+            loss = loss - self.entropy.entropy_bonus * average(tokens.entropies, tokens)
+        return loss, metrics
+
+    @property
+    def needs_proximal(self) -> bool:
+        return self.ratio.anchor == "proximal"
+
+    @property
+    def needs_told(self) -> bool:
+        return self.distil.needs_told
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.kl > 0
+
+    def adapted(self, metrics: Mapping[str, float]) -> Self:
+        entropy = self.entropy.adapted(entropy=metrics["entropy"])
+        return dataclasses.replace(self, entropy=entropy)
+
+    def state(self) -> dict[str, float]:
+        return {"entropy_bonus": self.entropy.entropy_bonus} if self.entropy.is_adaptive else {}
+
+    def with_state(self, state: Mapping[str, float]) -> Self:
+        # A run that goes on with another loss than it began with keeps what still has a meaning.
+        if "entropy_bonus" not in state or not self.entropy.is_adaptive:
+            return self
+        bonus = min(state["entropy_bonus"], self.entropy.entropy_bonus_max)
+        entropy = dataclasses.replace(self.entropy, entropy_bonus=bonus)
+        return dataclasses.replace(self, entropy=entropy)
+
+    def _weights(self, tokens: TokenBatch, *, anchor: "Tensor") -> "Tensor | None":  # [N]
+        is_engine = self.ratio.anchor == "engine"
+        target = tokens.trainer_logprobs.detach() if is_engine else anchor
+        product = self.correction.weights(tokens, target=target)
+        for part in (self.staleness, self.off_policy):
+            weights = part.weights(tokens)
+            if weights is not None:
+                product = weights if product is None else product * weights
+        return product

@@ -1,0 +1,270 @@
+"""Publishes weights beside training.
+
+Promise: publish() costs the trainer one copy of the weights on their own device and never waits for
+engines. Versions are emitted in order; one that is superseded before it was sent is never emitted.
+Whoever comes late may borrow the newest version besides; a version's memory is free again when it
+was released once for its emission and once for each loan.
+
+Threads: the trainer's main thread calls publish, release and close; a thread of the publisher's own
+is the only one that touches the sender. Bounds: two snapshots exist, one being sent and one
+pending. An error in the thread ends it and is raised by the next call; only where there is no space
+the newest weights are tried again, for `patience_s`.
+
+Of sharded weights (DTensor) a snapshot is this rank's shards; each rank then has a publisher, and
+their senders gather (gathering.py).
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from millrace.core.protocols import WeightSender
+from millrace.core.weight_update import WeightUpdate
+from millrace.weights.packing import travel_dtype
+from millrace.weights.send_backend import NoSpace, Superseded
+from millrace.weights.shards import local_part
+
+RETRY_S = 1.0
+
+
+class Sender(WeightSender, Protocol):
+    """A transport that holds a bounded number of versions."""
+
+    dtype: torch.dtype  # what floating-point weights travel as
+
+    @property
+    def has_room(self) -> bool: ...
+
+
+class WeightSnapshot:
+    """One version's weights, copied out of the trainer's way; its memory is used again."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.is_announced = True  # False = only lent
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._layout: object = None  # of what it has memory for
+        self._parts: list[torch.Tensor] = []  # of `tensors`, what lies on this rank
+        self._device: torch.device | None = None  # set if the weights lie on a GPU
+        self._copied: torch.cuda.Event | None = None  # likewise
+        self._stream: torch.cuda.Stream | None = None
+
+    def fill(
+        self, version: int, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype
+    ) -> None:
+        self.version = version
+        parts = [local_part(tensor) for tensor in tensors.values()]
+        # The trainer waits for this: compared at once, and everything else made once per layout.
+        layout = (
+            dtype,
+            list(tensors),
+            [tensor.shape for tensor in tensors.values()],
+            [(part.shape, part.dtype, part.device) for part in parts],
+        )
+        if layout != self._layout:
+            self._make_room(tensors, dtype=dtype)
+            self._layout = layout
+        with torch.no_grad():
+            # One launch for all tensors on a GPU.
+            copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+            copy(self._parts, parts)
+        if self._device is not None:
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self._device))
+            self._stream = self._stream or torch.cuda.Stream(self._device)
+
+    def reading(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it the copy is complete, and reading does not queue behind the next step."""
+        if self._copied is None:
+            return contextlib.nullcontext()
+        self._copied.synchronize()
+        return torch.cuda.stream(self._stream)
+
+    def _make_room(self, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype) -> None:
+        self._layout = None  # until there is
+        self.tensors = {
+            name: torch.empty_like(
+                tensor, dtype=travel_dtype(tensor, dtype=dtype), requires_grad=False
+            )
+            for name, tensor in tensors.items()
+        }
+        self._parts = [local_part(tensor) for tensor in self.tensors.values()]
+        self._device = next((part.device for part in self._parts if part.is_cuda), None)
+
+
+class Publisher:
+    def __init__(
+        self, sender: Sender, *, emit: Callable[[WeightUpdate], None], patience_s: float = 60.0
+    ) -> None:
+        """`emit` is called from the publisher's thread with each update that lies ready."""
+        self.superseded = 0  # versions never sent, because a newer one came first
+        self._sender = sender
+        self._emit = emit
+        self._patience_s = patience_s
+        self._no_space_since_s: float | None = None  # monotonic; the thread's own
+        self._changed = threading.Condition()
+        # All below is guarded by the condition.
+        self._spare = [WeightSnapshot(), WeightSnapshot()]
+        self._pending: WeightSnapshot | None = None
+        self._sending: int | None = None  # version
+        self._borrowers: list[Callable[[WeightUpdate], None]] = []  # of what lies ready next
+        self._ready: dict[int, WeightUpdate] = {}  # by version; held by somebody
+        self._holders: Counter[int] = Counter()  # by version
+        self._releases: list[int] = []
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take a snapshot and return; the update is emitted once it lies ready."""
+        self._take(version, tensors, is_announced=True)
+
+    def lend(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        answer: Callable[[WeightUpdate], None],
+    ) -> None:
+        """Have `answer` called with the newest version, which is this one, once it lies ready; here
+        or in the publisher's thread. It wants a release() of its own."""
+        with self._changed:
+            self.check()
+            ready = self._ready.get(version)
+            if ready is not None:
+                self._holders[version] += 1
+            else:
+                self._borrowers.append(answer)
+            is_coming = self._sending == version or self._pending is not None
+        if ready is not None:
+            answer(ready)
+        elif not is_coming:
+            self._take(version, tensors, is_announced=False)
+
+    def _take(
+        self, version: int, tensors: Mapping[str, torch.Tensor], *, is_announced: bool
+    ) -> None:
+        with self._changed:
+            self.check()
+            snapshot = self._pending
+            if snapshot is None:
+                snapshot = self._spare.pop()
+            else:
+                self.superseded += snapshot.is_announced
+            self._pending = None  # ours while it is filled
+        snapshot.is_announced = is_announced
+        try:
+            snapshot.fill(version, tensors, dtype=self._sender.dtype)
+        except BaseException:
+            with self._changed:
+                self._spare.append(snapshot)
+            raise
+        with self._changed:
+            if self._pending is not None:  # put back by the thread meanwhile
+                self._spare.append(self._pending)
+                self.superseded += self._pending.is_announced
+            self._pending = snapshot
+            self._changed.notify()
+
+    def release(self, version: int) -> None:
+        """One of those who were given this version does not read it any more."""
+        with self._changed:
+            self.check()
+            self._holders[version] -= 1
+            if self._holders[version] <= 0:
+                del self._holders[version]
+                self._ready.pop(version, None)
+                self._releases.append(version)
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Finish what is being sent, drop what is pending, and give all memory back."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+        self._sender.close()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what ended the thread, if it has ended."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while (work := self._next_work()) is not None:
+                snapshot, releases = work
+                for version in releases:
+                    self._sender.release(version)
+                if snapshot is not None:
+                    self._send(snapshot)
+        except BaseException as error:  # noqa: BLE001 - raised by the trainer's next call
+            with self._changed:
+                self._error = error
+
+    def _next_work(self) -> tuple[WeightSnapshot | None, list[int]] | None:
+        """What to send and what to release; None = close."""
+        with self._changed:
+            while not self._is_closing:
+                releases, self._releases = self._releases, []
+                snapshot = self._pending if self._sender.has_room else None
+                if snapshot is not None:
+                    self._pending, self._sending = None, snapshot.version
+                if snapshot is not None or releases:
+                    return snapshot, releases
+                self._changed.wait()
+        return None
+
+    def _send(self, snapshot: WeightSnapshot) -> None:
+        try:
+            with snapshot.reading():
+                update = self._sender.publish(snapshot.version, snapshot.tensors)
+        except NoSpace as error:
+            self._try_later(snapshot, error)
+            return
+        except Superseded:
+            with self._changed:
+                self._sending = None
+                self._spare.append(snapshot)
+                self.superseded += 1
+            return
+        self._no_space_since_s = None
+        with self._changed:
+            self._sending = None
+            borrowers, self._borrowers = self._borrowers, []
+            self._ready[update.version] = update
+            self._holders[update.version] = len(borrowers) + snapshot.is_announced
+            self._spare.append(snapshot)
+        for answer in borrowers:
+            answer(update)
+        if snapshot.is_announced:
+            self._emit(update)
+
+    def _try_later(self, snapshot: WeightSnapshot, error: NoSpace) -> None:
+        """Let it be pending again, or drop it for one that is; engines go on with what they have.
+
+        Raises once there was no space for patience_s: the run would only wait for ever.
+        """
+        now_s = time.monotonic()
+        if self._no_space_since_s is None:
+            self._no_space_since_s = now_s
+            print(f"{error} Trying for {self._patience_s:g} s.", file=sys.stderr, flush=True)
+        if now_s - self._no_space_since_s >= self._patience_s:
+            raise error
+        with self._changed:
+            self._sending = None
+            if self._pending is None:
+                self._pending = snapshot
+            else:
+                self._spare.append(snapshot)
+                self.superseded += 1
+            if not self._is_closing:
+                self._changed.wait(min(RETRY_S, self._patience_s))

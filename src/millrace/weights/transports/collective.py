@@ -1,0 +1,341 @@
+"""The collective transport: one broadcast from the trainer to all engines, wherever they are.
+
+Promise: an engine gets the whole version or a WeightError, bucket by bucket against a checksum. A
+peer that dies or hangs ends the broadcast (at once, or after timeout_s); those who are left ask
+again and get the version in a new group.
+
+Rendezvous: each update says where the trainer's Counter listens (rendezvous.py). The trainer's
+thread "broadcast" sends, beside training and beside the packing of the next version; an engine
+receives in its staging thread. What goes beyond loopback is neither encrypted nor, between the
+members of a group, authenticated: use it in a network you trust.
+"""
+
+import math
+import secrets
+import threading
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from millrace.core.errors import WeightError
+from millrace.core.weight_update import WeightUpdate
+from millrace.weights.checksum import checksum
+from millrace.weights.recv_backend import Fetched, Staging
+from millrace.weights.send_backend import Memory, TensorMemory
+from millrace.weights.transports.broadcast import (
+    Backend,
+    BroadcastFailed,
+    BroadcastGroup,
+    join_store,
+    open_store,
+)
+from millrace.weights.transports.rendezvous import (
+    RendezvousCaller,
+    RendezvousClient,
+    RendezvousServer,
+    TransferAdmission,
+    TransferRequest,
+)
+
+TRANSPORT = "collective"
+_ATTEMPTS = 3  # of an engine, at one version: two peers may fail meanwhile
+
+
+class CollectivePlace(msgspec.Struct, kw_only=True, frozen=True):
+    """Location of an update: where to ask for it."""
+
+    host: str
+    port: int  # of the Counter
+    store_port: int  # where the members of a group find each other
+    token: str
+    backend: Backend
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Blob:
+    flat: torch.Tensor
+    checksums: list[int]  # of each bucket
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Offer:
+    payload: _Blob
+    delta: _Blob | None
+    base: int | None  # of the delta
+
+
+class CollectiveSendBackend:
+    """Trainer side. Its methods are called by the publisher's thread."""
+
+    transport = TRANSPORT
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        num_engines: int,
+        bucket_bytes: int,
+        timeout_s: float,
+        device: torch.device,  # of the payload while it is sent
+    ) -> None:
+        self._bucket_bytes = math.ceil(bucket_bytes / 4) * 4  # whole words: see checksum.py
+        self._timeout_s = timeout_s
+        self._device = device
+        self._counter = RendezvousServer(
+            address=address,
+            token=secrets.token_hex(16),
+            num_engines=num_engines,
+            timeout_s=timeout_s,
+        )
+        self._store = open_store(address, timeout_s=timeout_s)
+        self._place = CollectivePlace(
+            host=address,
+            port=self._counter.port,
+            store_port=self._store.port,
+            token=self._counter.token,
+            backend="nccl" if device.type == "cuda" else "gloo",
+        )
+        self._changed = threading.Condition()
+        # Guarded by the condition.
+        self._offers: dict[int, _Offer] = {}
+        self._sending: int | None = None  # version
+        self._is_closing = False
+        self._error: BaseException | None = None
+        # The thread's own.
+        self._group: BroadcastGroup | None = None
+        self._group_number = 0
+        self._members: list[RendezvousCaller] = []
+        self._thread = threading.Thread(target=self._serve, name="broadcast", daemon=True)
+        self._thread.start()
+
+    def allocate(self, num_bytes: int, *, device: torch.device) -> TensorMemory:
+        return TensorMemory(num_bytes, device=self._device)
+
+    def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
+        offer = _Offer(
+            payload=self._blob(payload.flat),
+            delta=None if delta is None else self._blob(delta.flat),
+            base=None if update.delta is None else update.delta.base,
+        )
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            self._offers[update.version] = offer
+        return replace(update, location=msgspec.json.encode(self._place).decode())
+
+    def withdraw(self, version: int) -> None:
+        with self._changed:
+            del self._offers[version]
+            self._changed.wait_for(lambda: self._sending != version)
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closing = True
+            self._offers.clear()
+        self._thread.join()
+        self._counter.close()
+        del self._store
+
+    def _blob(self, flat: torch.Tensor) -> _Blob:
+        return _Blob(flat=flat, checksums=[checksum(b) for b in flat.split(self._bucket_bytes)])
+
+    def _serve(self) -> None:
+        """Body of the broadcast thread."""
+        try:
+            while not self._is_closing:
+                if callers := self._counter.poll():
+                    self._admit(callers)
+        except BaseException as error:  # noqa: BLE001 - raised by the next offer
+            with self._changed:
+                self._error = error
+        finally:
+            self._drop_group()
+
+    def _admit(self, callers: list[RendezvousCaller]) -> None:
+        """Send the version that these callers asked for, or tell them that it is gone."""
+        asks = [caller.ask for caller in callers if caller.ask is not None]
+        version = asks[0].version
+        with self._changed:
+            offer = self._offers.get(version)
+            self._sending = None if offer is None else version
+        if offer is None:
+            for caller in callers:
+                caller.answer(TransferAdmission(refusal=f"version {version} was released"))
+            return
+        is_delta = offer.delta is not None and all(ask.base == offer.base for ask in asks)
+        blob = offer.delta if is_delta and offer.delta is not None else offer.payload
+        try:
+            self._send(callers, blob, is_delta=is_delta)
+        except BroadcastFailed:
+            self._drop_group()  # those who are left notice, and ask again
+        finally:
+            with self._changed:
+                self._sending = None
+                self._changed.notify_all()
+
+    def _send(self, callers: list[RendezvousCaller], blob: _Blob, *, is_delta: bool) -> None:
+        is_new = self._group is None or {*map(id, callers)} != {*map(id, self._members)}
+        if is_new:
+            self._drop_group()
+            self._group_number += 1
+            self._members = callers
+        for rank, caller in enumerate(self._members, start=1):
+            admission = TransferAdmission(
+                group=self._group_number,
+                rank=rank,
+                size=len(self._members) + 1,
+                is_delta=is_delta,
+                bucket_bytes=self._bucket_bytes,
+                checksums=blob.checksums,
+            )
+            if not caller.answer(admission):
+                raise BroadcastFailed("an engine left before the broadcast began")
+        if self._group is None:
+            self._group = BroadcastGroup(
+                self._store,
+                number=self._group_number,
+                rank=0,
+                size=len(self._members) + 1,
+                backend=self._place.backend,
+                host=self._place.host,
+                device=self._device,
+                timeout_s=self._timeout_s,
+            )
+        self._group.broadcast(blob.flat, bucket_bytes=self._bucket_bytes)
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group, self._members = None, []
+
+
+class CollectiveRecvBackend:
+    """Engine side."""
+
+    transport = TRANSPORT
+
+    def __init__(self, *, device: torch.device, timeout_s: float) -> None:
+        self._engine_device = device
+        self._timeout_s = timeout_s
+        self._place: CollectivePlace | None = None
+        self._visitor: RendezvousClient | None = None
+        self._store: Any = None
+        self._group: BroadcastGroup | None = None
+        self._group_number = 0
+
+    def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
+        place = msgspec.json.decode(update.location, type=CollectivePlace)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return self._receive(update, place=place, base=base, staging=staging)
+            except (BroadcastFailed, OSError) as error:
+                self.close()
+                if attempt == _ATTEMPTS:
+                    raise WeightError(
+                        f"Version {update.version} did not arrive ({error}): the trainer or another"
+                        f" engine died or took longer than weights.timeout_s = {self._timeout_s:g};"
+                        " the engine keeps the weights it has."
+                    ) from error
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        if self._visitor is not None:
+            self._visitor.close()
+        self._group = self._visitor = self._store = self._place = None
+
+    def _receive(
+        self, update: WeightUpdate, *, place: CollectivePlace, base: int | None, staging: Staging
+    ) -> Fetched:
+        device = self._device(place)
+        visitor = self._connect(place)
+        admission = visitor.ask(
+            TransferRequest(token=place.token, version=update.version, base=base)
+        )
+        if admission.refusal:
+            raise WeightError(f"The trainer refuses to send: {admission.refusal}.")
+        group = self._join(admission, place=place, host=visitor.own_host, device=device)
+        if admission.is_delta:
+            assert update.delta is not None
+            flat = torch.empty(update.delta.num_bytes, dtype=torch.uint8, device=device)
+        else:
+            flat = staging.take(update, device=device)
+        try:
+            _check_count(admission, version=update.version, num_bytes=len(flat))
+            group.broadcast(
+                flat,
+                bucket_bytes=admission.bucket_bytes,
+                on_bucket=partial(_verify, version=update.version, checksums=admission.checksums),
+            )
+        except WeightError:
+            self.close()  # so that the trainer does not wait for this engine to take the rest
+            raise
+        return Fetched(flat=flat, kind="delta" if admission.is_delta else "staged")
+
+    def _device(self, place: CollectivePlace) -> torch.device:
+        if place.backend == "gloo":
+            return torch.device("cpu")
+        if self._engine_device.type != "cuda":
+            raise WeightError(
+                "The trainer broadcasts between GPUs and this engine has engine.device ="
+                f" {str(self._engine_device)!r}; set engine.device = 'cpu' in the trainer's"
+                " settings too, or weights.transport = 'disk'."
+            )
+        return self._engine_device
+
+    def _connect(self, place: CollectivePlace) -> RendezvousClient:
+        if self._visitor is None or place != self._place:
+            self.close()
+            # The trainer may first have to give up on another engine.
+            self._visitor = RendezvousClient(place.host, place.port, timeout_s=2 * self._timeout_s)
+            self._place = place
+        return self._visitor
+
+    def _join(
+        self,
+        admission: TransferAdmission,
+        *,
+        place: CollectivePlace,
+        host: str,
+        device: torch.device,
+    ) -> BroadcastGroup:
+        if self._group is not None and admission.group == self._group_number:
+            return self._group
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        if self._store is None:
+            self._store = join_store(place.host, place.store_port, timeout_s=self._timeout_s)
+        self._group = BroadcastGroup(
+            self._store,
+            number=admission.group,
+            rank=admission.rank,
+            size=admission.size,
+            backend=place.backend,
+            host=host,
+            device=device,
+            timeout_s=self._timeout_s,
+        )
+        self._group_number = admission.group
+        return self._group
+
+
+def _check_count(admission: TransferAdmission, *, version: int, num_bytes: int) -> None:
+    num_buckets = max(1, math.ceil(num_bytes / admission.bucket_bytes))  # nothing is one, too
+    if len(admission.checksums) != num_buckets:
+        raise WeightError(
+            f"The trainer sends {len(admission.checksums)} buckets of version {version}, which has"
+            f" {num_buckets}; the engine keeps the weights it has."
+        )
+
+
+def _verify(number: int, bucket: torch.Tensor, *, version: int, checksums: list[int]) -> None:
+    if checksum(bucket) != checksums[number]:
+        raise WeightError(
+            f"Bucket {number + 1} of {len(checksums)} of version {version} does not match its"
+            " checksum; the engine keeps the weights it has."
+        )

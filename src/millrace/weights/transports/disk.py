@@ -1,0 +1,155 @@
+"""The disk transport: safetensors files in a directory that trainer and engines share.
+
+    weights/version_12/model.safetensors    every tensor, in the engine's dtype
+    weights/version_12/delta.safetensors    what changed since an earlier version, if that is asked
+    weights/version_12/update.json          the manifest; it is the commit marker, written last
+
+Promise: a folder with update.json is complete and on the disk. Each file is written under a hidden
+name, synced and renamed; what a killed trainer leaves behind has no marker, is ignored by engines,
+and removed by the next trainer that uses the directory. A released version is removed. One trainer
+at a time uses a directory.
+"""
+
+import re
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from millrace.core import files as storage
+from millrace.core.errors import WeightError
+from millrace.core.weight_update import WeightUpdate
+from millrace.weights import packing
+from millrace.weights.recv_backend import Fetched, Staging
+from millrace.weights.send_backend import Memory, NoSpace, TensorMemory
+
+TRANSPORT = "disk"
+MODEL_FILE, DELTA_FILE, MARKER = "model.safetensors", "delta.safetensors", "update.json"
+_POLL_S = 0.02
+
+
+class DiskSendBackend:
+    """Trainer side."""
+
+    transport = TRANSPORT
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory.resolve()
+        self._remove_all()
+
+    def allocate(self, num_bytes: int, *, device: torch.device) -> TensorMemory:
+        return TensorMemory(num_bytes, device=torch.device("cpu"))
+
+    def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
+        folder = self._folder(update.version)
+        short = update.delta and replace(update.delta, location=str(folder / DELTA_FILE))
+        update = replace(update, location=str(folder / MODEL_FILE), delta=short)
+        try:
+            folder.mkdir(parents=True)
+            _write(folder / MODEL_FILE, packing.unpack(update.tensors, payload.flat))
+            if delta is not None:
+                _write(folder / DELTA_FILE, {"delta": delta.flat})
+            _mark(folder, update)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise NoSpace(
+                f"Version {update.version} could not be written to {str(self._directory)!r}"
+                f" ({storage.reason(error)}): it needs {update.num_bytes / 1e6:.3g} MB; make room"
+                " there, or set weights.directory to another disk."
+            ) from error
+        return update
+
+    def withdraw(self, version: int) -> None:
+        folder = self._folder(version)
+        # The marker goes first: without it the rest is not a version any more.
+        (folder / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+    def close(self) -> None:
+        self._remove_all()
+        if self._directory.is_dir() and not any(self._directory.iterdir()):
+            self._directory.rmdir()
+
+    def _folder(self, version: int) -> Path:
+        return self._directory / f"version_{version}"
+
+    def _remove_all(self) -> None:
+        """Also what an earlier trainer left: its versions would be mistaken for ours."""
+        if not self._directory.is_dir():
+            return
+        for folder in self._directory.iterdir():
+            if re.fullmatch(r"version_\d+", folder.name):
+                (folder / MARKER).unlink(missing_ok=True)
+                shutil.rmtree(folder)
+
+
+class DiskRecvBackend:
+    """Engine side."""
+
+    transport = TRANSPORT
+
+    def __init__(self, *, patience_s: float = 5.0) -> None:
+        """`patience_s`: how long a marker may take to be seen; networked filesystems lag."""
+        self._patience_s = patience_s
+
+    def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
+        self._wait_for_marker(update)
+        short = update.delta
+        if short is not None and short.base == base:
+            blob = torch.empty(short.num_bytes, dtype=torch.uint8)
+            _read(Path(short.location), into={"delta": blob})
+            return Fetched(flat=blob, kind="delta")
+        payload = staging.take(update)
+        _read(Path(update.location), into=packing.unpack(update.tensors, payload))
+        return Fetched(flat=payload, kind="staged")
+
+    def close(self) -> None:
+        pass
+
+    def _wait_for_marker(self, update: WeightUpdate) -> None:
+        marker = Path(update.location).parent / MARKER
+        deadline_s = time.monotonic() + self._patience_s
+        while not marker.is_file():
+            if time.monotonic() >= deadline_s:
+                raise WeightError(
+                    f"Version {update.version} is not complete at {str(marker.parent)!r}; engines"
+                    " must see the trainer's weights.directory under the same path."
+                )
+            time.sleep(_POLL_S)
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    hidden = path.with_name(f".{path.name}")
+    save_file(tensors, hidden)
+    storage.sync(hidden)
+    hidden.rename(path)
+
+
+def _mark(folder: Path, update: WeightUpdate) -> None:
+    storage.sync(folder)
+    hidden = folder / f".{MARKER}"
+    hidden.write_bytes(msgspec.json.encode(update))
+    storage.sync(hidden)
+    hidden.rename(folder / MARKER)
+    storage.sync(folder)
+
+
+def _read(path: Path, *, into: dict[str, torch.Tensor]) -> None:
+    """Copy a file's tensors into those given."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name, tensor in into.items():
+                stored = file.get_tensor(name)
+                if (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype):
+                    raise WeightError(f"{str(path)!r} has {name!r} in another shape or type.")
+                tensor.copy_(stored)
+    except (OSError, SafetensorError) as error:
+        raise WeightError(
+            f"The weights at {str(path)!r} are damaged or gone ({storage.reason(error)});"
+            " the engine keeps the weights it has."
+        ) from error

@@ -1,0 +1,193 @@
+"""Who receives which version next: the talk between a collective's trainer and its engines.
+
+An engine connects to the trainer's Counter, which listens where every update says, and asks for a
+version with one line of JSON (Ask). Once all engines have asked, or SOON_S after the first one did,
+the counter lets those who asked have it: each is told its rank in a group (Admission). A group
+serves as long as the same engines ask; when one is lost, or a new one comes, the next is formed.
+So a dead engine costs the others SOON_S, and whoever comes late gets a broadcast of its own.
+
+Promise: nothing but JSON is read from a socket, lines are bounded, and an engine must show the
+token that its update brought.
+"""
+
+import selectors
+import socket
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from millrace.core.errors import WeightError
+
+SOON_S = 1.0
+_MAX_LINE = 2**20
+_POLL_S = 0.1
+
+
+class TransferRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    token: str
+    version: int
+    base: int | None  # checksum of the payload it holds and would take a delta on
+
+
+class TransferAdmission(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    refusal: str = ""  # why not; then nothing else counts
+    group: int = 0  # number; the same as last time if the group still serves
+    rank: int = 0
+    size: int = 0  # the trainer and all engines in it
+    is_delta: bool = False
+    bucket_bytes: int = 0
+    checksums: list[int] = []  # of each bucket
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RendezvousCaller:
+    """One engine's connection, at the trainer."""
+
+    socket: socket.socket
+    unread: bytes = b""
+    ask: TransferRequest | None = None  # not answered yet
+    asked_s: float = 0.0  # monotonic
+
+    def answer(self, admission: TransferAdmission) -> bool:
+        """False if the engine is gone."""
+        self.ask = None
+        try:
+            self.socket.sendall(msgspec.json.encode(admission) + b"\n")
+        except OSError:
+            return False
+        return True
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RendezvousServer:
+    """The trainer's side; used by one thread."""
+
+    address: str
+    token: str
+    num_engines: int
+    timeout_s: float
+    port: int = field(init=False)
+    _listener: socket.socket = field(init=False)
+    _selector: selectors.BaseSelector = field(init=False)
+    _callers: list[RendezvousCaller] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._listener = listen(self.address)
+        self.port = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def poll(self) -> list[RendezvousCaller]:
+        """Wait a little; the callers who shall now have the one version they all asked for."""
+        soonest_s = min((c.asked_s for c in self._callers if c.ask), default=None)
+        wait_s = _POLL_S
+        if soonest_s is not None:
+            wait_s = max(0.0, min(_POLL_S, soonest_s + SOON_S - time.monotonic()))
+        for key, _ in self._selector.select(wait_s):
+            if key.data is None:
+                self._accept()
+            else:
+                self._read(key.data)
+        return self._ready()
+
+    def close(self) -> None:
+        for caller in [*self._callers]:
+            self._drop(caller)
+        self._selector.close()
+        self._listener.close()
+
+    def _ready(self) -> list[RendezvousCaller]:
+        asking = [caller for caller in self._callers if caller.ask is not None]
+        if not asking:
+            return []
+        first = min(asking, key=lambda caller: caller.asked_s)
+        assert first.ask is not None
+        version = first.ask.version
+        same = [caller for caller in asking if caller.ask and caller.ask.version == version]
+        is_due = time.monotonic() - first.asked_s >= SOON_S
+        return same if len(same) >= self.num_engines or is_due else []
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.settimeout(self.timeout_s)
+        caller = RendezvousCaller(socket=connection)
+        self._callers.append(caller)
+        self._selector.register(connection, selectors.EVENT_READ, caller)
+
+    def _read(self, caller: RendezvousCaller) -> None:
+        try:
+            arrived = caller.socket.recv(4096)
+        except OSError:
+            arrived = b""
+        caller.unread += arrived
+        if not arrived or len(caller.unread) > _MAX_LINE:
+            self._drop(caller)
+            return
+        line, newline, rest = caller.unread.partition(b"\n")
+        if not newline:
+            return
+        caller.unread = rest
+        try:
+            ask = msgspec.json.decode(line, type=TransferRequest)
+        except msgspec.MsgspecError:
+            ask = None
+        if ask is None or ask.token != self.token:
+            self._drop(caller)
+            return
+        caller.ask, caller.asked_s = ask, time.monotonic()
+
+    def _drop(self, caller: RendezvousCaller) -> None:
+        self._callers.remove(caller)
+        self._selector.unregister(caller.socket)
+        caller.socket.close()
+
+
+class RendezvousClient:
+    """An engine's side; used by one thread."""
+
+    def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
+        try:
+            self._socket = socket.create_connection((host, port), timeout=timeout_s)
+        except OSError as error:
+            raise WeightError(
+                f"The trainer cannot be reached for weights at {host}:{port} ({error}); set"
+                " weights.address to an address of its host that engines reach."
+            ) from None
+        self._unread = b""
+
+    @property
+    def own_host(self) -> str:
+        """The address of this host that faces the trainer."""
+        return self._socket.getsockname()[0]
+
+    def ask(self, ask: TransferRequest) -> TransferAdmission:
+        """Returns when the trainer is about to send, or refuses."""
+        self._socket.sendall(msgspec.json.encode(ask) + b"\n")
+        while b"\n" not in self._unread:
+            arrived = self._socket.recv(65536)
+            if not arrived:
+                raise ConnectionResetError("the trainer closed the connection")
+            self._unread += arrived
+        line, _, self._unread = self._unread.partition(b"\n")
+        return msgspec.json.decode(line, type=TransferAdmission)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on a free port of this address, and on no other address."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.bind(place)
+        listener.listen()
+    except OSError as error:
+        raise WeightError(
+            f"weights.address = {address!r} cannot be listened on ({error.strerror or error});"
+            " use an address of the trainer's host."
+        ) from None
+    return listener

@@ -1,0 +1,194 @@
+"""The monkey, its witness and its accountant, without a run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.bench.faults.checker import RunChecker, Sighting
+from millrace.bench.faults.injector import CONTROLLER, HANG_STEPS, ROLES, FaultInjector, Kill, plans
+from millrace.bench.faults.processes import (
+    TargetProcess,
+    gone_after_s,
+    is_alive,
+    strike,
+    workers_of,
+)
+from millrace.bench.faults.promises import check_account, check_accuracy, check_kills
+from millrace.bench.faults.time_lost import Pace, account
+from millrace.monitoring.run_dir import RunDir
+
+PACE = Pace(wall_s=15.0, start_s=4.0, step_s=1.0, end_s=2.0)  # ten steps
+
+
+def make_kill(*, at_s: float, step: int, role: str = "engine", gone: float | None = 0.1) -> Kill:
+    return Kill(
+        at_s=at_s,
+        role=role,
+        name=f"{role}-0",
+        pid=1,
+        signal="SIGKILL",
+        step=step,
+        gone_after_s=gone,
+    )
+
+
+def seen(*times: float) -> list[Sighting]:
+    return [Sighting(at_s=at_s, step=i + 1, is_new=True) for i, at_s in enumerate(times)]
+
+
+def test_kills_fall_on_each_role_equally_often_and_over_all_steps():
+    drawn = list(plans(200, steps=400, seed=1))
+    assert {role: sum(plan.role == role for plan in drawn) for role in ROLES} == dict.fromkeys(
+        ROLES, 50
+    )
+    waiting = [plan.after_step for plan in drawn if plan.after_step is not None]
+    assert waiting == sorted(waiting)
+    assert 310 < waiting[-1] <= 320
+    assert 10 < sum(plan.after_step is None for plan in drawn) < 60
+    stopped = [plan.role for plan in drawn if plan.signal == signal.SIGSTOP]
+    assert len(stopped) == 22
+    assert set(stopped) == {"engine", "scorer", "trainer"}
+    assert CONTROLLER not in stopped
+    assert drawn == list(plans(200, steps=400, seed=1))
+
+
+@pytest.fixture
+def victim() -> Iterator[TargetProcess]:
+    """A process that looks like a worker."""
+    command = "import sys, time; time.sleep(60)"
+    arguments = ["-m", "millrace.inference.worker", "--name", "engine-7", "--address", "a"]
+    process = subprocess.Popen([sys.executable, "-c", command, *arguments, "--parent", "999999999"])
+    try:
+        (victim,) = workers_of(999999999)
+        assert (victim.role, victim.name, victim.pid) == ("engine", "engine-7", process.pid)
+        yield victim
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_only_workers_of_the_given_controller_are_found_and_a_kill_is_proved(victim):
+    assert workers_of(999999998) == []
+    assert gone_after_s(victim, timeout_s=0.1) is None
+    assert strike(victim, signal.SIGKILL)
+    assert gone_after_s(victim, timeout_s=10) is not None  # as a zombie
+    assert not is_alive(victim)
+    assert not strike(victim, signal.SIGKILL)
+
+
+class Hurrying:
+    """A run, and its witness, that does ten steps whenever it is looked at."""
+
+    step, exit_code = 0, None
+
+    def look(self) -> None:
+        self.step += 10
+
+
+def test_where_steps_go_on_beside_a_worker_that_hangs_others_are_killed_before_it_is_gone(victim):
+    run: Any = Hurrying()
+    monkey = FaultInjector(run, run, tell=lambda _: None)
+    assert monkey._strike(victim, signal.SIGSTOP)
+    assert run.step > HANG_STEPS
+    assert not monkey._strike(victim, signal.SIGKILL)  # it is the run that must end it
+    assert [kill.gone_after_s for kill in monkey.kills] == [None]
+    monkey._look_after_hanging()
+    assert [kill.gone_after_s for kill in monkey.kills] == [None]
+    os.kill(victim.pid, signal.SIGKILL)
+    assert gone_after_s(victim, timeout_s=10) is not None
+    monkey._look_after_hanging()
+    assert check_kills(monkey.kills, wanted=1).holds
+
+
+def test_long_gaps_are_put_down_to_the_kill_before_them_and_all_seconds_add_up():
+    # The engine dies after step 3; two steps that were buffered follow, then nothing for 9 s more.
+    times = (4, 5, 6, 7, 8, 18, 19, 20, 21, 22)
+    books = account(
+        seen(*times), [make_kill(at_s=6.5, step=3)], pace=PACE, began_s=0.0, ended_s=24.0
+    )
+    assert books.by_role["engine"].seconds == pytest.approx(9.0)
+    assert books.rest_s == pytest.approx(0.0)
+    assert check_account(books).holds
+
+
+def test_a_long_gap_far_from_any_kill_is_nobodys():
+    times = (4, 5, 6, 7, 8, 9, 10, 11, 31, 32)
+    books = account(
+        seen(*times), [make_kill(at_s=5.5, step=2)], pace=PACE, began_s=0.0, ended_s=34.0
+    )
+    assert books.by_role["engine"].seconds == 0
+    assert books.rest_s == pytest.approx(19.0)
+    assert not check_account(books).holds
+
+
+def test_steps_that_are_done_again_count_as_redone():
+    before, after = seen(4, 5, 6), seen(4, 5, 6, 22, 23)[3:]
+    again = [Sighting(at_s=18.0, step=2, is_new=False), Sighting(at_s=20.0, step=3, is_new=False)]
+    kill = make_kill(at_s=6.5, step=3, role=CONTROLLER)
+    books = account([*before, *again, *after], [kill], pace=PACE, began_s=0.0, ended_s=25.0)
+    loss = books.by_role[CONTROLLER]
+    assert loss.seconds == pytest.approx(15.0)
+    assert loss.redo_s == pytest.approx(4.0)
+
+
+def test_promises_break():
+    assert check_kills([make_kill(at_s=1, step=1)], wanted=1).holds
+    assert not check_kills([make_kill(at_s=1, step=1)], wanted=2).holds
+    assert not check_kills([make_kill(at_s=1, step=1, gone=None)], wanted=1).holds
+    assert check_accuracy(0.90, 0.85).holds
+    assert not check_accuracy(0.90, 0.70).holds
+
+
+class Rows:
+    """A run directory that somebody writes, without a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.run_dir = RunDir(path)
+        self.run_dir.rollouts.mkdir(parents=True)
+
+    def begin(self, kept: int = 0) -> None:
+        """As a run does that is started or goes on."""
+        rows = [json.dumps({"step": step}) + "\n" for step in range(1, kept + 1)]
+        fresh = self.run_dir.metrics.with_name("new")
+        fresh.write_text("".join(rows))
+        fresh.replace(self.run_dir.metrics)
+
+    def step(self, step: int, *groups: int) -> None:
+        with self.run_dir.metrics.open("a") as file:
+            file.write(json.dumps({"step": step}) + "\n")
+        lines = [json.dumps({"group": group}) for group in groups]
+        (self.run_dir.rollouts / f"step_{step}.jsonl").write_text("\n".join(lines))
+
+
+def test_a_witness_notices_a_step_that_is_done_again_from_other_groups(tmp_path):
+    rows = Rows(tmp_path)
+    witness = RunChecker(rows.run_dir)
+    witness.look()
+    rows.begin()
+    for step in (1, 2, 3):
+        rows.step(step, 10 * step, 10 * step + 1)
+        witness.look()
+    rows.begin(kept=1)
+    witness.look()
+    rows.step(2, 20, 99)
+    rows.step(3, 30, 31)
+    rows.step(4, 40, 41)
+    witness.conclude()
+    assert [(s.step, s.is_new) for s in witness.sightings] == [
+        (1, True),
+        (2, True),
+        (3, True),
+        (2, False),
+        (3, False),
+        (4, True),
+    ]
+    assert witness.groups[4] == {40, 41}
+    (sentence,) = witness.contradictions
+    assert sentence.startswith("Step 2 was made of groups [20, 21] and")

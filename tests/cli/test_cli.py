@@ -1,0 +1,254 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from millrace.cli.commands import what_is_left
+from millrace.cli.main import report, split_settings
+from millrace.cli.starter import write_starter
+from millrace.config import load_config
+from millrace.core.errors import ConfigError, RunFailed, WorkerError
+from millrace.core.plugins import load_reference
+from millrace.monitoring.run_dir import RunDir
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def millrace(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "millrace.cli.main", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "COLUMNS": "100"},
+    )
+
+
+def a_run(path: Path) -> RunDir:
+    run_dir = RunDir(path)
+    run_dir.open(load_config({"model": "m"}))
+    run_dir.metrics.write_text('{"step": 1, "reward_mean": 0.5}\n')
+    run_dir.close()
+    return run_dir
+
+
+# Help
+
+
+def test_help_shows_every_command_and_the_exit_codes():
+    done = millrace("--help")
+    assert done.returncode == 0
+    for word in ("demo", "init", "train", "join", "inspect", "start here", "exit codes"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize("command", ["demo", "init", "train", "join", "inspect"])
+def test_every_command_has_a_help_text_that_fits_the_terminal(command):
+    done = millrace(command, "--help")
+    assert done.returncode == 0
+    assert len(done.stdout) > 300
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_bench_lists_its_measurements_and_not_the_processes_they_start():
+    done = millrace("bench", "--help")
+    assert "pipeline" in done.stdout
+    assert "publishing" not in done.stdout
+
+
+def test_help_needs_no_heavy_import():
+    code = (
+        "import sys\nfrom millrace.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'numpy', 'rich'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version():
+    done = millrace("--version")
+    assert done.stdout.startswith("millrace 0.")
+
+
+# Wrong usage
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["trian"], ["train"], ["inspect"], ["demo", "--sed", "1"]]
+)
+def test_wrong_usage_exits_with_2(arguments):
+    done = millrace(*arguments)
+    assert done.returncode == 2
+    assert "usage: millrace" in done.stderr
+
+
+def sentence_of(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line that a wrong input earns."""
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    return line.removeprefix("error: ")
+
+
+def test_a_missing_toml_is_one_sentence(tmp_path):
+    assert "No config file" in sentence_of(millrace("train", tmp_path / "run.toml"))
+
+
+def test_an_unknown_setting_names_the_nearest_one(tmp_path):
+    (tmp_path / "run.toml").write_text('model = "m"\n')
+    done = millrace("train", tmp_path / "run.toml", "--trainer.stepz", "5")
+    assert "Unknown setting 'trainer.stepz'; did you mean 'steps'?" in sentence_of(done)
+
+
+def test_a_missing_ticket_is_one_sentence(tmp_path):
+    done = millrace("join", tmp_path / "ticket.json")
+    assert "cannot be read: No such file" in sentence_of(done)
+
+
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
+    assert "is not a run directory" in sentence_of(millrace("inspect", tmp_path))
+
+
+# Settings on the command line
+
+
+def test_settings_are_split_from_options():
+    arguments = ["train", "--trainer.steps", "5", "run.toml", "--loss.high=0.3", "--resume"]
+    rest, settings = split_settings([*arguments, "--seed", "-1", "--run-dir", "a=b", "--x=--y"])
+    assert rest == ["train", "run.toml", "--resume"]
+    assert settings == {
+        "trainer.steps": "5",
+        "loss.high": "0.3",
+        "seed": "-1",
+        "run_dir": "a=b",
+        "x": "--y",
+    }
+
+
+@pytest.mark.parametrize("arguments", [["--trainer.steps"], ["--trainer.steps", "--resume"]])
+def test_a_setting_without_a_value_is_refused(arguments):
+    with pytest.raises(ConfigError, match=r"--trainer\.steps needs a value"):
+        split_settings(["train", "run.toml", *arguments])
+
+
+def test_a_scorer_cannot_be_set_on_the_command_line():
+    with pytest.raises(ConfigError, match=r"edit the \[\[scorer\]\] table"):
+        split_settings(["train", "run.toml", "--scorer.0.weight", "2"])
+
+
+# How a run ends
+
+
+def test_a_failed_worker_is_told_with_its_traceback(capsys):
+    error = WorkerError("engine-0 died.", worker="engine-0", traceback="Traceback:\n  boom\n")
+    assert report(error) == 1
+    assert (
+        capsys.readouterr().err == "error: engine-0 died.\n\nFrom engine-0:\nTraceback:\n  boom\n"
+    )
+
+
+def test_a_failed_run_exits_with_1_and_a_wrong_setting_with_2(capsys):
+    assert report(RunFailed("No step completed.")) == 1
+    assert report(ConfigError("Setting 'model' is missing.")) == 2
+    assert (
+        capsys.readouterr().err == "error: No step completed.\nerror: Setting 'model' is missing.\n"
+    )
+
+
+def test_an_interrupted_run_says_where_it_lies_and_how_to_go_on(tmp_path):
+    run_dir = a_run(tmp_path / "x")
+    assert what_is_left(str(run_dir.path)).endswith("x; no checkpoint was written yet")
+    (run_dir.checkpoints / "step_20").mkdir()
+    assert what_is_left(str(run_dir.path)).endswith("x; --resume goes on from step_20")
+
+
+# Init
+
+
+def make_untrained_model(directory: Path) -> None:
+    """Skips the half minute of supervised training that `millrace init` spends."""
+    from millrace.demo.model import build_model, build_tokenizer
+
+    tokenizer = build_tokenizer()
+    build_model(tokenizer, seed=0).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def make_no_model(directory: Path) -> None:
+    directory.mkdir()
+
+
+@pytest.mark.slow
+def test_the_starter_trains_as_it_is(tmp_path):
+    write_starter(tmp_path / "first", make_model=make_untrained_model)
+    short = ("--trainer.steps", "2", "--evaluate.max_tasks=8", "--trainer.groups-per-step", "4")
+    done = millrace("train", "first/run.toml", *short, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "trained 2 steps" in done.stdout
+    assert "held-out accuracy" in done.stdout
+    run_dir = RunDir(tmp_path / "first" / "run")
+    assert run_dir.is_finished
+    assert [path.name for path in run_dir.checkpoint_paths] == ["step_2"]
+
+
+def test_the_starter_sets_only_what_exists_and_holds_tasks_out(tmp_path):
+    write_starter(tmp_path, make_model=make_no_model)
+    config = load_config(tmp_path / "run.toml")
+    assert config.scorer[0].function == f"{tmp_path}/rewards.py:exact_match"
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("tasks.jsonl", "heldout.jsonl")
+    }
+    trained, held_out = ({row["prompt"] for row in rows[name]} for name in rows)
+    assert len(rows["heldout.jsonl"]) == config.evaluate.max_tasks
+    assert not trained & held_out
+    reward = load_reference(config.scorer[0].function)
+    answers = [row["answer"] for row in rows["tasks.jsonl"]]
+    assert set(reward(completions=answers, answer=answers, prompts=answers)) == {1.0}
+    assert reward(completions=["no"], answer=["01"]) == [0.0]
+
+
+def test_init_overwrites_nothing(tmp_path):
+    (tmp_path / "rewards.py").write_text("mine")
+    assert "rewards.py already exists" in sentence_of(millrace("init", tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["rewards.py"]
+
+
+def test_an_interrupted_init_can_be_repeated(tmp_path):
+    def interrupted(directory: Path) -> None:
+        directory.mkdir()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_starter(tmp_path / "first", make_model=interrupted)
+    write_starter(tmp_path / "first", make_model=make_no_model)
+    assert (tmp_path / "first" / "model").is_dir()
+
+
+def test_init_into_a_file_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    assert "Cannot write into" in sentence_of(millrace("init", tmp_path / "file" / "below"))
+
+
+# Inspect
+
+
+def test_inspect_prints_a_summary_and_draws_plots(tmp_path):
+    run_dir = a_run(tmp_path / "x")
+    done = millrace("inspect", run_dir.path)
+    assert done.returncode == 0, done.stderr
+    assert "(stopped)" in done.stdout
+    assert f"drew {run_dir.plots / 'reward.png'}" in done.stdout
+    assert (run_dir.plots / "reward.png").is_file()
+
+
+def test_inspect_without_plots_leaves_the_directory_alone(tmp_path):
+    run_dir = a_run(tmp_path / "x")
+    done = millrace("inspect", run_dir.path, "--no-plots")
+    assert done.returncode == 0
+    assert not run_dir.plots.exists()

@@ -1,0 +1,58 @@
+import asyncio
+
+import pytest
+
+from millrace.cluster.supervision.watchdog import StallWatchdog
+from millrace.core.errors import RunFailed
+
+
+class Rig:
+    def __init__(self, *, limit_s: float) -> None:
+        self.warnings: list[str] = []
+        self.moved = 0
+        self.stalls = StallWatchdog(
+            warn_after_s=0.02,
+            limit_s=limit_s,
+            explain=lambda: "the trainer waits for generation.",
+            moved=lambda: self.moved,
+            warn=self.warnings.append,
+        )
+
+
+async def test_a_standstill_is_warned_of_ever_more_rarely_and_then_ends_the_run():
+    rig = Rig(limit_s=0.1)
+    with pytest.raises(RunFailed, match=r"No step completed for 0.1 s .*waits for generation"):
+        await rig.stalls.until(asyncio.Event().wait())
+    told = [warning.partition(":")[0] for warning in rig.warnings]
+    assert told == [f"No step completed for {s} s" for s in (0.02, 0.04, 0.08)]
+
+
+async def test_what_moves_otherwise_begins_the_time_anew():
+    rig = Rig(limit_s=0.1)
+
+    async def work():
+        for _ in range(4):
+            await asyncio.sleep(0.06)
+            rig.moved += 1
+        return "done"
+
+    assert await rig.stalls.until(work()) == "done"
+
+
+async def test_the_work_of_who_is_cancelled_is_cancelled():
+    rig = Rig(limit_s=10)
+    work = asyncio.create_task(asyncio.Event().wait())
+    waiting = asyncio.create_task(rig.stalls.until(work))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert work.cancelled()
+
+
+async def test_an_error_of_the_work_is_raised():
+    async def work():
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        await Rig(limit_s=1).stalls.until(work())

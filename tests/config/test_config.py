@@ -1,0 +1,447 @@
+"""Every way to get the settings wrong, and the sentence it earns."""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.config import RunConfig, load_config, parse_override
+from millrace.core.errors import ConfigError
+from millrace.core.plugins import build_plugin, load_reference
+
+
+def sentence_of(table: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"model": "m", **table})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Wrong settings
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"trainr": {}}, "Unknown setting 'trainr'; did you mean 'trainer'?"),
+        ({"trainer": {"step": 3}}, "Unknown setting 'trainer.step'; did you mean 'steps'?"),
+        ({"trainer": {"zzz": 3}}, "Unknown setting 'trainer.zzz'; valid here: steps, "),
+        ({"zzz": 3}, "Unknown setting 'zzz'; valid here: run_dir, seed, model, "),
+        (
+            {"scorer": [{"function": "a:b", "wieght": 2}]},
+            "Unknown setting 'scorer.0.wieght'; did you mean 'weight'?",
+        ),
+        ({"model": {"pth": "x", "path": "y"}}, "did you mean 'path'?"),
+        ({"lora": {"rnk": 8}}, "Unknown setting 'lora.rnk'; did you mean 'rank'?"),
+        ({"tasks": {"source": [{"wight": 1}]}}, "'tasks.source.0.wight'; did you mean 'weight'?"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
+    assert said in sentence_of(table)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"trainer": {"steps": "many"}}, "Setting 'trainer.steps' = 'many': "),
+        ({"trainer": {"steps": 1.5}}, "Setting 'trainer.steps' = 1.5: "),
+        ({"trainer": {"steps": 0}}, "Setting 'trainer.steps' = 0: input should be greater than 0"),
+        ({"trainer": {"learning_rate": float("nan")}}, "Setting 'trainer.learning_rate' = nan: "),
+        ({"trainer": {"learning_rate": float("inf")}}, "Setting 'trainer.learning_rate' = inf: "),
+        ({"trainer": {"betas": [0.1, 0.2, 0.3]}}, "Setting 'trainer.betas' = [0.1, 0.2, 0.3]: "),
+        ({"trainer": {"schedule": "cosin"}}, "'constant', 'linear' or 'cosine'"),
+        ({"trainer": 3}, "Setting 'trainer' = 3: "),
+        ({"lora": {"rank": 0}}, "Setting 'lora.rank' = 0: input should be greater than 0"),
+        ({"lora": {"target_modules": []}}, "Setting 'lora.target_modules' = []: "),
+        ({"lora": {"dropout": 0.1}}, "Unknown setting 'lora.dropout'; valid here: rank, "),
+        ({"sampling": {"temperature": 0}}, "Setting 'sampling.temperature' = 0: "),
+        ({"sampling": {"top_p": 1.5}}, "Setting 'sampling.top_p' = 1.5: "),
+        ({"sampling": {"min_p": 1}}, "Setting 'sampling.min_p' = 1: "),
+        ({"rollout": {"group_size": 1}}, "Setting 'rollout.group_size' = 1: "),
+        ({"rollout": {"max_failure_share": 2}}, "Setting 'rollout.max_failure_share' = 2: "),
+        ({"buffer": {"max_staleness": -1}}, "Setting 'buffer.max_staleness' = -1: "),
+        ({"engine": {"dtype": "float8"}}, "'float32', 'bfloat16' or 'float16'"),
+        ({"weights": {"transport": "pigeon"}}, "Setting 'weights.transport' = 'pigeon': "),
+        ({"weights": {"notify": ["http://a:1/b"]}}, "weights.transport = 'auto' writes none"),
+        ({"weights": {"notify": ["a:1"], "transport": "disk"}}, "weights.notify"),
+        ({"watch": {"progress": "loud"}}, "Setting 'watch.progress' = 'loud': "),
+        ({"run_dir": 3}, "Setting 'run_dir' = 3: "),
+        ({"model": 3}, "Setting 'model' = 3: "),
+        ({"loss": "clipped"}, "Setting 'loss' = 'clipped': "),
+        ({"scorer": {"function": "a:b"}}, "Setting 'scorer' = {'function': 'a:b'}: "),
+        ({"scorer": [{}]}, "Setting 'scorer.0' = {}: a scorer has either a function or a type"),
+        (
+            {"scorer": [{"function": "a:b", "type": "exact"}]},
+            ": a scorer has either a function or a type; set one of the two",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_field(table, said):
+    assert said in sentence_of(table)
+
+
+@pytest.mark.parametrize(
+    ("table", "field"),
+    [
+        ({}, "model"),
+        ({"model": {}}, "model.path"),
+    ],
+)
+def test_what_is_missing_is_named(table, field):
+    with pytest.raises(ConfigError, match=rf"Setting '{re.escape(field)}.*' is missing"):
+        load_config(table)
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    said = sentence_of({"buffer": {"capacity": 4}, "trainer": {"groups_per_step": 8}})
+    assert "buffer.capacity = 4" in said
+    assert "trainer.groups_per_step = 8" in said
+    assert "raise buffer.capacity" in said
+
+
+def test_a_barrier_between_generation_and_training_needs_staleness_zero():
+    said = sentence_of({"weights": {"interrupt": "barrier"}, "buffer": {"max_staleness": 3}})
+    assert "weights.interrupt = 'barrier'" in said
+    assert "buffer.max_staleness = 3" in said
+    assert "set buffer.max_staleness to 0" in said
+    load_config({"model": "m", "weights": {"interrupt": "barrier"}, "buffer": {"max_staleness": 0}})
+
+
+def test_several_adapters_cannot_be_merged_nor_be_called_base():
+    adapters = {"adapters": {"judge": "a/folder"}}
+    said = sentence_of({"engine": adapters, "lora": {"apply": "merged"}})
+    assert "lora.apply = 'merged'" in said
+    assert "(judge)" in said
+    for lora in ({"apply": "auto"}, {"apply": "unmerged"}, None):
+        load_config({"model": "m", "engine": adapters, "lora": lora})
+    assert "named 'base'" in sentence_of({"engine": {"adapters": {"base": "a/folder"}}})
+
+
+@pytest.mark.parametrize(
+    ("buffer", "said"),
+    [
+        ({"staleness": "share"}, "how many tokens may be too stale; set buffer.max_stale_share"),
+        ({"max_stale_share": 0.1}, "buffer.staleness = 'oldest'; set that to 'share', or leave"),
+        ({"replay": {"share": 0.1}}, "is less than one group; raise it to 0.125 or more"),
+        (
+            {"replay": {"share": 0.5, "capacity": 3}},
+            "buffer.replay.capacity = 3 can never hold the 4 groups",
+        ),
+        ({"replay": {"max_staleness": 1}}, "Setting 'buffer.replay.max_staleness' = 1"),
+        ({"replay": {"shares": 0.5}}, "'buffer.replay.shares'; did you mean 'share'"),
+        ({"order": 3}, "Setting 'buffer.order' = 3"),
+    ],
+)
+def test_what_a_buffer_cannot_be_is_refused_with_the_remedy(buffer, said):
+    with pytest.raises(ConfigError) as caught:
+        load_config({"model": "m", "buffer": buffer})
+    assert said in str(caught.value)
+
+
+def test_a_barrier_leaves_nothing_to_replay():
+    table = {
+        "model": "m",
+        "buffer": {"max_staleness": 0, "replay": {}},
+        "weights": {"interrupt": "barrier"},
+    }
+    with pytest.raises(ConfigError, match=r"on-policy, which buffer\.replay is not; leave out"):
+        load_config(table)
+
+
+def test_an_order_may_be_just_its_name():
+    config = load_config({"model": "m", "buffer": {"order": "freshest"}})
+    assert config.buffer.order == {"type": "freshest"}
+
+
+def test_more_minibatches_than_groups_are_refused():
+    said = sentence_of({"trainer": {"groups_per_step": 2, "minibatches": 3}})
+    assert "trainer.minibatches = 3 leaves some of them without any" in said
+    assert said.endswith("trainer.groups_per_step = 2; lower it.")
+
+
+@pytest.mark.parametrize("section", ["tasks", "evaluate"])
+def test_two_sources_of_tasks_are_refused(section):
+    said = sentence_of({section: {"path": "a", "function": "b:c"}})
+    assert said == f"{section}.path and {section}.function are both set; keep one."
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ({"path": "a", "source": [{"path": "b"}]}, "make that one a [[tasks.source]], too"),
+        ({"source": [{"weight": 2.0}]}, "a [[tasks.source]] has neither path nor function"),
+        ({"source": [{"path": "a", "function": "b:c"}]}, "tasks.source.path and tasks.source.func"),
+        ({"source": [{"path": "a", "weight": 0.0}]}, "Setting 'tasks.source.0.weight' = 0.0"),
+    ],
+)
+def test_sources_that_cannot_be_mixed_are_refused(tasks, said):
+    assert said in sentence_of({"tasks": tasks})
+
+
+def test_a_selection_may_be_just_its_name():
+    config = load_config({"model": "m", "rollout": {"selection": "first"}})
+    assert config.rollout.selection == {"type": "first"}
+
+
+def test_samples_of_an_evaluation_must_be_able_to_differ():
+    said = sentence_of({"evaluate": {"samples": 4, "temperature": 0.0}})
+    assert "evaluate.samples = 4 at evaluate.temperature = 0 are all the same" in said
+
+
+def test_engines_that_take_single_versions_are_not_reached_by_a_broadcast():
+    said = sentence_of({"evaluate": {"engines": 1}, "weights": {"transport": "collective"}})
+    assert "evaluate.engines = 1 take single versions" in said
+    remote = {"remote": 1}
+    cluster = {"address": "tcp://a:1", "ticket": "/elsewhere/t"}
+    said = sentence_of({"evaluate": {"engines": 1}, "engine": remote, "cluster": cluster})
+    assert "weights.transport = 'auto' broadcasts" in said
+    load_config({"model": "m", "evaluate": {"engines": 1}})
+
+
+def test_every_mistake_is_told_at_once():
+    said = sentence_of({"trainer": {"steps": -1}, "bufer": {}})
+    assert "'trainer.steps' = -1" in said
+    assert "'bufer'; did you mean 'buffer'?" in said
+
+
+# Where settings come from
+
+
+def test_overrides_win_whether_dotted_or_nested():
+    table = {"model": "m", "trainer": {"steps": 1, "schedule": "cosine"}}
+    for overrides in ({"trainer.steps": 7}, {"trainer": {"steps": 7}}):
+        trainer = load_config(table, overrides=overrides).trainer
+        assert (trainer.steps, trainer.schedule) == (7, "cosine")
+
+
+def test_a_wrong_override_is_named_like_any_setting():
+    with pytest.raises(ConfigError, match=r"'trainer\.stepz'; did you mean 'steps'"):
+        load_config({"model": "m"}, overrides={"trainer.stepz": 3})
+
+
+def test_a_model_may_be_just_its_path():
+    assert load_config({"model": "some/model"}).model.path == "some/model"
+    assert load_config(overrides={"model": "some/model"}).model.path == "some/model"
+
+
+def test_a_config_passes_through_unchanged():
+    config = load_config({"model": "m", "loss": {"type": "clipped", "high": 0.3}})
+    assert load_config(config) == config
+    assert isinstance(load_config(config), RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12", 12),
+        ("3e-5", 3e-5),
+        ("true", True),
+        ("[0.9, 0.95]", [0.9, 0.95]),
+        ('"12"', "12"),
+        ("runs/second", "runs/second"),
+        ("cosine", "cosine"),
+        ("", ""),
+    ],
+)
+def test_a_command_line_value_reads_as_toml_or_as_text(text, value):
+    assert parse_override(text) == value
+
+
+def test_paths_in_a_toml_start_from_its_folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'run_dir = "run"\nmodel.path = "model"\ntasks.path = "t.jsonl"\n'
+        'evaluate.function = "held.py:out"\nloss.type = "losses.py:Mine"\n'
+        '[[scorer]]\nfunction = "rewards.py:reward"\n[[scorer]]\nfunction = "pack.mod:reward"\n'
+    )
+    config = load_config(file)
+    assert config.run_dir == str(tmp_path / "run")
+    assert config.model.path == str(tmp_path / "model")
+    assert config.tasks.path == str(tmp_path / "t.jsonl")
+    assert config.evaluate.function == f"{tmp_path}/held.py:out"
+    assert config.loss["type"] == f"{tmp_path}/losses.py:Mine"
+    assert [scorer.function for scorer in config.scorer] == [
+        f"{tmp_path}/rewards.py:reward",
+        "pack.mod:reward",
+    ]
+
+
+def test_a_verifiers_own_keys_stand_in_its_table_and_survive_a_round_trip(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'model = "m"\n[[scorer]]\ntype = "json_schema"\npath = "schema.json"\nweight = 2.0\n'
+    )
+    config = load_config(file)
+    assert config.scorer[0].own == {
+        "type": "json_schema",
+        "path": str(tmp_path / "schema.json"),
+    }
+    assert load_config(config.model_dump(mode="json")) == config
+
+
+def test_a_hub_name_in_a_toml_stays_a_hub_name(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('model.path = "some/model"\n')
+    assert load_config(file).model.path == "some/model"
+
+
+def test_a_missing_toml_points_to_init(tmp_path):
+    with pytest.raises(ConfigError, match=r"No config file '.*run\.toml'; `millrace init`"):
+        load_config(tmp_path / "run.toml")
+
+
+def test_a_broken_toml_is_named_with_the_place(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[trainer]\nsteps = \n")
+    with pytest.raises(ConfigError, match=r"run\.toml is not valid TOML: .*line 2"):
+        load_config(file)
+
+
+# Plug-ins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clipped:
+    high: float = 0.2
+    low: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.high < 0:
+            raise ValueError(f"high = {self.high} must not be negative")
+
+
+def plugin(**table: Any) -> Any:
+    return build_plugin(table, builtins={"clipped": Clipped}, default="clipped", section="loss")
+
+
+def test_a_plugin_is_its_own_config():
+    assert plugin(type="clipped", high=0.28) == Clipped(high=0.28)
+
+
+def test_a_plugin_may_be_anything_callable():
+    assert plugin(type="builtins:dict", a=1) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"type": 3}, "Setting 'loss.type' = 3 is not a name; built in: clipped."),
+        ({"type": "cliped"}, "'loss.type' = 'cliped' is not known; did you mean 'clipped'?"),
+        ({"type": "zzz"}, "'loss.type' = 'zzz' is not known; built in: clipped."),
+        ({"type": "clipped", "hihg": 1}, "'loss.hihg' of 'clipped'; did you mean 'high'?"),
+        ({"type": "clipped", "zzz": 1}, "'loss.zzz' of 'clipped'; valid here: high, low."),
+        ({"type": "clipped", "high": -1}, "'loss' does not fit: high = -1 must not be negative."),
+        ({"type": "builtins:dict.x"}, "'builtins' has no 'dict.x'"),
+        ({"type": "json:JSONDecoder", "zzz": 1}, "Section 'loss' does not fit: "),
+    ],
+)
+def test_a_wrong_plugin_is_told_in_a_sentence(table, said):
+    with pytest.raises(ConfigError) as caught:
+        plugin(**table)
+    assert said in str(caught.value)
+
+
+# References
+
+
+def test_references_name_modules_or_files(tmp_path):
+    (tmp_path / "rewards.py").write_text("def reward():\n    return 'mine'\n")
+    assert load_reference("json:dumps") is sys.modules["json"].dumps
+    by_file = load_reference(f"{tmp_path}/rewards.py:reward")
+    assert by_file() == "mine"
+    assert load_reference(f"{tmp_path}/rewards.py:reward") is by_file
+
+
+def test_files_of_one_name_in_two_folders_do_not_clash(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rewards.py").write_text(f"NAME = {name!r}\n")
+    names = [load_reference(f"{tmp_path}/{name}/rewards.py:NAME") for name in ("a", "b")]
+    assert names == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("json", "'json' is not a reference; write 'package.module:Name' or 'file.py:Name'"),
+        (":dumps", "':dumps' is not a reference"),
+        ("json:", "'json:' is not a reference"),
+        ("json:dump_all", "'json' has no 'dump_all'; check the name after the colon"),
+        ("no_such_package.x:f", "No module named 'no_such_package.x'; is it installed"),
+        ("nowhere.py:f", "No file '"),
+    ],
+)
+def test_a_wrong_reference_is_told_in_a_sentence(reference, said):
+    with pytest.raises(ConfigError) as caught:
+        load_reference(reference)
+    assert said in str(caught.value)
+
+
+def test_a_missing_import_inside_user_code_is_not_blamed_on_the_reference(tmp_path: Path):
+    (tmp_path / "rewards.py").write_text("import no_such_package\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        load_reference(f"{tmp_path}/rewards.py:reward")
+
+
+# Engines on other hosts
+
+JOINABLE = {
+    "engine": {"remote": 1},
+    "cluster": {"address": "tcp://*:5000", "ticket": "ticket.json"},
+    "weights": {"transport": "disk"},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"engine": {"remote": -1}}, "Setting 'engine.remote' = -1: "),
+        ({"engine": {"count": 0}}, "engine.count = 0 and engine.remote = 0 leave nobody"),
+        ({"cluster": {"ticket": "t"}}, "cluster.address = 'auto' is a local socket"),
+        ({"cluster": {"address": "tcp://*:5000"}}, "no cluster.ticket says where"),
+        (
+            {"cluster": {"address": "tcp://*:5000", "ticket": "runs/run/t.json"}},
+            "cluster.ticket = 'runs/run/t.json' is a secret and lies in run_dir",
+        ),
+        ({"weights": {"transport": "shm"}}, "weights.transport = 'shm' reaches engines on this"),
+        ({"cluster": {"heartbeat_timeout_s": 0}}, "Setting 'cluster.heartbeat_timeout_s' = 0: "),
+    ],
+)
+def test_what_keeps_engines_of_other_hosts_out_is_one_sentence(change, said):
+    assert said in sentence_of({**JOINABLE, **change})
+
+
+def test_all_engines_may_be_on_other_hosts():
+    config = load_config({"model": "m", **JOINABLE, "engine": {"count": 0, "remote": 2}})
+    assert (config.engine.count, config.engine.remote) == (0, 2)
+
+
+def test_models_of_roles_have_the_settings_of_an_engine_but_none_of_its_weights(tmp_path):
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "run.toml").write_text(
+        'model = "m"\n[environment.models.judge]\npath = "judge"\ncount = 2\nmax_sequences = 4\n'
+        '[environment.models.hub]\npath = "owner/name"\ntrust_remote_code = true\n'
+    )
+    models = load_config(tmp_path / "run.toml").environment.models
+    judge = models["judge"]
+    assert judge.path == str(tmp_path / "judge")
+    assert (judge.engine.count, judge.engine.max_sequences) == (2, 4)
+    assert models["hub"].model.path == "owner/name"
+    assert models["hub"].model.trust_remote_code
+    for key, value in {"count": 0, "remote": 1, "kv": "keep", "adapters": {}}.items():
+        table = {"models": {"judge": {"path": "m", key: value}}}
+        assert f"environment.models.judge.{key}" in sentence_of({"environment": table})
+
+
+def test_relative_adapters_start_from_the_folder_of_their_toml(tmp_path):
+    (tmp_path / "run.toml").write_text('model = "m"\nengine.adapters = { judge = "j" }\n')
+    assert load_config(tmp_path / "run.toml").engine.adapters == {"judge": str(tmp_path / "j")}
+
+
+def test_a_relative_ticket_starts_from_the_folder_of_its_toml(tmp_path):
+    (tmp_path / "run.toml").write_text('model = "m"\n[cluster]\nticket = "ticket.json"\n')
+    assert load_config(tmp_path / "run.toml").cluster.ticket == str(tmp_path / "ticket.json")

@@ -1,0 +1,115 @@
+"""Steps that are made again are made of the same groups."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import make_group
+
+from millrace.config import JournalConfig, load_config
+from millrace.controller.batches import Batches
+from millrace.controller.buffer import Buffer
+from millrace.controller.orders import build_sampler
+from millrace.core.microbatch import Batch
+from millrace.core.records import Task
+from millrace.journal import Journal, JournalHistory, Ledger, read_journal
+
+REPLAY = {"share": 0.5, "capacity": 8, "max_staleness": 9}
+
+
+class Stage:
+    """A buffer, its batches, and their journal."""
+
+    def __init__(self, folder: Path) -> None:
+        config = load_config(
+            {
+                "model": "none",
+                "trainer": {"groups_per_step": 2},
+                "buffer": {"max_staleness": 9, "replay": REPLAY},
+            }
+        )
+        self.journal = Journal(
+            folder,
+            past=read_journal(folder) or JournalHistory(ledger=Ledger.begin()),
+            task_of=lambda number, draw: Task(prompt=str(number)),
+            settings=JournalConfig(commit_interval_s=0),
+        )
+        self.replays: list[int] = []
+        self.buffer = Buffer(
+            capacity=16,
+            limit=config.buffer.limit,
+            sampler=build_sampler(config.buffer.order),
+            on_drop=lambda waiting: None,
+        )
+        self.batches = Batches(
+            config,
+            buffer=self.buffer,
+            journal=self.journal,
+            in_batch=list,
+            on_replay=self.replays.append,
+            pairs=False,
+            in_order=False,
+        )
+
+    async def admit(self, number: int) -> None:
+        self.journal.issued(number, draw=None)
+        group = make_group(number, sampled_tokens=3 + number)
+        await self.journal.admitted(group)
+        await self.buffer.admit(group)
+
+    async def learn(self, versions: range) -> list[tuple[list[int], frozenset[int], bytes]]:
+        done = []
+        for version in versions:
+            taken = await self.batches.next(version)
+            self.batches.applied(taken, version=version + 1, was_skipped=False)
+            numbers = [group.number for group in taken.groups]
+            done.append((numbers, taken.replayed, bytes_of(taken.batches)))
+        return done
+
+
+def bytes_of(batches: tuple[Batch, ...]) -> bytes:
+    microbatches = [microbatch for batch in batches for microbatch in batch.microbatches]
+    names = ("tokens", "targets", "predictors", "engine_logprobs", "advantages", "versions")
+    return b"".join(
+        np.ascontiguousarray(getattr(m, n)).tobytes() for m in microbatches for n in names
+    )
+
+
+@pytest.fixture
+async def learned(tmp_path) -> tuple[Path, list, list[int]]:
+    """Six steps of a run that then ended, some of their groups replayed."""
+    stage = Stage(tmp_path)
+    for number in range(12):
+        await stage.admit(number)
+    done = await stage.learn(range(6))
+    await stage.journal.close()
+    assert any(replayed for _, replayed, _ in done)
+    return tmp_path, done, list(stage.batches.may_return)
+
+
+async def test_a_resumed_run_takes_the_steps_it_had_taken_and_goes_on_as_it_would_have(learned):
+    folder, done, may_return = learned
+    stage = Stage(folder)
+    await stage.batches.restore(2)
+    assert await stage.learn(range(2, 6)) == done[2:]
+    assert stage.batches.may_return == may_return
+    assert stage.replays == [len(replayed) for _, replayed, _ in done[2:]]
+    trained = [n for numbers, replayed, _ in done for n in numbers if n not in replayed]
+    waiting = await stage.journal.groups(list(stage.journal.ledger.waiting))
+    for group in waiting:
+        await stage.buffer.admit(group)
+    ((numbers, replayed, _),) = await stage.learn(range(6, 7))
+    assert not set(numbers) - replayed & set(trained)
+    assert not replayed & {n for _, earlier, _ in done for n in earlier}
+    await stage.journal.close()
+
+
+async def test_redo_gives_the_same_batches_and_changes_nothing(learned):
+    folder, done, _ = learned
+    stage = Stage(folder)
+    before = stage.journal.position
+    again = [(v, bytes_of(batches)) async for v, batches in stage.batches.redo(after=3, through=5)]
+    assert again == [(4, done[3][2]), (5, done[4][2])]
+    assert stage.journal.position == before
+    assert stage.replays == []
+    await stage.journal.close()

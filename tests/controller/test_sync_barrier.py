@@ -1,0 +1,101 @@
+import asyncio
+import contextlib
+
+from millrace.controller.admission import Admission
+from millrace.controller.barrier import SyncBarrier
+from millrace.core.staleness import StalenessLimit
+
+
+class Rig:
+    """Groups that wait for their round, and what was begun by which."""
+
+    def __init__(self, *, groups_per_step: int, max_running: int = 100):
+        self.admission = Admission(
+            groups_per_step=groups_per_step,
+            limit=StalenessLimit(max_staleness=0),
+            max_running=max_running,
+            version=0,
+        )
+        self.begun: list[list[int]] = []
+        self.rounds = SyncBarrier(self.admission, at_once=self.at_once)
+
+    @contextlib.asynccontextmanager
+    async def at_once(self):
+        self.begun.append([])
+        yield
+        await asyncio.sleep(0)
+
+    async def start(self, number: int) -> asyncio.Task:
+        await self.admission.enter()
+
+        async def play():
+            await self.rounds.turn()
+            self.begun[-1].append(number)
+
+        return asyncio.create_task(play())
+
+
+async def settle():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_round_begins_in_order_when_everybody_who_may_run_has_come():
+    rig = Rig(groups_per_step=3)
+    running = asyncio.create_task(rig.rounds.run())
+    rig.rounds.open()
+    for number in range(2):
+        await rig.start(number)
+    await settle()
+    assert rig.begun == []
+    await rig.start(2)
+    await settle()
+    assert rig.begun == [[0, 1, 2]]
+    running.cancel()
+
+
+async def test_nothing_begins_while_rounds_are_closed():
+    rig = Rig(groups_per_step=1)
+    running = asyncio.create_task(rig.rounds.run())
+    await rig.start(0)
+    await settle()
+    assert rig.begun == []
+    rig.rounds.open()
+    await settle()
+    assert rig.begun == [[0]]
+    running.cancel()
+
+
+async def test_the_replacement_of_a_failed_group_waits_until_nothing_else_is_under_way():
+    rig = Rig(groups_per_step=2)
+    running = asyncio.create_task(rig.rounds.run())
+    rig.rounds.open()
+    for number in range(2):
+        await rig.start(number)
+    await settle()
+    rig.admission.give_back()  # the first fails while the second is being scored
+    rig.admission.leave()
+    await rig.start(2)
+    await settle()
+    assert rig.begun == [[0, 1]]
+    rig.admission.leave()
+    await settle()
+    assert rig.begun == [[0, 1], [2]]
+    running.cancel()
+
+
+async def test_a_group_that_is_cancelled_while_it_waits_is_not_waited_for():
+    rig = Rig(groups_per_step=2)
+    running = asyncio.create_task(rig.rounds.run())
+    rig.rounds.open()
+    first = await rig.start(0)
+    await settle()
+    first.cancel()
+    await settle()
+    rig.admission.give_back()
+    rig.admission.leave()
+    for number in (1, 2):
+        await rig.start(number)
+    await settle()
+    assert rig.begun == [[1, 2]]
+    running.cancel()

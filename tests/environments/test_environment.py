@@ -1,0 +1,378 @@
+import asyncio
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+from chat_engine import TOKENIZERS, ChatEngine, player_of, user
+from tool_user import caller, lookup, with_a_tool
+
+from millrace.core.errors import ConfigError, TaskError
+from millrace.core.records import Task
+from millrace.environments.function_environment import check_function
+from millrace.environments.limits import EpisodeLimits, EpisodeOver
+from millrace.environments.rollouts.attempt import Attempt, Expired
+
+TASK = Task(prompt="a", columns={"value": "12"})
+
+
+async def play(function, answer, *, thread, group_size=2, task=TASK, **settings):
+    family = settings.get("family", "chatml")
+    engine = ChatEngine(answer, family=family)
+    player = player_of(function, engine, thread=thread, **settings)
+    return await player.try_group(task, attempt=Attempt(3), group_size=group_size), engine
+
+
+async def once(task, agent):
+    reply = await agent.chat([user(task.prompt)])
+    return float(reply.text == task.columns["value"])
+
+
+async def test_an_environment_is_played_once_for_each_episode_and_its_reward_is_theirs(thread):
+    answers = itertools.cycle(["12", "1"])
+    group, engine = await play(once, lambda _: next(answers), thread=thread, group_size=4)
+    assert sorted(episode.reward for episode in group.episodes) == [0.0, 0.0, 1.0, 1.0]
+    assert [request.n for request in engine.requests] == [1] * 4
+    assert len({request.session for request in engine.requests}) == 4
+    assert len({(request.seed, request.index) for request in engine.requests}) == 4
+
+
+async def test_a_tool_is_called_and_its_result_goes_to_the_model(thread):
+    group, engine = await play(with_a_tool, caller, thread=thread)
+    assert [episode.reward for episode in group.episodes] == [1.0, 1.0]
+    for episode in group.episodes:
+        assert episode.counts == {"tool_calls": 1}
+        assert len(episode.turns) == 2
+        (rollout,) = episode.rollouts
+        sampled = TOKENIZERS["chatml"].decode(rollout.tokens[rollout.mask])
+        assert sampled.endswith("</tool_call><|im_end|>12<|im_end|>")
+    assert len({request.session for request in engine.requests}) == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "told", "counts"),
+    [
+        ("<tool_call>lookup(a)</tool_call>", "cannot be read", {"malformed_calls": 1}),
+        (
+            '<tool_call>{"name": "loup", "arguments": {}}</tool_call>',
+            "Error: there is no tool 'loup'; there are lookup.",
+            {"tool_calls": 1, "tool_errors": 1},
+        ),
+        (
+            '<tool_call>{"name": "lookup", "arguments": {"key": "broken"}}</tool_call>',
+            "Error: KeyError: 'broken'",
+            {"tool_calls": 1, "tool_errors": 1},
+        ),
+    ],
+)
+async def test_calls_that_go_wrong_are_told_to_the_model_and_counted(written, told, counts, thread):
+    replies = iter([written, "12"])
+    group, engine = await play(with_a_tool, lambda _: next(replies), thread=thread, group_size=1)
+    assert told in engine.prompts[1]
+    assert group.episodes[0].counts == counts
+    assert group.episodes[0].reward == 1.0
+
+
+async def test_a_context_that_overflows_in_turn_seven_marks_the_episode(thread):
+    async def endless(task, agent):
+        messages = [user("start")]
+        while True:
+            reply = await agent.chat(messages)
+            messages += [reply, user("more " * 15)]
+
+    size = len(TOKENIZERS["chatml"].encode("more " * 15))
+    group, _engine = await play(endless, lambda _: "ok", thread=thread, max_context=6 * (size + 25))
+    for episode in group.episodes:
+        assert (episode.ending, episode.reward, episode.was_cut) == ("length", 0.0, True)
+        assert len(episode.turns) == 6  # the prompt of the seventh had no room
+        assert len(episode.rollouts) == 1
+
+
+async def test_a_first_prompt_that_is_too_long_is_the_tasks_fault(thread):
+    with pytest.raises(TaskError, match=r"group 3: its prompt has \d+ tokens, but the context"):
+        await play(once, lambda _: "1", thread=thread, max_context=5)
+
+
+async def test_turns_are_limited_and_an_environment_may_still_reward(thread):
+    async def generous(task, agent):
+        try:
+            while True:
+                await agent.complete("again ")
+        except EpisodeOver:
+            with pytest.raises(EpisodeOver):
+                await agent.complete("and again")
+            return 0.5
+
+    group, _engine = await play(
+        generous, lambda _: "1", thread=thread, limits=EpisodeLimits(max_turns=3)
+    )
+    assert [(e.ending, e.reward, len(e.turns)) for e in group.episodes] == [("turns", 0.5, 3)] * 2
+
+
+async def test_an_episode_or_a_turn_that_takes_too_long_is_marked_and_others_are_not(thread):
+    async def slow_tool(task, agent):
+        first = await agent.complete("x")
+        if first.text == "slow":
+            await asyncio.sleep(30)
+        if first.text == "stuck":
+            await agent.complete("stuck?")
+        return 1.0
+
+    async def answer(prompt):
+        if prompt == "stuck?":
+            await asyncio.sleep(30)
+        return next(texts)
+
+    texts = iter(["slow", "stuck", "quick"])
+    limits = EpisodeLimits(episode_timeout_s=1.0, turn_timeout_s=0.2)
+    group, _engine = await play(slow_tool, answer, thread=thread, group_size=3, limits=limits)
+    outcomes = {e.turns[0].completion: (e.ending, e.reward) for e in group.episodes}
+    assert outcomes == {
+        "slow": ("timeout", 0.0),
+        "stuck": ("timeout", 0.0),
+        "quick": ("done", 1.0),
+    }
+
+
+async def test_of_redundant_episodes_those_that_come_first_are_kept(thread):
+    async def answer(_):
+        if next(numbers) in (1, 3):
+            await asyncio.sleep(30)
+        return "12"
+
+    numbers = itertools.count()
+    group, engine = await play(once, answer, thread=thread, group_size=3, redundancy=2)
+    assert len(engine.requests) == 5
+    assert [episode.reward for episode in group.episodes] == [1.0] * 3
+
+
+async def test_tokens_of_episodes_that_are_given_up_are_counted(thread):
+    async def chain(task, agent):
+        first = await agent.complete("x")
+        await agent.complete(f"{first.text}: slow?")
+        return 1.0
+
+    async def answer(prompt):
+        if "slow?" in prompt and next(seconds) in (1, 3):
+            await asyncio.sleep(30)
+        return "12"
+
+    seconds = itertools.count()
+    player = player_of(chain, ChatEngine(answer), thread=thread, redundancy=2)
+    attempt = Attempt(3)
+    group = await player.try_group(TASK, attempt=attempt, group_size=3)
+    per_turn = len(TOKENIZERS["chatml"].encode("12<|im_end|>"))
+    assert attempt.given_up.num_tokens == 2 * per_turn  # the first turns of two episodes
+    assert attempt.stamps.num_tokens - attempt.given_up.num_tokens == group.num_sampled
+
+
+async def test_an_episode_whose_environment_raises_costs_its_group_unless_there_are_others(thread):
+    async def fragile(task, agent):
+        reply = await agent.complete("x")
+        return 1 / len(reply.text.strip("0"))
+
+    numbers = iter(["0", "1", "1", "0", "1"])
+    with pytest.raises(TaskError, match=r"'fragile' raised ZeroDivisionError.*\.py:\d+\); mend"):
+        await play(fragile, lambda _: next(numbers), thread=thread, group_size=2)
+    group, _ = await play(
+        fragile, lambda _: next(numbers), thread=thread, group_size=2, redundancy=1
+    )
+    assert len(group.episodes) == 2
+
+
+@pytest.mark.parametrize("returned", ["1.0", float("nan"), [1.0]])
+async def test_what_is_no_reward_is_one_sentence(returned, thread):
+    async def odd(task, agent):
+        await agent.complete("x")
+        return returned
+
+    with pytest.raises(TaskError, match=r"'odd' returned .*; return a finite number as the reward"):
+        await play(odd, lambda _: "1", thread=thread)
+
+
+async def test_an_environment_that_never_asks_the_model_is_one_sentence(thread):
+    async def silent(task, agent):
+        return 1.0
+
+    with pytest.raises(TaskError, match=r"'silent' ended .* before the model had said anything"):
+        await play(silent, lambda _: "1", thread=thread)
+
+
+async def test_calls_after_the_episode_has_ended_get_nothing(thread):
+    late = []
+
+    async def hasty(task, agent):
+        async def after():
+            await asyncio.sleep(0.05)
+            try:
+                await agent.complete("y")
+            except EpisodeOver:
+                late.append("over")
+
+        agent.left_behind = asyncio.create_task(after())
+        await agent.complete("x")
+        return 1.0
+
+    _group, engine = await play(hasty, lambda _: "1", thread=thread, group_size=1)
+    await asyncio.sleep(0.2)
+    assert late == ["over"]
+    assert len(engine.requests) == 1
+
+
+async def test_tokens_too_old_end_the_whole_group(thread):
+    class Expiring(ChatEngine):
+        async def generate(self, request):
+            raise Expired("group 3")
+
+    player = player_of(once, Expiring(lambda _: "1"), thread=thread)
+    with pytest.raises(Expired):
+        await player.try_group(TASK, attempt=Attempt(3), group_size=2)
+
+
+async def test_cancelling_a_group_ends_its_environments(thread):
+    ended = threading.Event()
+
+    async def patient(task, agent):
+        try:
+            await agent.complete("x")
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+
+    playing = asyncio.create_task(play(patient, lambda _: "1", thread=thread, group_size=1))
+    await asyncio.sleep(0.1)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert await asyncio.to_thread(ended.wait, 5)
+
+
+async def test_an_environment_that_blocks_does_not_block_its_caller(thread):
+    async def blocking(task, agent):
+        await agent.complete("x")
+        time.sleep(0.3)  # noqa: ASYNC251 - that is the point
+        return 1.0
+
+    playing = asyncio.create_task(play(blocking, lambda _: "1", thread=thread, group_size=1))
+    turns = 0
+    while not playing.done():
+        await asyncio.sleep(0.01)
+        turns += 1
+    assert turns > 5
+
+
+async def test_an_evaluation_plays_no_redundant_episodes_and_none_expire(thread):
+    engine = ChatEngine(lambda _: "12")
+    player = player_of(once, engine, thread=thread, redundancy=3)
+    greedy = player.evaluating(engine=engine, temperature=0.0)
+    group = await greedy.play(TASK, number=0, group_size=1, name="evaluation")
+    assert [request.expires for request in engine.requests] == [False]
+    assert group.episodes[0].rollouts[0].sampling.temperature == 0
+
+
+async def test_settings_of_a_single_reply_and_what_is_none(thread):
+    async def warm(task, agent):
+        await agent.complete("x", temperature=0.5, max_new_tokens=7, stop="\n")
+        with pytest.raises(TaskError, match="given tempratur, which is no setting of"):
+            await agent.complete("x", tempratur=1)
+        with pytest.raises(TaskError, match="temperature = 0, which leaves nothing to learn"):
+            await agent.complete("x", temperature=0)
+        for row in ("hello", {"role": "user"}, {"role": "tool", "content": 5}, {"content": "x"}):
+            with pytest.raises(TaskError, match=r"Message 1 is .*; a message is a dict"):
+                await agent.chat([user("x"), row])
+        return 1.0
+
+    _group, engine = await play(warm, lambda _: "1", thread=thread, group_size=1)
+    sampling = engine.requests[0].sampling
+    assert (sampling.temperature, sampling.max_new_tokens, sampling.stop) == (0.5, 7, ("\n",))
+
+
+async def test_an_agent_runs_its_tools_until_it_answers(thread):
+    async def solve(task, agent):
+        messages = await agent.run([user("What is a?")], tools=[lookup])
+        return float(messages[-1]["content"] == "12")
+
+    group, _ = await play(solve, caller, thread=thread)
+    assert [episode.reward for episode in group.episodes] == [1.0, 1.0]
+
+
+async def test_with_gemma_tools_are_text(thread):
+    def answer(prompt):
+        if "tool_output" not in prompt:
+            return '```tool_code\nlookup(key="a")\n```'
+        return prompt.rpartition("```tool_output\n")[2].partition("\n```")[0]
+
+    group, _engine = await play(with_a_tool, answer, thread=thread, family="gemma")
+    assert [episode.reward for episode in group.episodes] == [1.0, 1.0]
+    assert all(len(episode.rollouts) == 1 for episode in group.episodes)
+
+
+def test_what_is_no_environment_is_refused_before_the_run():
+    def plain(task, agent):
+        return 1.0
+
+    async def alone(task):
+        return 1.0
+
+    with pytest.raises(ConfigError, match="'plain' is no coroutine; define it with `async def"):
+        check_function(plain)
+    with pytest.raises(ConfigError, match="'alone' cannot be called with a task and an agent"):
+        check_function(alone)
+    assert check_function(once) is once
+
+
+async def test_draws_of_an_episode_depend_on_group_episode_and_turn_alone(thread):
+    runs = []
+    for _ in range(2):
+        _, engine = await play(with_a_tool, caller, thread=thread, group_size=3)
+        runs.append(sorted((r.id, r.seed, r.index) for r in engine.requests))
+    assert runs[0] == runs[1]
+    assert np.unique([(seed, index) for _, seed, index in runs[0]], axis=0).shape == (6, 2)
+
+
+async def debate(task, agent):
+    proposer, solver = agent.role("proposer"), agent.role("solver")
+    judge = agent.role("judge", adapter="base")
+    question = await proposer.complete("ask ")
+    answer = await solver.complete(question.text)
+    verdict = await judge.complete(answer.text)
+    assert agent.role("solver") is solver
+    return {"proposer": 0.0, "solver": 1.0, "judge": float(len(verdict.text))}
+
+
+async def test_roles_are_agents_of_their_own_and_only_the_policys_are_trained(thread):
+    group, engine = await play(debate, lambda _: "12", thread=thread, group_size=1)
+    (episode,) = group.episodes
+    assert [rollout.agent for rollout in episode.rollouts] == ["proposer", "solver"]
+    assert [turn.agent for turn in episode.turns] == ["proposer", "solver", "judge"]
+    assert episode.reward == {"proposer": 0.0, "solver": 1.0, "judge": 2.0}
+    assert [request.adapter for request in engine.requests] == [None, None, "base"]
+    assert [request.expires for request in engine.requests] == [True, True, False]
+    assert len({request.session for request in engine.requests}) == 3
+
+
+async def test_a_role_may_be_the_policy_and_yet_not_trained(thread):
+    async def rehearse(task, agent):
+        await agent.role("opponent", trained=False).complete("x")
+        await agent.complete("y")
+        with pytest.raises(
+            TaskError, match="'opponent' was taken with adapter = None, model = None and trained"
+        ):
+            agent.role("opponent")
+        with pytest.raises(TaskError, match="adapter 'base', which is never trained; leave out"):
+            agent.role("other", adapter="base", trained=True)
+        return 1.0
+
+    group, _ = await play(rehearse, lambda _: "1", thread=thread, group_size=1)
+    assert [rollout.agent for rollout in group.rollouts] == [""]
+
+
+async def test_every_role_that_is_trained_needs_a_reward(thread):
+    async def forgetful(task, agent):
+        await agent.role("a").complete("x")
+        await agent.role("b").complete("x")
+        return {"a": 1.0}
+
+    with pytest.raises(TaskError, match="a dict with a number for each role that is trained"):
+        await play(forgetful, lambda _: "1", thread=thread)

@@ -1,0 +1,155 @@
+"""Real MCP servers, in processes of their own."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from chat_engine import ChatEngine, player_of
+
+from millrace.core.errors import ConfigError
+from millrace.core.records import Task
+from millrace.environments.function_environment import lifetime
+from millrace.environments.loop_thread import LoopThread
+from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.tools.environment import WithServers, use_tools
+from millrace.environments.tools.functions import ToolResult, run_tool
+from millrace.environments.tools.mcp_server import McpServer
+
+pytest.importorskip("mcp")
+
+COMMAND = [sys.executable, str(Path(__file__).with_name("mcp_tools.py"))]
+
+
+@pytest.fixture
+async def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("MCP_TEST_WORD", "sesame")
+    env = {"SECRET_WORD": "env:MCP_TEST_WORD"}
+    server = McpServer(COMMAND, env=env, log=tmp_path / "mcp.log")
+    yield server
+    await server.close()
+
+
+async def call(server: McpServer, name: str, *, timeout_s=20.0, **arguments) -> ToolResult:
+    tools = {tool.name: tool for tool in await server.tools()}
+    return await run_tool(tools[name], arguments, timeout_s=timeout_s, max_chars=1000)
+
+
+async def pid_of(server: McpServer) -> int:
+    return int((await call(server, "process")).text.split()[0])
+
+
+async def test_tools_come_with_their_schemas_and_errors_are_text(server):
+    tools = await server.tools()
+    assert [tool.name for tool in tools] == ["add", "process", "wait", "die"]
+    schema = tools[0].schema["function"]
+    assert schema["description"] == "Add two numbers."
+    assert schema["parameters"]["properties"]["a"]["type"] == "integer"
+    assert schema["parameters"]["required"] == ["a", "b"]
+    assert await call(server, "add", a=2, b=3) == ToolResult(text="5")
+    assert (await call(server, "process")).text.endswith(" sesame")
+    wrong = await call(server, "add", a="two", b=3)
+    assert wrong.fault == "tool_errors"
+    assert wrong.text.startswith("Error: ")
+    assert "valid integer" in wrong.text
+
+
+async def test_calls_share_a_connection_and_one_that_hangs_is_given_up_alone(server):
+    slow, fast = await asyncio.gather(
+        call(server, "wait", seconds=60, timeout_s=0.3), call(server, "add", a=1, b=1)
+    )
+    assert slow.fault == "tool_timeouts"
+    assert fast.text == "2"
+    assert await pid_of(server) == await pid_of(server)
+
+
+async def test_a_server_that_dies_is_told_to_the_model_and_connected_again(server):
+    first = await pid_of(server)
+    pending = asyncio.create_task(call(server, "wait", seconds=60))
+    await asyncio.sleep(0.1)
+    lost = await call(server, "die")
+    assert lost.fault == "tool_errors"
+    assert lost.text.startswith("Error: the server of die was lost (")
+    assert (await pending).text.startswith("Error: the server of wait was lost (")
+    assert await pid_of(server) != first
+
+
+async def test_a_chosen_tool_that_is_not_there_is_named_with_those_that_are():
+    wrong = McpServer(COMMAND, name="sums", tools=["sub"])
+    with pytest.raises(ConfigError, match="'sums' has no tool 'sub'; there are add, process, wait"):
+        await wrong.tools()
+    await wrong.close()
+
+
+@pytest.mark.parametrize(
+    "there",
+    [{"command": ["no-such-program"]}, {"command": ["false"]}, {"url": "http://127.0.0.1:9"}],
+)
+async def test_a_server_that_is_not_there_is_one_sentence(there):
+    with pytest.raises(ConfigError, match=r"MCP server '.*' cannot be used \(.*\); check its"):
+        await McpServer(**there).tools()
+
+
+def test_servers_that_cannot_be_are_refused_at_once():
+    with pytest.raises(ConfigError, match="either a command or a url"):
+        McpServer()
+    with pytest.raises(ConfigError, match="'x' needs the environment variable 'NOT_SET'"):
+        McpServer(["x"], env={"KEY": "env:NOT_SET"})
+    with pytest.raises(ConfigError, match="'Authorization' header in the settings"):
+        McpServer(url="http://x", headers={"Authorization": "secret"})
+
+
+async def test_streamable_http_survives_a_restart_of_the_server():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = McpServer(url=f"http://127.0.0.1:{port}/mcp")
+    process = await _listening(port)
+    assert (await call(server, "add", a=2, b=2)).text == "4"
+    lost = await call(server, "die")
+    assert lost.text.startswith("Error: the server of die was lost (")
+    process.wait()
+    assert "was lost" in (await call(server, "add", a=2, b=2)).text
+    process = await _listening(port)
+    assert (await call(server, "add", a=2, b=3)).text == "5"
+    await server.close()
+    process.kill()
+    process.wait()
+
+
+async def _listening(port: int) -> subprocess.Popen:
+    process = subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return process
+        await asyncio.sleep(0.05)
+    raise AssertionError("the server does not listen")
+
+
+def caller(prompt: str) -> str:
+    if "<tool_response>" not in prompt:
+        return '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    return prompt.rpartition("<tool_response>\n")[2].partition("\n</tool_response>")[0]
+
+
+async def test_all_episodes_of_a_run_use_one_server_which_ends_with_it(tmp_path):
+    environment = WithServers(
+        use_tools, [McpServer(COMMAND, tools=["add"], log=tmp_path / "mcp.log")]
+    )
+    engine = ChatEngine(caller)
+    before = set(psutil.Process().children())
+    with LoopThread("environments") as thread:
+        async with lifetime(environment, thread=thread):
+            player = player_of(environment, engine, thread=thread)
+            group = await player.try_group(Task(prompt="2+3?"), attempt=Attempt(0), group_size=3)
+            (process,) = set(psutil.Process().children()) - before
+        assert not process.is_running()
+    assert [episode.turns[-1].completion for episode in group.episodes] == ["5"] * 3
+    assert '"name": "add"' in engine.prompts[0]
+    assert '"name": "die"' not in engine.prompts[0]  # only what was chosen is offered

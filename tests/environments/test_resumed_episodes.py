@@ -1,0 +1,130 @@
+"""Episodes of many turns that go on after a crash of the controller."""
+
+import asyncio
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from chat_engine import ChatEngine, player_of
+from tool_user import caller, user, with_a_tool
+
+from millrace.core.records import Task
+from millrace.environments.loop_thread import LoopThread
+from millrace.environments.rollouts.attempt import Attempt, PartialRollout
+
+TASK = Task(prompt="a", columns={"value": "12"})
+
+
+@pytest.fixture(scope="module")
+def thread():
+    with LoopThread("environments") as thread:
+        yield thread
+
+
+class Guess:
+    """Each turn shows what came before it; the third ends the episode. `calls` counts what the
+    environment does besides."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def __call__(self, task, agent):
+        messages = [user(f"{task.prompt} {agent.rng.integers(1000)}")]
+        for _ in range(3):
+            self.calls += 1
+            reply = await agent.chat(messages)
+            messages += [reply, user(f"{reply.text}?")]
+        return float(len(messages))
+
+
+async def crash(function, answer, *, thread, done):
+    """What was written down of a group whose controller dies when `done` says so."""
+    engine = ChatEngine(answer)
+    attempt = Attempt(3)
+    attempt.course = PartialRollout()
+    playing = asyncio.create_task(
+        player_of(function, engine, thread=thread).try_group(TASK, attempt=attempt, group_size=2)
+    )
+    while not done(engine):  # noqa: ASYNC110 - the environments have a loop of their own
+        await asyncio.sleep(0.001)
+    playing.cancel()
+    with suppress(asyncio.CancelledError):
+        await playing
+    return [attempt.course.take()]
+
+
+async def go_on(function, answer, *, thread, known):
+    engine = ChatEngine(answer)
+    attempt = Attempt(3)
+    attempt.course = PartialRollout(known)
+    player = player_of(function, engine, thread=thread)
+    return await player.try_group(TASK, attempt=attempt, group_size=2), engine, attempt.course
+
+
+def holding(answer, *, after):
+    """Answers so many prompts, and then no more."""
+    num_answered = 0
+
+    async def held(prompt):
+        nonlocal num_answered
+        num_answered += 1
+        if num_answered > after:
+            await asyncio.Event().wait()
+        return answer(prompt)
+
+    return held
+
+
+def assert_same_group(group, other):
+    for mine, theirs in zip(group.rollouts, other.rollouts, strict=True):
+        np.testing.assert_array_equal(mine.tokens, theirs.tokens)
+        np.testing.assert_array_equal(mine.mask, theirs.mask)
+        np.testing.assert_array_equal(mine.engine_logprobs, theirs.engine_logprobs)
+    assert [e.reward for e in group.episodes] == [e.reward for e in other.episodes]
+
+
+async def test_turns_that_were_answered_are_not_asked_again(thread):
+    def answer(prompt):
+        return str(len(prompt))
+
+    undisturbed, engine, _ = await go_on(Guess(), answer, thread=thread, known=[])
+    assert len(engine.requests) == 6
+    known = await crash(
+        Guess(), holding(answer, after=3), thread=thread, done=lambda e: len(e.requests) == 5
+    )
+    group, engine, course = await go_on(Guess(), answer, thread=thread, known=known)
+    assert len(engine.requests) == 3
+    assert course.num_given > 0
+    assert course.unasked.num_tokens == 0
+    assert_same_group(group, undisturbed)
+
+
+async def test_tools_are_run_again_and_what_they_say_decides_whether_it_goes_on(thread):
+    undisturbed, _, _ = await go_on(with_a_tool, caller, thread=thread, known=[])
+    known = await crash(
+        with_a_tool, holding(caller, after=3), thread=thread, done=lambda e: len(e.requests) == 4
+    )
+    group, engine, _ = await go_on(with_a_tool, caller, thread=thread, known=known)
+    assert len(engine.requests) == 1
+    assert [episode.counts for episode in group.episodes] == [{"tool_calls": 1}] * 2
+    assert_same_group(group, undisturbed)
+
+
+async def test_an_environment_that_asks_something_else_is_answered_by_the_engine(thread):
+    clock = iter(range(100))
+
+    async def by_the_clock(task, agent):
+        first = await agent.chat([user(task.prompt)])
+        second = await agent.chat([user(f"{first.text} {next(clock)}")])
+        return float(len(second.text))
+
+    def say(prompt):
+        return str(len(prompt))
+
+    known = await crash(
+        by_the_clock, holding(say, after=3), thread=thread, done=lambda e: len(e.requests) == 4
+    )
+    group, engine, course = await go_on(by_the_clock, say, thread=thread, known=known)
+    assert len(engine.requests) == 2
+    assert course.unasked.num_tokens > 0
+    assert all(len(episode.turns) == 2 for episode in group.episodes)

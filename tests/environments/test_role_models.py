@@ -1,0 +1,135 @@
+"""Roles that are another model: who is asked, in which words, and what is trained."""
+
+import msgspec
+import pytest
+from chat_engine import TOKENIZERS, ChatEngine, player_of, user
+
+from millrace.core.errors import TaskError
+from millrace.core.records import Task
+from millrace.environments.other_models import OtherModel
+from millrace.environments.replay.answers import ReplayError
+from millrace.environments.replay.episodes import episode_of
+from millrace.environments.replay.rerun import rerun
+from millrace.environments.replay.schema import Recording
+from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.tools.calls import FORMATS
+
+TASK = Task(prompt="a")
+POLICY, JUDGE = TOKENIZERS["chatml"], TOKENIZERS["llama3"]
+
+
+def lookup(key: str) -> str:
+    """The value of a key."""
+    return key * 2
+
+
+def looks_up(prompt: str) -> str:
+    """Calls the tool in the way of its own family, and then says what it returned."""
+    if "ipython" not in prompt:
+        return '{"name": "lookup", "parameters": {"key": "a"}}'
+    return "aa"
+
+
+async def judged(task, agent):
+    answer = await agent.chat([user(task.prompt)])
+    judge = agent.role("judge", model="llama")
+    messages = await judge.run([user(f"Is {answer.text} right?")], [lookup])
+    assert agent.role("judge", model="llama") is judge
+    return float(messages[-1]["content"] == "aa")
+
+
+async def play(function, *, thread, max_context=2000, group_size=2, **rules):
+    """The group, and what the policy and the judge were asked."""
+    engine, other = ChatEngine(lambda _: "12"), ChatEngine(looks_up, family="llama3")
+    llama = OtherModel(
+        path="llama",
+        renderer=Renderer(JUDGE),
+        tool_format=FORMATS["llama3"],
+        max_context=max_context,
+    )
+    player = player_of(function, engine, thread=thread, others={"llama": (llama, other)}, **rules)
+    group = await player.try_group(TASK, attempt=Attempt(3), group_size=group_size)
+    return group, engine, other
+
+
+async def test_a_role_asks_its_own_engines_with_its_own_tokens_template_and_tool_calls(thread):
+    group, engine, other = await play(judged, thread=thread)
+    assert [episode.reward for episode in group.episodes] == [1.0, 1.0]
+    assert len(engine.requests) == 2
+    assert len(other.requests) == 4
+    first = next(r for r in other.requests if "ipython" not in JUDGE.decode(r.prompt))
+    rendered = JUDGE.decode(first.prompt)
+    assert "The value of a key." in rendered
+    assert rendered.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
+    assert all("<|im_start|>" in prompt for prompt in engine.prompts)
+    for request in other.requests:
+        assert request.adapter is None
+        assert not request.expires
+
+
+async def test_nothing_that_another_model_says_is_trained(thread):
+    group, _engine, _other = await play(judged, thread=thread)
+    for episode in group.episodes:
+        assert [turn.agent for turn in episode.turns] == ["", "judge", "judge"]
+        (rollout,) = episode.rollouts
+        assert rollout.agent == ""
+        assert POLICY.decode(rollout.tokens).endswith("12<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("role", "sentence"),
+    [
+        ({"model": "gemma"}, r"names the model 'gemma', which is none of .*there are: llama\."),
+        ({"model": "llama", "trained": True}, "the model 'llama', which is never trained"),
+        ({"model": "llama", "adapter": "base"}, "adapters belong to the policy's model"),
+    ],
+)
+async def test_roles_that_cannot_be_are_refused(role, sentence, thread):
+    async def asks(task, agent):
+        await agent.chat([user("a")])
+        agent.role("judge", **role)
+
+    with pytest.raises(TaskError, match=sentence):
+        await play(asks, thread=thread)
+
+
+async def test_a_role_is_taken_with_the_same_model_each_time(thread):
+    async def changes(task, agent):
+        agent.role("judge", model="llama")
+        agent.role("judge", trained=False)
+
+    with pytest.raises(TaskError, match="was taken with adapter = None, model = 'llama' and"):
+        await play(changes, thread=thread)
+
+
+async def test_the_context_of_a_role_is_that_of_its_model(thread):
+    async def long(task, agent):
+        await agent.role("judge", model="llama").chat([user("a " * 50)])
+
+    with pytest.raises(TaskError, match=r"holds 20; .* raise environment\.models\.llama\.max_cont"):
+        await play(long, thread=thread, max_context=20)
+
+
+async def test_an_episode_with_another_model_is_recorded_and_played_again(thread):
+    group, _engine, _other = await play(judged, thread=thread, group_size=1, records=True)
+    (episode,) = group.episodes
+    assert episode.recording is not None
+    recording = msgspec.json.decode(episode.recording, type=Recording)
+    assert recording.models["llama"].tool_format == "llama3"
+    assert len(episode_of(recording).rollouts) == 1
+    again = await rerun(recording, judged, tokenizer=POLICY, tokenizers={"llama": JUDGE})
+    assert again.recording == episode.recording
+    with pytest.raises(ReplayError, match=r"other models \(llama\), whose tokenizers are needed"):
+        await rerun(recording, judged, tokenizer=POLICY)
+
+
+async def test_a_replay_that_asks_another_model_something_else_is_told_in_its_words(thread):
+    async def otherwise(task, agent):
+        await agent.chat([user(task.prompt)])
+        await agent.role("judge", model="llama").run([user("Is 13 right?")], [lookup])
+
+    group, _engine, _other = await play(judged, thread=thread, group_size=1, records=True)
+    recording = msgspec.json.decode(group.episodes[0].recording or b"", type=Recording)
+    with pytest.raises(ReplayError, match=r"it is '.*13 right.*in the recording '.*12 right"):
+        await rerun(recording, otherwise, tokenizer=POLICY, tokenizers={"llama": JUDGE})

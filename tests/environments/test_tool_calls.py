@@ -1,0 +1,122 @@
+import json
+import re
+
+import pytest
+from families import FAMILIES, tokenizer_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.environments.tools.calls import FORMATS, format_of
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Looks up.",
+        "parameters": {"properties": {"key": {"type": "string"}, "limit": {"type": "integer"}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("chatml", "hermes"),
+        ("qwen3", "hermes"),
+        ("llama3", "llama3"),
+        ("gemma", "gemma"),
+        ("mistral", "mistral"),
+    ],
+)
+def test_a_chat_template_tells_its_format(family: str, name: str):
+    template = tokenizer_of(FAMILIES[family]).chat_template
+    assert format_of("auto", template=template) is FORMATS[name]
+
+
+WRITTEN = {
+    "hermes": 'Let me.\n<tool_call>\n{"name": "search", "arguments": {"key": "a"}}\n</tool_call>',
+    "llama3": '{"name": "search", "parameters": {"key": "a"}}',
+    "mistral": '[TOOL_CALLS] [{"name": "search", "arguments": {"key": "a"}}]',
+    "gemma": 'Let me see.\n```tool_code\nsearch(key="a")\n```',
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_call_is_read(name: str):
+    parsed = FORMATS[name].parse(WRITTEN[name], [SCHEMA])
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("search", {"key": "a"})]
+    assert parsed.problems == ()
+
+
+def test_other_ways_to_write_a_call_are_read_too():
+    hermes, llama3, mistral, gemma = FORMATS.values()
+    two = hermes.parse(f"{WRITTEN['hermes']}\n{WRITTEN['hermes']}", [SCHEMA])
+    assert [call.id for call in two.calls] == ["call00000", "call00001"]
+    assert two.content == "Let me."
+    unclosed = hermes.parse('<tool_call>{"name": "search", "arguments": "{}"}', [SCHEMA])
+    assert unclosed.calls[0].arguments == {}
+    tagged = llama3.parse('<|python_tag|>search.call(key="a")', [SCHEMA])
+    assert tagged.calls[0].arguments == {"key": "a"}
+    several = mistral.parse('[TOOL_CALLS]{"name": "search", "arguments": {}}', [SCHEMA])
+    assert several.calls[0].name == "search"
+    by_place = gemma.parse('```tool_code\nprint(search("a", limit=3))\n```', [SCHEMA])
+    assert by_place.calls[0].arguments == {"key": "a", "limit": 3}
+
+
+def test_a_call_that_is_only_thought_of_is_none():
+    thought = "<think><tool_call>{}</tool_call></think>No need."
+    assert FORMATS["hermes"].parse(thought, [SCHEMA]).calls == ()
+    assert FORMATS["hermes"].parse(thought, [SCHEMA]).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("hermes", "<tool_call>search(a)</tool_call>", r"cannot be read .*; write <tool_call>"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'needs a "name"'),
+        ("hermes", '<tool_call>{"name": "s", "arguments": [1]}</tool_call>', "are an object"),
+        ("llama3", '{"name": "search", "parameters": {', "cannot be read"),
+        ("llama3", "<|python_tag|>search(x); search(y)", "cannot be read"),
+        ("mistral", "[TOOL_CALLS][{]", "cannot be read"),
+        ("mistral", "[TOOL_CALLS][3]", 'needs a "name"'),
+        ("gemma", "```tool_code\nimport os\n```", "'import os' is not a call"),
+        ("gemma", "```tool_code\nsearch(open('x'))\n```", "cannot be read"),
+        ("gemma", "```tool_code\nsearch(1, 2, 3)\n```", "takes fewer arguments"),
+    ],
+)
+def test_what_cannot_be_read_is_a_sentence_for_the_model(name: str, text: str, problem: str):
+    parsed = FORMATS[name].parse(text, [SCHEMA])
+    assert parsed.calls == ()
+    (sentence,) = parsed.problems
+    assert re.search(problem, sentence)
+
+
+def test_of_several_calls_where_one_is_allowed_the_first_is_made():
+    parsed = FORMATS["llama3"].parse('<|python_tag|>search("a"); search("b")', [SCHEMA])
+    assert [call.arguments for call in parsed.calls] == [{"key": "a"}]
+    assert "one at a time" in parsed.problems[0]
+
+
+_MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "```tool_code\n", "```"]
+_PIECES = st.sampled_from(
+    [*_MARKS, '{"name": "search"', "}", "[", "search(", "1)", "</think>", "\0"]
+)
+
+
+@given(
+    st.lists(_PIECES | st.text(max_size=5), max_size=8).map("".join), st.sampled_from([*FORMATS])
+)
+def test_nothing_that_a_model_writes_raises(text: str, name: str):
+    parsed = FORMATS[name].parse(text, [SCHEMA])
+    json.dumps([call.arguments for call in parsed.calls], default=repr)
+    FORMATS[name].reply(text, parsed)
+
+
+def test_tools_that_a_template_does_not_know_are_introduced_by_the_user():
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    shown, schemas = FORMATS["gemma"].shown(messages, [SCHEMA])
+    assert schemas == []
+    assert shown[0] == messages[0]
+    assert shown[1]["content"].endswith("\n\nu")
+    assert '"search"' in shown[1]["content"]
+    assert messages[1]["content"] == "u"

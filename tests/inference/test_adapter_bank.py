@@ -1,0 +1,316 @@
+"""Adapters that are applied without merging: several in one engine, each as PEFT computes it."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from architectures import tiny_model
+from engine_rig import (
+    assert_same,
+    assert_sampled_from,
+    finish_all,
+    make_engine,
+    make_request,
+    plain_logits,
+    prompt_of,
+    save_model,
+    weights,
+)
+from peft import PeftModel
+
+from millrace.config import EngineConfig, LoraConfig
+from millrace.core.errors import TaskError, WeightError
+from millrace.core.records import Request
+from millrace.inference.embedded.build import build_engine
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.models.lora.factors import Adapter
+from millrace.models.lora.folders import read_checkpoint, read_resident
+from millrace.models.lora.trained import TrainedAdapter
+
+POLICY = LoraConfig(rank=4, alpha=8.0, apply="unmerged")
+# Other ranks and scales, other layers, and one with magnitudes.
+RESIDENTS = {
+    "wide": LoraConfig(rank=6, alpha=5.0, rslora=True, target_modules=("v_proj", "up_proj")),
+    "dora": LoraConfig(rank=2, alpha=8.0, dora=True, target_modules=("q_proj", "k_proj", "o_proj")),
+}
+EVERYONE = (None, "base", *RESIDENTS)
+ROUNDS = pytest.mark.parametrize("round_steps", [1, 4])
+
+
+def save_adapter(folder: Path, lora: LoraConfig, *, architecture: str = "qwen3", seed: int) -> Path:
+    adapter = TrainedAdapter(tiny_model(architecture), lora, model_path="tiny")
+    torch.manual_seed(seed)
+    for name, weight in adapter.named_weights().items():
+        if name.endswith("magnitude_vector"):
+            weight.mul_(torch.rand_like(weight) + 0.5)
+        else:
+            weight.normal_(std=0.3)
+    folder.mkdir()
+    adapter.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str | None, Path]:
+    """Of the residents, and under None of a version of the policy's adapter."""
+    root = tmp_path_factory.mktemp("adapters")
+    settings = {None: POLICY, **RESIDENTS}
+    return {
+        name: save_adapter(root / str(name), lora, seed=seed)
+        for seed, (name, lora) in enumerate(settings.items())
+    }
+
+
+def residents(folders: Mapping[str | None, Path], architecture: str = "qwen3"):
+    model = tiny_model(architecture)
+    found: dict[str, Adapter] = {}
+    for name in RESIDENTS:
+        found[name] = read_resident(name, folders[name], model=model)
+    return found
+
+
+def bank_engine(folders: Mapping[str | None, Path], **settings) -> EmbeddedEngine:
+    """Of everyone; the policy's adapter is version 1."""
+    engine = make_engine(lora=POLICY, residents=residents(folders), eos_ids=(), **settings)
+    engine.swap(read_checkpoint(folders[None]), version=1)
+    return engine
+
+
+def request_for(adapter: str | None, **settings) -> Request:
+    request = make_request(f"for {adapter}", prompt=9, n=2, seed=3, **settings)
+    return dataclasses.replace(request, adapter=adapter)
+
+
+def peft_model(folder: Path, *, seed: int = 0):
+    return PeftModel.from_pretrained(tiny_model("qwen3", seed=seed), folder).eval()
+
+
+def assert_computed_by(model, engine_done, request: Request, *, tolerance: float = 1e-5) -> None:
+    for completion in engine_done[request.id]:
+        logits = plain_logits(model, request.prompt, completion)
+        assert_sampled_from(logits, completion, request.sampling, tolerance=tolerance)
+
+
+# Every pair of choices, not every combination.
+@pytest.mark.parametrize(
+    ("architecture", "apply", "dora", "round_steps"),
+    [
+        ("qwen2", "merged", False, 1),
+        ("qwen2", "unmerged", True, 4),
+        ("qwen3", "merged", True, 4),
+        ("qwen3", "unmerged", False, 1),
+        ("gemma3", "merged", True, 1),
+        ("gemma3", "unmerged", False, 4),
+        ("gemma3", "unmerged", True, 1),
+        ("qwen3", "merged", False, 4),
+    ],
+)
+def test_a_swapped_adapter_gives_what_peft_computes(
+    architecture, apply, dora, round_steps, tmp_path
+):
+    lora = LoraConfig(rank=4, alpha=8.0, dora=dora, apply=apply)
+    folder = save_adapter(tmp_path / "adapter", lora, architecture=architecture, seed=1)
+    engine = make_engine(architecture, lora=lora, eos_ids=(), round_steps=round_steps)
+    requests = [make_request("a", prompt=11, top_k=9), make_request("b", temperature=0.0)]
+    before = finish_all(engine, requests)
+    for request in requests:
+        assert_computed_by(tiny_model(architecture), before, request)
+    engine.swap(read_checkpoint(folder), version=1)
+    after = finish_all(engine, requests)
+    model = PeftModel.from_pretrained(tiny_model(architecture), folder).eval()
+    for request in requests:
+        assert_computed_by(model, after, request)
+
+
+@ROUNDS
+def test_in_one_batch_everyone_gets_what_they_get_alone_and_what_peft_computes(
+    folders, round_steps
+):
+    engine = bank_engine(folders, round_steps=round_steps)
+    requests = [request_for(name, top_p=0.9) for name in EVERYONE]
+    together = finish_all(engine, requests)
+    for name, request in zip(EVERYONE, requests, strict=True):
+        alone = finish_all(engine, [request])[request.id]
+        for left, right in zip(together[request.id], alone, strict=True):
+            assert_same(left, right)
+        model = tiny_model("qwen3") if name == "base" else peft_model(folders[name])
+        assert_computed_by(model, together, request)
+    texts = {tuple(completions[0].tokens) for completions in together.values()}
+    assert len(texts) == len(EVERYONE)
+
+
+@ROUNDS
+def test_a_swap_of_the_policy_changes_only_its_own_rows(folders, round_steps):
+    requests = [request_for(name) for name in EVERYONE]
+    still = finish_all(bank_engine(folders, round_steps=round_steps), requests)
+    engine = bank_engine(folders, round_steps=round_steps)
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    engine.step()
+    tensors = {name: -tensor for name, tensor in read_checkpoint(folders[None]).items()}
+    tensors |= {name: t * 2 for name, t in tensors.items() if "lora_A" in name}
+    engine.swap(tensors, version=2)
+    swapped = finish_all(engine)
+    for name, request in zip(EVERYONE, requests, strict=True):
+        for left, right in zip(still[request.id], swapped[request.id], strict=True):
+            assert set(right.versions) == {1, 2}
+            if name is None:
+                assert not np.array_equal(left.tokens, right.tokens)
+            else:
+                assert_same(left, right)
+
+
+@ROUNDS
+def test_without_a_policys_adapter_full_weights_are_swapped_below_the_residents(
+    folders, round_steps
+):
+    engine = make_engine(residents=residents(folders), eos_ids=(), round_steps=round_steps)
+    assert engine.parameter_shapes() == make_engine().parameter_shapes()
+    engine.swap(weights(seed=7), version=1)
+    requests = [request_for(name) for name in (None, *RESIDENTS)]
+    done = finish_all(engine, requests)
+    assert_computed_by(tiny_model("qwen3", seed=7), done, requests[0])
+    for request in requests[1:]:
+        assert_computed_by(peft_model(folders[request.adapter], seed=7), done, request)
+
+
+@ROUNDS
+def test_the_models_weights_stay_as_they_are_and_adapters_where_they_are(folders, round_steps):
+    engine = bank_engine(folders, round_steps=round_steps)
+    base = make_engine(round_steps=round_steps)._weights._parameters
+    assert engine._weights._parameters.keys() == base.keys()
+    assert all(torch.equal(p, base[name]) for name, p in engine._weights._parameters.items())
+    bank = engine._bank
+    assert bank is not None
+    places = [flat.data_ptr() for flat in bank._live if flat is not None]
+    assert len(places) == 2
+    engine.swap(read_checkpoint(folders[None]), version=2)
+    assert places == [flat.data_ptr() for flat in bank._live if flat is not None]
+
+
+def test_one_adapter_costs_its_own_tensors_and_joined_projections_share_two_products():
+    engine = make_engine(lora=POLICY, round_steps=4)
+    assert engine._bank is not None
+    stacks = engine._bank._stacks
+    assert len(stacks) == 4  # query, key and value; output; gate and up; down
+    assert all(len(stack._products) == 2 for stack in stacks)
+    assert engine._bank._live.gains is None
+    shapes = engine.parameter_shapes()
+    own = sum(np.prod(shape) for name, shape in shapes.items() if "lora_A" in name)
+    assert sum(np.prod(stack._a.shape) for stack in stacks) == own
+
+
+def test_a_failed_update_leaves_no_version_and_the_next_complete_one_serves(folders):
+    engine = bank_engine(folders)
+    tensors = read_checkpoint(folders[None])
+    last = list(tensors)[-1]
+    with pytest.raises(WeightError, match=r"as \(9, 32\)"):
+        engine.swap({**tensors, last: torch.zeros(9, 32)}, version=2)
+    assert engine.version == 1
+    with pytest.raises(WeightError, match="Version 2 cannot be made ready"):
+        engine.swap({**tensors, last: tensors[last].to("meta")}, version=2)
+    assert engine.version == 1
+    prepared = engine.prepare(tensors, version=2)
+    broken = [source.to("meta") for source in prepared.sources]
+    with pytest.raises(WeightError, match="serves nothing until a complete version"):
+        engine.commit(dataclasses.replace(prepared, sources=broken))
+    assert engine.version is None
+    engine.swap(tensors, version=3)
+    request = request_for(None)
+    assert_computed_by(peft_model(folders[None]), finish_all(engine, [request]), request)
+
+
+def test_an_unknown_adapter_is_named_with_those_there_are(folders):
+    with pytest.raises(TaskError, match=r"no adapter 'narrow'; .* 'wide', 'dora', 'base'\."):
+        bank_engine(folders).submit(request_for("narrow"))
+    plain = make_engine(residents=residents(folders))
+    with pytest.raises(TaskError, match=r"no adapter 'base'; this engine has 'wide', 'dora'\."):
+        plain.submit(request_for("base"))
+    merged = make_engine(lora=LoraConfig(rank=2))
+    with pytest.raises(TaskError, match=r"only the policy\. .* lora\.apply to 'unmerged'"):
+        merged.submit(request_for("base"))
+    assert not merged.has_work
+
+
+@pytest.mark.parametrize("apply", ["auto", "unmerged"])
+def test_an_engine_started_with_adapters_serves_them_beside_a_saved_policy(
+    folders, apply, tmp_path
+):
+    save_model(tmp_path)
+    paths = {name: str(folders[name]) for name in RESIDENTS}
+    engine = build_engine(
+        str(tmp_path),
+        config=EngineConfig(device="cpu", max_context=128, max_sequences=8, adapters=paths),
+        trust_remote_code=False,
+        version=7,
+        lora=POLICY.model_copy(update={"apply": apply}),
+        adapter_path=folders[None],
+    )
+    requests = [request_for(name) for name in EVERYONE]
+    done = finish_all(engine, requests)
+    for name, request in zip(EVERYONE, requests, strict=True):
+        model = tiny_model("qwen3") if name == "base" else peft_model(folders[name])
+        assert_computed_by(model, done, request)
+
+
+@pytest.mark.parametrize(
+    ("lora", "merges"),
+    [
+        (LoraConfig(rank=2), True),
+        (LoraConfig(rank=2, apply="merged"), True),
+        (LoraConfig(rank=2, apply="unmerged"), False),
+    ],
+)
+def test_an_adapter_alone_is_merged_unless_told_otherwise(lora, merges, tmp_path):
+    save_model(tmp_path)
+    engine = build_engine(
+        str(tmp_path),
+        config=EngineConfig(device="cpu", max_context=64, max_sequences=2),
+        trust_remote_code=False,
+        version=0,
+        lora=lora,
+    )
+    assert (engine._bank is None) == merges
+
+
+@pytest.mark.parametrize("adapter", EVERYONE)
+def test_preempted_and_resumed_sequences_keep_their_adapter(folders, adapter):
+    requests = [request_for(adapter)] + [
+        make_request(str(i), prompt=prompt_of(12, seed=i), n=2) for i in range(3)
+    ]
+    engine = bank_engine(folders, num_blocks=24, prefill_tokens=13)
+    done = finish_all(engine, requests)
+    assert engine.stats().preemptions > 0
+    model = tiny_model("qwen3") if adapter == "base" else peft_model(folders[adapter])
+    assert_computed_by(model, done, requests[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_layers", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captured_graphs_serve_everyone_and_are_not_captured_again_after_a_swap(
+    folders, compile_layers, dtype
+):
+    engine = bank_engine(
+        folders, round_steps=8, device="cuda", dtype=dtype, compile_layers=compile_layers
+    )
+    requests = [request_for(name) for name in EVERYONE]
+    finish_all(engine, requests)
+    assert engine._rounds is not None
+    graphs = dict(engine._rounds._graphs._graphs)
+    programs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    tensors = {name: tensor.cuda() for name, tensor in read_checkpoint(folders[None]).items()}
+    engine.swap({n: -t if "lora_B" in n else t for n, t in tensors.items()}, version=2)
+    finish_all(engine, requests)
+    engine.swap(tensors, version=3)
+    done = finish_all(engine, requests)
+    assert engine._rounds._graphs._graphs == graphs
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == programs
+    tolerance = 1e-3 if dtype is torch.float32 else 0.3
+    for name, request in zip(EVERYONE, requests, strict=True):
+        model = tiny_model("qwen3") if name == "base" else peft_model(folders[name])
+        assert_computed_by(model, done, request, tolerance=tolerance)

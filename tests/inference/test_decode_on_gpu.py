@@ -1,0 +1,233 @@
+"""The decode kernels against float64 references, and rounds on CUDA against the CPU engine."""
+
+import numpy as np
+import pytest
+import torch
+from architectures import ARCHITECTURES, MIXTURE, tiny_model
+from engine_rig import (
+    assert_sampled_from,
+    finish_all,
+    make_engine,
+    make_request,
+    plain_logits,
+    prompt_of,
+    weights,
+)
+
+from millrace.inference.embedded.decode.attention import plain_decode
+from millrace.inference.embedded.decode.sampling import KEPT_CAPACITY, draw
+from millrace.inference.embedded.sampling.sampler import DrawRows, SamplingRows, sample
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [0, 1, 2, 15, 16, 17, 63, 64, 65, 129, 400, 1000]
+
+
+def decode_case(*, heads: int, kv_heads: int, dim: int, block_tokens: int, seed: int):
+    """Float64 inputs on the CPU: query, key, value, cache, tables, lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    width = -(-max(LENGTHS) // block_tokens)
+    num_blocks = len(LENGTHS) * width
+    tables = torch.randperm(num_blocks, generator=generator).view(len(LENGTHS), width).int()
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    joint = random(len(LENGTHS), (heads + 2 * kv_heads) * dim)
+    sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
+    query, key, value = (part.unflatten(1, (-1, dim)) for part in joint.split(sizes, dim=1))
+    cache = random(num_blocks * block_tokens, kv_heads, 2 * dim)
+    return query, key, value, cache, tables, lengths
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("splits", [1, 4, 64])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (50, 0.0), (0, 20.0), (16, 30.0)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_tokens"),
+    [
+        (4, 4, 64, 16),
+        (9, 3, 64, 16),
+        (16, 8, 128, 16),
+        (5, 1, 80, 7),
+        (8, 2, 256, 32),
+        (40, 2, 128, 1),
+    ],
+)
+def test_decode_attention_equals_a_float64_reference(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block_tokens: int,
+    window: int,
+    cap: float,
+    splits: int,
+    dtype: torch.dtype,
+):
+    inputs = decode_case(
+        heads=heads, kv_heads=kv_heads, dim=dim, block_tokens=block_tokens, seed=heads + dim
+    )
+    *tensors, tables, lengths = inputs
+    tensors = [tensor.to(dtype) for tensor in tensors]
+    exact = [tensor.double() for tensor in tensors]
+    settings = (block_tokens, 1, dim**-0.5, window, cap)
+    expected = plain_decode(*exact, tables, lengths, *settings)
+    query, key, value, cache = (tensor.cuda() for tensor in tensors)
+    output = torch.ops.millrace.paged_decode(
+        query, key, value, cache, tables.cuda(), lengths.cuda(), block_tokens, splits,
+        dim**-0.5, window, cap,
+    )  # fmt: skip
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        output.double().cpu(), expected.double(), rtol=tolerance, atol=tolerance
+    )
+    torch.testing.assert_close(cache.double().cpu(), exact[3], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("vocab", [7, 1000, 4096, 4097, 49152, 151936])
+@pytest.mark.parametrize("truncates", [False, True])
+def test_fused_draws_equal_the_plain_sampler(vocab: int, truncates: bool):
+    generator = torch.Generator().manual_seed(vocab)
+    num_rows = 40
+    logits = torch.randn(num_rows, vocab, generator=generator) * 4
+    logits[0] = 0.0  # all tied
+    logits[1, :5] = 30.0  # ties at the top
+    settings = {
+        "temperatures": torch.rand(num_rows, generator=generator) * 1.5 + 0.2,
+        "top_k": torch.randint(0, min(vocab, 60), (num_rows,), generator=generator),
+        "top_p": torch.rand(num_rows, generator=generator) * 0.9 + 0.1,
+        "min_p": torch.rand(num_rows, generator=generator) * 0.2,
+        "keys": torch.randint(-(2**62), 2**62, (num_rows,), generator=generator),
+    }
+    settings["temperatures"][::7] = 0.0
+    settings["top_k"][::3] = 0
+    settings["top_p"][::2] = 1.0
+    settings["min_p"][::5] = 0.0
+    positions = torch.arange(num_rows)
+    expected = sample(
+        logits,
+        SamplingRows(
+            **settings,
+            positions=positions,
+            any_greedy=True,
+            all_greedy=False,
+            any_truncates=truncates,
+            num_ordered=vocab,
+        ),
+    )
+    on_gpu = {name: tensor.cuda() for name, tensor in settings.items()}
+    drawn = draw(logits.cuda(), DrawRows(**on_gpu, positions=positions.cuda()), truncates=truncates)
+    # A draw within a rounding error of a boundary may fall to either side; these seeds have none.
+    torch.testing.assert_close(drawn.tokens.cpu(), expected.tokens)
+    torch.testing.assert_close(drawn.logprobs.cpu(), expected.logprobs, rtol=1e-4, atol=1e-4)
+    if not truncates:
+        return
+    assert expected.kept is not None
+    assert drawn.kept is not None
+    assert drawn.num_kept is not None
+    sizes = expected.kept.offsets.diff()
+    torch.testing.assert_close(drawn.num_kept.cpu().long(), sizes)
+    for row in range(num_rows):
+        size = min(int(sizes[row]), KEPT_CAPACITY)
+        start = int(expected.kept.offsets[row])
+        ids = expected.kept.ids[start : start + size]
+        torch.testing.assert_close(drawn.kept[row, :size].cpu().long(), ids)
+
+
+def mixed_requests(n: int):
+    settings = [{}, {"temperature": 0.0}, {"temperature": 1.4}, {"top_k": 5}, {"top_p": 0.8}]
+    return [
+        make_request(str(i), prompt=prompt_of(3 + 5 * i, seed=i), n=n, seed=i, **setting)
+        for i, setting in enumerate(settings)
+    ]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("compile_layers", [False, True])
+def test_rounds_on_cuda_agree_with_a_plain_forward(architecture: str, compile_layers: bool):
+    engine = make_engine(
+        architecture, eos_ids=(), max_sequences=20, round_steps=5, device="cuda",
+        compile_layers=compile_layers,
+    )  # fmt: skip
+    requests = mixed_requests(n=3)
+    done = finish_all(engine, requests)
+    model = tiny_model(architecture)
+    for request in requests:
+        for completion in done[request.id]:
+            logits = plain_logits(model, request.prompt, completion)
+            assert_sampled_from(logits, completion, request.sampling, tolerance=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_turns_on_cuda_go_on_from_the_kv_of_earlier_ones(dtype: torch.dtype, tolerance: float):
+    engine = make_engine(eos_ids=(), round_steps=4, device="cuda", dtype=dtype)
+    model, said = tiny_model("qwen3"), prompt_of(0)
+    for turn in range(4):
+        prompt = np.concatenate([said, prompt_of(9, seed=turn)])
+        before = engine.stats().cached_tokens
+        request = make_request(prompt=prompt, n=2, max_new_tokens=6)
+        completions = finish_all(engine, [request])["r"]
+        known = max(len(said) - 1, 0) // 4 * 4
+        assert engine.stats().cached_tokens - before == known
+        for completion in completions:
+            logits = plain_logits(model, prompt, completion)
+            assert_sampled_from(logits, completion, request.sampling, tolerance=tolerance)
+        said = np.concatenate([prompt, completions[1].tokens])
+
+
+def test_a_swap_between_rounds_reaches_the_captured_graphs():
+    engine = make_engine(eos_ids=(), round_steps=4, device="cuda", compile_layers=True)
+    engine.submit(make_request("a", max_new_tokens=20))
+    engine.step()
+    engine.swap({name: t.cuda() for name, t in weights(seed=7).items()}, version=1)
+    (completion,) = finish_all(engine)["a"]
+    assert set(completion.versions.tolist()) == {0, 1}
+    changed = int((completion.versions == 1).argmax())
+    fresh = make_engine(seed=7, eos_ids=(), device="cuda", round_steps=4)
+    resumed = finish_all(fresh, [make_request("b", max_new_tokens=20)])["b"][0]
+    assert not np.array_equal(resumed.tokens[changed:], completion.tokens[changed:]) or np.allclose(
+        resumed.logprobs[changed:], completion.logprobs[changed:], atol=1e-3
+    )
+
+
+def test_what_truncation_keeps_beyond_the_capacity_is_drawn_singly_and_complete():
+    logits = torch.zeros(2, 9000)
+    logits[:, 5000:] = -20.0
+    settings = {
+        "temperatures": torch.ones(2),
+        "top_k": torch.tensor([3000, 10]),
+        "top_p": torch.ones(2),
+        "min_p": torch.zeros(2),
+        "keys": torch.tensor([1, 2]),
+    }
+    on_gpu = {name: tensor.cuda() for name, tensor in settings.items()}
+    drawn = draw(
+        logits.cuda(), DrawRows(**on_gpu, positions=torch.zeros(2).long().cuda()), truncates=True
+    )
+    assert drawn.num_kept is not None
+    assert drawn.num_kept.tolist() == [5000, 5000]  # ties with the last kept one stay
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
+def test_rounds_of_a_mixture_note_the_routes_that_single_steps_note(compiles: bool):
+    """All but a few: passes of other sizes round otherwise."""
+    half = {"device": "cuda", "dtype": torch.bfloat16, "notes_routes": True, "eos_ids": ()}
+    requests = [
+        make_request(str(i), prompt=prompt_of(5 + 6 * i, seed=i), n=2, seed=i, routes_from=0)
+        for i in range(4)
+    ]
+    single = finish_all(make_engine(MIXTURE, **half), requests)
+    done = finish_all(
+        make_engine(MIXTURE, round_steps=4, compile_layers=compiles, **half), requests
+    )
+    is_same = []
+    for request in requests:
+        for ours, theirs in zip(done[request.id], single[request.id], strict=True):
+            assert ours.routes is not None
+            assert theirs.routes is not None
+            assert len(ours.routes) == len(request.prompt) + len(ours.tokens) - 1
+            agrees = np.append(ours.tokens == theirs.tokens, False)
+            upto = len(request.prompt) + int(agrees.argmin())
+            is_same.append(ours.routes[:upto] == theirs.routes[:upto])
+    assert np.concatenate(is_same).mean() > 0.97

@@ -1,0 +1,182 @@
+"""Adapters in an engine: merged into the live weights, checked, and leaving no trace."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import tiny_model
+from engine_rig import (
+    assert_same,
+    finish_all,
+    make_engine,
+    make_request,
+    save_model,
+    weights,
+)
+
+from millrace.config import EngineConfig, LoraConfig
+from millrace.core.errors import WeightError
+from millrace.inference.embedded.build import build_engine
+from millrace.inference.embedded.engine import EmbeddedEngine
+from millrace.models.lora.trained import TrainedAdapter
+from millrace.weights.receiver import make_receiver
+from millrace.weights.sender import make_sender
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+def adapter_for(engine: EmbeddedEngine, *, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = engine.parameter_shapes()
+    return {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def zero_for(engine: EmbeddedEngine) -> dict[str, torch.Tensor]:
+    """As a new adapter is: B is zero, A is not."""
+    adapter = adapter_for(engine, seed=0)
+    return {name: t.zero_() if ".lora_B." in name else t for name, t in adapter.items()}
+
+
+@pytest.mark.parametrize("round_steps", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_after_50_swaps_a_zero_adapter_gives_the_base_model_back_bit_for_bit(round_steps, dtype):
+    engine = make_engine(lora=LORA, round_steps=round_steps, dtype=dtype)
+    base = {name: p.clone() for name, p in engine._weights._parameters.items()}
+    expected = finish_all(engine, [make_request()])["r"][0]
+    for version in range(1, 50):
+        engine.swap(adapter_for(engine, seed=version), version=version)
+    changed = {
+        name for name, p in engine._weights._parameters.items() if not torch.equal(p, base[name])
+    }
+    assert changed == {name for name in base if name.endswith("_proj.weight")}
+    engine.swap(zero_for(engine), version=50)
+    for name, parameter in engine._weights._parameters.items():
+        assert torch.equal(parameter, base[name]), name
+    completion = finish_all(engine, [make_request()])["r"][0]
+    assert_same(completion, expected)
+    assert set(completion.versions) == {50}
+
+
+def test_a_swap_writes_in_place_so_that_captured_graphs_stay_valid():
+    engine = make_engine(lora=LORA, round_steps=4)
+    places = {name: p.data_ptr() for name, p in engine._weights._parameters.items()}
+    engine.swap(adapter_for(engine, seed=1), version=1)
+    assert {name: p.data_ptr() for name, p in engine._weights._parameters.items()} == places
+
+
+A_TENSOR = "model.layers.1.mlp.up_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda tensors: tensors.pop(A_TENSOR), f"lacks '{A_TENSOR}'"),
+        (
+            lambda tensors: tensors.update({A_TENSOR: torch.zeros(8, 32)}),
+            rf"'{A_TENSOR}' as \(8, 32\); the model's is \(4, 32\)",
+        ),
+        (
+            lambda tensors: tensors.update({"lm_head.lora_A.weight": torch.zeros(4, 32)}),
+            r"has 'lm_head\.lora_A\.weight'",
+        ),
+    ],
+    ids=["missing", "another rank", "unknown"],
+)
+def test_an_adapter_that_does_not_fit_is_refused_and_nothing_of_it_applied(spoil, reason):
+    engine = make_engine(lora=LORA)
+    base = {name: p.clone() for name, p in engine._weights._parameters.items()}
+    adapter = adapter_for(engine, seed=1)
+    spoil(adapter)
+    with pytest.raises(WeightError, match=reason):
+        engine.swap(adapter, version=1)
+    assert engine.version == 0
+    assert all(torch.equal(p, base[name]) for name, p in engine._weights._parameters.items())
+
+
+def test_full_weights_are_refused_by_an_engine_for_adapters_and_adapters_by_any_other():
+    adapted, plain = make_engine(lora=LORA), make_engine()
+    with pytest.raises(WeightError, match=r"lacks 'model\.layers\.0\.mlp\.down_proj"):
+        adapted.swap(weights(seed=1), version=1)
+    with pytest.raises(WeightError, match="Version 1 lacks"):
+        plain.swap(adapter_for(adapted, seed=1), version=1)
+    assert (adapted.version, plain.version) == (0, 0)
+
+
+def test_an_engine_whose_merge_failed_half_way_serves_nothing_until_a_complete_version_is_in():
+    engine = make_engine(lora=LORA)
+    engine.submit(make_request())
+    engine.step()
+    prepared = engine.prepare(adapter_for(engine, seed=1), version=1)
+    prepared.sources[-1] = prepared.sources[-1].to("meta")  # has no data to copy
+    with pytest.raises(WeightError, match="serves nothing until a complete version"):
+        engine.commit(prepared)
+    assert engine.version is None
+    assert not engine.has_work
+    engine.swap(adapter_for(engine, seed=2), version=2)
+    undisturbed = make_engine(lora=LORA)
+    undisturbed.swap(adapter_for(engine, seed=2), version=2)
+    for name, parameter in undisturbed._weights._parameters.items():
+        assert torch.equal(engine._weights._parameters[name], parameter), name
+    (completion,) = finish_all(engine)["r"]
+    assert completion.versions.tolist() == [0] + [2] * (len(completion.versions) - 1)
+
+
+def test_only_the_adapters_bytes_travel_and_a_manifest_of_another_is_refused():
+    engine = make_engine(lora=LORA, dtype=torch.bfloat16)
+    adapter = adapter_for(engine, seed=1)
+    sender = make_sender("shm", dtype=torch.float32)
+    receiver = make_receiver("shm", expected=engine.parameter_shapes(), dtype=torch.float32)
+    try:
+        update = sender.publish(1, adapter)
+        own = 4 * sum(tensor.numel() for tensor in adapter.values())
+        assert own <= update.num_bytes <= own + 64 * len(adapter)
+        engine.swap(receiver.stage(update), version=1)
+        assert engine.version == 1
+        wrong = sender.publish(2, {**adapter, A_TENSOR: torch.zeros(8, 32)})
+        with pytest.raises(WeightError, match=rf"'{A_TENSOR}' as \[8, 32\]"):
+            receiver.stage(wrong)
+    finally:
+        receiver.close()
+        sender.close()
+
+
+def test_an_engine_started_with_a_saved_adapter_is_one_that_was_swapped_to_it(tmp_path: Path):
+    save_model(tmp_path / "model")
+    adapter = TrainedAdapter(tiny_model("qwen3"), LORA, model_path="tiny")
+    for weight in adapter.named_weights().values():
+        weight.normal_(std=0.3)
+    (tmp_path / "step_7").mkdir()
+    adapter.save(tmp_path / "step_7")
+    started = build_engine(
+        str(tmp_path / "model"),
+        config=EngineConfig(device="cpu", max_context=128, max_sequences=4),
+        trust_remote_code=False,
+        version=7,
+        lora=LORA,
+        adapter_path=tmp_path / "step_7",
+    )
+    swapped = make_engine(lora=LORA)
+    swapped.swap(adapter.named_weights(), version=7)
+    assert started.version == 7
+    for name, parameter in swapped._weights._parameters.items():
+        assert torch.equal(started._weights._parameters[name], parameter), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captured_graphs_decode_with_a_merged_adapter(dtype):
+    """Rounds on CUDA graphs against single steps, each under the same three versions."""
+    engines = [
+        make_engine(lora=LORA, device="cuda", dtype=dtype, round_steps=steps, eos_ids=())
+        for steps in (1, 8)
+    ]
+    for version in (1, 2, 3):
+        done = []
+        for engine in engines:
+            engine.swap(adapter_for(engine, seed=version), version=version)
+            done.append(finish_all(engine, [make_request(temperature=0.0)])["r"][0])
+        logprobs = [torch.from_numpy(completion.logprobs[:1].copy()) for completion in done]
+        tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+        torch.testing.assert_close(logprobs[0], logprobs[1], rtol=0, atol=tolerance)
+    merged = [{n: p.clone() for n, p in engine._weights._parameters.items()} for engine in engines]
+    assert all(torch.equal(merged[0][name], merged[1][name]) for name in merged[0])

@@ -1,0 +1,172 @@
+"""New weights are made ready beside decoding, and what is left for the commit does not grow with
+the model."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from engine_rig import assert_same, finish_all, make_engine, make_request
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from millrace.config import LoraConfig
+from millrace.inference.embedded.engine import EmbeddedEngine
+
+# What an update brings, and how the engine applies it.
+KINDS: dict[str, LoraConfig | None] = {
+    "full": None,
+    "merged": LoraConfig(rank=4, alpha=8.0),
+    "unmerged": LoraConfig(rank=4, alpha=8.0, apply="unmerged"),
+    "magnitudes": LoraConfig(rank=4, alpha=8.0, dora=True, apply="unmerged"),
+}
+ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
+ROUNDS = pytest.mark.parametrize("round_steps", [1, 4])
+
+
+class Operations(TorchDispatchMode):
+    """How many tensors each operation on tensors wrote, within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        self.sizes.append(len(args[0]) if isinstance(args[0], list) else 1)
+        return func(*args, **(kwargs or {}))
+
+
+def engine_of_kind(kind: str, **settings) -> EmbeddedEngine:
+    return make_engine(lora=KINDS[kind], eos_ids=(), **settings)
+
+
+def update_for(engine: EmbeddedEngine, *, seed: int, device: str = "cpu") -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = engine.parameter_shapes()
+    return {
+        name: (torch.rand(shape, generator=draw) * 0.4 + 0.1).to(device)
+        for name, shape in shapes.items()
+    }
+
+
+def live_tensors(engine: EmbeddedEngine) -> list[torch.Tensor]:
+    """Copies of everything that decodes."""
+    tensors = list(engine._weights._parameters.values())
+    if engine._bank is not None:
+        tensors += [flat for flat in engine._bank._live if flat is not None]
+    return [tensor.clone() for tensor in tensors]
+
+
+def assert_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "num_tensors"), [("unmerged", 1), ("magnitudes", 2)])
+@pytest.mark.parametrize("num_layers", [1, 2, 6])
+@ROUNDS
+def test_an_adapter_is_committed_by_one_operation_however_many_layers_it_has(
+    kind, num_tensors, num_layers, round_steps
+):
+    engine = engine_of_kind(kind, num_layers=num_layers, round_steps=round_steps)
+    engine.submit(make_request(n=4))
+    engine.step()
+    prepared = engine.prepare(update_for(engine, seed=1), version=1)
+    with Operations() as operations:
+        engine.commit(prepared)
+    assert operations.sizes == [num_tensors]
+
+
+@pytest.mark.parametrize("kind", ["full", "merged"])
+def test_weights_are_committed_by_one_operation_on_those_that_change(kind):
+    engine = engine_of_kind(kind)
+    before = live_tensors(engine)
+    prepared = engine.prepare(update_for(engine, seed=1), version=1)
+    with Operations() as operations:
+        engine.commit(prepared)
+    after = live_tensors(engine)
+    num_changed = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert operations.sizes == [num_changed]
+
+
+@ALL_KINDS
+@ROUNDS
+def test_preparing_touches_nothing_that_decodes(kind, round_steps):
+    engine = engine_of_kind(kind, round_steps=round_steps)
+    before = live_tensors(engine)
+    engine.prepare(update_for(engine, seed=1), version=1)
+    assert engine.version == 0
+    assert_equal(live_tensors(engine), before)
+
+
+@ALL_KINDS
+def test_a_version_that_was_prepared_and_dropped_leaves_no_trace(kind):
+    engine, plain = engine_of_kind(kind), engine_of_kind(kind)
+    engine.prepare(update_for(engine, seed=1), version=1)
+    newer = engine.prepare(update_for(engine, seed=2), version=2)
+    engine.commit(newer)
+    plain.swap(update_for(plain, seed=2), version=2)
+    assert engine.version == plain.version == 2
+    assert_equal(live_tensors(engine), live_tensors(plain))
+
+
+@ALL_KINDS
+def test_versions_prepared_together_are_committed_each_as_it_is(kind):
+    engine, plain = engine_of_kind(kind), engine_of_kind(kind)
+    versions = [engine.prepare(update_for(engine, seed=n), version=n) for n in (1, 2)]
+    for prepared in versions:
+        engine.commit(prepared)
+        plain.swap(update_for(plain, seed=prepared.version), version=prepared.version)
+        assert_equal(live_tensors(engine), live_tensors(plain))
+
+
+@ALL_KINDS
+@ROUNDS
+def test_sequences_that_decode_while_another_thread_prepares_are_as_if_it_did_not(
+    kind, round_steps
+):
+    """And under the version that is then committed they are as after a swap."""
+    engine, plain = (engine_of_kind(kind, round_steps=round_steps) for _ in range(2))
+    requests = [make_request(str(seed), n=3, seed=seed, max_new_tokens=40) for seed in range(2)]
+    update = update_for(engine, seed=1)
+    with ThreadPoolExecutor(max_workers=1) as stager:
+        staged = [stager.submit(engine.prepare, update, version=1) for _ in range(8)]
+        done = finish_all(engine, requests)
+        engine.commit(staged[-1].result())
+        then = finish_all(engine, requests)
+    undisturbed = finish_all(plain, requests)
+    plain.swap(update, version=1)
+    after = finish_all(plain, requests)
+    for request in requests:
+        for left, right in ((done, undisturbed), (then, after)):
+            for a, b in zip(left[request.id], right[request.id], strict=True):
+                assert_same(a, b)
+        assert {int(v) for c in then[request.id] for v in c.versions} == {1}
+
+
+@pytest.mark.gpu
+@ALL_KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_captured_graphs_decode_with_what_another_thread_prepared(kind, dtype, on_host):
+    """Without being captured again, whether the update lies on the device or on the host."""
+    engine, plain = (
+        engine_of_kind(kind, round_steps=8, device="cuda", dtype=dtype) for _ in range(2)
+    )
+    requests = [make_request("r", n=4, temperature=0.0, max_new_tokens=60)]
+    finish_all(engine, requests)
+    assert engine._rounds is not None
+    graphs = dict(engine._rounds._graphs._graphs)
+    with ThreadPoolExecutor(max_workers=1) as stager:
+        for version in (1, 2, 3):
+            update = update_for(engine, seed=version, device="cpu" if on_host else "cuda")
+            torch.cuda.synchronize()
+            staged = stager.submit(engine.prepare, update, version=version)
+            finish_all(engine, requests)
+            engine.commit(staged.result())
+            plain.swap(update, version=version)
+            assert_equal(live_tensors(engine), live_tensors(plain))
+    done, expected = (finish_all(each, requests)["r"][0] for each in (engine, plain))
+    assert engine._rounds._graphs._graphs == graphs
+    # Its own graphs were captured under these weights.
+    logprobs = [torch.from_numpy(completion.logprobs[:1].copy()) for completion in (done, expected)]
+    tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+    torch.testing.assert_close(logprobs[0], logprobs[1], rtol=0, atol=tolerance)

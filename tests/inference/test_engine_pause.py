@@ -1,0 +1,111 @@
+"""Pausing the engine process's body, pass by pass: the test's link decides what arrives when."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_rig import assert_same, finish_all, make_engine, make_request, weights
+from scripted_link import ScriptedLink
+
+from millrace.cluster.messages import (
+    AbortRequests,
+    Generate,
+    GenerateDone,
+    Message,
+    Pause,
+    Resume,
+    Stop,
+    SwapWeights,
+)
+from millrace.core.spans import Timeline
+from millrace.core.weight_update import WeightUpdate
+from millrace.inference.worker import EngineWorker
+
+UPDATE = WeightUpdate(
+    version=1, tensors=(), num_bytes=0, checksum=0, transport="ready", location=""
+)
+
+
+class ReadyReceiver:
+    """Weights that need no fetching."""
+
+    def stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
+        return weights(seed=update.version)
+
+    def close(self) -> None:
+        """Nothing to let go."""
+
+
+def serve(*script: list[Message], **settings: Any) -> ScriptedLink:
+    """Run an engine through a script."""
+    engine = make_engine(**settings)
+    link = ScriptedLink(script, engine)
+    worker: Any = EngineWorker(
+        link,  # pyright: ignore[reportArgumentType]
+        engine=engine,
+        receiver=ReadyReceiver(),
+        timeline=Timeline("engine-0"),
+    )
+    worker.serve()
+    return link
+
+
+def test_a_paused_engine_makes_no_token_and_a_resumed_one_goes_on_with_the_next():
+    link = serve([Generate(request=make_request())], [], [Pause()], [], [], [Resume()], [])
+    assert link.tokens == [0, 1, 2, 2, 2, 2, 3, 4]
+    assert ("paused", False) in link.spans
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}, {"temperature": 0.0}])
+def test_a_completion_paused_after_every_token_equals_the_undisturbed_one(sampling):
+    request = make_request(n=2, max_new_tokens=12, **sampling)
+    expected = finish_all(make_engine(), [request])[request.id]
+    link = serve([Generate(request=request)], *[[Pause()], [], [Resume()]] * 16)
+    for completion, same in zip(link.reply_to(Generate).completions, expected, strict=True):
+        assert_same(completion, same)
+
+
+def test_a_paused_engine_answers_every_call():
+    late = make_request("late", max_new_tokens=3, temperature=0.0)
+    polls: list[list[Message]] = [[] for _ in range(8)]
+    link = serve(
+        [Generate(request=make_request("early"))],
+        [Pause()],
+        [AbortRequests(ids=["early"])],
+        [Pause()],
+        [Generate(request=late)],
+        [Resume()],
+        *polls,
+    )
+    early, last = [call for call in link.calls if isinstance(call.message, Generate)]
+    assert isinstance(early.replies[0], GenerateDone)
+    assert [completion.finish for completion in early.replies[0].completions] == ["abort"]
+    assert len(last.replies) == 1
+    assert all(len(call.replies) == 1 for call in link.calls)
+    assert link.tokens[:6] == [0, 1, 1, 1, 1, 1]
+
+
+def test_weights_land_in_a_paused_engine():
+    link = serve([Generate(request=make_request())], [Pause()], [SwapWeights(update=UPDATE)])
+    assert link.reply_to(SwapWeights).version == 1
+    assert link.tokens == [0, 1, 1, 1]
+    assert ("swap", True) in link.spans
+
+
+@pytest.mark.parametrize(
+    "urgent", [Pause(), SwapWeights(update=UPDATE), AbortRequests(ids=["other"])]
+)
+def test_a_round_goes_on_when_more_work_arrives_and_ends_for_any_other_call(urgent):
+    requests = [make_request(name, max_new_tokens=60) for name in ("early", "late")]
+    early, late = [Generate(request=request) for request in requests]
+    link = serve([early], [late], [urgent], [AbortRequests(ids=["early", "late"])], round_steps=32)
+    (call,) = link.calls_of(type(urgent))[:1]
+    assert call.tokens_at_reply is not None
+    assert 1 < call.tokens_at_reply < 16  # and not the 32 that the round would have had
+
+
+def test_a_paused_engine_stops_when_told_to():
+    link = serve([Generate(request=make_request())], [Pause()], [])
+    assert link.reply_to(Stop) is None
+    assert np.diff(link.tokens).tolist() == [1, 0, 0]

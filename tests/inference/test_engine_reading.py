@@ -1,0 +1,103 @@
+"""An engine that decodes, asked about tokens in between."""
+
+import numpy as np
+import pytest
+import torch
+from architectures import ARCHITECTURES, tiny_model
+from engine_rig import (
+    assert_same,
+    distribution,
+    finish_all,
+    make_engine,
+    make_request,
+    plain_logits,
+    prompt_of,
+)
+
+from millrace.config import LoraConfig
+from millrace.core.records import Completion, Request
+from millrace.core.score_requests import ScoreRequest
+from millrace.inference.embedded.engine import EmbeddedEngine
+
+SETTINGS = [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.5}]
+
+
+def passage(request: Request, completion: Completion) -> ScoreRequest:
+    """About all that was sampled, as it was sampled."""
+    tokens = np.concatenate([request.prompt, completion.tokens])
+    return ScoreRequest(
+        tokens=tokens,
+        positions=np.arange(len(request.prompt), len(tokens), dtype=np.int32),
+        temperature=request.sampling.temperature,
+        kept=completion.kept,
+        wants_entropies=True,
+    )
+
+
+def sampled(engine: EmbeddedEngine) -> list[tuple[Request, Completion]]:
+    requests = [
+        make_request(str(i), prompt=prompt_of(5 + 3 * i, seed=i), seed=i, **settings)
+        for i, settings in enumerate(SETTINGS)
+    ]
+    done = finish_all(engine, requests)
+    return [(request, done[request.id][0]) for request in requests]
+
+
+@pytest.mark.parametrize("round_steps", [1, 4])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logprobs_and_entropies_are_those_that_were_sampled_from(architecture, round_steps):
+    engine = make_engine(architecture, round_steps=round_steps)
+    known = sampled(engine)
+    told = engine.read([passage(*each) for each in known])
+    model = tiny_model(architecture)
+    for (request, completion), found in zip(known, told, strict=True):
+        np.testing.assert_allclose(found.logprobs, completion.logprobs, rtol=0, atol=1e-5)
+        expected = distribution(plain_logits(model, request.prompt, completion), request.sampling)
+        entropies = torch.special.entr(expected.exp()).sum(-1)
+        np.testing.assert_allclose(found.entropies, entropies, rtol=0, atol=1e-4)
+        assert found.version == 0
+
+
+@pytest.mark.parametrize("apply", ["merged", "unmerged"])
+def test_the_policy_that_reads_is_the_one_with_its_adapter(apply):
+    engine = make_engine(lora=LoraConfig(rank=4, alpha=8.0, apply=apply))
+    generator = torch.Generator().manual_seed(1)
+    adapter = {
+        name: 0.3 * torch.randn(shape, generator=generator)
+        for name, shape in engine.parameter_shapes().items()
+    }
+    (before,) = engine.read([passage(*sampled(engine)[0])])
+    engine.swap(adapter, version=1)
+    known = sampled(engine)
+    told = engine.read([passage(*each) for each in known])
+    for (_, completion), found in zip(known, told, strict=True):
+        np.testing.assert_allclose(found.logprobs, completion.logprobs, rtol=0, atol=1e-5)
+    assert abs(told[0].entropies - before.entropies).max() > 0.01
+    assert told[0].version == 1
+
+
+@pytest.mark.parametrize("round_steps", [1, 4])
+def test_what_is_being_decoded_does_not_notice(round_steps):
+    request = make_request("long", max_new_tokens=40, n=3)
+    alone = finish_all(make_engine(round_steps=round_steps), [request])["long"]
+    engine = make_engine(round_steps=round_steps)
+    about = ScoreRequest(tokens=prompt_of(30), positions=np.arange(1, 30, dtype=np.int32))
+    engine.submit(request)
+    done = {}
+    while engine.has_work:
+        done |= {finished.id: finished.completions for finished in engine.step()}
+        engine.read([about])
+    for own, expected in zip(done["long"], alone, strict=True):
+        assert_same(own, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_on_a_gpu_reads_what_it_sampled(dtype):
+    engine = make_engine(device="cuda", dtype=dtype, round_steps=4, compile_layers=True)
+    known = sampled(engine)
+    told = engine.read([passage(*each) for each in known])
+    tolerance = 1e-3 if dtype == torch.float32 else 0.1
+    for (_, completion), found in zip(known, told, strict=True):
+        np.testing.assert_allclose(found.logprobs, completion.logprobs, rtol=0, atol=tolerance)
+        assert (found.entropies >= 0).all()

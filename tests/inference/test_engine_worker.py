@@ -1,0 +1,297 @@
+"""The engine process's body, with a link whose other end is this test."""
+
+import dataclasses
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+import torch
+from engine_rig import make_engine, make_request, save_model, weights
+from queue_link import FakeLink, in_thread
+
+from millrace.cluster.messages import (
+    AbortRequests,
+    Completed,
+    Done,
+    Generate,
+    GenerateDone,
+    Pause,
+    Resume,
+    ScoreTokens,
+    StartEngine,
+    StartScorer,
+    Stop,
+    Swapped,
+    SwapWeights,
+    TokensScored,
+    WorkerProgress,
+)
+from millrace.core.errors import ConfigError, MillraceError, TaskError, WeightError
+from millrace.core.score_requests import ScoreRequest
+from millrace.core.spans import Timeline
+from millrace.core.weight_update import WeightUpdate
+from millrace.inference import worker as engine_worker
+from millrace.inference.worker import EngineWorker
+from millrace.weights.send_backend import PackingSender
+from millrace.weights.sender import make_sender
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path)
+    return path
+
+
+@pytest.fixture
+def link() -> Iterator[FakeLink]:
+    """To a worker that waits for StartEngine."""
+    link = FakeLink()
+    with in_thread(lambda: engine_worker.main(link, "engine-0")):  # pyright: ignore[reportArgumentType]
+        yield link
+        link.call(Stop())
+
+
+@pytest.fixture
+def sender() -> Iterator[PackingSender]:
+    sender = make_sender("shm", dtype=torch.float32)
+    yield sender
+    sender.close()
+
+
+def start(link: FakeLink, model_path: Path, **engine: Any) -> None:
+    settings = {"threads": 1, "device": "cpu", "block_tokens": 4, **engine}
+    config = {"model": {"path": str(model_path)}, "engine": settings}
+    link.call(StartEngine(config=config, model_path=str(model_path), version=3)).result()
+
+
+def long_request(id: str = "long") -> Generate:
+    """About 240 steps: long enough for whatever the test does meanwhile."""
+    return Generate(request=make_request(id, max_new_tokens=240, temperature=0.0))
+
+
+class GatedReceiver:
+    """Hands out the weights whose seed is the version, once it is opened; the last tensor of some
+    as something else."""
+
+    def __init__(self, spoil: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {}) -> None:
+        self._gate = threading.Event()
+        self._spoil = spoil
+        self.staged: list[int] = []
+        self.is_closed = False
+
+    def open(self) -> None:
+        self._gate.set()
+
+    def stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
+        self.staged.append(update.version)
+        assert self._gate.wait(20)
+        tensors = weights(seed=update.version)
+        if update.version in self._spoil:
+            last = list(tensors)[-1]
+            tensors[last] = self._spoil[update.version](tensors[last])
+        return tensors
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def update_of(version: int) -> WeightUpdate:
+    return WeightUpdate(
+        version=version, tensors=(), num_bytes=0, checksum=0, transport="gated", location=""
+    )
+
+
+@contextmanager
+def serving(link: FakeLink, receiver: GatedReceiver) -> Iterator[None]:
+    """An EngineWorker in a thread of its own, from version 0."""
+    worker = EngineWorker(
+        link,  # pyright: ignore[reportArgumentType]
+        engine=make_engine(max_context=256),
+        receiver=receiver,
+        timeline=Timeline("engine-0"),
+    )
+    with in_thread(worker.serve):
+        yield
+        link.call(Stop()).result()
+
+
+def damaged(update: WeightUpdate) -> WeightUpdate:
+    return dataclasses.replace(update, checksum=update.checksum ^ 1)
+
+
+def test_requests_are_answered_and_spans_and_counters_reported(link: FakeLink, model_path: Path):
+    start(link, model_path)
+    calls = [
+        link.call(Generate(request=make_request(str(i), n=2, seed=i, max_new_tokens=30)))
+        for i in range(3)
+    ]
+    completions = [c for call in calls for c in call.result().completions]
+    assert len(completions) == 6
+    assert {version for c in completions for version in c.versions} == {3}
+    assert link.call(Stop()).result() == Done()
+    progress = [event for event in link.events if isinstance(event, WorkerProgress)]
+    spans = [span for event in progress for span in event.spans]
+    assert {"load", "generate", "no work"} <= {span.name for span in spans}
+    assert all(span.busy == (span.name != "no work") for span in spans)
+    for earlier, later in itertools.pairwise(spans):
+        assert later.start_s == earlier.end_s
+    counters = progress[-1].counters
+    assert counters["generated_tokens"] == sum(len(c.tokens) for c in completions)
+    assert counters["prefill_tokens"] + counters["cached_tokens"] == 3 * 6
+    assert counters["running"] == counters["waiting"] == counters["swaps"] == 0
+
+
+def test_published_weights_become_visible(link: FakeLink, model_path: Path, sender: PackingSender):
+    start(link, model_path)
+    update = sender.publish(4, weights(seed=1))
+    swapped = link.call(SwapWeights(update=update)).result()
+    assert swapped.version == 4
+    assert swapped.stage_ms > 0
+    assert swapped.gap_ms > 0
+    (completion,) = link.call(Generate(request=make_request())).result().completions
+    assert set(completion.versions) == {4}
+
+
+def test_a_damaged_update_is_refused_and_the_old_version_goes_on(
+    link: FakeLink, model_path: Path, sender: PackingSender
+):
+    start(link, model_path)
+    update = sender.publish(4, weights(seed=1))
+    with pytest.raises(WeightError, match="checksum"):
+        link.call(SwapWeights(update=damaged(update))).result()
+    (completion,) = link.call(Generate(request=make_request())).result().completions
+    assert set(completion.versions) == {3}
+    assert link.call(SwapWeights(update=update)).result().version == 4
+
+
+def test_decoding_goes_on_while_weights_are_staged():
+    link, receiver = FakeLink(), GatedReceiver()
+    with serving(link, receiver):
+        swap = link.call(SwapWeights(update=update_of(1)))
+        first = link.call(Generate(request=make_request("first"))).result().completions
+        generating = link.call(long_request())
+        receiver.open()
+        assert swap.result() == Swapped(version=1, stage_ms=ANY, gap_ms=ANY)
+        (spanning,) = generating.result().completions
+    assert {version for completion in first for version in completion.versions} == {0}
+    assert spanning.versions[-1] == 1
+    assert (np.diff(spanning.versions) >= 0).all()
+
+
+def test_a_newer_update_supersedes_one_that_is_still_staging():
+    link, receiver = FakeLink(), GatedReceiver()
+    with serving(link, receiver):
+        calls = [link.call(SwapWeights(update=update_of(version))) for version in (1, 3, 2)]
+        link.call(Generate(request=make_request())).result()  # by now, all three have arrived
+        receiver.open()
+        assert [call.result().version for call in calls] == [3, 3, 3]
+        assert link.call(SwapWeights(update=update_of(2))).result().version == 3
+        (completion,) = link.call(Generate(request=make_request())).result().completions
+    assert set(completion.versions) == {3}
+    assert receiver.staged == [1, 3]  # 1 had begun, 2 never did
+    assert receiver.is_closed
+    assert [e.counters["swaps"] for e in link.events if isinstance(e, WorkerProgress)][-1] == 1
+
+
+def test_an_update_that_cannot_be_made_ready_is_refused_and_the_old_version_goes_on():
+    link, receiver = FakeLink(), GatedReceiver({1: lambda tensor: tensor.to("meta")})
+    receiver.open()
+    with serving(link, receiver):
+        with pytest.raises(WeightError, match="Version 1 cannot be made ready"):
+            link.call(SwapWeights(update=update_of(1))).result()
+        (completion,) = link.call(Generate(request=make_request())).result().completions
+    assert set(completion.versions) == {0}
+
+
+def test_after_a_swap_that_failed_half_way_requests_wait_for_a_complete_version():
+    # Has the right shape, dtype and device, but cannot be copied.
+    link, receiver = FakeLink(), GatedReceiver({1: lambda tensor: tensor.to_sparse()})
+    receiver.open()
+    with serving(link, receiver):
+        with pytest.raises(WeightError, match="serves nothing until a complete version"):
+            link.call(SwapWeights(update=update_of(1))).result()
+        generating = link.call(Generate(request=make_request()))
+        assert link.call(SwapWeights(update=update_of(2))).result().version == 2
+        (completion,) = generating.result().completions
+    assert set(completion.versions) == {2}
+
+
+def test_an_abort_answers_the_request_with_what_it_has(link: FakeLink, model_path: Path):
+    start(link, model_path, max_sequences=1)
+    running, waiting = link.call(long_request()), link.call(long_request("second"))
+    assert link.call(AbortRequests(ids=["long", "second", "gone"])).result() == Done()
+    for call in (running, waiting):
+        reply = call.result()
+        assert isinstance(reply, GenerateDone)
+        assert [completion.finish for completion in reply.completions] == ["abort"]
+
+
+def test_completions_that_end_before_others_are_told_once_and_only_if_wanted(
+    link: FakeLink, model_path: Path
+):
+    start(link, model_path)
+    request = make_request("r", n=2, seed=1, max_new_tokens=200)  # the second has 4 tokens
+    silent = link.call(Generate(request=dataclasses.replace(request, id="silent")))
+    singly = link.call(Generate(request=request, singly=True))
+    first, second = silent.result().completions
+    assert silent.parts == []
+    rest, told_before = singly.result().completions
+    (part,) = singly.parts
+    assert isinstance(part, Completed)
+    assert told_before is None
+    assert {1: second.text} == {n: done.text for n, done in part.completions.items()}
+    assert rest.text == first.text
+
+
+def test_a_request_that_does_not_fit_fails_alone(link: FakeLink, model_path: Path):
+    start(link, model_path, max_context=16)
+    with pytest.raises(TaskError, match="has 16 tokens"):
+        link.call(Generate(request=make_request(prompt=16))).result()
+    assert len(link.call(Generate(request=make_request())).result().completions) == 1
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_start_and_the_worker_waits_for_another(
+    link: FakeLink, model_path: Path
+):
+    with pytest.raises(ConfigError, match="does not exist"):
+        start(link, model_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"engine.max_context' = 1000 .* limit of 256"):
+        start(link, model_path, max_context=1000)
+    with pytest.raises(ConfigError, match="does not hold one KV block"):
+        start(link, model_path, kv_bytes=100)
+    with pytest.raises(MillraceError, match="start it first"):
+        link.call(Generate(request=make_request())).result()
+    start(link, model_path)
+    with pytest.raises(MillraceError, match="cannot take StartScorer now"):
+        link.call(StartScorer(functions={})).result()
+
+
+def test_tokens_are_read_beside_decoding_and_not_while_it_is_paused():
+    link = FakeLink()
+    about = ScoreRequest(
+        tokens=np.arange(3, 15, dtype=np.int32),
+        positions=np.arange(4, 12, dtype=np.int32),
+        wants_entropies=True,
+    )
+    with serving(link, GatedReceiver()):
+        decoding = link.call(long_request())
+        told = link.call(ScoreTokens(passages=[about])).result()
+        assert isinstance(told, TokensScored)
+        (likelihoods,) = told.likelihoods
+        assert likelihoods.entropies.shape == (8,)
+        assert decoding.result().completions[0].finish == "length"
+        link.call(Pause()).result()
+        waiting = link.call(ScoreTokens(passages=[about]))
+        with pytest.raises(queue.Empty):
+            waiting.result(timeout_s=0.1)
+        link.call(Resume()).result()
+        again = waiting.result().likelihoods[0]
+        np.testing.assert_array_equal(again.logprobs, likelihoods.logprobs)

@@ -1,0 +1,132 @@
+"""Rounds of several steps give what single steps give, token by token."""
+
+import itertools
+
+import pytest
+from architectures import ARCHITECTURES
+from engine_rig import (
+    LETTERS,
+    assert_same,
+    finish_all,
+    make_engine,
+    make_request,
+    prompt_of,
+    weights,
+)
+
+from millrace.core.records import Completion, Request
+from millrace.inference.embedded.decode.loop import row_sizes
+
+SETTINGS = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.0},
+    {"top_k": 5},
+    {"top_p": 0.8, "temperature": 1.3},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+]
+
+
+def mixed_requests(*, n: int = 2) -> list[Request]:
+    return [
+        make_request(str(i), prompt=prompt_of(1 + 5 * i, seed=i), n=n, seed=i, **settings)
+        for i, settings in enumerate(SETTINGS)
+    ]
+
+
+def assert_all_same(
+    done: dict[str, list[Completion]], expected: dict[str, list[Completion]]
+) -> None:
+    assert done.keys() == expected.keys()
+    for id, completions in expected.items():
+        for ours, theirs in zip(done[id], completions, strict=True):
+            assert_same(ours, theirs)
+            assert (ours.finish, ours.text) == (theirs.finish, theirs.text)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("round_steps", [2, 7])
+def test_rounds_give_the_tokens_of_single_steps(architecture: str, round_steps: int):
+    requests = mixed_requests()
+    engine = make_engine(architecture, eos_ids=(5,), round_steps=round_steps)
+    expected = finish_all(make_engine(architecture, eos_ids=(5,)), requests)
+    assert_all_same(finish_all(engine, requests), expected)
+    assert {c.finish for completions in expected.values() for c in completions} == {
+        "stop",
+        "length",
+    }
+
+
+def test_rounds_shrink_and_preempt_when_blocks_run_out():
+    requests = mixed_requests()
+    engine = make_engine(eos_ids=(), num_blocks=26, prefill_tokens=13, round_steps=8)
+    done = finish_all(engine, requests)
+    assert engine.stats().preemptions > 0
+    assert engine.stats().free_blocks == 26
+    assert_all_same(done, finish_all(make_engine(eos_ids=()), requests))
+
+
+def test_a_stop_string_within_a_round_ends_the_completion_there():
+    plain = finish_all(make_engine(eos_ids=()), [make_request("a", seed=3)])["a"][0]
+    stop = (plain.text[4:6],)
+    request = make_request("a", seed=3, stop=stop)
+    done = finish_all(make_engine(eos_ids=(), round_steps=16), [request])
+    assert_all_same(done, finish_all(make_engine(eos_ids=()), [request]))
+    assert done["a"][0].finish == "stop"
+    assert len(done["a"][0].tokens) < 16
+    assert all(character in LETTERS for character in done["a"][0].text)
+
+
+def test_kept_ids_beyond_the_capacity_of_a_round_are_recorded_all_the_same():
+    requests = [make_request("wide", top_p=0.98), make_request("plain", seed=1)]
+    engine = make_engine(eos_ids=(), round_steps=4, kept_capacity=3)
+    done = finish_all(engine, requests)
+    kept = done["wide"][0].kept
+    assert kept is not None
+    assert (kept.offsets[1:] - kept.offsets[:-1]).max() > 3
+    assert_all_same(done, finish_all(make_engine(eos_ids=()), requests))
+
+
+def test_a_swap_lands_between_two_rounds():
+    engine = make_engine(eos_ids=(), round_steps=8)
+    engine.submit(make_request("a"))
+    engine.step()  # the prefill's token, and a round of four: half of eight after an arrival
+    engine.swap(weights(seed=7), version=1)
+    (completion,) = finish_all(engine)["a"]
+    assert completion.versions.tolist() == [0] * 5 + [1] * 11
+
+
+def test_new_weights_reach_projections_that_share_a_matrix_product():
+    engine = make_engine(eos_ids=(), round_steps=4)
+    engine.swap(weights(seed=7), version=1)
+    expected = finish_all(make_engine(eos_ids=(), seed=7), [make_request("a")])
+    done = finish_all(engine, [make_request("a")])
+    assert_all_same(done, expected)
+    assert engine.parameter_shapes() == make_engine().parameter_shapes()
+
+
+def test_warming_up_leaves_no_trace():
+    engine = make_engine(round_steps=4)
+    engine.warm_up()
+    stats = engine.stats()
+    assert (stats.generated_tokens, stats.prefill_tokens, stats.free_blocks) == (0, 0, 256)
+
+
+@pytest.mark.parametrize("max_rows", [1, 8, 9, 64, 200, 256, 1000])
+def test_row_sizes_reach_the_largest_batch_without_much_padding(max_rows: int):
+    sizes = row_sizes(max_rows)
+    assert sizes[-2] < max_rows <= sizes[-1] if len(sizes) > 1 else max_rows <= sizes[0]
+    assert all(
+        larger - smaller <= max(8, smaller // 2) for smaller, larger in itertools.pairwise(sizes)
+    )
+
+
+def test_a_round_ends_early_when_something_waits_for_its_end():
+    engine = make_engine(eos_ids=(), round_steps=32)
+    engine.submit(make_request("a", max_new_tokens=30))
+    engine.step(must_end=lambda: True)
+    assert 1 < engine.stats().generated_tokens < 30
+    done = finish_all(engine)
+    assert_all_same(
+        done, finish_all(make_engine(eos_ids=()), [make_request("a", max_new_tokens=30)])
+    )

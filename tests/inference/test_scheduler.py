@@ -1,0 +1,309 @@
+"""The scheduler without a model: any mix of requests finishes, and every read finds its tokens."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from engine_rig import make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.inference.embedded.kv.blocks import BlockPool, BlockTables
+from millrace.inference.embedded.kv.prefix_cache import PrefixCache
+from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
+from millrace.inference.embedded.scheduling.scheduler import Scheduler
+from millrace.inference.embedded.scheduling.sequence import BatchPlan, sequences_of
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """What the memory holds in the place of a token's KV: all that the KV would depend on."""
+
+    before: "Entry | None"
+    token: int
+    version: int
+
+    @cached_property
+    def versions(self) -> frozenset[int]:
+        """All that had a part in it."""
+        return frozenset({self.version}) | (self.before.versions if self.before else frozenset())
+
+
+class Rehearsal:
+    """Runs plans on a memory that stores what each token's KV depends on where it would go."""
+
+    def __init__(
+        self,
+        *,
+        num_lanes: int,
+        num_blocks: int,
+        block_tokens: int,
+        prefill_tokens: int,
+        keeps: bool = True,
+    ) -> None:
+        self.max_context = num_blocks * block_tokens
+        self.pool = BlockPool(num_blocks)
+        self.lanes = BatchSlots(num_lanes, max_context=self.max_context)
+        self.tables = BlockTables(
+            self.pool, num_lanes=num_lanes, max_context=self.max_context, block_tokens=block_tokens
+        )
+        self.prefixes = PrefixCache(self.pool, block_tokens=block_tokens, version=0, keeps=keeps)
+        self.scheduler = Scheduler(
+            self.lanes, self.tables, prefixes=self.prefixes, prefill_tokens=prefill_tokens
+        )
+        self.memory = np.full((num_blocks, block_tokens), None, dtype=object)
+        self.entries: dict[tuple[Entry | None, int, int], Entry] = {}
+        self.prefill_tokens = prefill_tokens
+        self.keeps = keeps
+        self.version = 0
+        self.num_prefilled = 0
+        self.num_computed = 0  # passes
+        self.num_arrived = 0
+        self.began: set[int] = set()  # arrivals that had a lane
+        self.finished: list[int] = []  # arrivals
+
+    def add(
+        self,
+        prompt: np.ndarray | int,  # its tokens, or how many that no other has
+        *,
+        n: int = 1,
+        max_new_tokens: int = 1,
+        session: str | None = None,
+    ) -> None:
+        if isinstance(prompt, int):
+            prompt = np.arange(prompt) + 1_000_000 * (self.num_arrived + 1)
+        request = make_request(prompt=prompt, n=n, max_new_tokens=max_new_tokens)
+        request = dataclasses.replace(request, session=session)
+        self.scheduler.add(sequences_of(request, first_arrival=self.num_arrived))
+        self.num_arrived += n
+
+    def swap(self) -> None:
+        self.version += 1
+        if not self.keeps:
+            self.scheduler.forget_kv()
+        self.scheduler.begin(self.version)
+
+    def step(self) -> None:
+        plan = self.scheduler.plan()
+        assert plan is not None, "there is work, but nothing to do"
+        self.compute(plan)
+        lanes, rows = self.scheduler.complete(plan)
+        assert (self.lanes.num_cached[lanes] == self.lanes.num_tokens[lanes]).all()
+        assert len(set(lanes)) == len(lanes) == len(rows)
+        if not len(lanes):
+            return
+        tokens = self.lanes.num_tokens[lanes] % 2  # few, so that other prompts go on alike
+        self.lanes.append(lanes, tokens=tokens, logprobs=np.zeros(len(lanes)), version=0)
+        for lane in lanes[self.lanes.num_tokens[lanes] >= self.lanes.limits[lanes]]:
+            sequence = self.lanes.sequence(lane)
+            self.finished.append(sequence.arrival)
+            self.scheduler.finish(sequence)
+
+    def run(self) -> int:
+        """To the end; returns how many tokens were prefilled."""
+        before = self.num_prefilled
+        while self.scheduler.has_work:
+            self.step()
+        return self.num_prefilled - before
+
+    def read(self, lane: int, num_tokens: int) -> list[Entry]:
+        return self.memory[self.tables.rows[lane]].reshape(-1)[:num_tokens].tolist()
+
+    def entry(self, before: Entry | None, token: int) -> Entry:
+        """Equal ones are the same."""
+        key = (before, token, self.version)
+        return self.entries.setdefault(key, Entry(*key))
+
+    def check_newcomers(self) -> None:
+        """What a plain request found was computed by the weights served now, and nothing else."""
+        for sequence in self.lanes.running():
+            found = self.read(sequence.lane, int(self.lanes.num_cached[sequence.lane]))
+            is_plain = sequence.arrival not in self.began and sequence.request.session is None
+            if found and (is_plain or not self.keeps) and not sequence.member:
+                assert found[-1].versions == {self.version}
+            self.began.add(sequence.arrival)
+
+    def compute(self, plan: BatchPlan) -> None:
+        assert plan.counts[plan.num_single :].sum() <= self.prefill_tokens
+        self.num_prefilled += int(plan.counts[plan.num_single :].sum())
+        self.memory[plan.copy_targets] = self.memory[plan.copy_sources]
+        self.check_newcomers()
+        block_tokens = self.tables.block_tokens
+        for lane, count in zip(plan.lanes, plan.counts, strict=True):
+            start = self.lanes.num_cached[lane]
+            for at in range(start, start + count):
+                block = self.tables.rows[lane, at // block_tokens]
+                assert self.pool.references[block] == 1, "a shared block was written to"
+                before = self.read(lane, at)[-1] if at else None
+                entry = self.entry(before, int(self.lanes.tokens[lane, at]))
+                self.memory[block, at % block_tokens] = entry
+        # Not always, so that sequences also leave with origins that were not noted yet.
+        self.num_computed += 1
+        if settles := self.num_computed % 2 == 0:
+            self.scheduler.settle()
+        for lane, count in zip(plan.lanes, plan.counts, strict=True):
+            end = self.lanes.num_cached[lane] + count
+            read = self.read(lane, end)
+            np.testing.assert_array_equal([e.token for e in read], self.lanes.tokens[lane, :end])
+            assert all(entry.before is before for before, entry in pairwise([None, *read]))
+            if settles:
+                starts = [*(span.start for span in self.lanes.sequence(lane).lineage), end]
+                noted = [span.origin.version for span in self.lanes.sequence(lane).lineage]
+                assert [e.version for e in read] == np.repeat(noted, np.diff(starts)).tolist()
+
+
+# Prompts that begin alike, or not at all like another.
+prompts = st.one_of(st.integers(1, 14), st.lists(st.integers(0, 1), min_size=1, max_size=14))
+requests = st.lists(
+    st.tuples(prompts, st.integers(1, 5), st.integers(1, 12), st.sampled_from([None, "a", "b"])),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=requests,
+    late=requests,
+    num_lanes=st.integers(1, 6),
+    num_blocks=st.integers(5, 30),
+    block_tokens=st.integers(1, 4),
+    prefill_tokens=st.integers(1, 20),
+    keeps=st.booleans(),
+    swap_at=st.sets(st.integers(1, 60), max_size=4),
+    park_at=st.integers(1, 60),
+    hold_at=st.integers(1, 60),
+)
+def test_any_mix_of_requests_finishes_and_leaves_nothing_behind(
+    requests,
+    late,
+    num_lanes,
+    num_blocks,
+    block_tokens,
+    prefill_tokens,
+    keeps,
+    swap_at,
+    park_at,
+    hold_at,
+):
+    rehearsal = Rehearsal(
+        num_lanes=num_lanes,
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        prefill_tokens=prefill_tokens,
+        keeps=keeps,
+    )
+
+    def add(many) -> None:
+        for prompt, n, max_new_tokens, session in many:
+            size = prompt if isinstance(prompt, int) else len(prompt)
+            if size < rehearsal.max_context:
+                prompt = prompt if isinstance(prompt, int) else np.array(prompt)
+                rehearsal.add(prompt, n=n, max_new_tokens=max_new_tokens, session=session)
+
+    add(requests)
+    steps = 0
+    scheduler = rehearsal.scheduler
+    while scheduler.has_work or scheduler.num_held_back:
+        if not scheduler.has_work:
+            scheduler.seat_new()
+        rehearsal.step()
+        steps += 1
+        if steps == 10:
+            add(late)
+        if steps in swap_at:
+            rehearsal.swap()
+        if steps == park_at:
+            scheduler.park()
+            assert not rehearsal.lanes.running()
+        if steps == hold_at:
+            scheduler.hold_new()
+        assert steps < 10_000, "no progress"
+    assert sorted(rehearsal.finished) == list(range(rehearsal.num_arrived))
+    assert rehearsal.pool.num_free == num_blocks
+    assert scheduler.num_waiting == 0
+
+
+def test_while_new_ones_are_held_back_only_what_has_begun_goes_on():
+    rehearsal = Rehearsal(num_lanes=2, num_blocks=40, block_tokens=2, prefill_tokens=64)
+    for _ in range(3):
+        rehearsal.add(3, n=1, max_new_tokens=4)
+    rehearsal.step()
+    rehearsal.scheduler.hold_new()
+    rehearsal.add(3, n=2, max_new_tokens=4)
+    while rehearsal.scheduler.has_work:
+        rehearsal.step()
+    assert rehearsal.finished == [0, 1]
+    assert rehearsal.scheduler.num_held_back == 3
+    assert rehearsal.pool.num_free == 40
+    rehearsal.scheduler.seat_new()
+    while rehearsal.scheduler.has_work:
+        rehearsal.step()
+    assert sorted(rehearsal.finished) == [0, 1, 2, 3, 4]
+
+
+def test_the_latest_arrival_is_preempted_first():
+    rehearsal = Rehearsal(num_lanes=4, num_blocks=12, block_tokens=2, prefill_tokens=64)
+    for _ in range(3):
+        rehearsal.add(2, n=1, max_new_tokens=14)
+    while not rehearsal.scheduler.num_preemptions:
+        rehearsal.step()
+    assert sorted(s.arrival for s in rehearsal.lanes.running()) == [0, 1]
+    while rehearsal.scheduler.has_work:
+        rehearsal.step()
+    assert rehearsal.finished == [0, 1, 2]
+
+
+def test_followers_share_every_full_block_of_the_prompt():
+    rehearsal = Rehearsal(num_lanes=4, num_blocks=20, block_tokens=4, prefill_tokens=64)
+    rehearsal.add(10, n=4, max_new_tokens=3)
+    rehearsal.step()
+    assert rehearsal.lanes.num_free == 0
+    assert rehearsal.pool.num_free == 20 - 3
+    rehearsal.step()  # each writes behind the prompt: three copies of its last, partial block
+    assert rehearsal.pool.num_free == 20 - 3 - 3
+
+
+def test_lanes_are_kept_free_for_the_followers_of_a_prefill_in_progress():
+    rehearsal = Rehearsal(num_lanes=4, num_blocks=40, block_tokens=4, prefill_tokens=4)
+    rehearsal.add(10, n=4, max_new_tokens=3)
+    rehearsal.add(2, n=1, max_new_tokens=3)
+    for _ in range(3):
+        rehearsal.step()
+    assert sorted(s.arrival for s in rehearsal.lanes.running()) == [0, 1, 2, 3]
+
+
+def test_a_follower_whose_prefix_fills_all_blocks_gives_it_up_to_get_started():
+    rehearsal = Rehearsal(num_lanes=1, num_blocks=3, block_tokens=2, prefill_tokens=64)
+    rehearsal.add(5, n=2, max_new_tokens=1)
+    rehearsal.step()  # the leader finishes; the prefix its follower holds leaves no block to write
+    assert rehearsal.pool.num_free == 0
+    rehearsal.step()
+    assert rehearsal.finished == [0, 1]
+
+
+def test_a_known_block_that_is_written_again_is_no_longer_known():
+    rehearsal = Rehearsal(num_lanes=2, num_blocks=20, block_tokens=2, prefill_tokens=64)
+    rehearsal.add(3, max_new_tokens=3)
+    rehearsal.add(np.array([0, 1, 0, 1]), n=2, max_new_tokens=2, session="s")
+    rehearsal.step()
+    rehearsal.step()
+    assert rehearsal.finished == [1]  # it left the prompt's blocks, which its follower holds
+    rehearsal.swap()
+    rehearsal.step()  # the follower computes the prompt's last token once more, in its place
+    assert rehearsal.finished == [1, 0]
+    rehearsal.add(np.array([0, 1, 0, 1, 1]), session="s")
+    rehearsal.run()  # checks what it reads
+    assert rehearsal.scheduler.num_cached_tokens == 2
+
+
+def test_a_conversation_computes_every_token_once_whatever_versions_come():
+    rehearsal = Rehearsal(num_lanes=2, num_blocks=60, block_tokens=4, prefill_tokens=64)
+    costs = []
+    for turn in range(10):
+        rehearsal.add(np.arange(8 * (turn + 1)), session="s")
+        costs.append(rehearsal.run())
+        rehearsal.swap()
+    assert costs == [8] * 10

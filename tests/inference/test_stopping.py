@@ -1,0 +1,74 @@
+"""Stop strings over a tokenizer whose tokens are single bytes, so that characters span tokens."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from millrace.inference.embedded.scheduling.stopping import Stopping
+
+EOS = 256
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: id for id, letter in enumerate(alphabet)} | {"<eos>": EOS}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+TOKENIZER = byte_tokenizer()
+STOPPING = Stopping(TOKENIZER, eos_ids=(EOS,))
+
+
+def tokens_of(text: str) -> np.ndarray:
+    return np.array(TOKENIZER.encode(text), dtype=np.int32)
+
+
+def first_stop(text: str, stop: tuple[str, ...]) -> int | None:
+    """How many tokens were sampled when the stop string was noticed."""
+    tokens = tokens_of(text)
+    for count in range(1, len(tokens) + 1):
+        if STOPPING.ends_in_stop_string(tokens[:count], stop):
+            return count
+    return None
+
+
+@pytest.mark.parametrize("stop", ["x", "aé!", "日本", "\n\nQ:", " end "])
+@pytest.mark.parametrize("before", ["", "é" * 40, "some words, "])
+def test_a_stop_string_is_noticed_with_its_last_byte(before: str, stop: str):
+    text = f"{before}{stop}after"
+    assert first_stop(text, ("zzz", stop)) == len((before + stop).encode())
+    assert STOPPING.text(tokens_of(before + stop), (stop,)) == before
+
+
+def test_a_stop_string_keeps_the_space_that_decoding_drops_from_a_beginning():
+    letters = ["▁", *"abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = Tokenizer(
+        models.WordLevel({name: id for id, name in enumerate(letters)}, unk_token="▁")
+    )
+    tokenizer.decoder = decoders.Metaspace()
+    stopping = Stopping(PreTrainedTokenizerFast(tokenizer_object=tokenizer), eos_ids=())
+    tokens = np.array([letters.index(letter) for letter in "▁the▁end"], dtype=np.int32)
+    assert not stopping.ends_in_stop_string(tokens[:-1], (" end",))
+    assert stopping.ends_in_stop_string(tokens, (" end",))
+    assert stopping.text(tokens, (" end",)) == "the"
+
+
+def test_half_a_character_is_no_match():
+    tokens = tokens_of("日")
+    assert not STOPPING.ends_in_stop_string(tokens[:2], ("日",))
+    assert STOPPING.ends_in_stop_string(tokens, ("日",))
+
+
+def test_the_text_ends_at_the_earliest_stop_string():
+    assert STOPPING.text(tokens_of("one two three"), ("three", "two")) == "one "
+
+
+def test_only_a_last_eos_is_left_out_of_the_text():
+    tokens = np.append(tokens_of("done"), EOS)
+    assert STOPPING.text(tokens, ()) == "done"
+    assert STOPPING.text(np.append(tokens, tokens_of("x")), ()) == "done<eos>x"
+    assert STOPPING.text(np.empty(0, dtype=np.int32), ()) == ""

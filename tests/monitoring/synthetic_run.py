@@ -1,0 +1,100 @@
+"""A run directory such as a real run leaves behind, made in milliseconds."""
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from millrace.config import load_config
+from millrace.core.spans import Span
+from millrace.monitoring.files.metrics import MetricsLog
+from millrace.monitoring.files.trace import TraceWriter
+from millrace.monitoring.run_dir import RunDir
+
+START_S = 1_700_000_000.0
+
+
+def metrics_row(step: int, *, steps: int = 40) -> dict[str, Any]:
+    """Keys as the controller writes them; the reward climbs from about 0.2 to about 0.9."""
+    noise = random.Random(step).gauss(0, 0.02)
+    reward = 0.2 + 0.7 / (1 + math.exp(-(step - steps / 2) / (steps / 10))) + noise
+    row = {
+        "step": step,
+        "version": step,
+        "time_s": step * 0.5,
+        "reward_mean": reward,
+        "reward_std": 0.3,
+        "score_parts": {"correct": reward},
+        "loss": 0.01,
+        "staleness_mean": 0.8,
+        "staleness_max": 2,
+        "staleness_histogram": {"0": 0.3, "1": 0.6, "2": 0.1},
+        "rollout_spread_mean": 0.25,
+        "group_spread_mean": 0.75,
+        "samples_per_s": 128.0,
+        "tokens_per_s": 2000.0,
+        "buffer_depth": 5,
+        "groups_running": 12,
+        "groups_dropped": {"too stale": step // 10},
+        "groups_cancelled": {"generating": step // 8},
+        "tokens_saved": 20 * step,
+        "tokens_wasted": {"dropped": 3 * step, "cancelled": 10 * step},
+        "wasted_staleness": {"dropped": 3.0, "cancelled": 2.5},
+        "groups_failed": {"reward raised": step // 20},
+        "engine_busy": 0.75,
+        "trainer_busy": 0.5,
+    }
+    if step % 20 == 0:
+        row["accuracy"] = reward
+    return row
+
+
+def spans(seconds: int) -> list[Span]:
+    """Two workers, in a rhythm of one second: the engine is busy 3/4 of it, the trainer 1/2."""
+
+    def span(worker: str, name: str, busy: bool, start: float, end: float) -> Span:
+        begin = START_S + start
+        return Span(worker=worker, name=name, busy=busy, start_s=begin, end_s=START_S + end)
+
+    found = [span("engine-0", "start", True, 0, 1), span("trainer", "start", True, 0, 1)]
+    for second in range(1, seconds):
+        found += [
+            span("engine-0", "generate", True, second, second + 0.7),
+            span("engine-0", "swap", True, second + 0.7, second + 0.75),
+            span("engine-0", "the trainer (buffer full)", False, second + 0.75, second + 1),
+            span("trainer", "generation", False, second, second + 0.3),
+            span("trainer", "scores", False, second + 0.3, second + 0.5),
+            span("trainer", "step", True, second + 0.5, second + 0.9),
+            span("trainer", "publish", True, second + 0.9, second + 1),
+        ]
+    return found
+
+
+def make_run(path: Path, *, steps: int = 40, finished: bool = True) -> RunDir:
+    """`finished=False`: the run was killed; no summary, and files cut in the middle of a line."""
+    run_dir = RunDir(path)
+    run_dir.open(load_config({"model": "some/model", "run_dir": str(path)}))
+    log = MetricsLog(run_dir.metrics)
+    for step in range(1, steps + 1):
+        log.write(metrics_row(step, steps=steps))
+    log.close()
+    trace = TraceWriter(run_dir.trace, start_s=START_S)
+    trace.write(spans(steps // 2))
+    (run_dir.checkpoints / f"step_{steps}").mkdir()
+    if finished:
+        trace.close()
+        run_dir.write_summary(
+            {
+                "accuracy_before": 0.31,
+                "accuracy_after": 0.94,
+                "seconds": steps * 0.5,
+                "samples_per_s": 128.0,
+                "run_dir": str(path),
+            }
+        )
+    else:
+        for file, cut in ((run_dir.metrics, '{"step": 4'), (run_dir.trace, ',\n{"name": "st')):
+            with file.open("a") as unfinished:
+                unfinished.write(cut)
+    run_dir.close()
+    return run_dir

@@ -1,0 +1,75 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from synthetic_run import make_run, metrics_row, spans
+
+from millrace.core.spans import Span
+from millrace.monitoring.files.metrics import MetricsLog
+from millrace.monitoring.report.plots import render_plots
+from millrace.monitoring.report.timeline import _colours, _joined, _share_per_bin
+from millrace.monitoring.run_dir import RunDir
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("steps", [4, 200])
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_gives_three_pictures(tmp_path, steps, finished):
+    run_dir = make_run(tmp_path / "x", steps=steps, finished=finished)
+    written = render_plots(run_dir.path)
+    assert [path.name for path in written] == ["reward.png", "staleness.png", "timeline.png"]
+    for path in written:
+        assert path.parent == run_dir.plots
+        assert path.read_bytes().startswith(PNG)
+
+
+def test_a_reward_of_several_parts_gives_a_picture_of_them(tmp_path):
+    run_dir = make_run(tmp_path / "x", steps=4)
+    log = MetricsLog(run_dir.metrics, resume_from=4)
+    for step, parts in ((5, {"correct": 0.5, "format": 1.0}), (6, {"format": None})):
+        log.write({**metrics_row(step), "score_parts": parts})
+    log.close()
+    written = render_plots(run_dir.path)
+    assert [path.name for path in written][:2] == ["reward.png", "parts.png"]
+    assert written[1].read_bytes().startswith(PNG)
+
+
+def test_a_run_without_steps_gives_none(tmp_path):
+    (tmp_path / "x").mkdir()
+    assert render_plots(RunDir(tmp_path / "x").path) == []
+
+
+def test_matplotlib_is_not_imported_before_a_picture_is_made():
+    code = "import sys, millrace.monitoring.report.plots; print('matplotlib' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_shares_per_bin_split_spans_at_the_edges():
+    found = [
+        Span(worker="w", name="step", busy=True, start_s=start, end_s=end)
+        for start, end in ((0.5, 1.5), (2.0, 2.25))
+    ]
+    shares = _share_per_bin(found, np.array([0.0, 1.0, 2.0, 3.0]))
+    np.testing.assert_allclose(shares, [0.5, 0.5, 0.25])
+    np.testing.assert_allclose(_share_per_bin([], np.array([0.0, 1.0])), [0.0])
+
+
+def test_touching_spans_of_one_activity_are_joined():
+    pieces = [
+        Span(worker="w", name="step", busy=True, start_s=start, end_s=start + 1.0)
+        for start in (0.0, 1.0, 5.0)
+    ]
+    assert [(s.start_s, s.end_s, s.count) for s in _joined(pieces)] == [(0, 2, 2), (5, 6, 1)]
+
+
+def test_work_and_waiting_never_share_a_colour():
+    colours = _colours(spans(5))
+    busy = {colour for (_, is_busy), colour in colours.items() if is_busy}
+    waiting = {colour for (_, is_busy), colour in colours.items() if not is_busy}
+    assert len(busy) == 5
+    assert len(waiting) == 3
+    assert not busy & waiting

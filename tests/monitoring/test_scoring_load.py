@@ -1,0 +1,64 @@
+"""What is said about scorers that hold up a run."""
+
+from dataclasses import replace
+
+from synthetic_run import make_run
+
+from millrace.core.spans import ScorerLoad
+from millrace.monitoring.rates import ScorerRates, limit_text, total_text
+from millrace.monitoring.report.summary import summarise, summary_table
+
+LOAD = ScorerLoad(
+    concurrency=4,
+    in_flight=4,
+    waiting=120,
+    busy_s=100.0,
+    waiting_s=900.0,
+    episodes=50,
+    calls=53,
+    retries=3,
+    failures=0,
+    skipped=7,
+    breaker_opened=0,
+    is_held=False,
+)
+
+
+def test_a_row_tells_busy_share_and_wait_since_the_row_before():
+    now = [0.0]
+    rates = ScorerRates(now=lambda: now[0])
+    rates.row({"judge": LOAD})
+    now[0] = 10.0
+    later = replace(LOAD, busy_s=130.0, waiting_s=1000.0, episodes=70)
+    row = rates.row({"judge": later, "new": replace(LOAD, busy_s=20.0)})
+    assert row["judge"]["busy"] == 0.75
+    assert row["judge"]["wait_s"] == 5.0
+    assert (row["judge"]["waiting"], row["judge"]["in_flight"]) == (120, 4)
+    assert (row["judge"]["calls"], row["judge"]["retries"], row["judge"]["skipped"]) == (53, 3, 7)
+    assert row["new"]["busy"] == 0.5
+
+
+def test_it_is_said_that_scoring_limits_the_run_and_by_how_much():
+    idle = replace(LOAD, in_flight=0, waiting=0)
+    assert limit_text({"judge": LOAD, "idle": idle}, waited=0.634) == (
+        "scoring limits the run: the trainer waits for it 63%; judge 4/4 busy, 120 episodes wait"
+    )
+    held = replace(LOAD, in_flight=0, is_held=True)
+    assert limit_text({"judge": held}, waited=1.0).endswith(
+        "judge 0/4 busy, 120 episodes wait until it can be asked again"
+    )
+    assert limit_text({"judge": LOAD}, waited=0.05) == ""
+
+
+def test_the_summary_tells_what_scorers_did_and_what_they_cost(tmp_path):
+    rates = ScorerRates()
+    totals = rates.row({"judge": LOAD})["judge"]
+    assert total_text(totals) == "50 episodes in 53 calls, 3 tried again, 7 episodes gated out"
+    make_run(tmp_path / "x", steps=4)
+    table = summary_table(replace(summarise(tmp_path / "x"), scorers={"judge": totals}))
+    labels = [str(cell) for cell in table.columns[0].cells]
+    texts = [str(cell) for cell in table.columns[1].cells]
+    assert texts[labels.index("scoring")] == (
+        "limited the run: the trainer waited for scores 20% of its time"
+    )
+    assert texts[labels.index("scorer judge")] == total_text(totals)

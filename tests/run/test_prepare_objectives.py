@@ -1,0 +1,130 @@
+"""What a run makes of [loss], [scoring] and [buffer] before any worker starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+from millrace.config import load_config
+from millrace.core.errors import ConfigError
+from millrace.run.prepare import PreparedRun, prepare
+from millrace.scoring.advantages.estimators import (
+    BatchAdvantages,
+    BestWorstAdvantages,
+    CriticAdvantages,
+    GroupAdvantages,
+    LeaveOneOutAdvantages,
+)
+
+
+def length(completions, **columns):
+    return [len(text) for text in completions]
+
+
+def prepared(model: Path, **settings) -> PreparedRun:
+    config = load_config({"model": str(model), **settings})
+    return prepare(config, tasks=[{"prompt": "1+1="}], scorers=[length])
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ({}, GroupAdvantages()),
+        ({"type": "gspo"}, GroupAdvantages()),
+        ({"type": "dr_grpo"}, GroupAdvantages(normalize_std=False)),
+        ({"type": "rloo"}, LeaveOneOutAdvantages()),
+        ({"type": "reinforce_pp"}, BatchAdvantages()),
+        ({"type": "online_dpo"}, BestWorstAdvantages()),
+    ],
+)
+def test_a_recipe_brings_its_own_advantages(model, loss, expected):
+    result = prepared(model, loss=loss)
+    assert result.advantages == expected
+    assert result.config.scoring.advantages["type"] != "auto"
+
+
+def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
+    result = prepared(
+        model, loss={"type": "rloo"}, scoring={"advantages": {"type": "group", "epsilon": 0.5}}
+    )
+    assert result.advantages == GroupAdvantages(epsilon=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"loss": {"type": "grpo", "kl": 0.1}}, "loss.kl = 0.1 compares with a reference model"),
+        ({"loss": {"type": "cispo", "dual": 3.0}}, "'loss.dual' = 3.0 belongs to shape = 'clip'"),
+        (
+            {"loss": {"type": "online_dpo", "reference": "reference"}},
+            "the run has none; add a [[scorer]] with type = 'reference'",
+        ),
+        (
+            {"loss": {"type": "online_dpo"}, "scoring": {"advantages": {"type": "group"}}},
+            "learns from pairs, but scoring.advantages of type 'group' makes none; set that to",
+        ),
+        (
+            {"loss": {"type": "online_dpo"}, "rollout": {"filter": [{"type": "overlong"}]}},
+            "would leave half of a pair",
+        ),
+        (
+            {"scoring": {"advantages": {"type": "auto", "epsilon": 1.0}}},
+            "leaves its type to the loss but sets epsilon; set the type, too",
+        ),
+        (
+            {"critic": {}, "scoring": {"advantages": {"type": "group"}}},
+            "of type 'group' needs no critic, and [critic] is there; leave [critic] out, or set",
+        ),
+        (
+            {"scoring": {"advantages": {"type": "gae"}}},
+            "of type 'gae' needs a critic, and there is none; add a [critic] table",
+        ),
+        (
+            {"critic": {}, "loss": {"type": "online_dpo"}},
+            "a critic judges single episodes; leave [critic] out, or set loss.type to 'ppo'",
+        ),
+        (
+            {"critic": {}, "rollout": {"filter": [{"type": "overlong"}, {}]}},
+            "rollout.filter 'zero_variance' drops groups that all failed or all succeeded, from"
+            " which a critic learns what to expect; leave the filter or [critic] out",
+        ),
+        ({"critic": {"path": "/nowhere/at/all"}}, "does not exist; check critic.path"),
+        ({"critic": {"discount": 0.0}}, "critic.discount"),
+        (
+            {"buffer": {"order": "freshest", "max_staleness": 0}},
+            "buffer.order = 'freshest' chooses among 16 waiting groups, who would wait for longer",
+        ),
+        (
+            {"buffer": {"replay": {}}, "loss": {"max_token_staleness": 1}},
+            "loss.max_token_staleness = 1 masks every token of buffer.replay",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(model, settings, said):
+    with pytest.raises(ConfigError) as caught:
+        prepared(model, **settings)
+    assert said in str(caught.value)
+
+
+def test_with_a_critic_the_objective_is_ppo_and_advantages_are_left_to_the_critic(model):
+    result = prepared(model, critic={"decay": 0.95})
+    assert result.advantages == CriticAdvantages()
+    assert result.config.scoring.advantages == {"type": "gae"}
+    assert result.config.loss == {"type": "ppo"}
+    assert prepared(model, critic={}, loss={"low": 0.1}).config.loss == {"type": "ppo", "low": 0.1}
+    assert prepared(model, critic={}, loss={"type": "cispo"}).config.loss == {"type": "cispo"}
+    # What the run directory keeps is a config that says the same.
+    again = load_config(result.config.model_dump(mode="json"))
+    assert prepare(again, tasks=[{"prompt": "1"}], scorers=[length]).config == result.config
+
+
+def test_a_critic_that_cannot_read_what_the_policy_writes_is_refused(model, tmp_path):
+    short = make_tiny_model(tmp_path / "short", max_context=64)
+    with pytest.raises(ConfigError, match="reads 64 tokens, but sequences may have 128; lower"):
+        prepared(model, critic={"path": str(short)})
+    assert prepared(model, critic={"path": str(short)}, engine={"max_context": 64})
+    tokens = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**tokens, "vocab_size": 20}))
+    with pytest.raises(ConfigError, match="knows 20 tokens, but the policy has 27; choose"):
+        prepared(model, critic={"path": str(short)})

@@ -1,0 +1,166 @@
+"""What a run makes of [tasks] and of what shapes its data, before any worker starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_checkpoint import write_fake_checkpoint
+from tiny_model import make_tiny_model
+
+from millrace.config import load_config
+from millrace.core.errors import CheckpointError, ConfigError
+from millrace.environments.tools.environment import WithServers
+from millrace.run.prepare import PreparedRun, prepare
+from millrace.scoring.shaping.selection import FirstSelection, RocSelection
+from millrace.tasks.curriculum import Curriculum
+
+
+def length(completions, **columns):
+    return [len(text) for text in completions]
+
+
+def listed():
+    return [{"prompt": f"{n}*1="} for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    make_tiny_model(folder / "model")
+    rows = [json.dumps({"prompt": f"{n}+1="}) for n in range(4)]
+    (folder / "sums.jsonl").write_text("\n".join(rows))
+    (folder / "products.py").write_text(
+        "def listed():\n    return [{'prompt': f'{n}*1='} for n in range(3)]\n"
+    )
+    return folder
+
+
+def prepared(folder: Path, **settings) -> PreparedRun:
+    config = load_config({"model": str(folder / "model"), **settings})
+    return prepare(config, scorers=[length])
+
+
+def sources(folder: Path) -> list[dict]:
+    return [
+        {"path": str(folder / "sums.jsonl"), "weight": 3.0},
+        {"function": f"{folder}/products.py:listed", "name": "products"},
+    ]
+
+
+def test_sources_are_mixed_by_weight_and_tasks_know_where_they_come_from(folder):
+    stream = prepared(folder, tasks={"source": sources(folder), "order": "sequential"}).tasks
+    drawn = [stream.task(number) for number in range(8)]
+    assert [task.source for task in drawn] == ["sums", "sums", "products", "sums"] * 2
+    assert drawn[0].prompt == "0+1="
+    assert drawn[2].prompt == "0*1="
+
+
+def test_sources_need_names_of_their_own(folder):
+    twice = [{"path": str(folder / "sums.jsonl")}] * 2
+    with pytest.raises(ConfigError, match="are named 'sums'; give one another name"):
+        prepared(folder, tasks={"source": twice})
+
+
+def test_tasks_from_python_do_not_mix_with_sources(folder):
+    with pytest.raises(ConfigError, match=r"both from Python and from \[\[tasks.source\]\]"):
+        prepare(
+            load_config({"model": str(folder / "model"), "tasks": {"source": sources(folder)}}),
+            tasks=listed(),
+            scorers=[length],
+        )
+
+
+def test_an_only_task_list_has_no_source_and_any_order(folder):
+    path = {"path": str(folder / "sums.jsonl")}
+    stream = prepared(folder, tasks={**path, "order": "sequential"}).tasks
+    assert [stream.task(number).prompt for number in range(2)] == ["0+1=", "1+1="]
+    assert stream.task(0).source == ""
+    assert isinstance(prepared(folder, tasks={**path, "order": "curriculum"}).tasks, Curriculum)
+
+
+def test_servers_alone_are_an_environment_that_somebody_must_judge(folder):
+    pytest.importorskip("mcp")
+    config = {
+        "model": str(folder / "model"),
+        "tasks": {"path": str(folder / "sums.jsonl")},
+        "environment": {"mcp": [{"command": ["python", "server.py"]}]},
+    }
+    assert isinstance(prepare(load_config(config), scorers=[length]).environment, WithServers)
+    with pytest.raises(ConfigError, match="There is no scorer"):
+        prepare(load_config(config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"rollout": {"filter": [{"type": "zero"}]}}, "'rollout.filter.type' = 'zero'"),
+        ({"rollout": {"selection": "best"}}, "'rollout.selection.type' = 'best'"),
+        ({"scoring": {"penalty": [{"type": "linear"}]}}, "'scoring.penalty' does not fit"),
+        (
+            {"scoring": {"penalty": [{"type": "linear", "max_tokens": 9, "name": "length"}]}},
+            "Two parts of the score are named 'length'",
+        ),
+    ],
+)
+def test_a_typo_in_what_shapes_data_costs_no_start_up(folder, settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        prepared(folder, tasks={"path": str(folder / "sums.jsonl")}, **settings)
+
+
+def test_a_resumed_run_goes_on_with_the_tasks_and_solve_rates_of_its_checkpoint(folder, tmp_path):
+    tasks = {"source": sources(folder), "order": "curriculum"}
+    first = prepared(folder, tasks=tasks).tasks
+    for number in range(40):
+        first.task(number)
+        first.observe(number, number % 2)
+        first.finish(number)
+    open_tasks = [first.task(number) for number in (40, 41)]
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
+    cursor = {"version": 3, "next_number": 42, "unfinished": [40, 41], "tasks": first.state()}
+    write_fake_checkpoint(checkpoint, run_state=cursor)
+    config = load_config(
+        {"model": str(folder / "model"), "run_dir": str(tmp_path / "run"), "tasks": tasks}
+    )
+    resumed = prepare(config, scorers=[length], resume=True)
+    assert resumed.cursor.unfinished == (40, 41)
+    assert [resumed.tasks.task(number) for number in (40, 41)] == open_tasks
+    assert [resumed.tasks.task(n) for n in range(42, 80)] == [first.task(n) for n in range(42, 80)]
+
+
+def test_a_resumed_run_passes_over_damaged_checkpoints_and_says_so(folder, tmp_path):
+    config = load_config(
+        {
+            "model": str(folder / "model"),
+            "run_dir": str(tmp_path),
+            "tasks": {"path": str(folder / "sums.jsonl")},
+        }
+    )
+    steps = [tmp_path / "checkpoints" / f"step_{step}" for step in (1, 2, 3)]
+    for version, directory in enumerate(steps, start=1):
+        cursor = {"version": version, "next_number": 8, "unfinished": []}
+        write_fake_checkpoint(directory, run_state=cursor)
+    for directory in steps[1:]:
+        (directory / "trainer_state.pt").write_text("[]")
+    resumed = prepare(config, scorers=[length], resume=True)
+    assert (resumed.checkpoint, resumed.cursor.version) == (steps[0], 1)
+    for path, told in zip(steps[:0:-1], resumed.doubts, strict=True):
+        assert str(path) in told
+    (steps[0] / "trainer_state.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint .*step_3.*step_2.*step_1.*"):
+        prepare(config, scorers=[length], resume=True)
+
+
+def test_engines_that_only_evaluate_need_tasks_for_it(folder):
+    path = {"path": str(folder / "sums.jsonl")}
+    with pytest.raises(ConfigError, match=r"evaluate\.engines = 1 have no tasks to evaluate"):
+        prepared(folder, tasks=path, evaluate={"engines": 1})
+
+
+def test_what_is_solved_is_the_same_for_selection_as_for_evaluation(folder):
+    path = {"path": str(folder / "sums.jsonl")}
+    half = prepared(folder, tasks=path, evaluate={"solved_at": 0.5}).shaping
+    assert half.selection == RocSelection(solved_at=0.5)
+    own = prepared(folder, tasks=path, rollout={"selection": {"type": "roc", "solved_at": 0.25}})
+    assert own.shaping.selection == RocSelection(solved_at=0.25)
+    first = prepared(folder, tasks=path, rollout={"selection": "first"}).shaping
+    assert first.selection == FirstSelection()

@@ -1,0 +1,157 @@
+"""What a run makes of teachers and references before any worker starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_model import make_tiny_model
+
+from millrace.config import load_config
+from millrace.core.errors import ConfigError
+from millrace.run.prepare import PreparedRun, prepare
+
+
+def length(completions, **columns):
+    return [len(text) for text in completions]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """With a policy, a teacher, and one that has another tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    make_tiny_model(folder / "policy")
+    make_tiny_model(folder / "teacher", seed=1)
+    make_tiny_model(folder / "stranger")
+    path = folder / "stranger" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(tokenizer))
+    return folder
+
+
+def prepared(folder: Path, *scorers: dict, reward=length, held_out=None, **settings) -> PreparedRun:
+    tables = [
+        {**table, "model": str(folder / table["model"])} if "model" in table else table
+        for table in scorers
+    ]
+    config = load_config({"model": str(folder / "policy"), "scorer": tables, **settings})
+    tasks = [
+        {"prompt": "1+1=", "answer": "2", "kind": "sum"},
+        {"prompt": "1*1=", "answer": "1", "kind": "product"},
+    ]
+    given = None if reward is None else [reward]
+    return prepare(config, tasks=tasks, eval_tasks=held_out, scorers=given)
+
+
+TEACHER = {"type": "teacher", "model": "teacher"}
+
+
+def test_a_teachers_table_says_how_it_is_learned_from(folder):
+    table = {**TEACHER, "loss": "jsd", "beta": 0.2, "weight": 0.3, "top_k": 5}
+    loss = prepared(folder, table).config.loss
+    assert loss == {
+        "type": "clipped",
+        "distil": "jsd",
+        "distil_beta": 0.2,
+        "distil_weight": 0.3,
+    }
+
+
+def test_what_loss_says_wins_over_the_teachers_table(folder):
+    settings = {"loss": {"distil": "reverse_kl", "distil_weight": 2.0}}
+    loss = prepared(folder, {**TEACHER, "loss": "forward_kl", "top_k": 3}, **settings).config.loss
+    assert (loss["distil"], loss["distil_weight"]) == ("reverse_kl", 2.0)
+
+
+def test_several_teachers_share_the_tasks(folder):
+    sums = {**TEACHER, "name": "sums", "column": "kind", "tasks": ["sum"]}
+    products = {**TEACHER, "name": "products", "column": "kind", "tasks": ["product"]}
+    assert [s.name for s in prepared(folder, sums, products).scorers] == [
+        "sums",
+        "products",
+        "length",
+    ]
+
+
+def test_a_reference_serves_the_divergence_from_it(folder):
+    settings = {"loss": {"kl": 0.1}}
+    assert prepared(folder, {"type": "reference"}, **settings).config.loss["kl"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("scorers", "settings", "said"),
+    [
+        ([{"type": "teacher", "model": "stranger"}], {}, "they differ in 'a', for one"),
+        ([{"type": "teacher", "model": "nothing"}], {}, "does not exist"),
+        ([{"type": "teacher"}], {}, "either a model or behind a url; set one of the two"),
+        ([{**TEACHER, "url": "http://here"}], {}, "either a model or behind a url"),
+        ([{"type": "teacher", "url": "here"}], {}, "write 'http://HOST:PORT/PATH'"),
+        ([{**TEACHER, "topk": 4}], {}, "did you mean 'top_k'?"),
+        ([{**TEACHER, "loss": "kl"}], {}, "loss = 'kl' must be one of 'reverse_kl'"),
+        ([{**TEACHER, "loss": "jsd", "top_k": 27}], {}, "knows 27 tokens, and top_k = 27"),
+        ([{**TEACHER, "tasks": ["sums"]}], {}, "no [[tasks.source]] has such a name"),
+        (
+            [{**TEACHER, "tasks": ["division"], "column": "kind"}],
+            {},
+            "no task has such a value in its column 'kind'",
+        ),
+        ([{**TEACHER, "hint": "solution"}], {}, "column 'solution', which task '1+1=' does not"),
+        ([{**TEACHER, "hint": "answer", "template": "{hint}"}], {}, "needs a place for {prompt}"),
+        (
+            [TEACHER, {**TEACHER, "name": "other", "weight": 2.0}],
+            {},
+            "'teacher' and 'other' differ in weight (1.0 and 2.0)",
+        ),
+        ([TEACHER], {"loss": {"distil": "none"}}, "loss.distil = 'none' learns nothing from it"),
+        ([TEACHER], {"loss": {"distil": "jsd"}}, "scorer 'teacher' tells none of them; set its"),
+        ([], {"loss": {"type": "distil"}}, "learns from a teacher, and there is none"),
+        (
+            [{**TEACHER, "loss": "jsd", "top_k": 4}],
+            {"sampling": {"top_p": 0.9}},
+            "set loss.distil to 'reverse_kl'",
+        ),
+        ([TEACHER], {"loss": {"type": "online_dpo"}}, "learns from pairs alone"),
+        ([{"type": "reference"}], {}, "a reference that nothing compares with; set loss.kl"),
+        ([], {"loss": {"kl": 0.1}}, "loss.kl = 0.1 compares with a reference model"),
+        (
+            [{"type": "reference", "model": "stranger"}],
+            {"loss": {"kl": 0.1}},
+            "choose a model with the same tokenizer",
+        ),
+        ([{"type": "self_teacher"}], {}, "either lag or ema; set one of the two"),
+        ([{"type": "self_teacher", "lag": -1}], {}, "lag = -1 must be a whole number, at least 0"),
+        ([{"type": "self_teacher", "ema": 1.0}], {}, "ema = 1.0 must be a number between 0 and 1"),
+        (
+            [{"type": "self_teacher", "lag": 1}],
+            {"weights": {"transport": "collective"}},
+            "broadcasts each of them to the engines alone",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(folder, scorers, settings, said):
+    with pytest.raises(ConfigError) as caught:
+        prepared(folder, *scorers, **settings)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rollout": {"filter": [{"type": "zero_variance"}]}}, "would drop every group"),
+        ({"critic": {}}, "[critic] would learn that nothing is worth anything"),
+        ({"tasks": {"order": "curriculum"}}, "would take every task for unsolved"),
+        ({"scoring": {"advantages": {"type": "best_worst"}}}, "would find no pairs"),
+    ],
+)
+def test_what_lives_by_scores_is_refused_where_only_a_teacher_is(folder, settings, said):
+    with pytest.raises(ConfigError) as caught:
+        prepared(folder, TEACHER, reward=None, **settings)
+    assert said in str(caught.value)
+    prepared(folder, TEACHER, reward=None)
+
+
+def test_held_out_tasks_need_somebody_who_gives_scores(folder):
+    held_out = [{"prompt": "2+2=", "answer": "4", "kind": "sum"}]
+    with pytest.raises(ConfigError, match="no scorer that says whether they are solved"):
+        prepared(folder, TEACHER, reward=None, held_out=held_out)

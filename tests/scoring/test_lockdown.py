@@ -1,0 +1,365 @@
+"""Hostile programs, each run for real, and made to say what became of its attempt."""
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from millrace.scoring.sandbox.calls import SandboxLimits, run_programs, run_tests
+
+LIMITS = SandboxLimits(time_s=30.0)
+SHORT = SandboxLimits(time_s=0.7)
+ATTEMPT = """
+import sys
+def attempt(name, action):
+    try:
+        print(name, "worked", action())
+    except BaseException as error:
+        print(name, type(error).__name__, getattr(error, "errno", None))
+"""
+REFUSED = "PermissionError"
+
+
+@pytest.fixture(params=[True, False], ids=["landlock", "no-files"])
+def run(request):
+    """Runs a program; returns how each of its attempts ended. In both ways of being locked."""
+
+    def run(code: str, *, limits: SandboxLimits = LIMITS) -> dict[str, str]:
+        (ran,) = run_programs(ATTEMPT + code, [""], limits=limits, can_read=request.param)
+        assert ran.ok, ran
+        return dict(line.split(" ", 2)[:2] for line in ran.output.splitlines())
+
+    return run
+
+
+@contextlib.contextmanager
+def watching(parent: psutil.Process):
+    """Collects the processes that `parent` starts: a judge and the code it runs."""
+    seen: set[psutil.Process] = set()
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.005):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                seen.update(parent.children(recursive=True))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def all_end(seen: set[psutil.Process]) -> bool:
+    """Whether there were a judge and its code, and both are gone soon."""
+    wait_until(lambda: not any(is_alive(process) for process in seen))
+    return len(seen) >= 2
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_fork_bomb_cannot_light_its_first_fuse(run):
+    before = len(psutil.pids())
+    ended = run("""
+import ctypes, os, platform, subprocess, multiprocessing
+attempt("fork", os.fork)
+attempt("spawn", lambda: os.posix_spawn("/bin/true", ["true"], {}))
+attempt("exec", lambda: os.execv("/bin/true", ["true"]))
+attempt("system", lambda: subprocess.run(["/bin/true"]))
+attempt("multiprocessing", lambda: multiprocessing.get_context("fork").Process().start())
+libc = ctypes.CDLL(None, use_errno=True)
+numbers = {"x86_64": (57, 58, 56, 435), "aarch64": (220, 220, 220, 435)}[platform.machine()]
+for number in numbers:
+    print(f"raw{number}", libc.syscall(number, 17, 0, 0, 0, 0), flush=True)
+while True:
+    try:
+        os.fork()
+    except OSError:
+        break
+""")
+    assert {
+        name: end for name, end in ended.items() if not name.startswith("raw")
+    } == dict.fromkeys(["fork", "spawn", "exec", "system", "multiprocessing"], REFUSED)
+    assert {end for name, end in ended.items() if name.startswith("raw")} == {"-1"}
+    assert len(psutil.pids()) < before + 50
+
+
+def test_threads_work_until_their_memory_is_used_up(run):
+    ended = run("""
+import threading
+gate, started = threading.Event(), 0
+def bomb():
+    global started
+    while started < 10_000:
+        threading.Thread(target=gate.wait, daemon=True).start()
+        started += 1
+attempt("bomb", bomb)
+print("few", started < 500)
+print("some", started > 2)
+""")
+    assert ended == {"bomb": "RuntimeError", "few": "True", "some": "True"}
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "while True: pass",
+        "import time\ntime.sleep(1000)",
+        "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError): pass\nwhile True: pass",
+        "sum(range(10**15))",  # deaf to the interpreter's own signals
+    ],
+)
+def test_an_endless_loop_ends_with_its_time(loop):
+    code = f"def fine(): return 1\ndef spin():\n    {loop.replace(chr(10), chr(10) + '    ')}"
+    tests = ["assert fine() == 1", "spin()", "assert fine() == 1"]
+    with watching(psutil.Process()) as seen:
+        assert run_tests(code, tests, limits=SHORT) == [True, False, False]
+        assert [ran.ok for ran in run_programs(loop, ["", ""], limits=SHORT)] == [False, False]
+    assert all_end(seen)
+
+
+def test_cpu_time_is_limited_apart_from_the_clock(run):
+    ended = run("import resource\nprint('limit', resource.getrlimit(resource.RLIMIT_CPU)[1])")
+    assert ended == {"limit": "30"}
+
+
+def test_ten_gigabytes_are_not_to_be_had(run):
+    ended = run("""
+import mmap
+attempt("bytes", lambda: len(bytearray(10 * 2**30)))
+attempt("map", lambda: len(mmap.mmap(-1, 10 * 2**30)))
+def grow():
+    parts = []
+    while True:
+        parts.append(bytearray(2**24))
+attempt("slowly", grow)
+import resource
+attempt("raise", lambda: resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40)))
+""")
+    assert ended["bytes"] == ended["slowly"] == "MemoryError"
+    assert ended["map"] in ("OSError", "MemoryError")
+    assert ended["raise"] in ("ValueError", REFUSED)
+
+
+def test_files_cannot_be_deleted_changed_or_made(run, tmp_path):
+    canary = tmp_path / "canary"
+    canary.write_text("sings")
+    canary.chmod(0o644)
+    ended = run(f"""
+import os, shutil
+path, folder = {str(canary)!r}, {str(tmp_path)!r}
+attempt("remove", lambda: os.remove(path))
+attempt("tree", lambda: shutil.rmtree(folder))
+attempt("rename", lambda: os.rename(path, path + "2"))
+attempt("truncate", lambda: os.truncate(path, 0))
+attempt("write", lambda: open(path, "w"))
+attempt("append", lambda: open(path, "a"))
+attempt("clear", lambda: os.open(path, os.O_RDONLY | os.O_TRUNC))
+attempt("mode", lambda: os.chmod(path, 0))
+attempt("times", lambda: os.utime(path))
+attempt("link", lambda: os.link(path, path + "2"))
+attempt("symlink", lambda: os.symlink(path, path + "2"))
+attempt("folder", lambda: os.mkdir(path + "2"))
+attempt("temporary", lambda: open("/tmp/left_behind", "w"))
+attempt("memory", lambda: os.memfd_create("m"))
+attempt("mount", lambda: __import__("ctypes").CDLL(None).mount(None, b"/", None, 32, None) and 1/0)
+""")
+    assert ended.pop("mount") == "ZeroDivisionError"  # it returned -1
+    assert set(ended.values()) == {REFUSED}
+    assert len(ended) == 14
+    assert canary.read_text() == "sings"
+    assert canary.stat().st_mode & 0o777 == 0o644
+    assert list(tmp_path.iterdir()) == [canary]
+
+
+def test_files_cannot_be_read_but_pythons_own(tmp_path):
+    answers = tmp_path / "tasks.jsonl"
+    answers.write_text("the answer")
+    code = f"""
+import os
+attempt("answers", lambda: open({str(answers)!r}).read())
+attempt("users", lambda: open("/etc/passwd").read())
+attempt("folder", lambda: os.listdir({str(tmp_path)!r}))
+attempt("library", lambda: __import__("colorsys").__name__)
+"""
+    (ran,) = run_programs(ATTEMPT + code, [""], limits=LIMITS)
+    assert re.findall(r"^\w+ (\w+)", ran.output, re.M) == [REFUSED] * 3 + ["worked"]
+    (ran,) = run_programs(ATTEMPT + code, [""], limits=LIMITS, can_read=False)
+    assert [line.split()[1] for line in ran.output.splitlines()[:3]] == [REFUSED] * 3
+
+
+def test_nothing_reaches_the_network(run, tmp_path):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as unix,
+    ):
+        udp.bind(("127.0.0.1", 0))
+        unix.bind(str(tmp_path / "s"))
+        listeners = [tcp, udp, unix]
+        ended = run(f"""
+import ctypes, platform, socket, urllib.request
+tcp, udp = {tcp.getsockname()!r}, {udp.getsockname()!r}
+attempt("tcp", lambda: socket.create_connection(tcp))
+attempt("udp", lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", udp))
+attempt("unix", lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+attempt("http", lambda: urllib.request.urlopen("http://127.0.0.1:%d" % tcp[1]))
+a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+attempt("detour", lambda: a.sendto(b"x", {str(tmp_path / "s")!r}))
+attempt("inside", lambda: (a.send(b"x"), b.recv(1)))
+number = dict(x86_64=41, aarch64=198)[platform.machine()]
+print("raw", ctypes.CDLL(None).syscall(number, 2, 1, 0))
+""")
+        assert ended.pop("inside") == "worked"
+        assert ended.pop("raw") == "-1"
+        assert ended.pop("http") in ("URLError", REFUSED)
+        assert ended == dict.fromkeys(["tcp", "udp", "unix", "detour"], REFUSED)
+        assert select.select(listeners, [], [], 0)[0] == []
+        # The listeners do listen.
+        socket.create_connection(tcp.getsockname()).close()
+        udp.sendto(b"x", udp.getsockname())
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(b"x", str(tmp_path / "s"))
+        assert select.select(listeners, [], [], 5)[0] == listeners
+
+
+@pytest.mark.parametrize("can_read", [True, False])
+def test_the_environment_of_those_who_run_it_is_not_seen(monkeypatch, can_read):
+    monkeypatch.setenv("API_KEY", "s3cret-of-the-parent")
+    code = f"""
+import os
+print(dict(os.environ), flush=True)
+for pid in ("self", os.getppid(), {os.getpid()}, {os.getppid()}):
+    for name in ("environ", "cmdline", "mem", "maps"):
+        attempt("read", lambda: open(f"/proc/{{pid}}/{{name}}", "rb").read())
+import ctypes
+environment = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+index = 0
+while environment and environment[index]:
+    print(environment[index])
+    index += 1
+"""
+    (ran,) = run_programs(ATTEMPT + code, [""], limits=LIMITS, can_read=can_read)
+    assert ran.ok
+    assert ran.output.count(REFUSED) == 16
+    assert "s3cret" not in ran.output
+    assert "worked" not in ran.output
+
+
+def test_no_other_process_can_be_signalled_traced_or_slowed_down(run):
+    ended = run(f"""
+import ctypes, os, platform, resource, signal
+for pid in ({os.getpid()}, os.getppid(), 0, -1):
+    attempt(f"kill{{pid}}", lambda: os.kill(pid, 0))
+attempt("nice", lambda: os.setpriority(os.PRIO_PROCESS, {os.getpid()}, 19))
+attempt("session", os.setsid)
+attempt("limit", lambda: resource.prlimit({os.getpid()}, resource.RLIMIT_CPU, (1, 1)))
+number = dict(x86_64=101, aarch64=117)[platform.machine()]
+print("trace", ctypes.CDLL(None).syscall(number, 16, {os.getpid()}, 0, 0))
+""")
+    assert ended.pop("trace") == "-1"
+    assert set(ended.values()) == {REFUSED}
+    assert len(ended) == 7
+
+
+def test_a_gigabyte_of_output_is_not_kept():
+    code = "import sys\nfor _ in range(1024): sys.stdout.write('x' * 2**20)"
+    before = psutil.Process().memory_info().rss
+    (ran,) = run_programs(code, [""], limits=LIMITS)
+    assert (ran.output, ran.ok) == ("", False)
+    assert psutil.Process().memory_info().rss - before < 2**27
+
+
+def test_errors_may_be_printed_at_length_and_are_nobodys():
+    code = "import sys\nsys.stderr.write('x' * 2**26)\nprint('end')"
+    (ran,) = run_programs(code, [""], limits=LIMITS)
+    assert (ran.output, ran.ok) == ("end\n", True)
+
+
+def test_output_up_to_the_limit_is_kept_whole():
+    limits = SandboxLimits(time_s=30.0, output_bytes=1000)
+    ran = run_programs("print('x' * int(input()), end='')", ["1000", "1001"], limits=limits)
+    assert [(len(one.output), one.ok) for one in ran] == [(1000, True), (0, False)]
+
+
+def test_event_loops_and_the_usual_library_work(run):
+    ended = run("""
+import asyncio, random, re, time, decimal, itertools, json, heapq, threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+async def main():
+    await asyncio.sleep(0.001)
+    return await asyncio.to_thread(lambda: 1)
+attempt("asyncio", lambda: asyncio.run(main()))
+attempt("pool", lambda: list(ThreadPoolExecutor(2).map(abs, [-1, 2])))
+attempt("strptime", lambda: datetime.strptime("2020-01-02", "%Y-%m-%d"))
+attempt("random", lambda: random.SystemRandom().random())
+attempt("sleep", lambda: time.sleep(0.001))
+""")
+    assert set(ended.values()) == {"worked"}
+
+
+def test_code_dies_with_those_who_run_it():
+    script = (
+        "from millrace.scoring.sandbox.calls import EpisodeLimits, run_tests\n"
+        "run_tests('def spin():\\n    while True: pass', ['spin()'], limits=EpisodeLimits(time_s=600.0))"
+    )
+    runner = subprocess.Popen([sys.executable, "-c", script])
+    with watching(psutil.Process(runner.pid)) as seen:
+        wait_until(lambda: len(seen) == 2)
+        runner.send_signal(signal.SIGKILL)
+        runner.wait()
+    assert all_end(seen)
+
+
+def test_nothing_is_left_behind_by_code_that_goes_on_in_the_background():
+    code = """
+import threading
+def forever():
+    while True: pass
+threading.Thread(target=forever).start()
+def f(): return 1
+"""
+    tests = ["import time\ntime.sleep(0.1)\nassert f() == 1"]
+    with watching(psutil.Process()) as seen:
+        assert run_tests(code, tests, limits=LIMITS) == [True]
+    assert all_end(seen)
+
+
+def test_several_threads_may_call_at_once():
+    outputs: dict[int, str] = {}
+
+    def call(number: int) -> None:
+        (ran,) = run_programs("print(input())", [str(number)], limits=LIMITS)
+        outputs[number] = ran.output
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outputs == {number: f"{number}\n" for number in range(6)}

@@ -1,0 +1,297 @@
+"""Each verifier by hand; how they are made; and that they work in a scorer process."""
+
+import json
+import pickle
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import millrace as mr
+from millrace.config import load_config
+from millrace.core.errors import ConfigError
+from millrace.core.records import Task
+from millrace.run.prepare import _scorers
+from millrace.scoring.functions.signature import inspect_reward
+from millrace.scoring.registry import check_specs
+from millrace.scoring.verifiers import VERIFIERS, build_verifier
+from millrace.scoring.verifiers.numeric import last_number
+
+v = mr.verifiers
+
+
+def score(verifier, text, answer=None):
+    """Of one completion, with what its column says."""
+    (column,) = verifier.needed_columns or ("nothing",)
+    (reward,) = verifier(completions=[text], **{column: [answer]})
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "answer", "reward"),
+    [
+        ({}, " Paris\n", "Paris", 1),
+        ({}, "New   York", "New York", 1),
+        ({}, "paris", "Paris", 0),
+        ({}, "", "", 1),
+        ({}, "42", 42, 1),
+        ({}, "b", ["a", "b"], 1),
+        ({}, "c", ["a", "b"], 0),
+        ({}, "caf\u0065\u0301", "caf\u00e9", 1),
+        ({}, "Paris", None, None),
+        ({"ignore_case": True}, "STRASSE", "straße", 1),
+        ({"ignore_punctuation": True}, "It's Paris!", "Its Paris", 1),
+        ({"ignore_space": False}, "Paris ", "Paris", 0),
+        ({"after": "####"}, "#### 3\n#### 4", "4", 1),
+        ({"after": "####"}, "4", "4", 0),
+        ({"column": "city"}, "Paris", "Paris", 1),
+    ],
+)
+def test_exact(settings, text, answer, reward):
+    assert score(v.Exact(**settings), text, answer) == reward
+
+
+def test_of_a_chat_the_last_message_is_judged():
+    chat = [{"role": "assistant", "content": "Paris"}]
+    assert v.Exact()(completions=[chat, "Rome"], answer=["Paris", "Paris"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The answer is 42.", 42),
+        ("1 then 2, then 3", 3),
+        ("-7", -7),
+        ("\u22127", -7),
+        ("it is +5", 5),
+        ("- 5 apples", 5),  # an item of a list
+        ("5-3", 3),
+        ("x=-3", -3),
+        ("(5)-3", 3),
+        ("1,234,567.5", Fraction("1234567.5")),
+        ("1,2", 2),
+        ("12,3456", 3456),
+        ("$1,000", 1000),
+        ("-$5", -5),
+        (".5", Fraction(1, 2)),
+        ("3/4", Fraction(3, 4)),
+        ("-3 / 4", Fraction(-3, 4)),
+        ("1/0", None),
+        ("6.02e23", 602 * 10**21),
+        ("1E-3", Fraction(1, 1000)),
+        ("6.02 \u00d7 10^23", 602 * 10**21),
+        (r"3 \times 10^{-2}", Fraction(3, 100)),
+        ("2*10**3", 2000),
+        ("50%", 50),
+        ("v2", None),
+        ("none", None),
+        ("", None),
+        ("9" * 5000, None),
+        ("1e999999999", None),
+        ("1e" + "9" * 5000, None),
+    ],
+)
+def test_the_last_number_of_a_text(text, number):
+    assert last_number(text) == number
+
+
+@given(st.integers() | st.floats(-1e290, 1e290).filter(lambda x: x == 0 or abs(x) > 1e-290))
+def test_a_number_is_read_as_python_writes_it(number):
+    assert last_number(f"so {number!r}.") == Fraction(repr(number))
+
+
+@given(st.integers(), st.text(alphabet="abc \n.,", max_size=20))
+def test_words_around_a_number_do_not_matter(number, words):
+    assert last_number(f"{words} {number:,} {words.replace('.', '')}") == number
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "answer", "reward"),
+    [
+        ({}, "so 1/2", "0.5", 1),
+        ({}, "0.1", 0.1, 1),
+        ({}, "12345678901234567890", "12345678901234567891", 0),
+        ({}, "no idea", "3", 0),
+        ({}, "3", None, None),
+        ({"tolerance": 0.01}, "3.14", "3.15", 1),
+        ({"tolerance": 0.01}, "3.14", "3.1501", 0),
+        ({"relative_tolerance": 0.01}, "99", "100", 1),
+        ({"relative_tolerance": 0.01}, "98", "100", 0),
+        ({"after": "####"}, "7 #### 8 apples", "8", 1),
+        ({"after": "####"}, "8", "8", 0),
+        ({}, "#### 18", "9+9=18\n#### 18", 1),  # a reference may be a worked solution
+    ],
+)
+def test_numeric(settings, text, answer, reward):
+    assert score(v.Numeric(**settings), text, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "reward"),
+    [
+        ({"pattern": r"\d+"}, "12", 1),
+        ({"pattern": r"\d+"}, "12 ", 0),
+        ({"pattern": r"\d+", "match": "search"}, "so 12.", 1),
+        ({"pattern": r"(?s)<think>.*</think>\s*\S+"}, "<think>a\nb</think> c", 1),
+        ({"pattern": "(?P<a>x)?(?P<b>y)?", "scores": {"a": 0.25, "b": 0.5}}, "xy", 0.75),
+        ({"pattern": "(?P<a>x)?(?P<b>y)?", "scores": {"a": 0.25, "b": 0.5}}, "y", 0.5),
+        ({"pattern": "(?P<a>x)?(?P<b>y)?", "scores": {"a": 0.25, "b": 0.5}}, "z", 0),
+    ],
+)
+def test_regex(settings, text, reward):
+    assert score(v.Regex(**settings), text) == reward
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ('{"n": 1}', 1),
+        ('{"n": "1"}', 0),
+        ("{}", 0),
+        ('{"n": 1', 0),
+        ("", 0),
+        ('{"n": NaN}', 0),
+        ('Here:\n```json\n{"n": 1}\n```\nDone.', 1),
+        ('```json\n{"n": 1}\n```\n```json\n{}\n```', 0),
+        ('```\n{"n": 1}\n```', 1),
+        ("[" * 100_000, 0),
+        ('{"n": ' + "9" * 5000 + "}", 0),
+    ],
+)
+def test_json_schema(text, reward):
+    assert score(v.JsonSchema(schema=SCHEMA), text) == reward
+
+
+def test_a_schema_comes_from_a_file_and_may_forbid_fences(tmp_path):
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(SCHEMA))
+    verifier = v.JsonSchema(path=str(path), extract=False)
+    path.unlink()
+    assert score(verifier, '{"n": 1}') == 1
+    assert score(verifier, '```json\n{"n": 1}\n```') == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1),
+        (r"$x \cdot x$", "x^2", 1),
+        (r"the set is $\{2, 1\}$", r"\{1, 2\}", 1),
+        ("The answer is 43.", "42", 0),
+        ("no idea", "42", 0),
+        ("42", 42, 1),
+        ("42", None, None),
+    ],
+)
+def test_math(text, answer, reward):
+    assert score(v.Math(), text, answer) == reward
+
+
+def test_an_expression_without_end_costs_its_own_score_alone():
+    endless = r"\boxed{10^{10^{10}}}"
+    rewards = v.Math(time_limit_s=1)(completions=[endless, r"\boxed{3}"], answer=["3", "3"])
+    assert rewards == [0.0, 1.0]
+
+
+SQUARE = "Sure:\n```python\ndef f(x):\n    return x * x\n```\nIt squares."
+DOUBLE = "def f(x): return 2 * x"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "tests", "reward"),
+    [
+        ({}, SQUARE, "assert f(3) == 9", 1),
+        ({}, DOUBLE, "assert f(3) == 9", 0),
+        ({}, DOUBLE, ["assert f(2) == 4", "assert f(3) == 9"], 0),
+        ({"score": "share"}, DOUBLE, ["assert f(2) == 4", "assert f(3) == 9"], 0.5),
+        ({}, "print(int(input()) ** 2)", [["3", "9\n"], ["4", "16  \n\n"]], 1),
+        ({}, "print(int(input()) ** 2)", [{"input": "3", "output": "9"}], 1),
+        ({"score": "share"}, "print(9)", [["3", "9"], ["4", "16"]], 0.5),
+        ({}, "print(9)\nraise SystemExit(1)", [["3", "9"]], 0),
+        ({}, "no code at all", "assert f(3) == 9", 0),
+        ({"time_limit_s": 0.5}, "def f(x):\n    while True: pass", "assert f(3) == 9", 0),
+        ({"memory_limit_bytes": 2**28}, "x = bytearray(2**28)\nprint(1)", [["", "1"]], 0),
+        ({"output_limit_bytes": 10}, "print('x' * 11)", [["", "x" * 11]], 0),
+        ({}, SQUARE, None, None),
+    ],
+)
+def test_python_tests(settings, text, tests, reward):
+    assert score(v.PythonTests(**settings), text, tests) == reward
+
+
+@pytest.mark.parametrize("tests", [[], 3, [["a"]], ["assert f", ["a", "b"]], {"input": "a"}])
+def test_tests_that_are_none_are_an_error(tests):
+    with pytest.raises(ValueError, match=r"column 'tests' holds "):
+        score(v.PythonTests(), SQUARE, tests)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answer", "sentence"),
+    [
+        (v.Exact(), 3.5, "column 'answer' holds 3.5, which is not a text"),
+        (v.Numeric(), "abc", "column 'answer' holds 'abc', which is not a number"),
+        (v.Numeric(), True, "column 'answer' holds True, which is not a number"),
+        (v.Math(), "", "column 'answer' holds '', which is no expression"),
+    ],
+)
+def test_a_reference_that_cannot_be_one_is_an_error(verifier, answer, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        score(verifier, "3", answer)
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({"type": "nummeric"}, "'scorer.1.type' = 'nummeric' is not known; did you mean 'numeric'"),
+        ({"type": "numeric", "colum": "a"}, "'scorer.1.colum' of 'numeric'; did you mean 'column'"),
+        ({"type": "numeric", "tolerance": -1}, "tolerance = -1 must be at least 0"),
+        ({"type": "numeric", "tolerance": True}, "tolerance = True must be a finite number"),
+        ({"type": "exact", "column": ""}, "column = '' must be a text that is not empty"),
+        ({"type": "exact", "ignore_case": 1}, "ignore_case = 1 must be true or false"),
+        ({"type": "exact", "after": ""}, "after = '' must be a text"),
+        ({"type": "regex"}, "missing 1 required keyword-only argument: 'pattern'"),
+        ({"type": "regex", "pattern": "("}, "is no regular expression: missing"),
+        ({"type": "regex", "pattern": "a", "match": "some"}, "must be 'full' or 'search'"),
+        ({"type": "regex", "pattern": "a", "scores": {"b": 1}}, "scores.b names no group"),
+        ({"type": "json_schema"}, "needs either a schema or the path of one"),
+        ({"type": "json_schema", "path": "/none.json"}, "'/none.json' cannot be read: No such"),
+        ({"type": "json_schema", "schema": {"type": 3}}, "the schema is not valid: 3 is not"),
+        ({"type": "math", "time_limit_s": 0.5}, "time_limit_s = 0.5 must be an integer above 0"),
+        ({"type": "python_tests", "score": "most"}, "score = 'most' must be 'all' or 'share'"),
+        ({"type": "python_tests", "parallel": 0}, "parallel = 0 must be an integer above 0"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence_before_anything_starts(table, sentence):
+    config = load_config({"model": "m", "scorer": [{"function": "a:b", "name": "f"}, table]})
+    with pytest.raises(ConfigError) as caught:
+        _scorers(config.scorer, None)
+    assert sentence in str(caught.value)
+
+
+def test_a_verifier_names_itself_and_the_column_it_needs():
+    config = load_config(
+        {"model": "m", "scorer": [{"type": "numeric", "column": "n"}, {"type": "exact"}]}
+    )
+    specs = _scorers(config.scorer, None)
+    assert [spec.name for spec in specs] == ["numeric", "exact"]
+    check_specs(specs, [Task(prompt="p", columns={"n": 3, "answer": "3"})])
+    with pytest.raises(ConfigError, match="Reward 'numeric' needs the column 'n', which task 0"):
+        check_specs(specs, [Task(prompt="p", columns={"answer": "3"})])
+
+
+@pytest.mark.parametrize("kind", VERIFIERS)
+def test_every_verifier_is_a_reward_function_that_travels(kind):
+    if kind == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
+    required = {"regex": {"pattern": "a"}, "json_schema": {"schema": {}}}
+    verifier = build_verifier({"type": kind, **required.get(kind, {})}, section="scorer")
+    assert pickle.loads(pickle.dumps(verifier)) == verifier
+    function = inspect_reward(verifier, name=verifier.__name__)
+    assert (function.name, function.is_async) == (kind, False)
+    column = {name: [None] for name in verifier.needed_columns}
+    rewards = function(prompts=["p"], completions=["a"], completion_ids=[[1]], columns=column)
+    assert len(rewards) == 1

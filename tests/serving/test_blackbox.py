@@ -1,0 +1,208 @@
+"""Programs as environments: real processes, which reach the model over HTTP without any package."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from chat_engine import ChatEngine, player_of
+
+from millrace.core.errors import TaskError
+from millrace.core.records import Task
+from millrace.environments.loop_thread import LoopThread
+from millrace.environments.rollouts.attempt import Attempt
+from millrace.serving.programs.command_environment import CommandEnvironment
+
+TASK = Task(prompt="2+3=", columns={"answer": "5", "hint": "small"})
+AGENT = """
+import json, os, sys, urllib.request
+
+task = json.loads(sys.stdin.readline())
+
+def ask(text):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "x", "messages": [{"role": "user", "content": text}]}).encode(),
+        {
+            "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+            "Content-Type": "application/json",
+        },
+    )
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
+"""
+
+
+def program(folder: Path, body: str) -> list[str]:
+    (folder / "agent.py").write_text(AGENT + body)
+    return ["python", str(folder / "agent.py")]
+
+
+async def play(
+    blackbox: CommandEnvironment, engine: ChatEngine, *, thread, group_size=2, **settings
+):
+    player = player_of(blackbox, engine, thread=thread, **settings)
+    return await player.try_group(TASK, attempt=Attempt(0), group_size=group_size)
+
+
+async def test_what_a_program_did_is_scored_and_what_it_asked_is_trained(tmp_path, thread):
+    seen = []
+
+    def score(task, result) -> float:
+        seen.append(result.exit_code)
+        return float(result.stdout.strip() == task.columns["answer"])
+
+    command = program(
+        tmp_path, "print(ask(task['prompt']), end='')\nassert set(task) == {'prompt'}"
+    )
+    answers = iter(["5", "6"])
+    engine = ChatEngine(lambda _: next(answers))
+    group = await play(CommandEnvironment(command, score=score), engine, thread=thread)
+    assert sorted(episode.reward for episode in group.episodes) == [0.0, 1.0]
+    assert seen == [0, 0]
+    assert {len(episode.rollouts) for episode in group.episodes} == {1}
+    assert "2+3=" in engine.prompts[0]
+
+
+async def test_a_program_is_told_the_columns_it_may_know_and_scorers_judge_without_a_score(
+    tmp_path, thread
+):
+    command = program(tmp_path, "assert task['hint'] == 'small' and 'answer' not in task\nask('x')")
+    engine = ChatEngine(lambda _: "hi")
+    group = await play(
+        CommandEnvironment(command, columns=["hint"]), engine, thread=thread, group_size=1
+    )
+    assert [(e.reward, e.ending) for e in group.episodes] == [(None, "done")]
+
+
+async def test_a_program_that_crashes_marks_its_episode_alone_and_its_words_are_kept(
+    tmp_path, thread
+):
+    command = program(tmp_path, "if ask('x') == 'bad':\n    raise KeyError('what the model said')")
+    answers = iter(["good", "bad"])
+    log = tmp_path / "logs" / "programs.log"
+
+    async def score(task, result) -> float:
+        return 1.0
+
+    blackbox = CommandEnvironment(command, score=score, log=log)
+    engine = ChatEngine(lambda _: next(answers))
+    group = await play(blackbox, engine, thread=thread, ended_reward=-1.0)
+    ended = sorted((e.ending, e.reward) for e in group.episodes)
+    assert ended == [("crash", -1.0), ("done", 1.0)]
+    assert not any(episode.was_cut for episode in group.episodes)
+    assert "exited with code 1" in log.read_text()
+    assert "KeyError: 'what the model said'" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("", "exited with code 0 without a call to the model"),
+        ("os.environ['OPENAI_API_KEY'] = 'wrong'\nask('x')", "HTTP Error 401: Unauthorized"),
+        ("sys.exit('no luck')", "no luck"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+    ],
+    ids=["silent", "key", "exit", "killed"],
+)
+async def test_a_program_that_never_reaches_the_model_is_no_episode_and_says_why(
+    body, words, tmp_path, thread
+):
+    blackbox = CommandEnvironment(program(tmp_path, body))
+    with pytest.raises(TaskError, match=words):
+        await play(blackbox, ChatEngine(lambda _: "hi"), thread=thread, group_size=1)
+
+
+async def test_a_command_that_is_no_program_is_told(thread):
+    with pytest.raises(TaskError, match=r"nothing-here cannot be run: No such file"):
+        await play(
+            CommandEnvironment(["nothing-here"]), ChatEngine(str), thread=thread, group_size=1
+        )
+
+
+async def test_a_program_that_takes_too_long_is_ended(tmp_path, thread):
+    blackbox = CommandEnvironment(program(tmp_path, "import time\ntime.sleep(1000)"), timeout_s=0.1)
+    with pytest.raises(TaskError, match=r"ended \(timeout\) before the model had said anything"):
+        await play(blackbox, ChatEngine(lambda _: "hi"), thread=thread, group_size=1)
+
+
+async def test_a_program_ends_with_its_episode_and_all_it_started_with_it(tmp_path, thread):
+    body = """
+import subprocess, time
+child = subprocess.Popen(["sleep", "1000"])
+pathlib.Path(task["file"]).write_text(f"{os.getpid()} {child.pid} .")
+time.sleep(1000)
+"""
+    pids = tmp_path / "pids"
+    task = Task(prompt="x", columns={"file": str(pids)})
+    blackbox = CommandEnvironment(program(tmp_path, f"import pathlib{body}"), columns=["file"])
+    player = player_of(blackbox, ChatEngine(lambda _: "hi"), thread=thread)
+    playing = asyncio.create_task(player.try_group(task, attempt=Attempt(0), group_size=1))
+    await until(lambda: pids.exists() and pids.read_text().endswith("."))
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    started = [int(pid) for pid in pids.read_text().split()[:2]]
+    await until(lambda: not any(map(is_alive, started)))
+
+
+async def test_programs_under_way_end_in_order_with_their_thread(tmp_path, caplog):
+    file = tmp_path / "pid"
+    body = "import pathlib, time\npathlib.Path(task['file']).write_text(f'{os.getpid()} .')\n"
+    blackbox = CommandEnvironment(program(tmp_path, body + "time.sleep(1000)"), columns=["file"])
+    task = Task(prompt="x", columns={"file": str(file)})
+    with LoopThread("environments") as thread:
+        player = player_of(blackbox, ChatEngine(lambda _: "hi"), thread=thread)
+        playing = asyncio.create_task(player.try_group(task, attempt=Attempt(0), group_size=1))
+        await until(lambda: file.exists() and file.read_text().endswith("."))
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    gc.collect()  # what was left open would say so now
+    assert not is_alive(int(file.read_text().split()[0]))
+    assert not caplog.records
+
+
+async def test_a_program_that_leaves_something_behind_is_not_waited_for(tmp_path, thread):
+    body = "import subprocess\nask('x')\nsubprocess.Popen(['sleep', '1000'])"
+    group = await play(
+        CommandEnvironment(program(tmp_path, body)),
+        ChatEngine(lambda _: "hi"),
+        thread=thread,
+        group_size=1,
+    )
+    assert [episode.ending for episode in group.episodes] == ["done"]
+
+
+def test_programs_die_with_the_process_that_runs_them(tmp_path: Path):
+    script = """
+import asyncio
+from millrace.serving.programs.command_environment import run_program
+asyncio.run(run_program(["sh", "-c", "echo $$ > pid; sleep 1000"]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.05)
+    pid = int((tmp_path / "pid").read_text())
+    assert is_alive(pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    while is_alive(pid):
+        time.sleep(0.05)
+
+
+async def until(condition) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for is another process
+        await asyncio.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

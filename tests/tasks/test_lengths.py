@@ -1,0 +1,39 @@
+import numpy as np
+
+from millrace.core.records import Episode, Group, Rollout, Sampling, Task
+from millrace.tasks.lengths import Lengths
+
+
+def group_of(prompt: str, *lengths: int) -> Group:
+    def rollout(length: int) -> Rollout:
+        return Rollout(
+            tokens=np.zeros(length, np.int32),
+            mask=np.ones(length, bool),
+            engine_logprobs=np.zeros(length, np.float32),
+            versions=np.zeros(length, np.int32),
+            sampling=Sampling(),
+        )
+
+    episodes = tuple(Episode(turns=(), rollouts=(rollout(length),)) for length in lengths)
+    return Group(number=0, task=Task(prompt=prompt), episodes=episodes)
+
+
+def test_requests_of_tasks_that_were_long_overtake_those_of_tasks_that_were_short():
+    lengths = Lengths(most=8)
+    assert lengths.overtakes(Task(prompt="long")) == 0  # nothing is known of any
+    lengths.learn(group_of("short", 2, 4))
+    lengths.learn(group_of("long", 30, 50))
+    assert [lengths.overtakes(Task(prompt=p)) for p in ("short", "long", "new")] == [0, 4, 4]
+    for number in range(6):
+        lengths.learn(group_of(f"middle {number}", 10 + number))
+    assert lengths.overtakes(Task(prompt="long")) == 7
+    lengths.learn(group_of("long", 1, 1))  # it has become short: 20.5 on average of both times
+    lengths.learn(group_of("long", 1, 1))
+    lengths.learn(group_of("long", 1, 1))
+    assert lengths.overtakes(Task(prompt="long")) == 1
+
+
+def test_nobody_overtakes_where_that_is_off():
+    lengths = Lengths(most=0)
+    lengths.learn(group_of("long", 30))
+    assert lengths.overtakes(Task(prompt="long")) == 0

@@ -1,0 +1,139 @@
+"""Tasks from Parquet files and Hugging Face datasets."""
+
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from millrace.config import load_config
+from millrace.core.errors import ConfigError
+from millrace.core.records import Task
+from millrace.tasks.loading import Fields, load_path, load_tasks
+from millrace.tasks.sources import load_section
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+ROWS = [{"question": "1+1=", "answer": 2, "day": date(2024, 1, 1)}] * 3
+FIELDS = Fields(prompt="question", kept=("answer",))
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    def write(rows, name="tasks.parquet") -> Path:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+        return tmp_path / name
+
+    return write
+
+
+def test_a_parquet_file_gives_one_task_a_row(parquet):
+    path = parquet([{"prompt": "1+1=", "n": 2, "x": 0.5}, {"prompt": "2+2=", "n": None, "x": 1.0}])
+    expected = [
+        Task(prompt="1+1=", columns={"n": 2, "x": 0.5}),
+        Task(prompt="2+2=", columns={"n": None, "x": 1.0}),
+    ]
+    assert load_tasks(path) == load_tasks(str(path)) == expected
+
+
+def test_messages_in_parquet_are_a_chat(parquet):
+    assert load_tasks(parquet([{"prompt": CHAT}])) == [Task(prompt=CHAT)]
+
+
+def test_all_parquet_files_of_a_folder_are_read_in_their_order(parquet):
+    folder = parquet([{"prompt": "b"}], "part-1.parquet").parent
+    parquet([{"prompt": "a"}], "part-0.parquet")
+    assert [task.prompt for task in load_tasks(folder)] == ["a", "b"]
+
+
+def test_only_columns_that_are_asked_for_are_read(parquet):
+    path = str(parquet(ROWS))
+    assert load_path(path, fields=FIELDS) == [Task(prompt="1+1=", columns={"answer": 2})] * 3
+    with pytest.raises(ConfigError, match=r"row 0 has a column 'day' that holds .* of type date"):
+        load_path(path, fields=Fields(prompt="question"))
+
+
+def test_json_lines_have_the_same_fields(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"question": "1+1=", "answer": 2, "note": "x"}\n')
+    assert load_path(str(path), fields=FIELDS) == [Task(prompt="1+1=", columns={"answer": 2})]
+    with pytest.raises(ConfigError, match=r"line 1 has no 'result', only .*; every task needs one"):
+        load_path(str(path), fields=Fields(prompt="question", kept=("result",)))
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(parquet):
+    path = str(parquet(ROWS))
+    with pytest.raises(ConfigError, match="has no column 'text', only question, answer, day; set"):
+        load_path(path, fields=Fields(prompt="text", kept=()))
+    with pytest.raises(ConfigError, match="row 0 has no 'prompt', only"):
+        load_path(path)
+
+
+def test_a_file_that_is_no_parquet_or_not_there_is_named(tmp_path):
+    broken = tmp_path / "broken.parquet"
+    broken.write_text("no parquet at all")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match=r"Task file '.*broken.parquet' cannot be read"):
+        load_tasks(broken)
+    with pytest.raises(ConfigError, match=r"No task file 'gone.parquet'; check the path"):
+        load_tasks("gone.parquet")
+    with pytest.raises(ConfigError, match="holds neither Parquet files nor a dataset"):
+        load_tasks(empty)
+
+
+def test_a_dataset_on_disk_is_read_by_split(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    train, test = (datasets.Dataset.from_list(rows) for rows in (ROWS, ROWS[:1]))
+    train.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=train, test=test).save_to_disk(str(tmp_path / "two"))
+    expected = [Task(prompt="1+1=", columns={"answer": 2})]
+    assert load_path(str(tmp_path / "one"), fields=FIELDS) == expected * 3
+    assert load_path(str(tmp_path / "two"), fields=FIELDS, split="test") == expected
+    with pytest.raises(ConfigError, match="has the splits train, test, and split = None; set it"):
+        load_path(str(tmp_path / "two"), fields=FIELDS)
+    with pytest.raises(ConfigError, match="has no splits, but split = 'test'; leave it out"):
+        load_path(str(tmp_path / "one"), fields=FIELDS, split="test")
+    with pytest.raises(ConfigError, match="has no column 'text', only question, answer, day"):
+        load_path(str(tmp_path / "one"), fields=Fields(prompt="text", kept=()))
+
+
+def test_settings_of_a_path_reach_it(parquet):
+    table = {"path": str(parquet(ROWS)), "prompt": "question", "columns": ["answer"]}
+    place = load_config({"model": "m", "tasks": table}).tasks
+    expected = [Task(prompt="1+1=", columns={"answer": 2})] * 3
+    assert load_section(place, None, section="tasks") == expected
+
+
+def test_a_hub_name_is_no_path_of_a_toml(tmp_path):
+    (tmp_path / "run.toml").write_text('model = "m"\n[tasks]\npath = "hub:owner/name"\n')
+    assert load_config(tmp_path / "run.toml").tasks.path == "hub:owner/name"
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(tmp_path):
+    pytest.importorskip("datasets")
+    script = (
+        "from millrace.tasks.loading import load_path\n"
+        "from millrace.core.errors import ConfigError\n"
+        "try: load_path('hub:nobody/nothing', split='train')\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=env, check=True
+    )
+    assert done.stdout.startswith("Dataset 'nobody/nothing' cannot be loaded from the hub (")
+    assert done.stdout.count("\n") == 1
+
+
+def test_a_missing_package_is_named_with_the_extra_that_has_it(parquet, monkeypatch):
+    path = parquet(ROWS)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"needs pyarrow, which is not .* millrace\[datasets\]"):
+        load_tasks(path)
+    with pytest.raises(ConfigError, match=r"'a/b' needs datasets, which is not installed; install"):
+        load_tasks("hub:a/b")

@@ -1,0 +1,113 @@
+import math
+from dataclasses import dataclass
+
+import pytest
+from loss_tokens import MAX_NEW_TOKENS, gradient, loss_of, tokens_of
+
+from millrace.core.errors import ConfigError
+from millrace.training.losses.loss import aggregate
+from millrace.training.losses.policy_loss import PolicyLoss
+from millrace.training.losses.ratios import Ratio
+from millrace.training.losses.recipes import RECIPES, build_loss
+from millrace.training.losses.shapes import Clip, Reinforce
+from millrace.training.losses.weights import LossAverage
+
+
+def test_a_recipe_is_a_table_of_settings_of_the_parts():
+    assert loss_of("gspo") == PolicyLoss(
+        ratio=Ratio(ratio="geometric"),
+        shape=Clip(low=3e-4, high=4e-4),
+        average=LossAverage(aggregation="sequence"),
+    )
+
+
+def test_any_part_of_a_recipe_can_be_changed():
+    loss = loss_of("gspo", high=5e-4, anchor="proximal", aggregation="token")
+    assert loss.shape == Clip(low=3e-4, high=5e-4)
+    assert loss.ratio == Ratio(ratio="geometric", anchor="proximal")
+    assert loss.average == LossAverage()
+
+
+def test_another_shape_does_not_inherit_the_bounds_of_the_recipes_own():
+    assert loss_of("ppo", shape="reinforce", cap=4).shape == Reinforce(cap=4)
+    assert loss_of("cispo", shape="clip", low=0.1).shape == Clip(low=0.1)
+
+
+def test_without_a_type_the_loss_is_the_default_one():
+    assert build_loss({}, max_new_tokens=1) == PolicyLoss() == loss_of("clipped")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_only_recipes_that_compare_with_the_proximal_policy_need_it(name):
+    assert loss_of(name).needs_proximal == (name == "decoupled_ppo")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"type": "grop"}, "'loss.type' = 'grop' is not known; did you mean 'grpo'?"),
+        ({"type": 3}, "'loss.type' = 3 is not a name; built in: clipped, ppo, grpo"),
+        ({"hihg": 0.3}, "Unknown setting 'loss.hihg' of 'clipped'; did you mean 'high'?"),
+        ({"zzz": 0.3}, "Unknown setting 'loss.zzz' of 'clipped'; valid here: shape, low, high"),
+        ({"type": "cispo", "dual": 3.0}, "'loss.dual' = 3.0 belongs to shape = 'clip', which"),
+        ({"type": "ppo", "tau": 1}, "belongs to shape = 'kimi' or 'prime_rl', which 'ppo' is not"),
+        ({"shape": "clipp"}, "'loss.shape' = 'clipp' is not known; did you mean 'clip'?"),
+        ({"shape": ["clip"]}, "'loss.shape' = ['clip'] is not known; "),
+        ({"shape": "json:dumps"}, "'loss.shape' = 'json:dumps' is no dataclass; make it"),
+        ({"low": 1.2}, "low = 1.2 must be a number from 0 to 1"),
+        ({"low": 0}, "low = 0 must be a number above 0"),
+        ({"high": 0.0}, "high = 0.0 must be a number above 0"),
+        ({"high": "much"}, "high = 'much' must be a number above 0"),
+        ({"high": True}, "high = True must be a number above 0"),
+        ({"high": math.nan}, "high = nan must be a number above 0"),
+        ({"max_ratio": 1.1}, "max_ratio = 1.1 must be at least 1 + high"),
+        ({"dual": 3.0}, "dual = 3.0 and max_ratio = 2.0 bound the same side; set one of them"),
+        ({"type": "ppo", "high": math.inf}, "dual = 3.0 bounds what the clip lets through, but"),
+        ({"type": "cispo", "cap": 0.5}, "cap = 0.5 must be a number, at least 1"),
+        ({"aggregation": "word"}, "aggregation = 'word' must be one of 'token', 'sequence', 'con"),
+        ({"length": 9}, "length = 9 divides only what aggregation = 'constant' adds up"),
+        ({"type": "dr_grpo", "length": 0}, "length = 0 must be a whole number, at least 1"),
+        ({"ratio": "word"}, "ratio = 'word' must be one of 'token', 'turn', 'sequence', 'geo"),
+        ({"anchor": "old"}, "anchor = 'old' must be one of 'engine', 'proximal', 'interpolated'"),
+        ({"correction": "truncate"}, "'engine' is the engine; set anchor to 'proximal', or"),
+        ({"correction_high": 0.5}, "correction_high = 0.5 must be a number, at least 1"),
+        ({"staleness_half_life": 2.0}, "never begins to count; set max_token_staleness"),
+        ({"kl": -1}, "kl = -1 must be a number, at least 0"),
+        ({"kl_weighted": "yes"}, "kl_weighted = 'yes' must be true or false"),
+        ({"entropy_target": 1.0, "entropy_bonus": 0.1}, "begins above entropy_bonus_max = 0.05"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_in_a_sentence(settings, said):
+    with pytest.raises(ConfigError) as caught:
+        build_loss(settings, max_new_tokens=MAX_NEW_TOKENS)
+    assert said in str(caught.value)
+    assert str(caught.value).endswith((".", "?"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MyLoss:
+    scale: float = 1.0
+
+    def __call__(self, tokens):
+        return self.scale * aggregate(tokens.trainer_logprobs, tokens, by="token"), {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MyShape:
+    power: float = 1.0
+
+    def __call__(self, policy):
+        return (self.power * policy.log_ratio).exp() * policy.advantages, {}
+
+
+def test_a_loss_of_the_users_own_is_found_by_reference():
+    loss = build_loss({"type": f"{__file__}:MyLoss", "scale": 3.0}, max_new_tokens=1)
+    assert loss.scale == 3.0
+    with pytest.raises(ConfigError, match="did you mean 'scale'"):
+        build_loss({"type": f"{__file__}:MyLoss", "scall": 3.0}, max_new_tokens=1)
+
+
+def test_a_shape_of_the_users_own_is_put_together_with_the_other_parts():
+    loss = loss_of("gspo", shape=f"{__file__}:MyShape", power=2.0)
+    tokens = tokens_of([1.0, 1.0], [1.0, 1.0])
+    assert gradient(loss, tokens).tolist() == pytest.approx([-1.0, -1.0])

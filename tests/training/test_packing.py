@@ -1,0 +1,347 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from fakes import make_group
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.core.microbatch import Microbatch
+from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Teaching, Turn
+from millrace.training.packing.packer import MIN_SHARED_TOKENS, fill_bins, pack, pack_minibatches
+
+
+def rollout_of(tokens: list[int], *, prompt: int) -> Rollout:
+    length = len(tokens)
+    mask = np.arange(length) >= prompt
+    return Rollout(
+        tokens=np.array(tokens, np.int32),
+        mask=mask,
+        engine_logprobs=np.where(mask, -np.arange(length), 0).astype(np.float32),
+        versions=np.where(mask, 3, -1).astype(np.int32),
+        sampling=Sampling(),
+    )
+
+
+def group_of(*rollouts: Rollout, number: int = 0) -> Group:
+    """One rollout an episode; the advantage of episode i is i + 1."""
+    return Group(
+        number=number,
+        task=Task(prompt=""),
+        episodes=tuple(Episode(turns=(), rollouts=(rollout,)) for rollout in rollouts),
+        advantages=np.arange(1, len(rollouts) + 1, dtype=np.float32),
+    )
+
+
+def rows_seen(micro: Microbatch, row: int) -> list[int]:
+    """The rows that a row sees, in order, itself last."""
+    starts = np.cumsum(micro.lengths) - micro.lengths
+    segment = int(np.searchsorted(starts, row, side="right")) - 1
+    parent = micro.parents[segment]
+    before = [] if parent < 0 else range(starts[parent], starts[parent] + micro.lengths[parent])
+    return [*before, *range(starts[segment], row + 1)]
+
+
+def trained_with_context(micro: Microbatch) -> list[tuple]:
+    """(tokens before it, positions, token, logprob, advantage) of every trained token."""
+    found = []
+    for i, row in enumerate(micro.predictors):
+        rows = rows_seen(micro, int(row))
+        assert micro.positions[rows].tolist() == list(range(len(rows)))
+        context = tuple(micro.tokens[rows].tolist())
+        found.append(
+            (context, micro.targets[i], micro.engine_logprobs[i], float(micro.advantages[i]))
+        )
+    return found
+
+
+def expected_of(group: Group) -> list[tuple]:
+    assert group.advantages is not None
+    return [
+        (tuple(r.tokens[:t].tolist()), r.tokens[t], r.engine_logprobs[t], float(advantage))
+        for r, advantage in zip(group.rollouts, group.advantages, strict=True)
+        for t in np.flatnonzero(r.mask)
+    ]
+
+
+def test_rollouts_that_share_nothing_lie_end_to_end_without_their_last_token():
+    batch = pack([make_group(size=3)], microbatch_tokens=100)
+    (micro,) = batch.microbatches
+    assert micro.lengths.tolist() == [6, 6, 6]  # what a seventh row would predict is not trained
+    assert micro.parents.tolist() == [-1, -1, -1]
+    assert micro.positions.tolist() == [*range(6)] * 3
+    assert batch.num_sequences == 3
+    assert batch.num_trained_tokens == 12 == len(micro.targets)
+
+
+def test_a_shared_prompt_is_laid_once_and_predicts_the_first_token_of_each():
+    prompt = [5, 6, 7, 8, 9]
+    rollouts = [rollout_of([*prompt, *own], prompt=5) for own in ([1, 2, 3], [2, 4], [3])]
+    (micro,) = pack([group_of(*rollouts)], microbatch_tokens=100).microbatches
+    # The last token of each is no row; nothing is left of the third.
+    assert micro.tokens.tolist() == [*prompt, 1, 2, 2]
+    assert micro.lengths.tolist() == [5, 2, 1]
+    assert micro.parents.tolist() == [-1, 0, 0]
+    assert micro.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 5]
+    by_rollout = [micro.predictors[micro.rollouts == i].tolist() for i in range(3)]
+    assert sorted(by_rollout) == [[4], [4, 5, 6], [4, 7]]
+    assert sorted(trained_with_context(micro)) == sorted(expected_of(group_of(*rollouts)))
+
+
+def test_equal_rollouts_share_all_rows_and_keep_their_own_columns():
+    tokens = [5, 6, 7, 8, 9, 1, 2]
+    group = group_of(*(rollout_of(tokens, prompt=4) for _ in range(3)))
+    (micro,) = pack([group], microbatch_tokens=100).microbatches
+    assert micro.tokens.tolist() == tokens[:-1]
+    assert micro.rollouts.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert micro.advantages.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_a_rollout_that_goes_on_where_another_ended_shares_all_of_it():
+    group = group_of(
+        rollout_of([5, 6, 7, 8, 1, 2], prompt=4), rollout_of([5, 6, 7, 8, 1, 3, 4, 5], prompt=6)
+    )
+    (micro,) = pack([group], microbatch_tokens=100).microbatches
+    assert micro.tokens.tolist() == [5, 6, 7, 8, 1, 3, 4]
+    assert micro.lengths.tolist() == [5, 2]
+
+
+def test_a_beginning_too_short_to_pay_is_not_shared():
+    own = range(20, 20 + 2 * MIN_SHARED_TOKENS)
+    for shared in (MIN_SHARED_TOKENS - 1, MIN_SHARED_TOKENS):
+        rollouts = [rollout_of([*range(3, 3 + shared), i, *own], prompt=1) for i in (1, 2)]
+        (micro,) = pack([group_of(*rollouts)], microbatch_tokens=100).microbatches
+        assert (micro.parents >= 0).any() == (shared == MIN_SHARED_TOKENS)
+
+
+def test_an_odd_one_out_does_not_cost_the_others_what_they_share():
+    long = list(range(100, 150))
+    alike = [rollout_of([*long, i, i], prompt=50) for i in range(3)]
+    odd = rollout_of([*long[:8], *range(50)], prompt=8)
+    (micro,) = pack([group_of(*alike, odd)], microbatch_tokens=1000).microbatches
+    assert sorted(micro.lengths.tolist()) == [1, 1, 1, 50, 57]
+
+
+def test_a_group_over_the_budget_is_split_with_a_copy_of_what_is_shared():
+    prompt = list(range(100, 120))
+    rollouts = [rollout_of([*prompt, *([i] * 11)], prompt=20) for i in range(8)]  # 20 + 8 * 10 rows
+    batch = pack([group_of(*rollouts)], microbatch_tokens=50)
+    assert [len(micro.tokens) for micro in batch.microbatches] == [50, 50, 40]
+    found = [row for micro in batch.microbatches for row in trained_with_context(micro)]
+    assert sorted(found) == sorted(expected_of(group_of(*rollouts)))
+
+
+def test_a_rollout_over_the_budget_gets_a_microbatch_of_its_own():
+    prompt = list(range(100, 120))
+    rollouts = [rollout_of([*prompt, i, i, i], prompt=20) for i in range(2)]
+    batch = pack([group_of(*rollouts)], microbatch_tokens=10)
+    assert [micro.lengths.tolist() for micro in batch.microbatches] == [[22], [22]]
+
+
+def test_each_token_keeps_its_own_columns():
+    group = make_group(size=2, versions=[1, 1, 2, 2], temperature=0.7)
+    (micro,) = pack([group], microbatch_tokens=100).microbatches
+    for number in range(2):
+        mine = micro.rollouts == number
+        rollout = next(
+            r for r in group.rollouts if np.array_equal(r.tokens[3:], micro.targets[mine])
+        )
+        assert np.array_equal(micro.engine_logprobs[mine], rollout.engine_logprobs[rollout.mask])
+        assert micro.versions[mine].tolist() == [1, 1, 2, 2]
+    assert np.allclose(micro.temperatures, 0.7)
+    assert sorted(set(micro.advantages.tolist())) == [-1.0, 1.0]
+
+
+def test_advantages_of_single_tokens_are_trained_on_instead_of_the_episodes():
+    rollouts = [rollout_of([5, 6, 7, 8, own, 2], prompt=4) for own in (1, 3)]
+    by_token = tuple(np.arange(6, dtype=np.float32) + 10 * i for i in range(2))
+    group = dataclasses.replace(group_of(*rollouts), token_advantages=by_token)
+    (micro,) = pack([group], microbatch_tokens=100).microbatches
+    assert micro.advantages.tolist() == [4, 5, 14, 15]
+
+
+def test_rollouts_without_trained_tokens_are_counted_but_not_laid():
+    trained, untrained = rollout_of([1, 2, 3, 4], prompt=2), rollout_of([1, 2, 3, 4], prompt=4)
+    batch = pack([group_of(trained, untrained)], microbatch_tokens=100)
+    assert batch.num_sequences == 2
+    assert batch.num_trained_tokens == 2
+    (micro,) = batch.microbatches
+    assert micro.tokens.tolist() == [1, 2, 3]
+
+
+def test_minibatches_hold_whole_groups_in_order():
+    groups = [make_group(number, size=2) for number in range(5)]
+    batches = pack_minibatches(groups, num_minibatches=2, microbatch_tokens=100)
+    assert [batch.num_sequences for batch in batches] == [4, 6]
+    alone = [pack(part, microbatch_tokens=100) for part in (groups[:2], groups[2:])]
+    for batch, expected in zip(batches, alone, strict=True):
+        assert batch.num_trained_tokens == expected.num_trained_tokens
+        assert np.array_equal(batch.microbatches[0].targets, expected.microbatches[0].targets)
+
+
+def test_kept_rows_follow_their_tokens_even_beside_rollouts_without_them():
+    groups = [make_group(0, kept=True), make_group(1)]
+    (micro,) = pack(groups, microbatch_tokens=100).microbatches
+    assert micro.kept is not None
+    assert len(micro.kept.offsets) == len(micro.targets) + 1
+    for i, target in enumerate(micro.targets):
+        row = micro.kept.ids[micro.kept.offsets[i] : micro.kept.offsets[i + 1]].tolist()
+        assert row in ([], [target, 99])
+    assert len(micro.kept.ids) == 2 * sum(r.num_sampled for r in groups[0].rollouts)
+
+
+tokens = st.integers(1, 2)  # of two kinds only, so that much is shared
+rollouts = st.builds(
+    lambda prompt, own: rollout_of([*prompt, *own], prompt=len(prompt)),
+    st.lists(tokens, min_size=1, max_size=12),
+    st.lists(tokens, min_size=1, max_size=8),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(rollouts, min_size=1, max_size=6), min_size=1, max_size=3), st.data())
+def test_every_trained_token_is_predicted_once_from_exactly_what_came_before(members, data):
+    groups = [group_of(*rows, number=i) for i, rows in enumerate(members)]
+    budget = data.draw(st.integers(1, 60))
+    batch = pack(groups, microbatch_tokens=budget)
+    found = [row for micro in batch.microbatches for row in trained_with_context(micro)]
+    assert sorted(found) == sorted(row for group in groups for row in expected_of(group))
+    for micro in batch.microbatches:
+        is_child = micro.parents >= 0
+        assert len(micro.tokens) <= budget or not is_child.any()
+        # The order a layout relies on: parents, their children in order, the others.
+        num_parents = micro.parents.max(initial=-1) + 1
+        children = micro.parents[num_parents : num_parents + is_child.sum()]
+        assert (children >= 0).all()
+        assert (np.diff(children) >= 0).all()
+        assert np.array_equal(np.unique(children), np.arange(num_parents))
+        assert (micro.lengths > 0).all()
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(10, 100))
+def test_bins_hold_every_index_once_within_budget(sizes, budget):
+    bins = fill_bins(sizes, budget=budget)
+    assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
+    for b in bins:
+        assert len(b) == 1 or sum(sizes[i] for i in b) <= budget
+
+
+def test_packing_is_over_95_percent_full_on_long_tailed_lengths():
+    rng = np.random.default_rng(0)
+    sizes = np.minimum(rng.geometric(1 / 300, 4096), 2048)
+    bins = fill_bins(sizes.tolist(), budget=8192)
+    assert sizes.sum() / (len(bins) * 8192) > 0.95
+
+
+def judged_group() -> Group:
+    """Two episodes that ended and two that were cut, one of them after a single token."""
+    rollouts = [
+        rollout_of([5, 6, 7, 8, 9, 1], prompt=4),
+        rollout_of([5, 6, 7, 8, 9, 2, 3], prompt=4),
+        rollout_of([5, 6, 7, 8, 9, 2], prompt=4),
+        rollout_of([5, 6, 7, 8, 4], prompt=4),
+    ]
+    finishes = ("stop", "length", "stop", "length")
+    return dataclasses.replace(
+        group_of(*rollouts),
+        episodes=tuple(
+            Episode(turns=(Turn(prompt="", completion="", finish=finish),), rollouts=(rollout,))
+            for rollout, finish in zip(rollouts, finishes, strict=True)
+        ),
+        scores=tuple(Score(total=float(i + 1), parts={}) for i in range(4)),
+    )
+
+
+def states_of(micro: Microbatch) -> dict[tuple, tuple]:
+    """By sequence: its rewards, and the tokens of the state it was cut in, if it was."""
+    found = {}
+    for number, last_row in enumerate(micro.last_rows):
+        mine = micro.rollouts == number
+        context = micro.tokens[rows_seen(micro, int(micro.predictors[mine][0]))].tolist()
+        sequence = (*context, *micro.targets[mine].tolist())
+        last = None if last_row < 0 else tuple(micro.tokens[rows_seen(micro, last_row)].tolist())
+        found[sequence] = (micro.rewards[mine].tolist(), last)
+    return found
+
+
+@pytest.mark.parametrize("budget", [1, 8, 100])
+def test_for_a_critic_scores_come_with_the_last_token_and_cut_rollouts_with_their_state(budget):
+    group = judged_group()
+    micros = pack([group], microbatch_tokens=budget, critic=True).microbatches
+    assert {s: found for micro in micros for s, found in states_of(micro).items()} == {
+        (5, 6, 7, 8, 9, 1): ([0.0, 1.0], None),
+        (5, 6, 7, 8, 9, 2, 3): ([0.0, 0.0, 2.0], (5, 6, 7, 8, 9, 2, 3)),
+        (5, 6, 7, 8, 9, 2): ([0.0, 3.0], None),
+        (5, 6, 7, 8, 4): ([4.0], (5, 6, 7, 8, 4)),
+    }
+    trained = [row[:3] for micro in micros for row in trained_with_context(micro)]
+    assert sorted(trained) == sorted(row[:3] for row in expected_of(group))
+
+
+def test_without_a_critic_nothing_is_laid_for_one():
+    (with_critic,) = pack([judged_group()], microbatch_tokens=100, critic=True).microbatches
+    (without,) = pack([judged_group()], microbatch_tokens=100).microbatches
+    assert without.rewards is None
+    assert without.last_rows is None
+    assert len(without.tokens) == len(with_critic.tokens) - 2
+
+
+def test_what_teachers_say_goes_with_the_trained_tokens_and_nan_where_nobody_teaches():
+    group = make_group(0, size=3)
+    rng = np.random.default_rng(0)
+    rollouts = []
+    for number, rollout in enumerate(group.rollouts):
+        length = len(rollout.tokens)
+        teaching = Teaching(
+            logprobs=-rng.random(length, np.float32),
+            top_ids=rng.permuted(np.tile(np.arange(9, dtype=np.int32), (length, 1)), axis=1)[:, :2],
+            top_logprobs=-rng.random((length, 2), np.float32),
+        )
+        rollouts.append(dataclasses.replace(rollout, teaching=None if number == 1 else teaching))
+    episodes = [
+        dataclasses.replace(episode, rollouts=(rollout,))
+        for episode, rollout in zip(group.episodes, rollouts, strict=True)
+    ]
+    (packed,) = pack(
+        [dataclasses.replace(group, episodes=tuple(episodes))], microbatch_tokens=100
+    ).microbatches
+    found = {int(n): packed.rollouts == n for n in np.unique(packed.rollouts)}
+    by_tokens = {r.tokens[r.mask].tobytes(): r for r in rollouts}
+    for rows in found.values():
+        rollout = by_tokens[packed.targets[rows].tobytes()]
+        if rollout.teaching is None:
+            assert np.isnan(packed.teacher_logprobs[rows]).all()
+            assert np.isnan(packed.told_logprobs[rows]).all()
+            assert (np.diff(packed.told_ids[rows], axis=1) > 0).all()  # still different ones
+            continue
+        expected = rollout.teaching
+        assert packed.teacher_logprobs[rows].tolist() == expected.logprobs[rollout.mask].tolist()
+        assert packed.told_ids[rows].tolist() == expected.top_ids[rollout.mask].tolist()
+        assert packed.told_logprobs[rows].tolist() == expected.top_logprobs[rollout.mask].tolist()
+
+
+def routed(rollout: Rollout, first: int) -> Rollout:
+    """With one layer and one expert per token: `first`, `first` + 1, ..."""
+    routes = np.arange(first, first + len(rollout.tokens), dtype=np.uint8)
+    return dataclasses.replace(rollout, routes=routes.reshape(-1, 1, 1))
+
+
+def test_each_row_has_the_route_of_its_token_and_what_is_shared_that_of_the_first():
+    shared = [1, 2, 3, 4, 5]
+    rollouts = [
+        routed(rollout_of([*shared, 6, 7, 8], prompt=5), 10),
+        routed(rollout_of([*shared, 9, 9], prompt=5), 30),
+        rollout_of([20, 21, 22], prompt=1),
+    ]
+    (micro,) = pack([group_of(*rollouts)], microbatch_tokens=100).microbatches
+    assert micro.routes is not None
+    rows = zip(micro.tokens, micro.positions, micro.routes[:, 0, 0], strict=True)
+    told = {(int(token), int(position)): int(route) for token, position, route in rows}
+    assert [told[token, t] for t, token in enumerate(shared)] == [10, 11, 12, 13, 14]
+    assert (told[6, 5], told[7, 6], told[9, 5]) == (15, 16, 35)
+    assert (told[20, 0], told[21, 1]) == (255, 255)  # which has none
+
+
+def test_rollouts_without_routes_make_a_microbatch_without():
+    (micro,) = pack([make_group(0)], microbatch_tokens=100).microbatches
+    assert micro.routes is None
