@@ -40,8 +40,8 @@ from millrace.scoring.scorer_kind import CallRules
 from millrace.scoring.shaping.shaping import build_shaping
 from millrace.tasks.curriculum import Curriculum
 from millrace.tasks.lengths import Lengths
+from millrace.training.group import TrainerGroup
 from millrace.training.past_steps import StepsInMemory
-from millrace.training.remote import RemoteTrainer
 
 
 class Engine(ScriptedEngine):
@@ -135,8 +135,8 @@ class EndlessRun:
         )
         scorers = _scorers(config)
         engines = EnginePool([Engine()])
-        trainer = RemoteTrainer(
-            TrainerWorker(lambda update: self._published(update)),  # pyright: ignore
+        trainer = TrainerGroup(
+            [TrainerWorker(lambda update: self._published(update))],  # pyright: ignore
             past=StepsInMemory(version=0),
         )
         self._controller = Controller(

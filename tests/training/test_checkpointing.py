@@ -8,8 +8,8 @@ import pytest
 from millrace.cluster.messages import Copied, Message, SaveCheckpoint, Saved
 from millrace.core.errors import CheckpointError, MillraceError, WorkerError
 from millrace.training.checkpoints.schedule import Checkpointing
+from millrace.training.group import TrainerGroup
 from millrace.training.past_steps import StepsInMemory
-from millrace.training.remote import RemoteTrainer
 
 
 class PlayedTrainer:
@@ -46,8 +46,8 @@ def heard() -> list[int]:
 
 @pytest.fixture
 def checkpointing(trainer, said, heard) -> Checkpointing:
-    remote = RemoteTrainer(trainer, past=StepsInMemory(version=0))
-    return Checkpointing(remote, folder=Path("run"), warn=said.append)
+    group = TrainerGroup([trainer], past=StepsInMemory(version=0))
+    return Checkpointing(group, folder=Path("run"), warn=said.append)
 
 
 @pytest.fixture

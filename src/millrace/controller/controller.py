@@ -48,8 +48,8 @@ from millrace.scoring.advantages.estimators import PAIRS
 from millrace.scoring.pool import ScorerPool
 from millrace.scoring.scheduling.group_scoring import GroupScoring
 from millrace.tasks.streams import TaskStream
+from millrace.training.group import TrainerGroup
 from millrace.training.past_steps import StepsOnRecord
-from millrace.training.remote import RemoteTrainer
 from millrace.weights.broadcaster import Courier, Followers, Releases
 from millrace.weights.notifier import Notifier
 
@@ -84,7 +84,7 @@ class Controller:
         scorers: ScorerPool,
         engines: EnginePool,
         evaluators: EnginePool | None,
-        trainer: RemoteTrainer,
+        trainer: TrainerGroup,
         watcher: RunMonitor,
         checkpoints: Path,
         skipped: SkippedSteps,

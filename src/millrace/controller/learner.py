@@ -27,8 +27,8 @@ from millrace.monitoring.monitor import SCORES, RunGauges, RunMonitor
 from millrace.monitoring.rates import where_text
 from millrace.monitoring.terminal.text import counts
 from millrace.training.checkpoints.schedule import Checkpointing
+from millrace.training.group import TrainerGroup
 from millrace.training.packing.packer import minibatches_of
-from millrace.training.remote import RemoteTrainer
 from millrace.weights.notifier import Notifier
 
 
@@ -40,7 +40,7 @@ class Learner:
         version: int,
         batches: Batches,
         journal: Journal | NoJournal,
-        trainer: RemoteTrainer,
+        trainer: TrainerGroup,
         dispatcher: Dispatcher[Any],
         examiner: EvalScheduler,
         notifier: Notifier,

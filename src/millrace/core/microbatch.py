@@ -8,7 +8,7 @@ follows it in each is a segment of its own with the shared one as its parent; a 
 nothing is one segment without a parent. A token that nothing trained comes after has no row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,9 +56,19 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """One optimizer step: its microbatches and the totals its loss is averaged over."""
+    """One optimizer update: its microbatches, and the totals that its loss is divided by.
 
-    microbatches: tuple[Microbatch, ...]
+    Losses divide by the totals of the whole batch, so the gradients of the ranks are summed.
+    """
+
+    microbatches: tuple[Microbatch, ...]  # equally many for each rank, those of rank 0 first
     num_sequences: int
     num_trained_tokens: int
     num_groups: int = 0
+    num_ranks: int = 1
+
+    def of_rank(self, rank: int) -> "Batch":
+        """The microbatches of one rank, with the totals of the whole batch."""
+        count = len(self.microbatches) // self.num_ranks
+        share = self.microbatches[rank * count : (rank + 1) * count]
+        return replace(self, microbatches=share, num_ranks=1)

@@ -24,8 +24,8 @@ from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EnginePlace
 from millrace.run.launch import Launcher
 from millrace.training.checkpoints.directory import newest_checkpoint, read_run_state
+from millrace.training.group import TrainerGroup
 from millrace.training.past_steps import StepsInMemory
-from millrace.training.remote import RemoteTrainer
 
 OPEN_AGAIN = "Its place is open to another host: run `millrace join` there."
 
@@ -52,7 +52,7 @@ class RunWorkers:
         self.evaluators = EnginePool(replaces=True) if config.evaluate.engines else None
         self.models = {name: EnginePool(replaces=True) for name in config.environment.models}
         """Of the models besides the policy, by name; their weights never change."""
-        self._trainer: RemoteTrainer | None = None
+        self._trainer: TrainerGroup | None = None
         self._keepers = Keepers(
             config.supervision,
             start_timeout_s=config.cluster.start_timeout_s,
@@ -62,7 +62,7 @@ class RunWorkers:
         self._numbers = itertools.count(config.engine.count + config.engine.remote)
 
     @property
-    def trainer(self) -> RemoteTrainer:
+    def trainer(self) -> TrainerGroup:
         assert self._trainer is not None, "it was started"
         return self._trainer
 
@@ -173,8 +173,8 @@ class RunWorkers:
         start = partial(self._launcher.start_trainer, self._checkpoint)
         worker = await self._keepers.first("trainer", start)
         settings = self._config.supervision
-        self._trainer = RemoteTrainer(
-            worker,
+        self._trainer = TrainerGroup(
+            [worker],
             past=StepsInMemory(version=self._version),
             step_timeout_s=settings.step_timeout_s,
             save_timeout_s=settings.save_timeout_s,
@@ -187,7 +187,7 @@ class RunWorkers:
         version = 0 if checkpoint is None else int(read_run_state(checkpoint)["version"])
         worker = await self._launcher.start_trainer(checkpoint)
         try:
-            self._on_restored(await self.trainer.replace(worker, version=version))
+            self._on_restored(await self.trainer.replace([worker], version=version))
         except BaseException:
             worker.kill()
             raise

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from millrace.core.errors import CheckpointError, WorkerError
-from millrace.training.remote import RemoteTrainer
+from millrace.training.group import TrainerGroup
 
 
 class Checkpointing:
     def __init__(
         self,
-        trainer: RemoteTrainer,
+        trainer: TrainerGroup,
         *,
         folder: Path,
         warn: Callable[[str], None],

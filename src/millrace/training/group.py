@@ -1,0 +1,238 @@
+"""The trainer as the controller sees it: a group of rank processes. Torch-free.
+
+Promise: while the group is being replaced, callers wait and the new group answers them. The ranks
+are one failure domain: a rank that dies leaves the others waiting in a collective, so the whole
+group is lost with it. A weight update belongs to the group that published it and is lost with it.
+
+All ranks get the same calls, and each gets its own share of every batch. Ranks reduce gradients,
+decisions and metrics among themselves, so their replies agree and the group returns that of rank 0.
+Rank 0 also publishes the weights. Nothing outside this package depends on the number of ranks.
+
+Runs on the controller's event loop.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from millrace.cluster.messages import (
+    Lend,
+    Lent,
+    Message,
+    Part,
+    Release,
+    SaveCheckpoint,
+    Saved,
+    Stepped,
+    TrainStep,
+)
+from millrace.cluster.worker import Worker
+from millrace.core.errors import CheckpointError, WorkerError
+from millrace.core.microbatch import Batch
+from millrace.core.weight_update import WeightUpdate
+from millrace.training.past_steps import PastSteps
+
+DEATH_NOTICE_S = 0.5  # a call may fail this long before its worker is known to be dead
+
+
+class TrainerGroup:
+    def __init__(
+        self,
+        ranks: Sequence[Worker],
+        *,
+        past: PastSteps,
+        step_timeout_s: float | None = None,
+        save_timeout_s: float | None = None,
+    ) -> None:
+        self.past: PastSteps = past
+        self.num_redone = 0  # steps that were repeated after a death
+        self._step_timeout_s = step_timeout_s
+        self._save_timeout_s = save_timeout_s
+        self._ranks: Sequence[Worker] = ranks  # empty while the group is being replaced
+        self._replaced = asyncio.Event()
+        self._unreleased: list[WeightUpdate] = []  # published by the present group
+
+    async def step(self, batch: Batch, *more: Batch, version: int) -> Stepped:
+        """Run one optimizer update for each batch. The weights become `version` and are published
+        in the background."""
+        step = TrainStep(batch=batch, version=version, more=more)
+        reply = await self._call(step, timeout_s=self._step_timeout_s)
+        assert isinstance(reply, Stepped)
+        assert reply.version == version
+        self.past.note(version, (batch, *more))
+        return reply
+
+    async def save(
+        self,
+        directory: Path,
+        *,
+        run_state: dict[str, Any],
+        is_last: bool,
+        on_copied: Callable[[], None],
+    ) -> Saved:
+        """Write a checkpoint and return when it is on the disk.
+
+        Steps may continue after `on_copied`, unless this is the last checkpoint. If the group dies
+        before `on_copied`, or during the last checkpoint, the next group writes it; otherwise that
+        group may be at another version, and a CheckpointError is raised.
+        """
+        num_copied = 0
+
+        def count_copy(_: Part) -> None:
+            nonlocal num_copied
+            num_copied += 1
+            if num_copied == len(self._ranks):
+                on_copied()
+
+        def check_retry(num_ranks: int) -> None:
+            nonlocal num_copied
+            if num_copied == num_ranks and not is_last:
+                raise CheckpointError(f"The trainer died before {str(directory)!r} was written.")
+            num_copied = 0
+
+        reply = await self._call(
+            SaveCheckpoint(directory=str(directory), run_state=run_state),
+            timeout_s=self._save_timeout_s,
+            on_part=count_copy,
+            on_death=check_retry,
+        )
+        assert isinstance(reply, Saved)
+        self.past.saved(reply.version)
+        return reply
+
+    def published(self, update: WeightUpdate) -> None:
+        """Register an update that the group has published."""
+        self._unreleased.append(update)
+
+    @contextlib.asynccontextmanager
+    async def lent(self) -> AsyncIterator[WeightUpdate]:
+        """The newest version for an engine that joins late; readable within the `with` block."""
+        update = await self.borrow()
+        try:
+            yield update
+        finally:
+            await self.release(update)
+
+    async def borrow(self) -> WeightUpdate:
+        """The newest version; it stays readable until it is released."""
+        reply = await self._call(Lend(), timeout_s=self._step_timeout_s)
+        assert isinstance(reply, Lent)
+        self._unreleased.append(reply.update)
+        return reply.update
+
+    async def release(self, update: WeightUpdate) -> None:
+        """Allow the trainer to reuse the bytes of an update that no engine reads any more."""
+        if not self._has_published(update):
+            return  # its group is gone
+        self._unreleased = [other for other in self._unreleased if other is not update]
+        ranks = self._ranks
+        try:
+            await ranks[0].call(Release(version=update.version))
+        except WorkerError:
+            if not await _has_died(ranks):
+                raise
+
+    async def is_lost(self, update: WeightUpdate) -> bool:
+        """Whether the group that published this update is dead."""
+        return not self._has_published(update) or await _has_died(self._ranks)
+
+    def lose(self) -> None:
+        """Give up the group after the death of a rank; calls wait for the next group."""
+        for rank in self._ranks:
+            if not rank.dead.done():
+                rank.kill()  # it would wait for the dead rank forever
+        self._ranks = ()
+        self._unreleased.clear()
+
+    async def replace(self, ranks: Sequence[Worker], *, version: int) -> WeightUpdate:
+        """Let new ranks, which have loaded `version`, repeat the steps since then and take over.
+
+        These steps are not published, because engines may already hold their weights. Returns the
+        newest version, as borrow() does.
+        """
+        timeout_s = self._step_timeout_s
+        async for following, (batch, *more) in self.past.after(version):
+            step = TrainStep(batch=batch, version=following, more=tuple(more), publish=False)
+            await _call_ranks(ranks, step, timeout_s=timeout_s)
+            self.num_redone += 1
+        reply = await _call_ranks(ranks, Lend(), timeout_s=timeout_s)
+        assert isinstance(reply, Lent)
+        self._unreleased.append(reply.update)
+        self._ranks = ranks
+        self._replaced.set()
+        return reply.update
+
+    def _has_published(self, update: WeightUpdate) -> bool:
+        return bool(self._ranks) and any(update is other for other in self._unreleased)
+
+    async def _call(
+        self,
+        message: Message,
+        *,
+        timeout_s: float | None,
+        on_part: Callable[[Part], None] | None = None,
+        on_death: Callable[[int], None] = lambda num_ranks: None,
+    ) -> Message:
+        """Call the group, and the next one if this one dies. `on_death` gets the number of ranks
+        and may raise to prevent the retry."""
+        while True:
+            while not (ranks := self._ranks):
+                self._replaced.clear()
+                await self._replaced.wait()
+            try:
+                return await _call_ranks(
+                    ranks, message, timeout_s=timeout_s, on_part=on_part, is_pulsed=True
+                )
+            except WorkerError:
+                if not await _has_died(ranks):
+                    raise
+                if self._ranks is ranks:
+                    self.lose()
+                on_death(len(ranks))
+
+
+async def _call_ranks(
+    ranks: Sequence[Worker],
+    message: Message,
+    *,
+    timeout_s: float | None,
+    on_part: Callable[[Part], None] | None = None,
+    is_pulsed: bool = False,
+) -> Message:
+    """The reply of rank 0, once all ranks have replied; the first error is raised at once."""
+    calls = (
+        worker.call(
+            _share_of(message, rank=rank, num_ranks=len(ranks)),
+            timeout_s=timeout_s,
+            is_deadline=True,
+            is_pulsed=is_pulsed,
+            on_part=on_part,
+        )
+        for rank, worker in enumerate(ranks)
+    )
+    first, *others = await asyncio.gather(*calls)
+    assert all(type(other) is type(first) for other in others), "ranks take the same decisions"
+    return first
+
+
+def _share_of(message: Message, *, rank: int, num_ranks: int) -> Message:
+    """The message for one rank: a step carries that rank's microbatches only."""
+    if not isinstance(message, TrainStep) or num_ranks == 1:
+        return message
+    return msgspec.structs.replace(
+        message,
+        batch=message.batch.of_rank(rank),
+        more=tuple(batch.of_rank(rank) for batch in message.more),
+    )
+
+
+async def _has_died(ranks: Sequence[Worker]) -> bool:
+    """Whether a rank is dead or is reported dead within DEATH_NOTICE_S."""
+    deaths = {rank.dead for rank in ranks}
+    first = asyncio.FIRST_COMPLETED
+    done, _ = await asyncio.wait(deaths, timeout=DEATH_NOTICE_S, return_when=first)
+    return bool(done)
