@@ -326,7 +326,8 @@ attempt("sleep", lambda: time.sleep(0.001))
 def test_code_dies_with_those_who_run_it():
     script = (
         "from millrace.scoring.sandbox.calls import EpisodeLimits, run_tests\n"
-        "run_tests('def spin():\\n    while True: pass', ['spin()'], limits=EpisodeLimits(time_s=600.0))"
+        "limits = EpisodeLimits(time_s=600.0)\n"
+        "run_tests('def spin():\\n    while True: pass', ['spin()'], limits=limits)"
     )
     runner = subprocess.Popen([sys.executable, "-c", script])
     with watching(psutil.Process(runner.pid)) as seen:
