@@ -75,6 +75,17 @@ def make_group(
     )
 
 
+def make_update(version: int, *, transport: str = "shm", location: str = "") -> WeightUpdate:
+    return WeightUpdate(
+        version=version,
+        tensors=(),
+        num_bytes=0,
+        checksum=0,
+        transport=transport,
+        location=location,
+    )
+
+
 class ScriptedEngine:
     """An Engine whose completions are the given texts, one token per character."""
 

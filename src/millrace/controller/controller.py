@@ -5,7 +5,7 @@
       └──────────── swap, between two forward passes ◀───┘
 
 Three activities run side by side on one event loop and meet in the buffer: the dispatcher fills it,
-the learner empties it, and the courier carries each new version to the engines. Torch-free:
+the learner empties it, and the broadcaster sends each new version to the engines. Torch-free:
 everything heavy is a call to a worker.
 """
 
@@ -33,7 +33,6 @@ from millrace.controller.eval_schedule import (
 from millrace.controller.evaluation import EvalSet, Evaluation
 from millrace.controller.learner import Learner
 from millrace.controller.orders import build_sampler
-from millrace.core.errors import WeightError
 from millrace.core.records import Group, Task
 from millrace.core.weight_update import WeightUpdate
 from millrace.environments.rollouts.attempt import Attempt
@@ -50,8 +49,8 @@ from millrace.scoring.scheduling.group_scoring import GroupScoring
 from millrace.tasks.streams import TaskStream
 from millrace.training.group import TrainerGroup
 from millrace.training.past_steps import StepsOnRecord
-from millrace.weights.broadcaster import Courier, Followers, Releases
-from millrace.weights.notifier import Notifier
+from millrace.weights.broadcaster import VersionBroadcaster
+from millrace.weights.http_notifier import HttpNotifier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,16 +140,16 @@ class Controller:
         if isinstance(journal, Journal):
             trainer.past = StepsOnRecord(self._batches.redo, version=cursor.version)
         self._dispatcher = self._make_dispatcher(cursor, begun=begun, version=taking)
-        self._courier = Courier(
-            swap=engines.swap,
-            release=lambda update: self._releases.begin(update),
-            on_visible=self._admission.advance,
-            version=cursor.version,
-            is_lost=trainer.is_lost,
+        self._broadcaster = VersionBroadcaster(version=cursor.version)
+        self._delivered = self._broadcaster.subscribe(
+            engines.swap, on_version=self._admission.advance
         )
-        self._notifier = Notifier(
+        self._notifier = HttpNotifier(
             config.weights.notify, timeout_s=config.weights.timeout_s, warn=watcher.warn
         )
+        self._notified = self._broadcaster.subscribe(self._notifier.receive)
+        for follower in scorers.followers:
+            self._broadcaster.subscribe(follower.swap)
         self._held_out = EvalSet(
             held_out,
             config=config,
@@ -159,20 +158,7 @@ class Controller:
             score=scorers.examine,
             at_once=engines.at_once if is_synchronous else None,
         )
-        self._followers = Followers(
-            [follower.swap for follower in scorers.followers],
-            version=cursor.version,
-            is_lost=trainer.is_lost,
-        )
         self._examiner = self._make_examiner(version=cursor.version)
-        self._releases = Releases(
-            trainer.release,
-            after=(
-                self._followers.done_with,
-                self._notifier.done_with,
-                self._examiner.done_with,
-            ),
-        )
         self._learner = self._make_learner(cursor, checkpoints=checkpoints)
 
     async def run(self) -> Outcome:
@@ -186,9 +172,7 @@ class Controller:
             await self._examiner.begin(activities)
             dispatching = activities.create_task(self._dispatcher.run(waiting))
             noting = activities.create_task(self._courses.run())
-            delivering = activities.create_task(self._courier.run())
-            following = activities.create_task(self._followers.run())
-            notifying = activities.create_task(self._notifier.run())
+            broadcasting = activities.create_task(self._broadcaster.run(self._trainer))
             watching = activities.create_task(self._watcher.run(self.moment))
             starting = activities.create_task(self._rounds.run()) if self._rounds else None
             await self._learner.run(activities)
@@ -196,14 +180,12 @@ class Controller:
                 starting.cancel()
             noting.cancel()
             dispatching.cancel()  # cancelling a group aborts its requests in the engines
-            await self._courier.wait_visible(self._learner.version)
-            await self._examiner.conclude()
-            await self._notifier.finish()
+            await self._delivered.reached(self._learner.version)
+            await self._examiner.finish()
+            await self._notified.idle()
             if self._notifier.num_failed:
                 self._watcher.warn(f"{self._notifier.num_failed} posts to weights.notify failed.")
-            delivering.cancel()
-            following.cancel()
-            notifying.cancel()
+            broadcasting.cancel()
             watching.cancel()
         checkpoint = self._learner.newest_checkpoint
         assert checkpoint is not None
@@ -217,15 +199,12 @@ class Controller:
     def on_published(self, update: WeightUpdate) -> None:
         """The trainer has a new version ready; called from the hub."""
         self._trainer.published(update)
-        self._courier.submit(update)
-        self._followers.submit(update)
-        self._notifier.submit(update)
-        self._examiner.submit(update)
+        self._broadcaster.publish(update)
 
     def on_restored(self, update: WeightUpdate) -> None:
-        """Another trainer has come to where the last one died, and lends its newest version: some
-        engines may not have got it before."""
-        self._courier.submit(update)
+        """A restarted trainer lends its newest version, which its predecessor may not have
+        published."""
+        self._broadcaster.publish(update)
 
     def moment(self) -> RunGauges:
         """What the watcher shows between steps."""
@@ -330,26 +309,17 @@ class Controller:
 
     def _make_examiner(self, *, version: int) -> EvalScheduler:
         due: dict[str, Any] = {
-            "examine": self._evaluate,
+            "evaluate": self._evaluate,
             "every_steps": self._config.evaluate.every_steps,
             "steps": self._config.trainer.steps,
             "version": version,
         }
-        if self._evaluators is not None:
-            return PinnedEvalScheduler(swap=self._swap_evaluators, **due)
-        in_turns = None if self._rounds is None else self._courier.wait_visible
-        return SharedEvalScheduler(in_turns=in_turns, **due)
-
-    async def _swap_evaluators(self, update: WeightUpdate) -> int:
-        """What is lost on its way with its trainer is made up for by the newest there is then."""
-        assert self._evaluators is not None
-        try:
-            return await self._evaluators.swap(update)
-        except WeightError:
-            if not await self._trainer.is_lost(update):
-                raise
-        async with self._trainer.lent() as newest:
-            return await self._swap_evaluators(newest)
+        if self._evaluators is None:
+            reached = None if self._rounds is None else self._delivered.reached
+            return SharedEvalScheduler(reached=reached, **due)
+        pinned = PinnedEvalScheduler(swap=self._evaluators.swap, **due)
+        self._broadcaster.subscribe(pinned.receive, wants=pinned.wants)
+        return pinned
 
     async def _play(self, task: Task, attempt: Attempt, scoring: GroupScoring) -> Group:
         if self._rounds is not None:

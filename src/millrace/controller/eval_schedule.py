@@ -1,8 +1,7 @@
-"""When a run evaluates, and which version: before the first step, every few steps, and after the
-last.
+"""When a run evaluates: before the first step, every few steps, and after the last.
 
-Promise: training waits for no evaluation, unless they are to take turns. Runs on the controller's
-event loop.
+Promise: training waits for no evaluation, except with the synchronous barrier. Runs on the
+controller's event loop.
 """
 
 import asyncio
@@ -11,149 +10,129 @@ from typing import Protocol
 
 from millrace.controller.evaluation import Evaluation
 from millrace.core.weight_update import WeightUpdate
+from millrace.weights.broadcaster import Receive
 
-Examine = Callable[[int], Awaitable[Evaluation | None]]  # after a step; None = there are no tasks
+Evaluate = Callable[[int], Awaitable[Evaluation | None]]  # after a step; None = no held-out tasks
 
 
 class EvalScheduler(Protocol):
-    before: Evaluation | None
-    after: Evaluation | None
+    before: Evaluation | None  # of the version that the run started with
+    after: Evaluation | None  # of the last version
 
     async def begin(self, activities: asyncio.TaskGroup) -> None:
         """Called before anything is generated for training."""
-        ...
-
-    def submit(self, update: WeightUpdate) -> None:
-        """The trainer has published this version."""
-        ...
-
-    async def done_with(self, version: int) -> None:
-        """Returns when the bytes of this version are not needed here."""
         ...
 
     async def after_step(self, version: int) -> None:
         """Called after each step but the last."""
         ...
 
-    async def conclude(self) -> None:
+    async def finish(self) -> None:
         """Returns when the last version, which all engines hold, is evaluated."""
         ...
 
 
 class SharedEvalScheduler:
-    """Evaluates on the engines of the rollouts, beside their work, with whatever versions they hold
-    meanwhile."""
+    """Evaluates on the rollout engines, beside their other work, with the versions they hold."""
 
     def __init__(
         self,
         *,
-        examine: Examine,
+        evaluate: Evaluate,
         every_steps: int,
         steps: int,
         version: int,
-        in_turns: Callable[[int], Awaitable[None]] | None = None,
+        reached: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """`in_turns`: training waits for evaluations, and they for this, until their version is
-        there."""
-        self._examine = examine
+        """`reached` waits until the engines hold a version. If it is given, after_step() waits for
+        it and for the evaluation."""
+        self._evaluate = evaluate
         self._every_steps = every_steps
         self._steps = steps
         self._version = version
-        self._in_turns = in_turns
+        self._reached = reached
         self._activities: asyncio.TaskGroup | None = None
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
 
     async def begin(self, activities: asyncio.TaskGroup) -> None:
         self._activities = activities
-        self.before = await self._examine(self._version)
-
-    def submit(self, update: WeightUpdate) -> None:
-        """The courier brings it to these engines."""
-
-    async def done_with(self, version: int) -> None:
-        """As is the courier, by then."""
+        self.before = await self._evaluate(self._version)
 
     async def after_step(self, version: int) -> None:
         if not self._every_steps or version % self._every_steps:
             return
-        if self._in_turns is None:
-            assert self._activities is not None, "it has begun"
-            self._activities.create_task(self._examined(version))
+        if self._reached is None:
+            assert self._activities is not None, "begin() comes first"
+            self._activities.create_task(self._evaluate_beside(version))
         else:
-            await self._in_turns(version)
-            await self._examine(version)
+            await self._reached(version)
+            await self._evaluate(version)
 
-    async def conclude(self) -> None:
-        self.after = await self._examine(self._steps)
+    async def finish(self) -> None:
+        self.after = await self._evaluate(self._steps)
 
-    async def _examined(self, version: int) -> None:
-        await self._examine(version)
+    async def _evaluate_beside(self, version: int) -> None:
+        await self._evaluate(version)
 
 
 class PinnedEvalScheduler:
-    """Evaluates on engines that do nothing else.
+    """Evaluates on engines that do nothing else; a subscriber of the version broadcast.
 
-    They are brought a version only when one is due and the evaluation before it is over, and hold
-    it until its own is over; what falls due meanwhile is made up for by the next version published
-    after that. The last version is always evaluated. So a version's bytes are never kept for the
-    length of an evaluation, except those of the last, when nobody needs the room any more.
+    The engines receive a version only when an evaluation is due and the previous one is over, and
+    they keep it until theirs is over. If evaluations fall due meanwhile, the next version published
+    afterwards is evaluated instead. The last version is always evaluated. So a version's bytes are
+    not kept for the length of an evaluation; only those of the last are, when nothing else needs
+    the room.
     """
 
     def __init__(
-        self,
-        *,
-        swap: Callable[[WeightUpdate], Awaitable[int]],
-        examine: Examine,
-        every_steps: int,
-        steps: int,
-        version: int,
+        self, *, swap: Receive, evaluate: Evaluate, every_steps: int, steps: int, version: int
     ) -> None:
-        """`swap` brings a version to the engines that evaluate, which hold `version` now."""
+        """`swap` loads a version into the evaluation engines, which hold `version` now."""
         self._swap = swap
-        self._examine = examine
+        self._evaluate = evaluate
         self._every_steps = every_steps
         self._steps = steps
-        self._taken = version  # the newest version that was accepted
-        self._is_busy = True  # with the first version at first
-        self._accepted: asyncio.Queue[WeightUpdate] = asyncio.Queue()  # two at most; see submit()
-        self._needed: dict[int, asyncio.Event] = {}  # by version; set once its bytes are not
+        self._received = version  # newest version that receive() was called with
+        self._idle = asyncio.Event()  # set while there is nothing to evaluate
+        self._loaded: asyncio.Queue[int] = asyncio.Queue(maxsize=1)  # version to evaluate next
         self._running: asyncio.Task[None] | None = None
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
 
     async def begin(self, activities: asyncio.TaskGroup) -> None:
-        self._running = activities.create_task(self._run())
+        self._running = activities.create_task(self._run(self._received))
 
-    def submit(self, update: WeightUpdate) -> None:
-        is_last = update.version == self._steps
-        if is_last or (self._is_due(update.version) and not self._is_busy):
-            self._taken, self._is_busy = update.version, True
-            self._needed[update.version] = asyncio.Event()
-            self._accepted.put_nowait(update)
+    def wants(self, version: int) -> bool:
+        """True for the last version, and if an evaluation is due and none is running."""
+        every = self._every_steps
+        is_due = every > 0 and version // every > self._received // every
+        return version == self._steps or (is_due and self._idle.is_set())
 
-    async def done_with(self, version: int) -> None:
-        if (is_fetched := self._needed.get(version)) is not None:
-            await is_fetched.wait()
+    async def receive(self, update: WeightUpdate) -> int:
+        """Returns when the engines hold this version or, if one of them was lost, a newer one."""
+        await self._idle.wait()
+        self._idle.clear()
+        self._received = update.version
+        try:
+            version = await self._swap(update)
+        except BaseException:
+            self._idle.set()
+            raise
+        self._loaded.put_nowait(version)
+        return version
 
     async def after_step(self, version: int) -> None:
-        """What is due is known when it is published."""
+        """Nothing to do: wants() finds out what is due."""
 
-    async def conclude(self) -> None:
-        assert self._running is not None, "it has begun"
+    async def finish(self) -> None:
+        assert self._running is not None, "begin() comes first"
         await self._running
 
-    async def _run(self) -> None:
-        version = self._taken  # what the engines hold; meanwhile another may be accepted
-        self.before = self.after = await self._examine(version)
+    async def _run(self, version: int) -> None:
+        self.before = self.after = await self._evaluate(version)
         while version < self._steps:
-            self._is_busy = not self._accepted.empty()
-            update = await self._accepted.get()
-            version = await self._swap(update)  # or a newer one, if an engine or it was lost
-            self._needed.pop(update.version).set()
-            self.after = await self._examine(version)
-
-    def _is_due(self, version: int) -> bool:
-        """True if a step after which to evaluate was done since the last accepted version."""
-        every = self._every_steps
-        return every > 0 and version // every > self._taken // every
+            self._idle.set()
+            version = await self._loaded.get()
+            self.after = await self._evaluate(version)

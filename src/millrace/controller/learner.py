@@ -29,7 +29,7 @@ from millrace.monitoring.terminal.text import counts
 from millrace.training.checkpoints.schedule import Checkpointing
 from millrace.training.group import TrainerGroup
 from millrace.training.packing.packer import minibatches_of
-from millrace.weights.notifier import Notifier
+from millrace.weights.http_notifier import HttpNotifier
 
 
 class Learner:
@@ -43,7 +43,7 @@ class Learner:
         trainer: TrainerGroup,
         dispatcher: Dispatcher[Any],
         examiner: EvalScheduler,
-        notifier: Notifier,
+        notifier: HttpNotifier,
         rounds: SyncBarrier | None,
         pools: Sequence[EnginePool],
         watcher: RunMonitor,

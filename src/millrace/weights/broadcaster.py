@@ -1,167 +1,174 @@
-"""Carries published versions from the trainer to the engines, newest first.
+"""Delivers published versions of a policy to everything that follows them.
 
-Promise: one update travels at a time; of those that wait, only the newest is sent, the others are
-superseded. A version's bytes are released once no engine reads them any more. A version that is
-lost on its way with the trainer that published it is given up; engines keep what they have.
+    trainer ─▶ publish ─┬─▶ rollout engines
+                        ├─▶ self-teachers
+                        ├─▶ HTTP notification of external engines
+                        └─▶ pinned evaluation engines
 
-Runs on the controller's event loop.
-
-Brings the policy's versions to those that follow it beside the engines: self-teachers.
-
-Promise: nobody waits for a follower. Each is brought one version at a time, the newest there is
-when it is ready for one; what came in between it never sees. A version's bytes are needed until all
-of them are done with it.
-
-Runs on the controller's event loop.
-
-Tells the trainer which versions nobody reads any more, without making anybody wait for it.
+Promise: no subscriber waits for another. Each receives one version at a time; while it is busy, a
+newer version replaces the one that waits for it. A version's memory is released at the trainer
+when the last subscriber is done with it. If the trainer dies mid-transfer, the subscriber receives
+the newest version of the trainer that replaces it.
 
 Runs on the controller's event loop.
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from millrace.core.errors import WeightError
 from millrace.core.weight_update import WeightUpdate
-from millrace.weights.notifier import Newest
+
+Receive = Callable[[WeightUpdate], Awaitable[int]]
+"""Returns the version that the subscriber now holds, once it needs the update's bytes no longer."""
+Wants = Callable[[int], bool]
+OnVersion = Callable[[int], None]
 
 
-async def never(update: WeightUpdate) -> bool:
-    """For those whose trainer is not replaced: its loss ends the run."""
-    return False
+class VersionSource(Protocol):
+    """The trainer, which owns the memory of the versions."""
+
+    async def release(self, update: WeightUpdate) -> None: ...
+
+    async def is_lost(self, update: WeightUpdate) -> bool:
+        """True if the trainer that published it is dead."""
+        ...
+
+    async def borrow(self) -> WeightUpdate:
+        """The newest version; readable until it is released. Waits while the trainer restarts."""
+        ...
 
 
-class Courier:
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Shared:
+    """An update and the number of subscribers that may still read it."""
+
+    update: WeightUpdate
+    num_readers: int
+
+
+class Subscription:
+    """One subscriber's place in the broadcast; made by VersionBroadcaster.subscribe()."""
+
     def __init__(
-        self,
-        *,
-        swap: Callable[[WeightUpdate], Awaitable[int]],
-        release: Callable[[WeightUpdate], None],
-        on_visible: Callable[[int], None],
-        version: int,
-        is_lost: Callable[[WeightUpdate], Awaitable[bool]] = never,
+        self, receive: Receive, *, wants: Wants, on_version: OnVersion, version: int
     ) -> None:
-        """`is_lost`: whether the trainer that published this update is dead."""
-        self._swap = swap
-        self._release = release
-        self._on_visible = on_visible
-        self._newest = Newest()
-        self._is_lost = is_lost
-        self._superseded: list[WeightUpdate] = []
-        self._visible = version
-        self._became_visible = asyncio.Condition()
-        self.num_superseded = 0
+        self.receive = receive
+        self.wants = wants
+        self.on_version = on_version
+        self.version = version  # held by the subscriber
+        self.offered = version  # newest version that was offered to it
+        self._pending: _Shared | None = None  # the newest version that it has not begun to receive
+        self._is_busy = False
+        self._arrived = asyncio.Event()  # set = a version is pending
+        self._received = asyncio.Condition()
 
-    @property
-    def visible(self) -> int:
-        """The version that every engine holds, or a newer one."""
-        return self._visible
+    async def reached(self, version: int) -> None:
+        """Wait until the subscriber holds this version or a newer one."""
+        async with self._received:
+            await self._received.wait_for(lambda: self.version >= version)
 
-    def submit(self, update: WeightUpdate) -> None:
-        """Called when the trainer has published; replaces one that still waits."""
-        if (superseded := self._newest.put(update)) is not None:
-            self._superseded.append(superseded)
-            self.num_superseded += 1
+    async def idle(self) -> None:
+        """Wait until the subscriber is done with everything that was offered to it."""
+        async with self._received:
+            await self._received.wait_for(lambda: self._pending is None and not self._is_busy)
 
-    async def run(self) -> None:
-        """Deliver for ever. Ends only by cancellation or because an engine refused an update."""
-        while True:
-            update = await self._newest.take()
-            superseded, self._superseded = self._superseded, []
-            for earlier in superseded:
-                self._release(earlier)
-            try:
-                self._visible = await self._swap(update)
-            except WeightError:
-                if not await self._is_lost(update):
-                    raise
-                self._release(update)
-                continue  # who takes the trainer's place publishes the newest version again
-            self._on_visible(self._visible)
-            async with self._became_visible:
-                self._became_visible.notify_all()
-            self._release(update)
+    def offer(self, shared: _Shared) -> _Shared | None:
+        """Returns the version that it replaces, if one was pending."""
+        superseded, self._pending = self._pending, shared
+        self.offered = shared.update.version
+        self._arrived.set()
+        return superseded
 
-    async def wait_visible(self, version: int) -> None:
-        """Until every engine holds this version or a newer one."""
-        async with self._became_visible:
-            await self._became_visible.wait_for(lambda: self._visible >= version)
+    async def take(self) -> _Shared:
+        """Wait for the next version to receive."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        taken, self._pending = self._pending, None
+        assert taken is not None
+        self._is_busy = True
+        return taken
+
+    async def finish(self, version: int) -> None:
+        """The subscriber holds `version` and needs the bytes of no update."""
+        self.version = version
+        self._is_busy = False
+        self.on_version(version)
+        async with self._received:
+            self._received.notify_all()
 
 
-class Followers:
-    def __init__(
+class VersionBroadcaster:
+    def __init__(self, *, version: int) -> None:
+        """`version`: what every subscriber holds when the run starts."""
+        self._version = version
+        self._subscriptions: list[Subscription] = []
+        self._unread: asyncio.Queue[WeightUpdate] = asyncio.Queue()  # to be released
+
+    def subscribe(
         self,
-        swaps: Sequence[Callable[[WeightUpdate], Awaitable[int]]],
+        receive: Receive,
         *,
-        version: int,
-        is_lost: Callable[[WeightUpdate], Awaitable[bool]] = never,
-    ) -> None:
-        """`swaps`: of each follower; returns when it has taken what it needs of a version."""
-        self._couriers = [
-            Courier(
-                swap=swap,
-                release=self._done,
-                on_visible=lambda _: None,
-                version=version,
-                is_lost=is_lost,
-            )
-            for swap in swaps
+        wants: Wants = lambda _: True,
+        on_version: OnVersion = lambda _: None,
+    ) -> Subscription:
+        """Add a subscriber, before run(). `wants` may refuse a version when it is published;
+        `on_version` is called with each version that the subscriber has received."""
+        subscription = Subscription(
+            receive, wants=wants, on_version=on_version, version=self._version
+        )
+        self._subscriptions.append(subscription)
+        return subscription
+
+    def publish(self, update: WeightUpdate) -> None:
+        """Offer a version to every subscriber that was not offered it before and wants it."""
+        wanted_by = [
+            subscription
+            for subscription in self._subscriptions
+            if update.version > subscription.offered and subscription.wants(update.version)
         ]
-        self._readers: Counter[int] = Counter()  # by version: followers that may still read it
-        self._unread: dict[int, asyncio.Event] = {}  # by version; set once none of them does
+        shared = _Shared(update=update, num_readers=len(wanted_by))
+        for subscription in wanted_by:
+            if (superseded := subscription.offer(shared)) is not None:
+                self._done(superseded)
+        if not wanted_by:
+            self._unread.put_nowait(update)
 
-    def submit(self, update: WeightUpdate) -> None:
-        """The trainer has published this version."""
-        if self._couriers:
-            self._readers[update.version] = len(self._couriers)
-            self._unread[update.version] = asyncio.Event()
-        for courier in self._couriers:
-            courier.submit(update)
+    async def run(self, source: VersionSource) -> None:
+        """Deliver versions until cancelled; raises WeightError if a subscriber refuses one."""
+        async with asyncio.TaskGroup() as tasks:
+            for subscription in self._subscriptions:
+                tasks.create_task(self._deliver(subscription, source))
+            while True:
+                # One task each: the trainer answers a release only between two steps.
+                tasks.create_task(source.release(await self._unread.get()))
 
-    async def run(self) -> None:
-        """Deliver for ever."""
-        async with asyncio.TaskGroup() as delivering:
-            for courier in self._couriers:
-                delivering.create_task(courier.run())
+    async def _deliver(self, subscription: Subscription, source: VersionSource) -> None:
+        while True:
+            shared = await subscription.take()
+            if shared.update.version > subscription.version:
+                version = await self._receive(subscription, shared, source)
+            else:  # a restarted trainer's newest version has overtaken it
+                self._done(shared)
+                version = subscription.version
+            await subscription.finish(version)
 
-    async def done_with(self, version: int) -> None:
-        """Returns when the bytes of this version are not needed here."""
-        if (unread := self._unread.get(version)) is not None:
-            await unread.wait()
+    async def _receive(
+        self, subscription: Subscription, shared: _Shared, source: VersionSource
+    ) -> int:
+        while True:
+            try:
+                return await subscription.receive(shared.update)
+            except WeightError:
+                if not await source.is_lost(shared.update):
+                    raise
+            finally:
+                self._done(shared)
+            shared = _Shared(update=await source.borrow(), num_readers=1)
 
-    def _done(self, update: WeightUpdate) -> None:
-        version = update.version
-        self._readers[version] -= 1
-        if self._readers[version] == 0:
-            del self._readers[version]
-            self._unread.pop(version).set()
-
-
-class Releases:
-    def __init__(
-        self,
-        release: Callable[[WeightUpdate], Awaitable[object]],
-        *,
-        after: tuple[Callable[[int], Awaitable[object]], ...],
-    ) -> None:
-        """`release` an update once all of `after` are done with its version."""
-        self._release = release
-        self._after = after
-        self._under_way: set[asyncio.Task[None]] = set()
-
-    def begin(self, update: WeightUpdate) -> None:
-        task = asyncio.create_task(self._run(update))
-        self._under_way.add(task)
-        task.add_done_callback(self._ended)
-
-    async def _run(self, update: WeightUpdate) -> None:
-        for done_with in self._after:
-            await done_with(update.version)
-        await self._release(update)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._under_way.discard(task)
-        if not task.cancelled():
-            task.result()
+    def _done(self, shared: _Shared) -> None:
+        shared.num_readers -= 1
+        if shared.num_readers == 0:
+            self._unread.put_nowait(shared.update)
