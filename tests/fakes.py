@@ -111,8 +111,8 @@ class ScriptedEngine:
             on_completion(member, completion)  # pyright: ignore
         return done
 
-    async def read(self, passages: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
-        raise NotImplementedError("it writes, and knows no probabilities")
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        raise NotImplementedError("ScriptedEngine has no model to score with")
 
     async def swap(self, update: WeightUpdate) -> int:
         return update.version

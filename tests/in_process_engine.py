@@ -49,8 +49,8 @@ class InProcessEngine:
         self._arrived.set()
         return await self._waiting[request.id]
 
-    async def read(self, passages: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
-        return self._engine.read(passages)
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        return self._engine.score(requests)
 
     async def swap(self, update: WeightUpdate) -> int:
         self._hand_out(self._interrupt.announce())

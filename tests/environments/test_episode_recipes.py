@@ -118,7 +118,7 @@ async def test_a_pivot_branches_where_the_model_was_most_surprised(thread):
 
 async def test_by_entropy_it_branches_where_the_model_was_least_sure(thread):
     class Reading(BranchingEngine):
-        async def read(self, passages):
+        async def score(self, requests):
             entropies = np.array([0.1, 0.2, 0.3, 0.0, 0.2, 0.1, 2.5, 0.9, 0.2, 0.0], np.float32)
             return [
                 TokenLogprobs(
@@ -126,9 +126,9 @@ async def test_by_entropy_it_branches_where_the_model_was_least_sure(thread):
                     top_ids=np.empty((10, 0)),
                     top_logprobs=np.empty((10, 0)),
                     version=0,
-                    entropies=entropies if passage.wants_entropies else None,
+                    entropies=entropies if request.wants_entropies else None,
                 )
-                for passage in passages
+                for request in requests
             ]
 
     recipe = Pivot(pivots=2, branches=1, by="entropy")

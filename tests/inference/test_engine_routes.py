@@ -164,14 +164,14 @@ def test_a_dense_model_or_a_request_that_wants_none_has_no_routes():
 
 
 @pytest.mark.parametrize("round_steps", [1, 4])
-def test_what_is_read_in_between_leaves_no_routes(round_steps: int):
+def test_scoring_records_no_routes(round_steps: int):
     requests = mixed_requests()
     engine = make_engine(MIXTURE, notes_routes=True, round_steps=round_steps, eos_ids=())
-    passage = ScoreRequest(tokens=prompt_of(9, seed=9), positions=np.array([4, 8], np.int32))
+    to_score = ScoreRequest(tokens=prompt_of(9, seed=9), positions=np.array([4, 8], np.int32))
     for request in requests:
         engine.submit(request)
     finished = []
     while engine.has_work:
         finished += engine.step()
-        engine.read([passage])
+        engine.score([to_score])
     assert_routed({one.id: one.completions for one in finished}, requests)

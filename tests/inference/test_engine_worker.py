@@ -283,15 +283,15 @@ def test_tokens_are_read_beside_decoding_and_not_while_it_is_paused():
     )
     with serving(link, GatedReceiver()):
         decoding = link.call(long_request())
-        told = link.call(ScoreTokens(passages=[about])).result()
+        told = link.call(ScoreTokens(requests=[about])).result()
         assert isinstance(told, TokensScored)
-        (likelihoods,) = told.likelihoods
-        assert likelihoods.entropies.shape == (8,)
+        (logprobs,) = told.logprobs
+        assert logprobs.entropies.shape == (8,)
         assert decoding.result().completions[0].finish == "length"
         link.call(Pause()).result()
-        waiting = link.call(ScoreTokens(passages=[about]))
+        waiting = link.call(ScoreTokens(requests=[about]))
         with pytest.raises(queue.Empty):
             waiting.result(timeout_s=0.1)
         link.call(Resume()).result()
-        again = waiting.result().likelihoods[0]
-        np.testing.assert_array_equal(again.logprobs, likelihoods.logprobs)
+        again = waiting.result().logprobs[0]
+        np.testing.assert_array_equal(again.logprobs, logprobs.logprobs)

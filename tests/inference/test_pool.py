@@ -464,13 +464,13 @@ async def test_a_completion_begun_in_an_engine_that_died_is_the_one_that_it_woul
 
 async def test_what_a_dying_engine_was_to_read_another_reads():
     class Reading(ScriptedEngine):
-        async def read(self, passages):
-            return [f"read {passage}" for passage in passages]
+        async def score(self, requests):
+            return [f"read {request}" for request in requests]
 
     class Doomed(ScriptedEngine):
-        async def read(self, passages):
+        async def score(self, requests):
             raise WorkerError("Worker 'engine-0' was killed.", worker="engine-0")
 
     pool = EnginePool([Doomed("x"), Reading("x")], replaces=True)
-    assert await pool.read(["a", "b"]) == ["read a", "read b"]
+    assert await pool.score(["a", "b"]) == ["read a", "read b"]
     assert pool.num_engines == 1

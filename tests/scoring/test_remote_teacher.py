@@ -49,11 +49,11 @@ class LocalReader:
         self.engine = local_engine()
         self.calls: list[int] = []
 
-    async def likelihoods(
+    async def score(
         self, passages: Sequence[ScoreRequest], *, timeout_s: float
     ) -> list[TokenLogprobs]:
         self.calls.append(len(passages))
-        (told,) = self.engine.read([list(passages)], version=None)
+        (told,) = self.engine.score([list(passages)], version=None)
         return told
 
 
@@ -102,7 +102,7 @@ def passages() -> list[ScoreRequest]:
 
 
 def assert_equal(told: list[TokenLogprobs], asked: list[ScoreRequest]) -> None:
-    (expected,) = local_engine().read([asked], version=None)
+    (expected,) = local_engine().score([asked], version=None)
     for one, other in zip(told, expected, strict=True):
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(one.top_ids, other.top_ids)
@@ -113,7 +113,7 @@ def assert_equal(told: list[TokenLogprobs], asked: list[ScoreRequest]) -> None:
 async def test_it_says_what_a_teacher_here_would_say(monkeypatch):
     async with serving(LocalReader()) as url, asking(url, monkeypatch) as teacher:
         await teacher.start()
-        assert_equal(await teacher.likelihoods(passages(), timeout_s=9), passages())
+        assert_equal(await teacher.score(passages(), timeout_s=9), passages())
 
 
 async def test_what_is_too_much_for_one_request_is_asked_in_several(monkeypatch):
@@ -122,7 +122,7 @@ async def test_what_is_too_much_for_one_request_is_asked_in_several(monkeypatch)
     async with serving(reader) as url, asking(url, monkeypatch) as teacher:
         await teacher.start()
         several = [*passages(), *passages()]
-        assert_equal(await teacher.likelihoods(several, timeout_s=9), several)
+        assert_equal(await teacher.score(several, timeout_s=9), several)
     assert reader.calls == [1, 1, 1, 1]
 
 
@@ -166,7 +166,7 @@ async def test_what_it_cannot_read_costs_its_group_with_the_servers_sentence(
     async with serving(LocalReader()) as url, asking(url, monkeypatch) as teacher:
         await teacher.start()
         with pytest.raises(ScoreError, match=said) as raised:
-            await teacher.likelihoods([passage], timeout_s=9)
+            await teacher.score([passage], timeout_s=9)
         assert not isinstance(raised.value, TransientScoreError)
 
 
@@ -194,7 +194,7 @@ async def test_an_answer_that_is_none_is_asked_for_again(monkeypatch, answer, sa
     async with running(service), asking(service.url, monkeypatch) as teacher:
         await teacher.start()
         with pytest.raises(TransientScoreError, match=re.escape(said)):
-            await teacher.likelihoods([passage], timeout_s=9)
+            await teacher.score([passage], timeout_s=9)
 
 
 @pytest.fixture
@@ -222,4 +222,4 @@ def served_url(tmp_path) -> Iterator[str]:
 async def test_millrace_serve_answers_as_a_teacher_here_would(monkeypatch, served_url):
     async with asking(f"{served_url}/score", monkeypatch) as teacher:
         await teacher.start()
-        assert_equal(await teacher.likelihoods(passages(), timeout_s=60), passages())
+        assert_equal(await teacher.score(passages(), timeout_s=60), passages())

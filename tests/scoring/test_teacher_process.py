@@ -59,7 +59,7 @@ async def start_teacher(hub: Hub, path: Path, **settings) -> Worker:
     return worker
 
 
-def passage(seed: int) -> ScoreRequest:
+def score_request(seed: int) -> ScoreRequest:
     rng = np.random.default_rng(seed)
     prompt = np.random.default_rng(0).integers(3, VOCAB, NUM_PROMPT)
     tokens = np.concatenate([prompt, rng.integers(3, VOCAB, NUM_SAMPLED)]).astype(np.int32)
@@ -67,19 +67,19 @@ def passage(seed: int) -> ScoreRequest:
     return ScoreRequest(tokens=tokens, positions=positions, top_k=3)
 
 
-def plain_logprobs(passage: ScoreRequest, model: PreTrainedModel) -> np.ndarray:
+def plain_logprobs(request: ScoreRequest, model: PreTrainedModel) -> np.ndarray:
     """By plain transformers."""
     with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(passage.tokens).long()[None]).logits[0]
-    logprobs = logits.log_softmax(-1)[passage.positions - 1]
-    targets = torch.from_numpy(passage.tokens[passage.positions]).long()
+        logits = model(input_ids=torch.from_numpy(request.tokens).long()[None]).logits[0]
+    logprobs = logits.log_softmax(-1)[request.positions - 1]
+    targets = torch.from_numpy(request.tokens[request.positions]).long()
     return logprobs.gather(1, targets[:, None]).squeeze(1).numpy()
 
 
-async def ask(teacher: Worker, passages: list[ScoreRequest]) -> list[TokenLogprobs]:
-    reply = await teacher.call(ScoreTokens(passages=passages), timeout_s=60)
+async def ask(teacher: Worker, requests: list[ScoreRequest]) -> list[TokenLogprobs]:
+    reply = await teacher.call(ScoreTokens(requests=requests), timeout_s=60)
     assert isinstance(reply, TokensScored)
-    return reply.likelihoods
+    return reply.logprobs
 
 
 @pytest.fixture
@@ -94,19 +94,19 @@ def link() -> Iterator[FakeLink]:
 def test_a_teacher_answers_many_at_once_and_refuses_what_it_cannot_do(link, tmp_path):
     save_model(tmp_path / "model")
     with pytest.raises(MillraceError, match="cannot take ScoreTokens now; start it first"):
-        link.call(ScoreTokens(passages=[passage(1)])).result()
+        link.call(ScoreTokens(requests=[score_request(1)])).result()
     with pytest.raises(ConfigError, match="'/no/such/model' does not exist"):
         link.call(start_message(Path("/no/such/model"))).result()
     link.call(start_message(tmp_path / "model", pass_tokens=64)).result()
-    asked = [[passage(10 * i + j) for j in range(1 + i % 4)] for i in range(12)]
-    calls = [link.call(ScoreTokens(passages=passages)) for passages in asked]
-    for passages, call in zip(asked, calls, strict=True):
-        told = call.result().likelihoods
-        assert [one.version for one in told] == [None] * len(passages)
-        for one, likelihoods in zip(passages, told, strict=True):
+    asked = [[score_request(10 * i + j) for j in range(1 + i % 4)] for i in range(12)]
+    calls = [link.call(ScoreTokens(requests=requests)) for requests in asked]
+    for requests, call in zip(asked, calls, strict=True):
+        told = call.result().logprobs
+        assert [one.version for one in told] == [None] * len(requests)
+        for one, logprobs in zip(requests, told, strict=True):
             expected = plain_logprobs(one, tiny_model("qwen3"))
-            np.testing.assert_allclose(likelihoods.logprobs, expected, rtol=0, atol=1e-5)
-            assert likelihoods.top_ids.shape == likelihoods.top_logprobs.shape == (NUM_SAMPLED, 3)
+            np.testing.assert_allclose(logprobs.logprobs, expected, rtol=0, atol=1e-5)
+            assert logprobs.top_ids.shape == logprobs.top_logprobs.shape == (NUM_SAMPLED, 3)
     sender = make_sender("shm", dtype=torch.float32)
     with pytest.raises(MillraceError, match="cannot take Swap"):
         link.call(SwapWeights(update=sender.publish(1, weights(seed=1)))).result()
@@ -131,8 +131,8 @@ def test_a_teacher_follows_the_average_and_survives_weights_it_cannot_use(link, 
     with torch.no_grad():
         for name, average in averaged.named_parameters():
             average.lerp_(weights(seed=1)[name], 0.5).lerp_(weights(seed=2)[name], 0.5)
-    (one,) = link.call(ScoreTokens(passages=[passage(3)])).result().likelihoods
-    expected = plain_logprobs(passage(3), averaged)
+    (one,) = link.call(ScoreTokens(requests=[score_request(3)])).result().logprobs
+    expected = plain_logprobs(score_request(3), averaged)
     np.testing.assert_allclose(one.logprobs, expected, rtol=0, atol=1e-5)
 
 
@@ -152,23 +152,23 @@ async def test_a_swap_in_the_middle_of_scoring_never_mixes_versions_in_a_sequenc
             assert reply.version == version
             sender.release(version)
 
-    passages = [passage(seed) for seed in range(4)]
+    requests = [score_request(seed) for seed in range(4)]
     refreshing = asyncio.create_task(refresh())
     told: list[list[TokenLogprobs]] = []
     while not refreshing.done():  # several calls of several passes each are always under way
-        told += await asyncio.gather(*(ask(teacher, passages) for _ in range(4)))
-    told.append(await ask(teacher, passages))
+        told += await asyncio.gather(*(ask(teacher, requests) for _ in range(4)))
+    told.append(await ask(teacher, requests))
     await refreshing
     sender.close()
     expected = {
-        v: [plain_logprobs(p, tiny_model("qwen3", seed=v)) for p in passages]
+        v: [plain_logprobs(p, tiny_model("qwen3", seed=v)) for p in requests]
         for v in (0, *versions)
     }
-    for likelihoods in told:
-        for one, *by_version in zip(likelihoods, *expected.values(), strict=True):
+    for logprobs in told:
+        for one, *by_version in zip(logprobs, *expected.values(), strict=True):
             assert one.version is not None
             np.testing.assert_allclose(one.logprobs, by_version[one.version], rtol=0, atol=1e-5)
-    seen = {one.version for likelihoods in told for one in likelihoods}
+    seen = {one.version for logprobs in told for one in logprobs}
     assert len(seen) > 2
     assert told[-1][0].version == versions[-1]
 
@@ -189,12 +189,12 @@ def test_who_takes_the_place_of_a_self_teacher_goes_on_from_what_it_was(tmp_path
             link.call(start).result()
             if is_first:
                 assert link.call(SwapWeights(update=update)).result().version == 4
-            told += link.call(ScoreTokens(passages=[passage(3)])).result().likelihoods
+            told += link.call(ScoreTokens(requests=[score_request(3)])).result().logprobs
             link.call(Stop()).result()
     sender.close()
     assert [one.version for one in told] == [4, 4]
     np.testing.assert_allclose(told[1].logprobs, told[0].logprobs, rtol=0, atol=1e-6)
-    expected = plain_logprobs(passage(3), tiny_model("qwen3"))
+    expected = plain_logprobs(score_request(3), tiny_model("qwen3"))
     assert np.abs(told[1].logprobs - expected).max() > 1e-2, "not what it was at the start"
 
 

@@ -26,10 +26,10 @@ class FormulaProcess:
         self.asked: list[ScoreRequest] = []
         self._version = version
 
-    async def likelihoods(
-        self, passages: Sequence[ScoreRequest], *, timeout_s: float
+    async def score(
+        self, requests: Sequence[ScoreRequest], *, timeout_s: float
     ) -> list[TokenLogprobs]:
-        self.asked += passages
+        self.asked += requests
         return [
             TokenLogprobs(
                 logprobs=(-p.tokens[p.positions] - p.positions / 100).astype(np.float32),
@@ -37,7 +37,7 @@ class FormulaProcess:
                 top_logprobs=np.full((len(p.positions), p.top_k), -2.0, np.float32),
                 version=self._version,
             )
-            for p in passages
+            for p in requests
         ]
 
 
@@ -76,8 +76,8 @@ async def test_a_teacher_notes_what_it_says_of_the_sampled_tokens_and_its_versio
         assert teaching.top_ids is not None
         assert teaching.top_ids[rollout.mask].tolist() == [[0, 1, 2]] * 4
         assert teaching.top_ids[~rollout.mask].tolist() == [[0, 0, 0]] * 3
-    assert {passage.temperature for passage in process.asked} == {0.5}
-    assert all(passage.kept is None for passage in process.asked)
+    assert {request.temperature for request in process.asked} == {0.5}
+    assert all(request.kept is None for request in process.asked)
 
 
 async def test_a_hint_is_read_instead_of_the_prompt_before_the_very_same_tokens():
@@ -85,10 +85,10 @@ async def test_a_hint_is_read_instead_of_the_prompt_before_the_very_same_tokens(
     group = with_task(make_group(size=1), prompt="abc", columns={"answer": "{x}"})
     hinted = teacher(process, hint="answer", template="{hint}!{prompt}")
     (verdict,) = await hinted.score(group)
-    (passage,), (rollout,) = process.asked, group.rollouts
+    (request,), (rollout,) = process.asked, group.rollouts
     sampled = rollout.tokens[rollout.mask]
-    assert "".join(map(chr, passage.tokens[: -len(sampled)])) == "{x}!abc"
-    assert passage.tokens[passage.positions].tolist() == sampled.tolist()
+    assert "".join(map(chr, request.tokens[: -len(sampled)])) == "{x}!abc"
+    assert request.tokens[request.positions].tolist() == sampled.tolist()
     teaching = verdict.notes[0].teaching
     assert teaching is not None
     places = np.arange(7, 7 + len(sampled))  # behind the longer prompt
@@ -133,10 +133,10 @@ async def test_a_reference_is_asked_in_the_distribution_that_was_sampled_from():
     group = make_group(size=2, kept=True, temperature=0.7)
     scorer = ReferenceScorer(process, weight=1.0, timeout_s=9.0, max_context=99)  # pyright: ignore[reportArgumentType]
     verdicts = await scorer.score(group)
-    for rollout, verdict, passage in zip(group.rollouts, verdicts, process.asked, strict=True):
-        assert passage.temperature == 0.7
-        assert passage.kept is not None
-        rows = np.split(passage.kept.ids, passage.kept.offsets[1:-1])
+    for rollout, verdict, request in zip(group.rollouts, verdicts, process.asked, strict=True):
+        assert request.temperature == 0.7
+        assert request.kept is not None
+        rows = np.split(request.kept.ids, request.kept.offsets[1:-1])
         assert [row[0] for row in rows] == rollout.tokens[rollout.mask].tolist()
         found = verdict.notes[0].reference_logprobs
         assert found is not None
@@ -166,7 +166,7 @@ class MortalWorker:
             raise error
         if isinstance(message, SwapWeights):
             return Swapped(version=message.update.version, stage_ms=0.0, gap_ms=0.0)
-        return TokensScored(likelihoods=[])
+        return TokensScored(logprobs=[])
 
 
 UPDATE = WeightUpdate(version=3, tensors=(), num_bytes=0, checksum=0, transport="", location="")
@@ -191,7 +191,7 @@ def process_of(
 async def test_a_lost_teacher_is_replaced_and_asked_again():
     process, names = process_of(True, False)
     await process.start()
-    assert await process.likelihoods([], timeout_s=5) == []
+    assert await process.score([], timeout_s=5) == []
     assert names == ["t-0", "t-1"]
     assert process.num_lost == 1
 
@@ -200,7 +200,7 @@ async def test_a_question_that_kills_twice_costs_its_group():
     process, _ = process_of(True, True, False)
     await process.start()
     with pytest.raises(ScoreError, match="lost its process twice"):
-        await process.likelihoods([], timeout_s=5)
+        await process.score([], timeout_s=5)
 
 
 async def test_a_version_is_brought_to_who_takes_the_place_of_a_lost_self_teacher():
@@ -214,7 +214,7 @@ async def test_a_version_that_nobody_lives_to_take_holds_up_nothing():
     process, names = process_of(True, True, False, follows=True)
     await process.start()
     assert await process.swap(UPDATE) == 3
-    assert await process.likelihoods([], timeout_s=5) == []
+    assert await process.score([], timeout_s=5) == []
     assert names == ["t-0", "t-1", "t-2"]
 
 
@@ -223,7 +223,7 @@ async def test_the_first_loss_is_told_and_further_ones_are_counted():
     process, _ = process_of(True, True, False, warn=said.append)
     await process.start()
     with pytest.raises(ScoreError):
-        await process.likelihoods([], timeout_s=5)
+        await process.score([], timeout_s=5)
     (sentence,) = said
     assert sentence.startswith("a process is replaced (further times are only counted): Worker 't'")
     assert process.num_lost == 2

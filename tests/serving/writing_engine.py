@@ -10,7 +10,7 @@ from chat_model import IM_END, chat_tokenizer
 from fakes import ScriptedEngine, make_piece
 from openai import AsyncOpenAI
 
-from millrace.core.protocols import Generator, OnTokens
+from millrace.core.protocols import OnTokens, SupportsGenerate
 from millrace.core.records import Completion, Request
 from millrace.environments.tools.calls import FORMATS
 from millrace.serving.api.replies import Health
@@ -81,7 +81,7 @@ def cut_out(completion: Completion, place: int, member: int):
 
 @asynccontextmanager
 async def served(
-    engine: Generator,
+    engine: SupportsGenerate,
     *,
     key: str | None = None,
     limits: ServerLimits | None = None,

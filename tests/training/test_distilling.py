@@ -11,7 +11,7 @@ from batches import batch_of, random_rollout, trainer_of
 from millrace.core.records import Rollout, Teaching
 from millrace.inference.embedded.scoring import ScoringEngine
 from millrace.models.attention.packed import PACKED_ATTENTION
-from millrace.scoring.teachers.scorers import passage_of
+from millrace.scoring.teachers.scorers import score_request_for
 from millrace.training.losses.recipes import build_loss
 from millrace.training.packing.splitting import halves
 
@@ -21,8 +21,8 @@ def taught_rollouts(*, num_told: int, num: int = 4) -> list[Rollout]:
     rollouts = [random_rollout(rng, temperature=1.0) for _ in range(num)]
     model = tiny_model("qwen3", seed=1)
     model.set_attn_implementation(PACKED_ATTENTION)
-    passages = [passage_of(r, temperature=1.0, top_k=num_told) for r in rollouts]
-    told = ScoringEngine(model).read([passages], version=None)[0]
+    requests = [score_request_for(r, temperature=1.0, top_k=num_told) for r in rollouts]
+    told = ScoringEngine(model).score([requests], version=None)[0]
 
     def spread(values: np.ndarray, rollout: Rollout) -> np.ndarray:
         whole = np.zeros((len(rollout.tokens), *values.shape[1:]), values.dtype)

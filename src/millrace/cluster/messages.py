@@ -177,15 +177,15 @@ class Swapped(Message, frozen=True):
 
 
 class ScoreTokens(Message, frozen=True):
-    """Say how likely the tokens of these passages are; to a teacher or an engine. -> TokensScored
+    """Score the tokens of these requests; to a teacher or an engine. -> TokensScored
 
-    Passages of one message that begin alike are read together."""
+    Requests of one message that share a prefix are computed together."""
 
-    passages: list[ScoreRequest]
+    requests: list[ScoreRequest]
 
 
 class TokensScored(Message, frozen=True):
-    likelihoods: list[TokenLogprobs]
+    logprobs: list[TokenLogprobs]
 
 
 class AbortRequests(Message, frozen=True):

@@ -1,6 +1,7 @@
-"""What the stages promise each other. Implementations meet here, wired by the controller."""
+"""Protocols between the parts of a run. The controller wires implementations together."""
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -23,12 +24,29 @@ from millrace.core.staleness import Waiting
 from millrace.core.weight_update import WeightUpdate
 
 OnTokens = Callable[[CompletionChunk], None]
-OnCompletion = Callable[[int, Completion], None]  # which of the n it is
-OnReply = Callable[[int, Turn, Rollout], None]  # likewise
+OnCompletion = Callable[[int, Completion], None]  # index among the n completions, completion
+OnReply = Callable[[int, Turn, Rollout], None]  # index among the n episodes, turn, rollout
 
 
-class Generator(Protocol):
-    """Generates tokens. Called from the controller's event loop."""
+class Capability(StrEnum):
+    """Something an engine backend may offer beyond the core of the Engine protocol.
+
+    The value is what error messages call it. Every capability has a part of the contract suite.
+    """
+
+    KEPT_IDS = "kept ids of truncated sampling"
+    ROUTES = "expert routes of each token"
+    SEEDS = "seeded sampling"
+    SCORING = "logprobs and entropies of given tokens"
+    PARTIALS = "resuming partial completions"
+    TOKEN_VERSIONS = "weight swaps within a completion"
+    LORA = "LoRA weight updates"
+    ADAPTERS = "named LoRA adapters per request"
+    GRAMMARS = "grammar-constrained sampling"
+
+
+class SupportsGenerate(Protocol):
+    """Generates completions. Called from the controller's event loop."""
 
     async def generate(
         self,
@@ -36,44 +54,53 @@ class Generator(Protocol):
         on_tokens: OnTokens | None = None,
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
-        """All n completions, when the last has ended. Meanwhile, on this loop, `on_tokens` is told
-        what each has sampled, every token once and in order, and `on_completion` each completion
-        once, as soon as it has ended; both everything before generate() returns. What they raise
-        ends the request and is raised here."""
+        """Return all n completions once the last one has ended.
+
+        Before that, on this event loop, `on_tokens` receives every sampled token once and in order,
+        and `on_completion` receives each completion once, as soon as it has ended. An exception
+        raised by either callback ends the request and is raised here.
+        """
         ...
 
 
-class LogprobEngine(Protocol):
-    """Says how likely tokens are. Called from the controller's event loop."""
+class SupportsScore(Protocol):
+    """Scores given tokens. Called from the controller's event loop."""
 
-    async def read(self, passages: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
-        """All of them by one version of the policy: that which is served now."""
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        """Score all requests with one version of the policy: the version served now."""
         ...
 
 
-class Engine(Generator, LogprobEngine, Protocol):
-    """Can be given new weights, and told to end, pause or go on."""
+class Engine(SupportsGenerate, SupportsScore, Protocol):
+    """An inference engine whose weights can be replaced while it generates."""
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What this engine offers beyond the core protocol."""
+        ...
 
     async def swap(self, update: WeightUpdate) -> int:
         """Make `update` visible between two forward passes; returns the version now visible."""
         ...
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """End these requests now: their generate() returns with what they have, finish =
-        "abort"."""
+        """End these requests now. Their generate() returns the tokens sampled so far, with finish =
+        "abort". Unknown ids are ignored."""
         ...
 
     async def expire(self, before: int) -> None:
-        """End all requests that expire and hold a token older than version `before`: their
-        generate() returns with what they have, finish = "expire"."""
+        """End every request with `expires` set that holds a token older than version `before`.
+        Its generate() returns the tokens sampled so far, with finish = "expire"."""
         ...
 
     async def pause(self) -> None:
-        """Generate nothing until resume(); requests, swaps and aborts are still taken. Returns when
-        the forward pass under way is finished."""
+        """Stop generating until resume(). Requests, swaps and aborts are still accepted. Returns
+        once the forward pass in progress has finished."""
         ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Undo pause(); no error if the engine is not paused."""
+        ...
 
 
 class Scorer(Protocol):

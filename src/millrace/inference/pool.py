@@ -228,12 +228,12 @@ class EnginePool:
             self._homes.popitem(last=False)
         return chosen
 
-    async def read(self, passages: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         while True:
             await self._until_served(max_wait_s=self._max_wait_s)
             seat = self._choose(None, pinned=False)
-            for told in await self._ask(seat, seat.engine.read(passages)):
-                return told
+            for logprobs in await self._ask(seat, seat.engine.score(requests)):
+                return logprobs
 
     async def swap(self, update: WeightUpdate) -> int:
         """Swap all engines, side by side; returns the oldest version now visible."""

@@ -70,10 +70,10 @@ class RemoteEngine:
             self._abort_later(request.id)
             raise
 
-    async def read(self, passages: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
-        reply = await self._call(ScoreTokens(passages=list(passages)))
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        reply = await self._call(ScoreTokens(requests=list(requests)))
         assert isinstance(reply, TokensScored)
-        return reply.likelihoods
+        return reply.logprobs
 
     async def swap(self, update: WeightUpdate) -> int:
         # Not pulsed: fetching and laying out weights is no progress that it could tell of.

@@ -125,8 +125,8 @@ class EngineWorker:
         self._receiver = receiver
         self._timeline = timeline
         self._calls: dict[str, WorkerCall] = {}  # Generate calls by request id
-        self._reads: deque[WorkerCall] = deque()  # ScoreTokens calls
-        self._num_read = 0  # tokens
+        self._score_calls: deque[WorkerCall] = deque()  # ScoreTokens calls
+        self._num_scored = 0  # tokens
         self._staging: _Staging | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
         self._is_paused = False
@@ -140,9 +140,9 @@ class EngineWorker:
         try:
             while (stop := self._take_calls()) is None:
                 self._land_weights()
-                if self._may_read:
+                if self._may_score:
                     self._timeline.enter("score", busy=True)
-                    self._read(self._reads.popleft())
+                    self._score(self._score_calls.popleft())
                 if self._may_generate:
                     self._timeline.enter(self._interrupt.activity, busy=True)
                     self._answer(self._engine.step(must_end=self._is_awaited))
@@ -190,7 +190,7 @@ class EngineWorker:
         return self._arrived.popleft() if self._arrived else self._link.receive(patience_s)
 
     def _patience_s(self) -> float:
-        if self._may_generate or self._may_read or self._arrived:
+        if self._may_generate or self._may_score or self._arrived:
             return 0
         return PROGRESS_S if self._staging is None else STAGING_POLL_S
 
@@ -199,8 +199,8 @@ class EngineWorker:
         return self._engine.has_work and not self._is_held
 
     @property
-    def _may_read(self) -> bool:
-        return bool(self._reads) and self._engine.version is not None and not self._is_held
+    def _may_score(self) -> bool:
+        return bool(self._score_calls) and self._engine.version is not None and not self._is_held
 
     @property
     def _is_held(self) -> bool:
@@ -227,7 +227,7 @@ class EngineWorker:
             case SwapWeights(update=update):
                 self._stage(update, call)
             case ScoreTokens():
-                self._reads.append(call)
+                self._score_calls.append(call)
             case AbortRequests(ids=ids):
                 self._answer(self._engine.abort(ids))
                 call.reply()
@@ -243,18 +243,18 @@ class EngineWorker:
             case _:
                 call.fail(out_of_turn(call))
 
-    def _read(self, call: WorkerCall) -> None:
+    def _score(self, call: WorkerCall) -> None:
         assert isinstance(call.message, ScoreTokens)
-        passages = call.message.passages
-        self._num_read += sum(len(passage.read) for passage in passages)
+        requests = call.message.requests
+        self._num_scored += sum(len(request.inputs) for request in requests)
         try:
-            call.reply(TokensScored(likelihoods=self._engine.read(passages)))
+            call.reply(TokensScored(logprobs=self._engine.score(requests)))
         except torch.OutOfMemoryError:
-            longest = max(len(passage.read) for passage in passages)
+            longest = max(len(request.inputs) for request in requests)
             call.fail(
                 TaskError(
-                    f"A passage of {longest} tokens does not fit into the memory of the engine"
-                    " besides what it decodes; lower engine.kv_bytes."
+                    f"A request to score {longest} tokens does not fit into the engine's memory"
+                    " beside its KV cache; lower engine.kv_bytes."
                 )
             )
 
@@ -344,7 +344,7 @@ class EngineWorker:
                 },
                 work=stats.generated_tokens
                 + stats.prefill_tokens
-                + self._num_read
+                + self._num_scored
                 + self._num_swaps,
                 waits=self._is_held,
             )

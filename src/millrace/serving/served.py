@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from millrace.core.errors import MillraceError, first_cause
-from millrace.core.protocols import Generator
+from millrace.core.protocols import SupportsGenerate
 from millrace.core.records import Completion, CompletionChunk, Finish, Message, Request
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.calls import ToolFormat
@@ -43,7 +43,7 @@ class TokenUsage:
 class Served:
     def __init__(
         self,
-        engine: Generator,
+        engine: SupportsGenerate,
         *,
         tokenizer: Any,
         name: str,

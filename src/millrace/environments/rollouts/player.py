@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from millrace.core.errors import TaskError
-from millrace.core.protocols import Engine, Environment, Generator, LogprobEngine, OnReply
+from millrace.core.protocols import Engine, Environment, OnReply, SupportsGenerate, SupportsScore
 from millrace.core.records import (
     Completion,
     Episode,
@@ -22,7 +22,7 @@ from millrace.core.records import (
     Task,
     Turn,
 )
-from millrace.core.score_requests import passage_of
+from millrace.core.score_requests import score_request_for
 from millrace.core.staleness import Stamps
 from millrace.environments.rollouts.attempt import Attempt
 from millrace.environments.rollouts.renderer import Renderer
@@ -38,7 +38,7 @@ class GroupPolicy:
     def __init__(
         self,
         *,
-        engine: Generator,
+        engine: SupportsGenerate,
         renderer: Renderer,
         sampling: Sampling,
         max_context: int,
@@ -47,8 +47,8 @@ class GroupPolicy:
         attempt: Attempt | None,
         on_episode: Callable[[int, Episode], None] | None,
         overtakes: int = 0,
-        others: Mapping[str, Generator] | None = None,
-        reader: LogprobEngine | None = None,
+        others: Mapping[str, SupportsGenerate] | None = None,
+        reader: SupportsScore | None = None,
         token_rewards: TokenRewards | None = None,
         wants_routes: bool = False,
     ) -> None:
@@ -159,13 +159,15 @@ class GroupPolicy:
         found = [np.zeros(len(rollout.tokens), np.float32) for rollout in rollouts]
         # Where the likeliest token is taken each time, there is no chance.
         drawn = [i for i, r in enumerate(rollouts) if r.num_sampled and r.sampling.temperature > 0]
-        passages = [
-            passage_of(r, temperature=r.sampling.temperature, kept=r.kept, wants_entropies=True)
+        requests = [
+            score_request_for(
+                r, temperature=r.sampling.temperature, kept=r.kept, wants_entropies=True
+            )
             for r in (rollouts[i] for i in drawn)
         ]
-        told = await self._reader.read(passages) if passages else []
-        for i, likelihoods in zip(drawn, told, strict=True):
-            found[i][rollouts[i].mask] = likelihoods.entropies
+        told = await self._reader.score(requests) if requests else []
+        for i, logprobs in zip(drawn, told, strict=True):
+            found[i][rollouts[i].mask] = logprobs.entropies
         return found
 
     async def token_rewards(self, index: int) -> list[np.ndarray]:
@@ -197,7 +199,7 @@ class Player:
         max_context: int,
         seed: int,
         lengths: Lengths | None = None,
-        others: Mapping[str, Generator] | None = None,
+        others: Mapping[str, SupportsGenerate] | None = None,
         wants_routes: bool = False,
     ) -> None:
         """`others`: engines of models besides the policy, by name. `wants_routes`: of groups for

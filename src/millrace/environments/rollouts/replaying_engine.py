@@ -1,6 +1,6 @@
 """An engine that is not asked again for what it told before a crash of the controller.
 
-Promise: a core.protocols.Generator like the engine itself. Completions that had ended are told as
+Promise: it is a SupportsGenerate like the engine itself. Completions that had ended are told as
 they were; those that had begun go on from there, and since each draw depends on its request alone,
 they come to what they would have come to under the same weights.
 
@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from millrace.core.completions import cut, piece_of
-from millrace.core.protocols import Generator, OnCompletion, OnTokens
+from millrace.core.protocols import OnCompletion, OnTokens, SupportsGenerate
 from millrace.core.records import Completion, CompletionChunk, Request
 from millrace.environments.rollouts.attempt import PartialCall, PartialRollout, has_ended
 
 
 class ReplayingEngine:
     def __init__(
-        self, engine: Generator, *, course: PartialRollout, model: str | None = None
+        self, engine: SupportsGenerate, *, course: PartialRollout, model: str | None = None
     ) -> None:
         """`model`: whose engine it is, if not the policy's."""
         self._engine = engine
@@ -49,7 +49,7 @@ class ReplayingEngine:
 class _ReplayedCall:
     """A call of generate(), and who listens to it."""
 
-    engine: Generator
+    engine: SupportsGenerate
     request: Request
     asked: PartialCall
     on_tokens: OnTokens | None
@@ -128,7 +128,7 @@ Listen = Callable[[Request], OnTokens | None]  # who hears what a request sample
 
 
 class StreamTee:
-    def __init__(self, engine: Generator, *, listen: Listen) -> None:
+    def __init__(self, engine: SupportsGenerate, *, listen: Listen) -> None:
         self._engine = engine
         self._listen = listen
 

@@ -100,7 +100,7 @@ class EmbeddedEngine:
         self._pool, self._lanes, self._scheduler = parts.pool, parts.lanes, parts.scheduler
         self._bank, self._runner, self._rounds = parts.bank, parts.runner, parts.rounds
         self._routes = parts.routes
-        self._reader = ScoringEngine(model)
+        self._scorer = ScoringEngine(model)
         self._weights = LiveWeights(model, version=version, merger=merger, bank=self._bank)
         self._must_step_singly = False  # a round had no room for what truncation kept
         self._has_new = False  # requests came since the last round
@@ -213,16 +213,15 @@ class EmbeddedEngine:
         return self._outcomes.take()
 
     @torch.inference_mode()
-    def read(self, passages: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
-        """What the policy, as it is served now, says about tokens; one forward pass, between two
-        others."""
+    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        """Score given tokens with the served version, in one forward pass between two steps."""
         if self._bank is not None:
-            rows = torch.full((num_rows(passages),), self._bank.slot_of(None))
+            rows = torch.full((num_rows(requests),), self._bank.slot_of(None))
             self._bank.choose(rows.to(self._model.device))
         if self._routes is not None:
-            self._routes.look_away(num_rows(passages))
-        (told,) = self._reader.read([passages], version=self.version)
-        return told
+            self._routes.look_away(num_rows(requests))
+        (logprobs,) = self._scorer.score([requests], version=self.version)
+        return logprobs
 
     def news(self) -> dict[str, list[CompletionChunk]]:
         """By request, what those that stream have sampled since this was last asked. Asked after

@@ -1,14 +1,13 @@
-"""The engine in scoring mode: prefill only. It reads what others wrote and says how likely it was.
+"""Prefill-only scoring: logprobs of tokens that are already given.
 
-Promise: what plain transformers says about the same tokens, in float32. A passage is read in one
-forward pass, so by one version; what the passages of a group begin with is read once. Logits of one
-chunk of positions exist at a time.
+Promise: the scores equal those of plain transformers on the same tokens, in float32. One forward
+pass serves all requests, so each answer comes from one version. A prefix that all requests of a
+group share is computed once. Logits exist for one chunk of positions at a time.
 
-There is nothing to decode and so no KV to keep: passages lie end to end as in the trainer, whose
-attention and head this uses. An engine that decodes reads in this way, too, between two passes.
-Used by one thread.
+Scoring keeps no KV: requests lie end to end as in the trainer, whose attention and head are used
+here. A decoding engine scores between two decode steps. One thread calls everything in this module.
 
-T = rows of a pass, n = judged tokens, V = vocabulary, K = top tokens told.
+T = rows of a pass, n = scored positions, V = vocabulary, K = top tokens reported.
 """
 
 from collections.abc import Sequence
@@ -26,90 +25,90 @@ from millrace.models.attention.layout import PackedLayout
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import KeptRows, final_logits
 
-MIN_SHARED_TOKENS = 4  # as in the trainer: sharing less costs more than it saves
+MIN_SHARED_TOKENS = 4  # as in the trainer; sharing less costs more than it saves
 
 
 class ScoringEngine:
     def __init__(
         self, model: PreTrainedModel, *, logprob_chunk: int = 1024, num_known: int | None = None
     ) -> None:
-        """`model` was loaded with PACKED_ATTENTION, or PAGED_ATTENTION. Top tokens are of the first
-        `num_known`: a policy with the same tokenizer may have fewer rows of padding behind it."""
+        """`model` is loaded with PACKED_ATTENTION or PAGED_ATTENTION. Top tokens come from the
+        first `num_known` ids only: padding may make this vocabulary larger than the policy's."""
         self._model = model
         self._chunk = logprob_chunk
         self._num_known = num_known
 
     @torch.no_grad()
-    def read(
+    def score(
         self, groups: Sequence[Sequence[ScoreRequest]], *, version: int | None
     ) -> list[list[TokenLogprobs]]:
-        """One forward pass over all of them; `version` is what the model holds."""
-        laid = lay_out(groups)
-        passages = [passage for group in groups for passage in group]
+        """Score all groups in one forward pass; `version` is the version that the model holds."""
+        packed = pack(groups)
+        requests = [request for group in groups for request in group]
         device = self._model.device
         hidden = hidden_states(
             self._model,
-            input_ids=torch.from_numpy(laid.tokens).to(device)[None],
-            position_ids=torch.from_numpy(laid.positions).to(device)[None],
-            layout=PackedLayout.of(laid.lengths, parents=laid.parents, device=device),
+            input_ids=torch.from_numpy(packed.tokens).to(device)[None],
+            position_ids=torch.from_numpy(packed.positions).to(device)[None],
+            layout=PackedLayout.of(packed.lengths, parents=packed.parents, device=device),
         )
-        judged = self._judge(hidden, laid.predictors, passages)
-        ends = np.cumsum([len(passage.positions) for passage in passages])
-        told: list[TokenLogprobs] = []
-        for passage, end in zip(passages, ends, strict=True):
-            mine, top = slice(end - len(passage.positions), end), slice(passage.top_k)
-            told.append(
+        scores = self._score_rows(hidden, packed.predictors, requests)
+        ends = np.cumsum([len(request.positions) for request in requests])
+        results: list[TokenLogprobs] = []
+        for request, end in zip(requests, ends, strict=True):
+            mine, top = slice(end - len(request.positions), end), slice(request.top_k)
+            results.append(
                 TokenLogprobs(
-                    logprobs=judged.logprobs[mine],
-                    top_ids=judged.top_ids[mine, top],
-                    top_logprobs=judged.top_logprobs[mine, top],
+                    logprobs=scores.logprobs[mine],
+                    top_ids=scores.top_ids[mine, top],
+                    top_logprobs=scores.top_logprobs[mine, top],
                     version=version,
-                    entropies=judged.entropies[mine] if passage.wants_entropies else None,
+                    entropies=scores.entropies[mine] if request.wants_entropies else None,
                 )
             )
-        in_order = iter(told)
+        in_order = iter(results)
         return [[next(in_order) for _ in group] for group in groups]
 
-    def _judge(
-        self, hidden: Tensor, predictors: np.ndarray, passages: Sequence[ScoreRequest]
-    ) -> "_Judged":
-        """What is said of all judged tokens."""
-        device, num_top = hidden.device, max(passage.top_k for passage in passages)
-        targets = np.concatenate([p.tokens[p.positions] for p in passages]).astype(np.int64)
-        counts = [len(passage.positions) for passage in passages]
-        temperatures = np.repeat([passage.temperature for passage in passages], counts)
+    def _score_rows(
+        self, hidden: Tensor, predictors: np.ndarray, requests: Sequence[ScoreRequest]
+    ) -> "_PositionScores":
+        """Scores of all positions of all requests, chunk by chunk."""
+        device, num_top = hidden.device, max(request.top_k for request in requests)
+        targets = np.concatenate([p.tokens[p.positions] for p in requests]).astype(np.int64)
+        counts = [len(request.positions) for request in requests]
+        temperatures = np.repeat([request.temperature for request in requests], counts)
         columns = (predictors, targets, temperatures.astype(np.float32))
         chunks = zip(
             *(torch.from_numpy(column).to(device).split(self._chunk) for column in columns),
             strict=True,
         )
-        kept = _join_kept(passages)
+        kept = _join_kept(requests)
         allowed = None if kept is None else KeptRows.of(kept, device=device).split(self._chunk)
-        told = [
-            _describe(
+        parts = [
+            _chunk_scores(
                 final_logits(self._model, hidden[rows]),
                 *chunk,
                 kept=None if allowed is None else allowed[i],
                 num_top=num_top,
                 num_known=self._num_known,
-                wants_entropies=any(passage.wants_entropies for passage in passages),
+                wants_entropies=any(request.wants_entropies for request in requests),
             )
             for i, (rows, *chunk) in enumerate(chunks)
         ]
         logprobs, ids, top, entropies = (
-            torch.cat(part).cpu().numpy() for part in zip(*told, strict=True)
+            torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True)
         )
-        return _Judged(logprobs, ids.astype(np.int32), top, entropies)
+        return _PositionScores(logprobs, ids.astype(np.int32), top, entropies)
 
 
-class _Judged(NamedTuple):
+class _PositionScores(NamedTuple):
     logprobs: np.ndarray  # [n]
     top_ids: np.ndarray  # [n, K]
     top_logprobs: np.ndarray  # [n, K]
-    entropies: np.ndarray  # [n]; [0] = nobody wants them
+    entropies: np.ndarray  # [n]; [0] if no request wants them
 
 
-def _describe(
+def _chunk_scores(
     logits: Tensor,  # [n, V]
     targets: Tensor,  # [n]
     temperatures: Tensor,  # [n]
@@ -119,8 +118,8 @@ def _describe(
     num_known: int | None,
     wants_entropies: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logprobs of the targets [n], ids and logprobs of the likeliest tokens [n, K], entropies [n]
-    if they are wanted."""
+    """Logprobs of the targets [n], ids and logprobs of the top tokens [n, K], and entropies [n] if
+    wanted."""
     scaled = logits / temperatures[:, None]
     if kept is not None:
         scaled = scaled.masked_fill(~kept.allowed(logits.shape[-1]), -torch.inf)
@@ -129,51 +128,50 @@ def _describe(
     logprobs = scaled.gather(-1, targets[:, None]) - normalizers
     entropies = logits.new_empty(0)
     if wants_entropies:
-        # entr(p) = -p log p is 0 where nothing is left of a token.
+        # entr(p) = -p log p is 0 for tokens that were ruled out.
         entropies = torch.special.entr((scaled - normalizers).exp()).sum(-1)
     return logprobs.squeeze(-1), top.indices, top.values - normalizers, entropies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Laid:
-    """Passages end to end, as the trainer's microbatches lie (core/microbatch.py)."""
+class PackedRequests:
+    """Requests end to end, in the layout of the trainer's microbatches (core/microbatch.py)."""
 
     tokens: np.ndarray  # [T] int64
     positions: np.ndarray  # [T] int64
     lengths: np.ndarray  # [segments] int64
     parents: np.ndarray  # [segments] int64; -1 = none
-    predictors: np.ndarray  # [n] int64; the row that predicts each judged token, in their order
+    predictors: np.ndarray  # [n] int64; the row that predicts each position, in request order
 
 
 def num_rows(group: Sequence[ScoreRequest]) -> int:
-    """That are computed for passages which are read together."""
+    """Rows that a forward pass computes for requests scored together."""
     shared = _shared_tokens(group)
-    return shared + sum(len(passage.read) - shared for passage in group)
+    return shared + sum(len(request.inputs) - shared for request in group)
 
 
-def lay_out(groups: Sequence[Sequence[ScoreRequest]]) -> Laid:
-    """What a group shares comes first, then what follows it in each, then groups that share
-    nothing."""
+def pack(groups: Sequence[Sequence[ScoreRequest]]) -> PackedRequests:
+    """Shared prefixes first, then the suffixes of their requests, then groups without one."""
     shared = [_shared_tokens(group) for group in groups]
-    segments = [group[0].read[:s] for group, s in zip(groups, shared, strict=True) if s]
+    segments = [group[0].inputs[:s] for group, s in zip(groups, shared, strict=True) if s]
     begins = np.concatenate([[0], np.cumsum([len(segment) for segment in segments])])
     offsets = [np.arange(len(segment)) for segment in segments]
     parents = [-1] * len(segments)
-    num_laid = int(begins[-1])
+    num_packed = int(begins[-1])
     predictors: dict[tuple[int, int], np.ndarray] = {}
-    parent_of = np.cumsum([s > 0 for s in shared]) - 1  # where there is one
+    parent_of = np.cumsum([s > 0 for s in shared]) - 1  # valid where a group shares a prefix
     for g in sorted(range(len(groups)), key=lambda g: shared[g] == 0):
-        for p, passage in enumerate(groups[g]):
-            own = passage.read[shared[g] :]
-            rows = np.arange(len(passage.read)) + (num_laid - shared[g])
+        for p, request in enumerate(groups[g]):
+            own = request.inputs[shared[g] :]
+            rows = np.arange(len(request.inputs)) + (num_packed - shared[g])
             if shared[g]:
                 rows[: shared[g]] = np.arange(shared[g]) + begins[parent_of[g]]
-            predictors[g, p] = rows[passage.positions - 1]
+            predictors[g, p] = rows[request.positions - 1]
             segments.append(own)
-            offsets.append(np.arange(shared[g], len(passage.read)))
+            offsets.append(np.arange(shared[g], len(request.inputs)))
             parents.append(int(parent_of[g]) if shared[g] else -1)
-            num_laid += len(own)
-    return Laid(
+            num_packed += len(own)
+    return PackedRequests(
         tokens=np.concatenate(segments).astype(np.int64),
         positions=np.concatenate(offsets),
         lengths=np.array([len(segment) for segment in segments]),
@@ -183,12 +181,12 @@ def lay_out(groups: Sequence[Sequence[ScoreRequest]]) -> Laid:
 
 
 def _shared_tokens(group: Sequence[ScoreRequest]) -> int:
-    """What all of them begin with; at least one token of each is left for itself."""
+    """Length of the prefix that all requests share; each keeps at least one token of its own."""
     if len(group) == 1:
         return 0
-    first = group[0].read
-    shortest = min(len(passage.read) for passage in group)
-    shared = min(_common(first[:shortest], passage.read[:shortest]) for passage in group[1:])
+    first = group[0].inputs
+    shortest = min(len(request.inputs) for request in group)
+    shared = min(_common(first[:shortest], request.inputs[:shortest]) for request in group[1:])
     shared = min(shared, shortest - 1)
     return shared if shared >= MIN_SHARED_TOKENS else 0
 
@@ -198,15 +196,15 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else len(a)
 
 
-def _join_kept(passages: Sequence[ScoreRequest]) -> Kept | None:
-    if all(passage.kept is None for passage in passages):
+def _join_kept(requests: Sequence[ScoreRequest]) -> Kept | None:
+    if all(request.kept is None for request in requests):
         return None
     ids, sizes = [], []
-    for passage in passages:
-        if passage.kept is None:
-            sizes.append(np.zeros(len(passage.positions), np.int64))
+    for request in requests:
+        if request.kept is None:
+            sizes.append(np.zeros(len(request.positions), np.int64))
         else:
-            ids.append(passage.kept.ids)
-            sizes.append(np.diff(passage.kept.offsets))
+            ids.append(request.kept.ids)
+            sizes.append(np.diff(request.kept.offsets))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
     return Kept(ids=np.concatenate(ids), offsets=offsets)

@@ -19,13 +19,13 @@ class TeacherProcess(ModelProcess):
     ROLE = "Teacher"
     MODULE = "millrace.scoring.teachers.worker"
 
-    async def likelihoods(
-        self, passages: Sequence[ScoreRequest], *, timeout_s: float
+    async def score(
+        self, requests: Sequence[ScoreRequest], *, timeout_s: float
     ) -> list[TokenLogprobs]:
         """Raises as ask() does."""
-        reply = await self.ask(ScoreTokens(passages=list(passages)), timeout_s=timeout_s)
+        reply = await self.ask(ScoreTokens(requests=list(requests)), timeout_s=timeout_s)
         assert isinstance(reply, TokensScored)
-        return reply.likelihoods
+        return reply.logprobs
 
     async def swap(self, update: WeightUpdate) -> int:
         """Returns the version it holds now; the bytes of this one are not needed any more. Who

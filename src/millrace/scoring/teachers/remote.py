@@ -66,14 +66,14 @@ class RemoteTeacher:
     async def close(self) -> None:
         await self._endpoint.close()
 
-    async def likelihoods(
+    async def score(
         self, passages: Sequence[ScoreRequest], *, timeout_s: float
     ) -> list[TokenLogprobs]:
         """Raises as Endpoint.post does; that has a timeout of its own."""
         parts = list(_parts(passages))
         answers = await asyncio.gather(*(self._ask(part) for part in parts))
         return [
-            self._likelihoods(told, passage)
+            self._token_logprobs(told, passage)
             for answer, part in zip(answers, parts, strict=True)
             for told, passage in zip(answer.passages, part, strict=True)
         ]
@@ -94,7 +94,7 @@ class RemoteTeacher:
             raise self._endpoint.unusable(words)
         return answer
 
-    def _likelihoods(self, told: _Told, passage: ScoreRequest) -> TokenLogprobs:
+    def _token_logprobs(self, told: _Told, passage: ScoreRequest) -> TokenLogprobs:
         num, top = len(passage.positions), passage.top_k
         logprobs = self._array(told.logprobs, "<f4", num)
         top_ids = self._array(told.top_ids, "<i4", num * top)

@@ -13,7 +13,7 @@ import numpy as np
 
 from millrace.core.errors import ScoreError
 from millrace.core.records import Group, Notes, Prompt, Rollout, Task, Teaching, Verdict
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs, passage_of
+from millrace.core.score_requests import ScoreRequest, TokenLogprobs, score_request_for
 from millrace.core.weight_update import WeightUpdate
 from millrace.scoring.model_process import ModelHandle, ModelScorer
 from millrace.scoring.teachers.process import TeacherProcess
@@ -27,8 +27,8 @@ class LogprobReader(ModelHandle, Protocol):
 
     name: str
 
-    async def likelihoods(
-        self, passages: Sequence[ScoreRequest], *, timeout_s: float
+    async def score(
+        self, requests: Sequence[ScoreRequest], *, timeout_s: float
     ) -> list[TokenLogprobs]:
         """Raises ScoreError."""
         ...
@@ -64,20 +64,20 @@ class TeacherScorer(ModelScorer):
         hinted = None
         if settings.hint is not None:
             hinted = self._render(hinted_prompt(group.task, settings))
-        passages = [
-            passage_of(
+        requests = [
+            score_request_for(
                 rollout,
                 temperature=settings.temperature,
                 top_k=settings.num_top,
-                instead_of_prompt=hinted,
+                prompt_override=hinted,
             )
             for rollout in group.rollouts
         ]
-        check_lengths(passages, max_context=self._max_context, scorer=self.name, group=group)
-        told = await self._reader.likelihoods(passages, timeout_s=self._timeout_s)
+        check_lengths(requests, max_context=self._max_context, scorer=self.name, group=group)
+        told = await self._reader.score(requests, timeout_s=self._timeout_s)
         notes = [
-            Notes(teaching=_teaching(rollout, likelihoods, has_top=settings.num_top > 0))
-            for rollout, likelihoods in zip(group.rollouts, told, strict=True)
+            Notes(teaching=_teaching(rollout, logprobs, has_top=settings.num_top > 0))
+            for rollout, logprobs in zip(group.rollouts, told, strict=True)
         ]
         return verdicts(group, notes)
 
@@ -108,14 +108,15 @@ class ReferenceScorer(ModelScorer):
         self._max_context = max_context
 
     async def score(self, group: Group) -> list[Verdict]:
-        passages = [
-            passage_of(r, temperature=r.sampling.temperature, kept=r.kept) for r in group.rollouts
+        requests = [
+            score_request_for(r, temperature=r.sampling.temperature, kept=r.kept)
+            for r in group.rollouts
         ]
-        check_lengths(passages, max_context=self._max_context, scorer=self.name, group=group)
-        told = await self._process.likelihoods(passages, timeout_s=self._timeout_s)
+        check_lengths(requests, max_context=self._max_context, scorer=self.name, group=group)
+        told = await self._process.score(requests, timeout_s=self._timeout_s)
         notes = [
-            Notes(reference_logprobs=_spread(likelihoods.logprobs, rollout))
-            for rollout, likelihoods in zip(group.rollouts, told, strict=True)
+            Notes(reference_logprobs=_spread(logprobs.logprobs, rollout))
+            for rollout, logprobs in zip(group.rollouts, told, strict=True)
         ]
         return verdicts(group, notes)
 
@@ -143,9 +144,9 @@ def hinted_prompt(task: Task, settings: TeachingSettings) -> Prompt:
 
 
 def check_lengths(
-    passages: Sequence[ScoreRequest], *, max_context: int | None, scorer: str, group: Group
+    requests: Sequence[ScoreRequest], *, max_context: int | None, scorer: str, group: Group
 ) -> None:
-    longest = max(len(passage.read) for passage in passages)
+    longest = max(len(request.inputs) for request in requests)
     if max_context is not None and longest > max_context:
         raise ScoreError(
             f"Teacher {scorer!r} reads {max_context} tokens; group {group.number} has {longest}:"

@@ -5,7 +5,7 @@ teacher that follows the policy is brought its versions meanwhile; a thread fetc
 its history needs and lays out what is due; the main thread copies that into the model between two
 passes. What it has become is kept in a file now and then, for a process that takes its place.
 
-Promise: every call is answered once. A passage is read in one pass, so by one version, which its
+Promise: every call is answered once. A request is read in one pass, so by one version, which its
 answer names; nobody waits for a refresh.
 """
 
@@ -95,7 +95,7 @@ class _Asked:
     """A call, and how far it is answered."""
 
     call: WorkerCall
-    passages: list[ScoreRequest]
+    requests: list[ScoreRequest]
     told: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
 
 
@@ -152,8 +152,8 @@ class TeacherWorker:
             match call.message:
                 case Stop():
                     return call
-                case ScoreTokens(passages=passages):
-                    self._asked.append(_Asked(call, passages))
+                case ScoreTokens(requests=requests):
+                    self._asked.append(_Asked(call, requests))
                 case SwapWeights() if self._followed is not None:
                     self._swaps.append(call)
                     self._stage_next()
@@ -197,36 +197,36 @@ class TeacherWorker:
         self._stage_next()
 
     def _read(self) -> None:
-        """One forward pass, over the longest waiting; whole passages only."""
+        """One forward pass, over the longest waiting; whole requests only."""
         taken = self._next_pass()
-        groups = [passages for _, passages in taken]
+        groups = [requests for _, requests in taken]
         version = None if self._followed is None else self._followed.live.version
         try:
-            told = self._engine.read(groups, version=version)
+            told = self._engine.score(groups, version=version)
         except torch.OutOfMemoryError:
             self._refuse(taken)
             return
         self._num_tokens += sum(num_rows(group) for group in groups)
-        for (asked, _), likelihoods in zip(taken, told, strict=True):
-            asked.told += likelihoods
-            if len(asked.told) == len(asked.passages):
+        for (asked, _), logprobs in zip(taken, told, strict=True):
+            asked.told += logprobs
+            if len(asked.told) == len(asked.requests):
                 self._asked.remove(asked)
-                asked.call.reply(TokensScored(likelihoods=asked.told))
+                asked.call.reply(TokensScored(logprobs=asked.told))
 
     def _next_pass(self) -> list[tuple[_Asked, list[ScoreRequest]]]:
         taken: list[tuple[_Asked, list[ScoreRequest]]] = []
         room = self._pass_tokens
         for asked in self._asked:
             group: list[ScoreRequest] = []
-            for passage in asked.passages[len(asked.told) :]:
-                if num_rows([*group, passage]) > room and (group or taken):
+            for request in asked.requests[len(asked.told) :]:
+                if num_rows([*group, request]) > room and (group or taken):
                     break
-                group.append(passage)
+                group.append(request)
             if not group:
                 break
             taken.append((asked, group))
             room -= num_rows(group)
-            if len(asked.told) + len(group) < len(asked.passages):
+            if len(asked.told) + len(group) < len(asked.requests):
                 break
         return taken
 

@@ -93,7 +93,7 @@ class Readers:
             "vocabulary": self._model.vocabulary,
             "num_tokens": self._model.num_tokens,
             "max_context": self._model.max_context,
-            "passages": [_answer(likelihoods) for likelihoods in told],
+            "passages": [_answer(logprobs) for logprobs in told],
         }
 
     async def _read(self, passages: list[ScoreRequest]) -> list[TokenLogprobs]:
@@ -103,7 +103,7 @@ class Readers:
         self._num_passages[index] += len(passages)
         try:
             process = self._processes[index]
-            return await process.likelihoods(passages, timeout_s=self._timeout_s)
+            return await process.score(passages, timeout_s=self._timeout_s)
         finally:
             self._num_passages[index] -= len(passages)
 

@@ -1,4 +1,4 @@
-"""An engine that decodes, asked about tokens in between."""
+"""Scoring requests served by an engine between two decode steps."""
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ from millrace.inference.embedded.engine import EmbeddedEngine
 SETTINGS = [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.5}]
 
 
-def passage(request: Request, completion: Completion) -> ScoreRequest:
-    """About all that was sampled, as it was sampled."""
+def score_request(request: Request, completion: Completion) -> ScoreRequest:
+    """Scores every sampled token under its own sampling settings."""
     tokens = np.concatenate([request.prompt, completion.tokens])
     return ScoreRequest(
         tokens=tokens,
@@ -45,12 +45,12 @@ def sampled(engine: EmbeddedEngine) -> list[tuple[Request, Completion]]:
 
 @pytest.mark.parametrize("round_steps", [1, 4])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logprobs_and_entropies_are_those_that_were_sampled_from(architecture, round_steps):
+def test_scores_equal_the_sampled_logprobs_and_entropies(architecture, round_steps):
     engine = make_engine(architecture, round_steps=round_steps)
     known = sampled(engine)
-    told = engine.read([passage(*each) for each in known])
+    results = engine.score([score_request(*each) for each in known])
     model = tiny_model(architecture)
-    for (request, completion), found in zip(known, told, strict=True):
+    for (request, completion), found in zip(known, results, strict=True):
         np.testing.assert_allclose(found.logprobs, completion.logprobs, rtol=0, atol=1e-5)
         expected = distribution(plain_logits(model, request.prompt, completion), request.sampling)
         entropies = torch.special.entr(expected.exp()).sum(-1)
@@ -59,45 +59,47 @@ def test_logprobs_and_entropies_are_those_that_were_sampled_from(architecture, r
 
 
 @pytest.mark.parametrize("apply", ["merged", "unmerged"])
-def test_the_policy_that_reads_is_the_one_with_its_adapter(apply):
+def test_scoring_applies_the_adapter_of_the_policy(apply):
     engine = make_engine(lora=LoraConfig(rank=4, alpha=8.0, apply=apply))
     generator = torch.Generator().manual_seed(1)
     adapter = {
         name: 0.3 * torch.randn(shape, generator=generator)
         for name, shape in engine.parameter_shapes().items()
     }
-    (before,) = engine.read([passage(*sampled(engine)[0])])
+    (before,) = engine.score([score_request(*sampled(engine)[0])])
     engine.swap(adapter, version=1)
     known = sampled(engine)
-    told = engine.read([passage(*each) for each in known])
-    for (_, completion), found in zip(known, told, strict=True):
+    results = engine.score([score_request(*each) for each in known])
+    for (_, completion), found in zip(known, results, strict=True):
         np.testing.assert_allclose(found.logprobs, completion.logprobs, rtol=0, atol=1e-5)
-    assert abs(told[0].entropies - before.entropies).max() > 0.01
-    assert told[0].version == 1
+    assert abs(results[0].entropies - before.entropies).max() > 0.01
+    assert results[0].version == 1
 
 
 @pytest.mark.parametrize("round_steps", [1, 4])
-def test_what_is_being_decoded_does_not_notice(round_steps):
+def test_scoring_does_not_change_running_sequences(round_steps):
     request = make_request("long", max_new_tokens=40, n=3)
     alone = finish_all(make_engine(round_steps=round_steps), [request])["long"]
     engine = make_engine(round_steps=round_steps)
-    about = ScoreRequest(tokens=prompt_of(30), positions=np.arange(1, 30, dtype=np.int32))
+    request_to_score = ScoreRequest(
+        tokens=prompt_of(30), positions=np.arange(1, 30, dtype=np.int32)
+    )
     engine.submit(request)
     done = {}
     while engine.has_work:
         done |= {finished.id: finished.completions for finished in engine.step()}
-        engine.read([about])
+        engine.score([request_to_score])
     for own, expected in zip(done["long"], alone, strict=True):
         assert_same(own, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_engine_on_a_gpu_reads_what_it_sampled(dtype):
+def test_scores_on_a_gpu_equal_the_sampled_logprobs(dtype):
     engine = make_engine(device="cuda", dtype=dtype, round_steps=4, compile_layers=True)
     known = sampled(engine)
-    told = engine.read([passage(*each) for each in known])
+    results = engine.score([score_request(*each) for each in known])
     tolerance = 1e-3 if dtype == torch.float32 else 0.1
-    for (_, completion), found in zip(known, told, strict=True):
+    for (_, completion), found in zip(known, results, strict=True):
         np.testing.assert_allclose(found.logprobs, completion.logprobs, rtol=0, atol=tolerance)
         assert (found.entropies >= 0).all()
