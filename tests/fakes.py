@@ -175,12 +175,16 @@ def _num(kept: Kept) -> int:
     return len(kept.offsets) - 1
 
 
-class NoScoring:
-    """Scoring that remembers which episodes came, and whether it was left."""
+class FakeScoring:
+    """Scoring that remembers which episodes were added, in order, and whether it was closed."""
 
-    def __init__(self) -> None:
+    takes_episodes = True
+
+    def __init__(self, *, listen=lambda request: None, token_rewards=None) -> None:
         self.added: dict[int, Episode] = {}
         self.is_closed = False
+        self.listen = listen
+        self.token_rewards = token_rewards
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from fakes import NoScoring, make_completion, make_group
+from fakes import FakeScoring, make_completion, make_group
 
 from millrace.controller.admission import Admission
 from millrace.controller.dispatcher import MAX_TRIES, Dispatcher, Failures
@@ -37,7 +37,7 @@ class Bench:
             journal=NoJournal(),
             courses=PartialRollouts(NoJournal(), every_s=0),
             on_closed=self.closed.append,
-            open_scoring=lambda task, attempt: NoScoring(),
+            open_scoring=lambda task, attempt: FakeScoring(),
             play=self._play,
             score=self._score,
             admit=self._admit,

@@ -2,7 +2,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from fakes import NoScoring, make_completion, make_group
+from fakes import FakeScoring, make_completion, make_group
 
 from millrace.controller.admission import Admission
 from millrace.controller.dispatcher import Dispatcher, Failures
@@ -45,7 +45,7 @@ class Bench:
         )
 
     def _open_scoring(self, task, attempt):
-        return self.scorings.setdefault(attempt.number, NoScoring())
+        return self.scorings.setdefault(attempt.number, FakeScoring())
 
     async def _play(self, task, attempt, scoring):
         assert scoring is self.scorings[attempt.number]

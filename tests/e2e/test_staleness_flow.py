@@ -6,7 +6,7 @@ import random
 from contextlib import nullcontext, suppress
 
 import pytest
-from fakes import NoScoring, make_completion, make_group
+from fakes import FakeScoring, make_completion, make_group
 
 from millrace.controller.admission import Admission
 from millrace.controller.buffer import Buffer
@@ -50,7 +50,7 @@ class Flow:
             journal=NoJournal(),
             courses=PartialRollouts(NoJournal(), every_s=0),
             on_closed=lambda number: None,
-            open_scoring=lambda task, attempt: NoScoring(),
+            open_scoring=lambda task, attempt: FakeScoring(),
             play=self.play,
             score=self.score,
             admit=self.buffer.admit,

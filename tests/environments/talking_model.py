@@ -95,8 +95,6 @@ async def agent_on(
         max_context=2048,
         name="group 0",
         seed=seed,
-        attempt=None,
-        on_episode=None,
         wants_routes=True,
     )
     play = EpisodeState(

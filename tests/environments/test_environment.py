@@ -222,7 +222,7 @@ async def test_calls_after_the_episode_has_ended_get_nothing(thread):
 
 async def test_tokens_too_old_end_the_whole_group(thread):
     class Expiring(ChatEngine):
-        async def generate(self, request):
+        async def generate(self, request, on_tokens=None, on_completion=None):
             raise Expired("group 3")
 
     player = player_of(once, Expiring(lambda _: "1"), thread=thread)

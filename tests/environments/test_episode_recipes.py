@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 from chat_engine import TOKENIZERS, ChatEngine, player_of, user
+from fakes import FakeScoring
 from in_process_engine import InProcessEngine
 from talking_model import BLOCK, assert_says_the_same, make_engine, make_trainer
 
@@ -41,7 +42,7 @@ class BranchingEngine(ChatEngine):
         super().__init__(lambda _: "")
         self._rng = np.random.default_rng(0)
 
-    async def generate(self, request):
+    async def generate(self, request, on_tokens=None, on_completion=None):
         self.requests.append(request)
         await asyncio.sleep(0)
         tokens = self._rng.integers(5, 60, 10).astype(np.int32)
@@ -76,7 +77,10 @@ async def grown(
     assert isinstance(environment, FunctionEnvironment)
     environment._recipe = recipe
     return await player.try_group(
-        TASK, attempt=Attempt(3), group_size=group_size, token_rewards=token_rewards
+        TASK,
+        attempt=Attempt(3),
+        group_size=group_size,
+        scoring=token_rewards and FakeScoring(token_rewards=token_rewards),
     )
 
 
@@ -151,7 +155,9 @@ async def test_by_value_it_branches_where_the_worst_steps_begin(thread):
         answer, recipe, engine, thread=thread, group_size=3, token_rewards=rewards_of
     )
     assert [e.branching.place for e in group.episodes[1:]] == [3, 6]
-    with pytest.raises(TaskError, match="nobody rewards single tokens while a group is played"):
+    with pytest.raises(
+        TaskError, match="no scorer rewards single tokens while a group is generated"
+    ):
         await grown(answer, recipe, engine, thread=thread, group_size=3)
 
 
@@ -183,7 +189,7 @@ async def test_what_another_model_said_before_the_pivot_is_shared_and_never_bran
 
 async def test_an_environment_of_many_turns_is_played_again_up_to_the_pivot(thread):
     class Late(BranchingEngine):
-        async def generate(self, request):
+        async def generate(self, request, on_tokens=None, on_completion=None):
             (completion,) = await super().generate(request)
             if "and" in TOKENIZER.decode(request.prompt):
                 completion.logprobs[6] = -9.0  # the second turn has the pivot

@@ -2,7 +2,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from fakes import CharacterTokenizer, Listener, ScriptedEngine, make_completion
+from fakes import CharacterTokenizer, FakeScoring, Listener, ScriptedEngine, make_completion
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Sampling, Task
@@ -120,7 +120,9 @@ async def test_who_wants_to_hears_what_a_group_samples_and_an_evaluation_is_not_
 
     for number in (5, 6):
         attempt = Attempt(number)
-        await player.try_group(Task(prompt="x"), attempt=attempt, group_size=2, listen=listen)
+        await player.try_group(
+            Task(prompt="x"), attempt=attempt, group_size=2, scoring=FakeScoring(listen=listen)
+        )
     await player.play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
     assert [request.id for request in asked] == [r.id for r in engine.requests[:2]]
     assert [request.piece_tokens > 1 for request in engine.requests] == [True, False, False]
@@ -145,28 +147,28 @@ class Ending(ScriptedEngine):
 
 
 async def test_an_episode_is_handed_over_as_soon_as_it_has_ended_and_once():
-    engine, heard = Ending(make_completion("long one"), make_completion("1")), []
+    engine, scoring = Ending(make_completion("long one"), make_completion("1")), FakeScoring()
     playing = asyncio.create_task(
         make_player(engine).try_group(
             Task(prompt="x"),
             attempt=Attempt(0),
             group_size=2,
-            on_episode=lambda index, episode: heard.append((index, episode)),
+            scoring=scoring,
         )
     )
     engine.may_end[1].set()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert [index for index, _ in heard] == [1]
+    assert list(scoring.added) == [1]
     assert not playing.done()
     engine.may_end[0].set()
     group = await playing
-    assert heard == [(1, group.episodes[1]), (0, group.episodes[0])]
+    assert list(scoring.added.items()) == [(1, group.episodes[1]), (0, group.episodes[0])]
 
 
 async def test_a_completion_that_was_ended_from_outside_is_handed_over_to_nobody():
     cut = replace(make_completion("de"), finish="expire")
-    engine, heard = Ending(make_completion("abc"), cut), []
+    engine, scoring = Ending(make_completion("abc"), cut), FakeScoring()
     for event in engine.may_end:
         event.set()
     with pytest.raises(Expired):
@@ -174,6 +176,6 @@ async def test_a_completion_that_was_ended_from_outside_is_handed_over_to_nobody
             Task(prompt="x"),
             attempt=Attempt(0),
             group_size=2,
-            on_episode=lambda index, _: heard.append(index),
+            scoring=scoring,
         )
-    assert heard == [0]
+    assert list(scoring.added) == [0]

@@ -45,7 +45,7 @@ class RandomEngine(ChatEngine):
         super().__init__(lambda _: "")
         self._rng = np.random.default_rng(seed)
 
-    async def generate(self, request):
+    async def generate(self, request, on_tokens=None, on_completion=None):
         rng, size = self._rng, int(self._rng.integers(1, 6))
         tokens = rng.integers(5, 60, size).astype(np.int32)
         await asyncio.sleep(float(rng.random()) / 500)

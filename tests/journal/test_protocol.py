@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from crashing_disk import CrashingDisk
-from fakes import NoScoring, make_group, make_piece
+from fakes import FakeScoring, make_group, make_piece
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -205,7 +205,7 @@ class Process:
             task_of=self.tasks.task,
             draw_of=self.tasks.draw_of,
             on_closed=self.tasks.finish,
-            open_scoring=lambda task, attempt: NoScoring(),
+            open_scoring=lambda task, attempt: FakeScoring(),
             play=self._play,
             score=self._score,
             admit=self.buffer.admit,

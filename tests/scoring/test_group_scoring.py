@@ -199,7 +199,7 @@ async def test_a_short_completion_is_judged_before_the_long_one_of_its_group_has
     with scoring(station(scorer)) as going:
         assert going.takes_episodes
         playing = asyncio.create_task(
-            player.try_group(task, attempt=attempt, group_size=4, on_episode=going.add)
+            player.try_group(task, attempt=attempt, group_size=4, scoring=going)
         )
         played = await playing
         await going.verdicts(played)

@@ -330,9 +330,7 @@ class Controller:
             task,
             attempt=attempt,
             group_size=num_episodes,
-            on_episode=scoring.add if scoring.takes_episodes else None,
-            listen=scoring.listen,
-            token_rewards=scoring.token_rewards if scoring.takes_episodes else None,
+            scoring=scoring,
         )
 
     async def _score(self, group: Group, scoring: GroupScoring) -> Group:

@@ -172,6 +172,11 @@ class Scoring(Protocol):
 
     def __exit__(self, *_exc: object) -> None: ...
 
+    @property
+    def takes_episodes(self) -> bool:
+        """True if some scorer takes an episode while others of its group are being generated."""
+        ...
+
     def add(self, index: int, episode: Episode) -> None:
         """An episode is finished, and may be judged while others are not; `index` is its place in
         the group."""

@@ -4,13 +4,21 @@ Runs on the controller's event loop.
 """
 
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from millrace.core.errors import TaskError
-from millrace.core.protocols import Engine, Environment, OnReply, SupportsGenerate, SupportsScore
+from millrace.core.protocols import (
+    Engine,
+    Environment,
+    OnReply,
+    OnTokens,
+    Scoring,
+    SupportsGenerate,
+    SupportsScore,
+)
 from millrace.core.records import (
     Completion,
     Episode,
@@ -26,10 +34,10 @@ from millrace.core.score_requests import score_request_for
 from millrace.core.staleness import Stamps
 from millrace.environments.rollouts.attempt import Attempt
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.rollouts.replaying_engine import Listen, ReplayingEngine, StreamTee
+from millrace.environments.rollouts.replaying_engine import ReplayingEngine
 from millrace.tasks.lengths import Lengths
 
-TokenRewards = Callable[[int], Awaitable[list[np.ndarray]]]  # see Policy
+PIECE_TOKENS = 32  # of streamed chunks; one message per token would cost as much as sampling it
 
 
 class GroupPolicy:
@@ -44,21 +52,18 @@ class GroupPolicy:
         max_context: int,
         name: str,
         seed: int,
-        attempt: Attempt | None,
-        on_episode: Callable[[int, Episode], None] | None,
+        attempt: Attempt | None = None,
+        scoring: Scoring | None = None,
         overtakes: int = 0,
         others: Mapping[str, SupportsGenerate] | None = None,
         reader: SupportsScore | None = None,
-        token_rewards: TokenRewards | None = None,
         wants_routes: bool = False,
     ) -> None:
-        """`attempt`: what its tokens are sampled for, if that is training. `on_episode` is told of
-        each episode that is over. `others`: engines of other models, by name. `reader` and
-        `token_rewards`: who may be asked about what was sampled. `wants_routes`: of what is
-        trained, if the policy has any."""
+        """`attempt`: set if tokens are sampled for training. `scoring`: receives streamed tokens
+        and finished episodes. `others`: engines of other models, by name. `reader`: computes
+        entropies. `wants_routes`: record the expert routes of trained tokens."""
         self._engine = engine
         self._reader = reader
-        self._token_rewards = token_rewards
         self._others = others or {}
         self._renderer = renderer
         self.sampling = sampling
@@ -66,7 +71,8 @@ class GroupPolicy:
         self.name = name
         self.seed = seed
         self._attempt = attempt
-        self._on_episode = on_episode
+        self._scoring = scoring
+        self._takes_episodes = scoring is not None and scoring.takes_episodes
         self._overtakes = overtakes
         self._wants_routes = wants_routes
         self._calls = itertools.count()
@@ -106,9 +112,9 @@ class GroupPolicy:
             if completion.finish in ("stop", "length"):  # else it may come to nothing
                 tell(member, completion)
 
-        is_awaited = self._on_episode is not None
+        request, on_tokens = self._streamed(request)
         completions = await self._engine.generate(
-            request, on_completion=tell_early if is_awaited else None
+            request, on_tokens, tell_early if self._takes_episodes else None
         )
         if self._attempt is not None:
             self._attempt.record(completions)
@@ -132,7 +138,6 @@ class GroupPolicy:
         routes_from: int = 0,
     ) -> Completion:
         assert model is None or not is_trained, "only the policy learns"
-        engine = self._engine if model is None else self._others[model]
         request = Request(
             id=f"{self.name}/{episode}.{call}",
             prompt=prompt,
@@ -147,7 +152,11 @@ class GroupPolicy:
             adapter=adapter,
             routes_from=routes_from if self._wants_routes and is_trained else None,
         )
-        (completion,) = await engine.generate(request)
+        if model is None:
+            request, on_tokens = self._streamed(request)
+            (completion,) = await self._engine.generate(request, on_tokens)
+        else:
+            (completion,) = await self._others[model].generate(request)
         if self._attempt is not None and is_trained:
             num_known = 0 if partial is None else len(partial.tokens)
             self._versions.setdefault(episode, []).append(completion.versions[num_known:])
@@ -171,12 +180,12 @@ class GroupPolicy:
         return found
 
     async def token_rewards(self, index: int) -> list[np.ndarray]:
-        if self._token_rewards is None:
+        if self._scoring is None or not self._takes_episodes:
             raise TaskError(
-                f"{self.name}: nobody rewards single tokens while a group is played; add a"
+                f"{self.name}: no scorer rewards single tokens while a group is generated; add a"
                 " [[scorer]] of type 'process_reward_model'."
             )
-        return await self._token_rewards(index)
+        return await self._scoring.token_rewards(index)
 
     def gave_up(self, index: int) -> None:
         if self._attempt is not None:
@@ -184,8 +193,15 @@ class GroupPolicy:
             self._attempt.given_up = Stamps.joined([self._attempt.given_up, *stamps])
 
     def finished(self, index: int, episode: Episode) -> None:
-        if self._on_episode is not None:
-            self._on_episode(index, episode)
+        if self._scoring is not None and self._takes_episodes:
+            self._scoring.add(index, episode)
+
+    def _streamed(self, request: Request) -> tuple[Request, OnTokens | None]:
+        """The request and the scorers' listener for its tokens, if one wants them."""
+        listener = None if self._scoring is None else self._scoring.listen(request)
+        if listener is None:
+            return request, None
+        return replace(request, piece_tokens=PIECE_TOKENS), listener
 
 
 class Player:
@@ -229,80 +245,52 @@ class Player:
         )
 
     async def try_group(
-        self,
-        task: Task,
-        *,
-        attempt: Attempt,
-        group_size: int,
-        on_episode: Callable[[int, Episode], None] | None = None,
-        listen: Listen | None = None,
-        token_rewards: TokenRewards | None = None,
+        self, task: Task, *, attempt: Attempt, group_size: int, scoring: Scoring | None = None
     ) -> Group:
-        """A group for training; each attempt at it draws anew. Raises Expired when its tokens have
-        become too old. `on_episode` hears of each episode, by its place, as soon as it is
-        finished, `listen` says who hears of its tokens as they are sampled, and `token_rewards`
-        what scorers found in an episode that on_episode was told of."""
+        """A group for training; each attempt draws with its own seed. `scoring` receives tokens
+        while they are sampled and episodes when they finish. Raises Expired when the group's
+        tokens have become too stale."""
         number, tries = attempt.number, attempt.tries
-        return await self._play(
-            task,
-            number=number,
-            group_size=group_size,
-            name=f"group {number}" if tries == 0 else f"group {number}, try {tries + 1}",
-            seed=group_seed(self._seed, number, tries=tries),
-            attempt=attempt,
-            on_episode=on_episode,
-            listen=listen,
-            token_rewards=token_rewards,
-        )
-
-    async def play(self, task: Task, *, number: int, group_size: int, name: str) -> Group:
-        """A group of episodes of one task, however long they take."""
-        seed = group_seed(self._seed, number)
-        return await self._play(
-            task, number=number, group_size=group_size, name=f"{name} {number}", seed=seed
-        )
-
-    async def _play(
-        self,
-        task: Task,
-        *,
-        number: int,
-        group_size: int,
-        name: str,
-        seed: int,
-        attempt: Attempt | None = None,
-        on_episode: Callable[[int, Episode], None] | None = None,
-        listen: Listen | None = None,
-        token_rewards: TokenRewards | None = None,
-    ) -> Group:
-        course = None if attempt is None else attempt.course
         engine, others = self._engine, self._others
-        if course is not None:
+        if (course := attempt.course) is not None:
             engine = ReplayingEngine(engine, course=course)
             others = {
                 model: ReplayingEngine(other, course=course, model=model)
                 for model, other in others.items()
             }
         policy = GroupPolicy(
-            engine=engine if listen is None else StreamTee(engine, listen=listen),
+            engine=engine,
             renderer=self._renderer,
             sampling=self._sampling,
             max_context=self._max_context,
-            name=name,
-            seed=seed,
+            name=f"group {number}" if tries == 0 else f"group {number}, try {tries + 1}",
+            seed=group_seed(self._seed, number, tries=tries),
             attempt=attempt,
-            on_episode=on_episode,
-            overtakes=self._lengths.overtakes(task) if attempt is not None else 0,
+            scoring=scoring,
+            overtakes=self._lengths.overtakes(task),
             others=others,
             reader=self._engine,
-            token_rewards=token_rewards,
-            wants_routes=self._wants_routes and attempt is not None,
+            wants_routes=self._wants_routes,
         )
         episodes = await self._environment.play(task, policy, group_size)
         group = Group(number=number, task=task, episodes=tuple(episodes))
-        if attempt is not None:
-            self._lengths.learn(group)
+        self._lengths.learn(group)
         return group
+
+    async def play(self, task: Task, *, number: int, group_size: int, name: str) -> Group:
+        """A group of episodes of one task, without a staleness limit."""
+        policy = GroupPolicy(
+            engine=self._engine,
+            renderer=self._renderer,
+            sampling=self._sampling,
+            max_context=self._max_context,
+            name=f"{name} {number}",
+            seed=group_seed(self._seed, number),
+            others=self._others,
+            reader=self._engine,
+        )
+        episodes = await self._environment.play(task, policy, group_size)
+        return Group(number=number, task=task, episodes=tuple(episodes))
 
 
 def group_seed(seed: int, number: int, *, tries: int = 0) -> int:

@@ -3,12 +3,10 @@
 Promise: it is a SupportsGenerate like the engine itself. Completions that had ended are told as
 they were; those that had begun go on from there, and since each draw depends on its request alone,
 they come to what they would have come to under the same weights.
-
-An engine whose tokens someone else hears, too, as they are sampled.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, replace
 
 from millrace.core.completions import cut, piece_of
@@ -121,32 +119,3 @@ async def _all_unless_expired(each: Iterable[Awaitable[Completion]]) -> list[Com
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-PIECE_TOKENS = 32  # telling every single one would cost a small model as much as sampling it
-Listen = Callable[[Request], OnTokens | None]  # who hears what a request samples, if anybody
-
-
-class StreamTee:
-    def __init__(self, engine: SupportsGenerate, *, listen: Listen) -> None:
-        self._engine = engine
-        self._listen = listen
-
-    async def generate(
-        self,
-        request: Request,
-        on_tokens: OnTokens | None = None,
-        on_completion: OnCompletion | None = None,
-    ) -> list[Completion]:
-        listener = self._listen(request)
-        if listener is None:
-            return await self._engine.generate(request, on_tokens, on_completion)
-        if on_tokens is None:
-            request = replace(request, piece_tokens=PIECE_TOKENS)
-            return await self._engine.generate(request, listener, on_completion)
-
-        def tell_both(piece: CompletionChunk) -> None:
-            on_tokens(piece)
-            listener(piece)
-
-        return await self._engine.generate(request, tell_both, on_completion)
