@@ -45,7 +45,7 @@ from trl_runs import BETAS
 from millrace.config import parse_override
 from millrace.models.loading import resolve_device
 from millrace.monitoring.activity import ROLES, Activity, mean_by_role
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.run_dir import RunDir
 from millrace.run.train import train
@@ -146,16 +146,16 @@ def measure_ours(
         name=f"Millrace, {f'staleness {max_staleness}' if max_staleness else 'sync'}",
         samples_per_step=workload.samples_per_step,
         times_s=[row["time_s"] for row in rows],
-        rewards=[row["reward_mean"] for row in rows],
-        mean_lengths=[row["completion_tokens_mean"] for row in rows],
-        mismatches=[row["logprob_mismatch"] for row in rows],
+        rewards=[row["reward/mean"] for row in rows],
+        mean_lengths=[row["completion_length/mean"] for row in rows],
+        mismatches=[row["mismatch/logprob"] for row in rows],
         ended_share=_ended_share(run_dir),
         peak_gpu_bytes=max(used, default=None),
         notes={
             "learning_rate": workload.learning_rate,
             "dtype": workload.dtype,
-            "staleness_mean": sum(row["staleness_mean"] for row in rows) / len(rows),
-            "groups_dropped": rows[-1]["groups_dropped"],
+            "staleness_mean": sum(row["staleness/mean"] for row in rows) / len(rows),
+            "groups_dropped": table(rows[-1], "dropped"),
             **_shares(run_dir, start_s=busy_from_s, end_s=rows[-1]["time_s"]),
         },
     )

@@ -30,7 +30,7 @@ from millrace.config import Interrupt
 from millrace.core.machine import available_cores
 from millrace.core.spans import Span
 from millrace.monitoring.activity import Activity, Shares, mean_by_role
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.run.train import train
 
@@ -101,11 +101,11 @@ def measure(interrupt: Interrupt, *, folder: Path, args: argparse.Namespace) -> 
         "draining_share": sum(time_of.get(name, 0.0) for name in DRAINING),
         "turns_share": sum(time_of.get(name, 0.0) for name in TURNS),
         "engine_time": time_of,
-        "staleness_mean": sum(row["staleness_mean"] for row in steady) / len(steady),
-        "completion_tokens_mean": sum(r["completion_tokens_mean"] for r in steady) / len(steady),
-        "groups_cancelled": last["groups_cancelled"],
-        "tokens_wasted": last["tokens_wasted"],
-        "tokens_saved": last["tokens_saved"],
+        "staleness_mean": sum(row["staleness/mean"] for row in steady) / len(steady),
+        "completion_tokens_mean": sum(r["completion_length/mean"] for r in steady) / len(steady),
+        "groups_cancelled": table(last, "cancelled"),
+        "tokens_wasted": table(last, "tokens/wasted"),
+        "tokens_saved": last["tokens/saved"],
     }
 
 

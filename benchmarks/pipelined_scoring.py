@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3ForToke
 
 import millrace as mr
 from millrace.demo.model import build_tokenizer
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 
 WARM_STEPS = 2  # left out of the rates
 
@@ -121,14 +121,14 @@ def measure(
     times = [row["time_s"] for row in rows[WARM_STEPS - 1 :]]
     seconds = statistics.median(end - begin for begin, end in pairwise(times))
     timed = rows[WARM_STEPS:]
-    idle = [row["wait_reasons"].get("process_reward_model-0", {}) for row in timed]
+    idle = [table(row, "waiting/process_reward_model-0") for row in timed]
     return {
         "pipelined": pipelined,
         "episodes_per_s": round(8 * args.groups / seconds, 2),
         "seconds_per_step": round(seconds, 3),
-        "engine_busy": mean([row["engine_busy"] for row in timed]),
+        "engine_busy": mean([row["busy/engine"] for row in timed]),
         "judge_busy": mean([1.0 - sum(reasons.values()) for reasons in idle]),
-        "trainer_busy": mean([row["trainer_busy"] for row in timed]),
+        "trainer_busy": mean([row["busy/trainer"] for row in timed]),
     }
 
 

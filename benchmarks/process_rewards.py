@@ -65,8 +65,8 @@ def measure(folder: Path, rewards: str, *, seed: int, sizes: dict[str, int]) -> 
     )
     curve = {0: result.accuracy_before, sizes["steps"]: result.accuracy_after}
     for row in read_metrics(run_dir / "metrics.jsonl"):
-        if row.get("accuracy") is not None:
-            curve[row.get("evaluation_step", row["step"])] = row["accuracy"]
+        if row.get("eval/accuracy") is not None:
+            curve[row.get("eval/step", row["step"])] = row["eval/accuracy"]
     curve = dict(sorted(curve.items()))
     reached = [step for step, accuracy in curve.items() if (accuracy or 0) >= TARGET]
     return {

@@ -88,11 +88,11 @@ def measure(folder: Path, name: str, *, seed: int, sizes: dict[str, int]) -> dic
         eval_tasks=make_tasks(sizes["held_out"], seed=0, num_steps=NUM_STEPS, held_out=True),
     )
     metrics = list(read_metrics(run_dir / "metrics.jsonl"))
-    tokens = np.cumsum([0, *(row["trained_tokens"] for row in metrics)]).astype(int).tolist()
+    tokens = np.cumsum([0, *(row["batch/trained_tokens"] for row in metrics)]).astype(int).tolist()
     accuracy = {0: result.accuracy_before, sizes["steps"]: result.accuracy_after}
     for row in metrics:
-        if row.get("accuracy") is not None:
-            accuracy[row.get("evaluation_step", row["step"])] = row["accuracy"]
+        if row.get("eval/accuracy") is not None:
+            accuracy[row.get("eval/step", row["step"])] = row["eval/accuracy"]
     return {
         "run": name,
         "seed": seed,

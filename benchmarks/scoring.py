@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.bench.stopwatch import distinct_share, make_long_tailed_model
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.run.train import train
 
 CALL_S = 1.0
@@ -99,16 +99,18 @@ def compare(folder: Path, *, warm_up_steps: int) -> dict[str, float]:
         for name, own in rows.items()
     }
     rates = {name: _samples_per_s(own) for name, own in warm.items()}
-    loads = [row["scorers"]["slow"] for row in warm["slow"]]
+    loads = [table(row, "scorer/slow") for row in warm["slow"]]
     return {
         "free_samples_per_s": rates["free"],
         "slow_samples_per_s": rates["slow"],
         "ratio": rates["slow"] / rates["free"],
         "seconds": end_s - begin_s,
         "slow_calls_in_flight": _mean([load["busy"] * load["concurrency"] for load in loads]),
-        "slow_waited_for_scores": _mean([row["scores_waited"] for row in warm["slow"]]),
-        "free_staleness": _mean([row["staleness_mean"] for row in warm["free"]]),
-        "slow_staleness": _mean([row["staleness_mean"] for row in warm["slow"]]),
+        "slow_waited_for_scores": _mean(
+            [row.get("waiting/trainer/scores", 0.0) for row in warm["slow"]]
+        ),
+        "free_staleness": _mean([row["staleness/mean"] for row in warm["free"]]),
+        "slow_staleness": _mean([row["staleness/mean"] for row in warm["slow"]]),
     }
 
 

@@ -63,7 +63,7 @@ def measure(models: Path, loss: str, *, limit: int, seed: int, quick: bool) -> d
         "seed": seed,
         "accuracy": outcome.accuracy,
         "staleness_mean": round(outcome.mean("staleness", first=first), 3),
-        "kl": round(outcome.mean("kl_k3", first=first), 5),
+        "kl": round(outcome.mean("mismatch/kl_k3", first=first), 5),
     }
 
 

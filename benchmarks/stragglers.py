@@ -34,7 +34,7 @@ import numpy as np
 import millrace as mr
 from millrace.bench.stopwatch import make_long_tailed_model
 from millrace.core.machine import available_cores
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 
 # Deviation of the logarithm, with which p90 is five times the median: 0.8 of it is the task's and
 # 0.6 the episode's, which together are 1.
@@ -119,16 +119,17 @@ def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     counted = rows[WARM_UP_STEPS:] or rows
     seconds = end["time_s"] - begin["time_s"] or end["time_s"]
     num_episodes = len(counted) * 4 * GROUP_SIZE
-    wasted, trained = sum(end["tokens_wasted"].values()), sum(r["trained_tokens"] for r in rows)
-    tokens = sum(row["trained_tokens"] for row in counted)
+    wasted = sum(table(end, "tokens/wasted").values())
+    trained = sum(row["batch/trained_tokens"] for row in rows)
+    tokens = sum(row["batch/trained_tokens"] for row in counted)
     return {
         "policy": name,
         "episodes_per_s": num_episodes / seconds,
         "wasted_share": wasted / (wasted + trained),
-        "reward": float(np.mean([row["reward_mean"] for row in counted])),
+        "reward": float(np.mean([row["reward/mean"] for row in counted])),
         "tokens": tokens / num_episodes,
-        "cut": sum(sum(row["episodes_cut"].values()) for row in counted),
-        "tokens_wasted": end["tokens_wasted"],
+        "cut": sum(sum(table(row, "episode/cut").values()) for row in counted),
+        "tokens_wasted": table(end, "tokens/wasted"),
     }
 
 

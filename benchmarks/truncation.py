@@ -74,10 +74,10 @@ def main() -> None:
 def measure(model: Path, setting: Setting, *, ids: str) -> dict[str, float]:
     outcome = train(model, setting, alter=without_kept if ids == "lost" else lambda r: r)
     return {
-        "ratio_mean": round(outcome.mean("ratio_mean"), 6),
-        "ratio_first": round(outcome.rows[0]["ratio_mean"], 6),  # before anything was learned
-        "kl_k3": round(outcome.mean("kl_k3"), 6),
-        "masked_share": round(outcome.mean("masked_share"), 4),  # of tokens; nothing is learned
+        "ratio_mean": round(outcome.mean("ratio/mean"), 6),
+        "ratio_first": round(outcome.rows[0]["ratio/mean"], 6),  # before anything was learned
+        "kl_k3": round(outcome.mean("mismatch/kl_k3"), 6),
+        "masked_share": round(outcome.mean("mask_ratio"), 4),  # of tokens; nothing is learned
         "accuracy": outcome.accuracy,
     }
 

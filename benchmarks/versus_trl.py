@@ -238,13 +238,13 @@ def measure_ours(model: Path, workload: Workload) -> Side:
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     return Side(
         times_s=[offset_s + row["time_s"] for row in rows],
-        rewards=[row["reward_mean"] for row in rows],
-        mean_lengths=[row["completion_tokens_mean"] for row in rows],
+        rewards=[row["reward/mean"] for row in rows],
+        mean_lengths=[row["completion_length/mean"] for row in rows],
         cpu_s=_cpu_s(),
         notes={
             "checking_s": offset_s - begin_s,
-            "engine_busy": sum(row["engine_busy"] for row in rows) / len(rows),
-            "trainer_busy": sum(row["trainer_busy"] for row in rows) / len(rows),
+            "engine_busy": sum(row["busy/engine"] for row in rows) / len(rows),
+            "trainer_busy": sum(row["busy/trainer"] for row in rows) / len(rows),
         },
     )
 

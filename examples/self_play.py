@@ -54,9 +54,9 @@ def main() -> None:
     )
     print(f"solver, held out: {result.accuracy_before:.3f} -> {result.accuracy_after:.3f}")
     rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").open()]
-    parts = [row["score_parts"] for row in rows]
     for name in ("environment.proposer", "environment.solver"):
-        curve = [part[name] for part in parts if name in part]
+        key = f"rewards/{name}/mean"
+        curve = [row[key] for row in rows if key in row]
         print(f"{name}: {np.mean(curve[:WINDOW]):.3f} -> {np.mean(curve[-WINDOW:]):.3f}")
 
 

@@ -103,7 +103,7 @@ class TrainerWorker:
         match message:
             case TrainStep(version=version):
                 asyncio.get_running_loop().call_soon(self._on_published, _update(version))
-                return Stepped(version=version, metrics={"loss": 0.0, "trained_tokens": 9.0})
+                return Stepped(version=version, metrics={"loss": 0.0, "batch/trained_tokens": 9.0})
             case SaveCheckpoint(run_state=state):
                 on_part(Copied())
                 return Saved(version=state["version"])

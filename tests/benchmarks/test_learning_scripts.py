@@ -28,7 +28,7 @@ def test_every_batch_is_as_old_as_the_limit_says(models):
     setting = Setting(loss={}, staleness=2, steps=5, groups_per_step=2, num_held_out=4)
     outcome = train(models / "0", setting)
     assert [row["staleness"] for row in outcome.rows] == [0, 1, 2, 2, 2]
-    assert outcome.rows[0]["logprob_mismatch"] < 1e-5
+    assert outcome.rows[0]["mismatch/logprob"] < 1e-5
     assert 0 <= outcome.accuracy <= 1
 
 

@@ -51,4 +51,4 @@ def test_each_of_them_runs(project, kind):
     result = mr.train(plain)
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
-    assert rows[-1]["scorers"][kind if kind != "function" else "outcome"]["episodes"] > 0
+    assert rows[-1][f"scorer/{kind if kind != 'function' else 'outcome'}/episodes"] > 0

@@ -65,7 +65,7 @@ def test_a_trainer_killed_in_the_middle_of_a_checkpoint_leaves_none_and_the_run_
     assert not (checkpoints / step).exists()
     trainer.kill()
     summary = run.summary()
-    assert summary["worker_restarts"] == {"trainer": 1}
+    assert summary["restarts"] == {"trainer": 1}
     assert not unfinished.exists()
 
 
@@ -87,7 +87,7 @@ def test_an_engine_killed_during_a_swap_and_a_trainer_killed_while_it_publishes_
     assert run.standstill() < run.steps
     engine.kill()
     summary = run.summary()
-    assert summary["worker_restarts"] == {"engine-0": 1, "trainer": 1}
+    assert summary["restarts"] == {"engine-0": 1, "trainer": 1}
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_a_controller_killed_again_and_again_before_its_first_step_comes_to_its_
     scorer = run.until(lambda: run.worker("scorer"))
     scorer.kill()
     summary = run.summary()
-    assert summary["worker_restarts"] == {"trainer": 1}
+    assert summary["restarts"] == {"trainer": 1}
 
 
 SLOW_REWARD = """

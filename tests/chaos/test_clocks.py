@@ -53,4 +53,6 @@ def test_a_run_under_a_clock_that_jumps_at_every_look_ends_as_any_other(tmp_path
     assert len((run.project / "jumped").read_text()) >= 4  # controller and workers
     rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert 0 < rows[0]["time_s"] < rows[-1]["time_s"] < 120
-    assert all(0 <= row["engine_busy"] <= 1 and row["samples_per_s"] > 0 for row in rows[1:])
+    assert all(
+        0 <= row["busy/engine"] <= 1 and row["throughput/samples_per_s"] > 0 for row in rows[1:]
+    )

@@ -11,7 +11,7 @@ from millrace.core.partials import put_together
 from millrace.journal import JournalHistory, read_journal
 from millrace.journal.encoding import decode_progress
 from millrace.journal.segments import Segments
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -85,7 +85,7 @@ def kill_in_flight(run: TornRun, *, num_requests: int) -> dict[int, Counter[str]
 def assert_gone_on_from(run: TornRun, told: dict[int, Counter[str]]) -> None:
     """Every token that was written down was used again, or is counted with the reason why not."""
     summary = run.summary()
-    wasted = read_metrics(run.path / "metrics.jsonl")[-1]["tokens_wasted"]
+    wasted = table(read_metrics(run.path / "metrics.jsonl")[-1], "tokens/wasted")
     num_told = sum(requests.total() for requests in told.values())
     num_wasted = wasted.get("outdated", 0) + wasted.get("unasked", 0)
     assert summary["resumed_tokens"] > 0

@@ -31,7 +31,7 @@ def millrace(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Comp
 def a_run(path: Path) -> RunDir:
     run_dir = RunDir(path)
     run_dir.open(load_config({"model": "m"}))
-    run_dir.metrics.write_text('{"step": 1, "reward_mean": 0.5}\n')
+    run_dir.metrics.write_text('{"step": 1, "reward/mean": 0.5}\n')
     run_dir.close()
     return run_dir
 

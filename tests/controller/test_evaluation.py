@@ -75,15 +75,17 @@ async def test_several_samples_give_mean_at_k_and_pass_at_k():
         3: pytest.approx(2 / 4),
     }
     metrics = result.metrics()
-    assert metrics["mean@3"] == metrics["accuracy"] == 4 / 12
-    assert metrics["pass@3"] == 0.5
-    assert metrics["evaluation_step"] == 9
+    assert metrics["eval/mean@3"] == metrics["eval/accuracy"] == 4 / 12
+    assert metrics["eval/pass@3"] == 0.5
+    assert metrics["eval/step"] == 9
 
 
 async def test_the_result_says_which_versions_its_tokens_came_from():
     result = await examine({0: [0.0, 1.0], 1: [1.0, 1.0]}, samples=2, num_tasks=2)
     assert result.versions == {3: 8, 4: 6, 5: 2}
-    assert result.metrics()["evaluation_versions"] == {3: 8, 4: 6, 5: 2}
+    assert result.versions == {3: 8, 4: 6, 5: 2}
+    metrics = result.metrics()
+    assert (metrics["eval/version_min"], metrics["eval/version_max"]) == (3, 5)
 
 
 async def test_tasks_whose_scorer_is_down_are_counted_and_not_waited_for_without_end():
@@ -115,7 +117,7 @@ async def test_tasks_whose_scorer_is_down_are_counted_and_not_waited_for_without
     )
     await asyncio.sleep(0)
     assert (result.num_failed, result.num_unscored, result.accuracy) == (4, 4, 1 / 5)
-    assert result.metrics()["evaluation_unscored"] == 4
+    assert result.metrics()["eval/unscored"] == 4
     assert asked == [0, 1, 2], "once it is clear that nobody answers, nobody is asked"
     assert sorted(given_up) == [1, 2]
     assert str(tally) == (

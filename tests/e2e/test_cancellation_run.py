@@ -4,7 +4,7 @@ import pytest
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.report.summary import summarise
 
 TASKS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
@@ -32,7 +32,7 @@ def test_groups_that_can_no_longer_be_trained_are_cancelled_and_tried_again(tmp_
     )
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert result.steps == 10
-    assert max(row["staleness_max"] for row in rows) <= 1
-    assert rows[-1]["groups_cancelled"]["generating"] > 0
-    assert rows[-1]["tokens_wasted"]["cancelled"] > 0
-    assert summarise(result.run_dir).cancelled == rows[-1]["groups_cancelled"]
+    assert max(row["staleness/max"] for row in rows) <= 1
+    assert rows[-1]["cancelled/generating"] > 0
+    assert rows[-1]["tokens/wasted/cancelled"] > 0
+    assert summarise(result.run_dir).cancelled == table(rows[-1], "cancelled")

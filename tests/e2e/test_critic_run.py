@@ -27,9 +27,9 @@ def test_a_run_with_a_critic_learns_both_and_keeps_both(tmp_path):
     result = mr.train(settings, tasks=TASKS, scorers=[share_of_digits])
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert [row["value_mean"] != 0 for row in rows] == [False, True, True]
+    assert [row["critic/value_mean"] != 0 for row in rows] == [False, True, True]
     assert [row["learning_rate"] > 0 for row in rows] == [False, True, True]
-    assert all(row["value_loss"] > 0 for row in rows)
+    assert all(row["critic/loss"] > 0 for row in rows)
     assert AutoModelForCausalLM.from_pretrained(result.checkpoint)
     assert (result.checkpoint / CRITIC).is_dir()
     without = {**settings, "critic": None, "trainer": {"steps": 4}}

@@ -12,7 +12,7 @@ from millrace.environments.replay.episodes import episode_of
 from millrace.environments.replay.files import read_recordings
 from millrace.environments.replay.rerun import rerun
 from millrace.models.directory import load_tokenizer
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 
 
 async def two_turns(task: mr.Task, agent: mr.Agent) -> dict[str, float]:
@@ -40,10 +40,13 @@ def test_an_environment_is_trained_with_its_own_rewards(tmp_path):
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert len(rows) == 2
     for row in rows:
-        assert row["turns_mean"] == 3.0
-        assert set(row["score_parts"]) == {"environment.asker", "environment.answerer"}
+        assert row["turns/mean"] == 3.0
+        assert set(table(row, "rewards", suffix="/mean")) == {
+            "environment.asker",
+            "environment.answerer",
+        }
         # Staler weights aside, the trainer says what the engine said.
-        assert row["staleness_max"] > 0 or row["logprob_mismatch"] < 1e-5
+        assert row["staleness/max"] > 0 or row["mismatch/logprob"] < 1e-5
     for step in (1, 2):
         lines = list(read_recordings(result.run_dir / "episodes" / f"step_{step}.jsonl"))
         assert [line.score for line in lines] == [np.mean([*line.parts.values()]) for line in lines]

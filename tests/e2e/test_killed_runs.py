@@ -82,7 +82,7 @@ def test_a_run_that_was_killed_ends_with_the_same_steps_and_clean_books(project,
     assert account.check() == []
     assert len(account.closed["trained"]) == STEPS * GROUPS
     for row in read_metrics(metrics):
-        for name in ("loss", "grad_norm", "reward_mean"):  # redone from the same groups
+        for name in ("loss", "grad_norm", "reward/mean"):  # redone from the same groups
             assert row["step"] not in rows or row[name] == rows[row["step"]][name]
     for version, step in before.steps.items():
         now = account.ledger.steps.get(version)

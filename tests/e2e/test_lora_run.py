@@ -67,9 +67,9 @@ def logits(model, path: Path) -> torch.Tensor:
 
 def test_rewards_rise_and_engine_and_trainer_agree_on_every_token(finished):
     rows = read_metrics(finished.run_dir / "metrics.jsonl")
-    rewards = [row["reward_mean"] for row in rows]
+    rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[-3:]) > 2 * sum(rewards[:3])
-    assert max(row["logprob_mismatch"] for row in rows) < 1e-5
+    assert max(row["mismatch/logprob"] for row in rows) < 1e-5
 
 
 def test_the_checkpoint_is_a_peft_directory_and_the_last_also_holds_the_merged_model(
@@ -104,7 +104,7 @@ def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(model, fin
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 15))
     # Strictly on-policy: an engine that had begun with the base model would differ at once.
-    assert max(row["logprob_mismatch"] for row in rows) < 1e-5
+    assert max(row["mismatch/logprob"] for row in rows) < 1e-5
     with pytest.raises(mr.MillraceError, match=r"lora\.rank = 8, but .* trained with 4"):
         mr.train(
             start,

@@ -28,8 +28,8 @@ def test_a_mixture_learns_with_its_routes_replayed_and_goes_on_where_it_was(tmp_
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     # Strictly on policy, so that engine and trainer compute the same with the same weights.
-    assert all(row["logprob_mismatch"] < 1e-5 for row in rows)
+    assert all(row["mismatch/logprob"] < 1e-5 for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
-    assert all(row["routes_replayed"] == 1 for row in rows)
+    assert all(row["routing/replayed_share"] == 1 for row in rows)
     model = AutoModelForCausalLM.from_pretrained(result.checkpoint)
     assert model.config.num_experts == 8

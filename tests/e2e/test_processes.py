@@ -56,7 +56,7 @@ def start(project) -> Iterator[Callable[..., Run]]:
 
 def learned_in(metrics: Path) -> list[tuple[float, ...]]:
     """What tells whether two steps were the same, bit by bit."""
-    names = ("step", "loss", "grad_norm", "reward_mean", "staleness_mean", "trained_tokens")
+    names = ("step", "loss", "grad_norm", "reward/mean", "staleness/mean", "batch/trained_tokens")
     return [tuple(row[name] for name in names) for row in read_metrics(metrics)]
 
 

@@ -40,7 +40,7 @@ def test_a_run_is_trained_on_branches(tmp_path, by):
     )
     assert result.episodes == 2 * 4
     for row in read_metrics(result.run_dir / "metrics.jsonl"):
-        assert row["staleness_max"] > 0 or row["logprob_mismatch"] < 1e-5
+        assert row["staleness/max"] > 0 or row["mismatch/logprob"] < 1e-5
     lines = list(read_recordings(result.run_dir / "episodes" / "step_1.jsonl"))
     for group in {line.group for line in lines}:
         members = [line for line in lines if line.group == group]

@@ -24,7 +24,7 @@ from millrace.training.packing.packer import pack
 from millrace.training.worker import build_trainer
 
 STEPS, GROUPS = 4, 6
-LEARNED = ("loss", "grad_norm", "entropy", "kl_k3", "ratio_max", "trained_tokens")
+LEARNED = ("loss", "grad_norm", "entropy", "mismatch/kl_k3", "ratio/max", "batch/trained_tokens")
 
 
 def settings_of(model: Path, run_dir: Path) -> dict:
@@ -65,7 +65,7 @@ def test_two_runs_of_one_seed_are_equal_bit_for_bit(finished, model, tmp_path):
     first, second = (read_metrics(result.run_dir / "metrics.jsonl") for result in results)
     assert len(first) == STEPS
     for row, again in zip(first, second, strict=True):
-        for name in (*LEARNED, "reward_mean", "reward_std", "completion_tokens_mean"):
+        for name in (*LEARNED, "reward/mean", "reward/std", "completion_length/mean"):
             assert row[name] == again[name], (row["step"], name)
     assert weights_in(results[0].checkpoint) == weights_in(results[1].checkpoint)
 
@@ -74,7 +74,7 @@ def test_a_run_equals_a_loop_in_one_process(finished, model, tmp_path):
     rows, weights = plain_loop(settings_of(model, tmp_path))
     told = read_metrics(finished.run_dir / "metrics.jsonl")
     for row, expected in zip(told, rows, strict=True):
-        for name in (*LEARNED, "reward_mean"):
+        for name in (*LEARNED, "reward/mean"):
             assert row[name] == expected[name], (row["step"], name)
     trained = load_file(finished.checkpoint / "model.safetensors")
     for name, weight in trained.items():
@@ -94,7 +94,7 @@ def test_failing_groups_and_evaluations_between_steps_change_nothing_about_that(
             scorers=[fails_at_some],
         )
         row = read_metrics(result.run_dir / "metrics.jsonl")[-1]
-        assert row["groups_failed"]["score"] > 0
+        assert row["failed/score"] > 0
         outcomes.append((weights_in(result.checkpoint), result.accuracy_after, row["loss"]))
     assert outcomes[0] == outcomes[1]
 
@@ -151,7 +151,7 @@ def plain_loop(settings: dict) -> tuple[list[dict], dict[str, torch.Tensor]]:
                 )
             )
         batch = pack(groups, microbatch_tokens=config.trainer.microbatch_tokens)
-        rows.append({**trainer.step(batch), "reward_mean": float(np.mean(rewards))})
+        rows.append({**trainer.step(batch), "reward/mean": float(np.mean(rewards))})
         engine.swap(trainer.named_weights(), version=version + 1)
     torch.set_num_threads(threads)
     return rows, trainer.named_weights()

@@ -5,7 +5,7 @@ from digits import TASKS, share_of_digits
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.report.summary import summarise
 
 
@@ -33,18 +33,18 @@ def test_a_batch_may_be_chosen_trained_for_epochs_and_partly_replayed(tmp_path):
     )
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert result.steps == 8
-    replayed = [row["replayed_groups"] for row in rows]
+    replayed = [row["groups/replayed"] for row in rows]
     assert replayed[:2] == [0, 0]  # the second batch is taken before the first is trained
     assert replayed[2:] == [1] * 6
-    assert all(row["proximal_microbatches"] == 2 for row in rows)
-    assert max(row["staleness_max"] for row in rows) >= 2
+    assert all(row["batch/proximal_microbatches"] == 2 for row in rows)
+    assert max(row["staleness/max"] for row in rows) >= 2
     assert result.episodes == (8 * 4 - 6) * 4
     for row in rows:
-        histogram = row["staleness_histogram"]
+        histogram = table(row, "staleness/share")
         mean = sum(int(age) * share for age, share in histogram.items())
         assert abs(sum(histogram.values()) - 1) < 1e-9
-        assert abs(mean - row["staleness_mean"]) < 1e-9
-        assert row["group_spread_max"] >= row["rollout_spread_max"]
+        assert abs(mean - row["staleness/mean"]) < 1e-9
+        assert row["version_spread/group_max"] >= row["version_spread/rollout_max"]
     summary = summarise(result.run_dir)
     assert summary.replayed == 6
-    assert summary.tokens_wasted == rows[-1]["tokens_wasted"]
+    assert summary.tokens_wasted == table(rows[-1], "tokens/wasted")

@@ -41,7 +41,7 @@ def test_a_run_is_judged_by_a_reward_model(tmp_path):
     train(tmp_path, {"type": "reward_model", "model": str(model), "name": "quality"})
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["score_parts"]["quality"] != 0 for row in rows)
+    assert all(row["rewards/quality/mean"] != 0 for row in rows)
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_a_run_is_judged_step_by_step(tmp_path):
     )
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(0 < row["score_parts"]["process_reward_model"] < 1 for row in rows)
+    assert all(0 < row["rewards/process_reward_model/mean"] < 1 for row in rows)
 
 
 @pytest.mark.slow

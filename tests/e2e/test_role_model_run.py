@@ -91,7 +91,7 @@ def test_the_process_of_another_model_is_replaced_when_it_is_killed(tmp_path):
     assert marker.exists()
     assert result.episodes == 2 * 2 * 4
     summary = json.loads((result.run_dir / "summary.json").read_text())
-    assert summary["worker_restarts"] == {"model-judge-0": 1}
+    assert summary["restarts"] == {"model-judge-0": 1}
 
 
 def test_what_is_wrong_with_another_model_is_said_before_the_run(tmp_path):

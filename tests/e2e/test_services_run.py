@@ -12,7 +12,7 @@ import pytest
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 
 KEY = "sk-not-to-be-seen"
 STEPS = 4
@@ -88,12 +88,12 @@ def test_a_run_whose_judge_fails_every_other_time_loses_nothing(judge_url, tmp_p
     )
     assert result.steps == STEPS
     last = read_metrics(result.run_dir / "metrics.jsonl")[-1]
-    assert last["groups_failed"] == {}
-    load = last["scorers"]["judge"]
+    assert table(last, "failed") == {}
+    load = table(last, "scorer/judge")
     assert load["retries"] > 0
     assert load["failures"] == 0
     assert load["skipped"] > 0
-    assert 0 < last["score_shares"]["judge"] < 1
+    assert 0 < last["rewards/judge/share"] < 1
     assert Judge.keys == {f"Bearer {KEY}"}
     assert (result.run_dir / "scorers" / "judge.jsonl").read_text()
     for file in Path(result.run_dir).rglob("*"):
@@ -121,9 +121,9 @@ def test_a_run_that_waits_for_scores_says_so_and_for_whose(tmp_path, capsys):
         watch={"progress": "lines"},
     )
     last = read_metrics(result.run_dir / "metrics.jsonl")[-1]
-    assert last["scores_waited"] > 0.3
-    assert last["scorers"]["takes_its_time"]["busy"] > 0.5
-    assert last["scorers"]["takes_its_time"]["wait_s"] > 0
+    assert last["waiting/trainer/scores"] > 0.3
+    assert last["scorer/takes_its_time/busy"] > 0.5
+    assert last["scorer/takes_its_time/wait_s"] > 0
     said = capsys.readouterr().out
     assert "scoring limits the run: the trainer waits for it" in said
     assert re.search(r"takes_its_time 1/1 busy, \d+ episodes wait", said)

@@ -6,7 +6,7 @@ import pytest
 from tiny_model import make_tiny_model
 
 import millrace as mr
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 
 pytestmark = pytest.mark.slow
@@ -60,26 +60,26 @@ def shaped(tmp_path_factory) -> mr.RunResult:
 def test_every_step_is_full_of_useful_groups_and_the_rest_is_counted(shaped):
     rows = read_metrics(shaped.run_dir / "metrics.jsonl")
     assert shaped.episodes == STEPS * 4 * 3
-    assert all(row["reward_std"] > 0 for row in rows)
-    assert rows[-1]["tokens_wasted"]["unselected"] > 0
-    assert rows[-1]["tokens_wasted"]["overlong"] > 0
-    dropped = rows[-1]["groups_dropped"]
+    assert all(row["reward/std"] > 0 for row in rows)
+    assert rows[-1]["tokens/wasted/unselected"] > 0
+    assert rows[-1]["tokens/wasted/overlong"] > 0
+    dropped = table(rows[-1], "dropped")
     assert dropped.get("zero_variance", 0) + dropped.get("overlong", 0) > 0
-    assert all(-1 <= row["score_parts"]["soft_overlong"] <= 0 for row in rows)
-    assert {name for row in rows for name in row["reward_by_source"]} == {"sums", "products"}
+    assert all(-1 <= row["rewards/soft_overlong/mean"] <= 0 for row in rows)
+    assert {name for row in rows for name in table(row, "reward/source")} == {"sums", "products"}
 
 
 def test_each_evaluation_is_about_exactly_one_version(shaped):
     rows = read_metrics(shaped.run_dir / "metrics.jsonl")
     summary = json.loads((shaped.run_dir / "summary.json").read_text())
-    evaluations = [row for row in rows if "accuracy" in row]
+    evaluations = [row for row in rows if "eval/accuracy" in row]
     evaluations += [summary["evaluation_before"], summary["evaluation_after"]]
     for row in evaluations:
-        assert list(row["evaluation_versions"]) == [str(row["evaluation_step"])]
-        assert row["accuracy"] == row["mean@4"] == pytest.approx(row["pass@1"])
-        assert row["pass@1"] <= row["pass@2"] <= row["pass@4"]
-    assert summary["evaluation_before"]["evaluation_step"] == 0
-    assert summary["evaluation_after"]["evaluation_step"] == STEPS
+        assert row["eval/version_min"] == row["eval/version_max"] == row["eval/step"]
+        assert row["eval/accuracy"] == row["eval/mean@4"] == pytest.approx(row["eval/pass@1"])
+        assert row["eval/pass@1"] <= row["eval/pass@2"] <= row["eval/pass@4"]
+    assert summary["evaluation_before"]["eval/step"] == 0
+    assert summary["evaluation_after"]["eval/step"] == STEPS
 
 
 def test_engines_that_evaluate_do_nothing_else(shaped):

@@ -43,15 +43,15 @@ def test_a_run_goes_on_after_skipped_steps_and_says_what_they_were_given(tmp_pat
     run_dir = mr.train(tmp_path / "run.toml", watch={"progress": "off"}).run_dir
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert [row["updates_skipped"] for row in rows] == [0, 1, 1, 0, 1, 0]
+    assert [row["skipped/updates"] for row in rows] == [0, 1, 1, 0, 1, 0]
     assert [row["loss"] is None for row in rows] == [False, True, True, False, True, False]
-    assert rows[-1]["steps_skipped"] == summarise(run_dir).steps_skipped == 3
+    assert rows[-1]["skipped/steps"] == summarise(run_dir).steps_skipped == 3
     assert {path.name for path in (run_dir / "skipped").iterdir()} == {
         f"step_{step}.jsonl" for step in (2, 3, 5)
     }
     saved = [json.loads(line) for line in (run_dir / "skipped/step_3.jsonl").open()]
     assert len(saved) == 4 * 4  # groups of a step, episodes of a group
-    assert sum(row["score"] for row in saved) / 16 == pytest.approx(rows[2]["reward_mean"])
+    assert sum(row["score"] for row in saved) / 16 == pytest.approx(rows[2]["reward/mean"])
 
 
 @pytest.mark.slow  # tests/watch holds the count and the sentence

@@ -61,8 +61,8 @@ def test_a_run_outlives_its_engine_and_its_trainer_and_keeps_what_was_sampled(st
     for name in ("engine-0", "trainer"):
         run.worker(name).send_signal(signal.SIGKILL)
     summary = run.assert_finished(steps=8)
-    assert summary["worker_restarts"] == {"engine-0": 1, "trainer": 1}
-    assert summary["sequences_continued"] > 0
+    assert summary["restarts"] == {"engine-0": 1, "trainer": 1}
+    assert summary["sequences_resumed"] > 0
     assert Path(summary["checkpoint"]).name == "step_8"
 
 
@@ -79,7 +79,7 @@ def test_a_replaced_engine_and_trainer_find_each_other_by_other_transports(start
         run.wait_for_step(step)
         run.worker(victim).send_signal(signal.SIGKILL)
     summary = run.assert_finished(steps=12)
-    assert summary["worker_restarts"] == {"engine-1": 1, "trainer": 1, "engine-0": 1}
+    assert summary["restarts"] == {"engine-1": 1, "trainer": 1, "engine-0": 1}
 
 
 @pytest.mark.slow
@@ -98,8 +98,8 @@ def test_an_engine_that_is_stopped_counts_as_dead_and_its_sequences_go_on(start)
     assert "'engine-0' made no progress for 3 s" in stdout + stderr
     assert "it is stopped (SIGSTOP), so its stacks are not in its log" in stdout + stderr
     summary = json.loads((run.path / "summary.json").read_text())
-    assert summary["worker_restarts"] == {"engine-0": 1}
-    assert summary["sequences_continued"] > 0
+    assert summary["restarts"] == {"engine-0": 1}
+    assert summary["sequences_resumed"] > 0
 
 
 @pytest.mark.slow

@@ -65,10 +65,10 @@ def test_engines_that_do_not_take_turns_generate_while_the_trainer_steps(tmp_pat
 def test_taking_turns_is_still_asynchronous(in_turns):
     rows = read_metrics(in_turns.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 7))
-    assert max(row["staleness_max"] for row in rows) > 0
+    assert max(row["staleness/max"] for row in rows) > 0
 
 
 def test_evaluations_go_on_between_the_steps(in_turns):
     rows = read_metrics(in_turns.run_dir / "metrics.jsonl")
-    assert sum("accuracy" in row for row in rows) >= 2
+    assert sum("eval/accuracy" in row for row in rows) >= 2
     assert in_turns.accuracy_after is not None

@@ -14,7 +14,7 @@ from overlap import first_halves, generating_in, overlap, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import millrace as mr
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.training.checkpoints.directory import Found, newest_checkpoint
 
@@ -66,7 +66,7 @@ def test_a_run_leaves_what_the_run_directory_contract_says(finished):
 
 
 def test_rewards_rise(finished):
-    rewards = [row["reward_mean"] for row in read_metrics(finished.run_dir / "metrics.jsonl")]
+    rewards = [row["reward/mean"] for row in read_metrics(finished.run_dir / "metrics.jsonl")]
     assert sum(rewards[-3:]) > sum(rewards[:3])
 
 
@@ -84,8 +84,8 @@ def test_the_checkpoint_loads_with_transformers_and_is_not_the_model_it_started_
 
 def test_nothing_is_trained_beyond_the_staleness_limit(finished):
     rows = read_metrics(finished.run_dir / "metrics.jsonl")
-    assert max(row["staleness_max"] for row in rows) <= 2
-    assert max(row["staleness_max"] for row in rows) > 0
+    assert max(row["staleness/max"] for row in rows) <= 2
+    assert max(row["staleness/max"] for row in rows) > 0
 
 
 def test_the_trace_shows_generation_and_training_at_the_same_time(finished):
@@ -150,11 +150,11 @@ def test_at_staleness_zero_they_take_turns_and_their_logprobs_agree(settings, in
         trainer={"groups_per_step": 8},
     )
     rows = read_metrics(result.run_dir / "metrics.jsonl")
-    assert {row["staleness_max"] for row in rows} == {0}
-    assert rows[-1]["groups_cancelled"] == {}
-    assert sum("accuracy" in row for row in rows) >= 2
-    assert max(row["logprob_mismatch"] for row in rows) < 1e-5
-    assert max(abs(row["ratio_mean"] - 1) for row in rows) < 1e-4
+    assert {row["staleness/max"] for row in rows} == {0}
+    assert table(rows[-1], "cancelled") == {}
+    assert sum("eval/accuracy" in row for row in rows) >= 2
+    assert max(row["mismatch/logprob"] for row in rows) < 1e-5
+    assert max(abs(row["ratio/mean"] - 1) for row in rows) < 1e-4
     spans = read_trace(result.run_dir / "trace.json")
     # Steps are short beside the time in which a busy machine notes what it does; those of an
     # asynchronous run would overlap as a whole.
@@ -222,8 +222,8 @@ def troubled(model, tmp_path_factory) -> mr.RunResult:
 def test_a_failing_reward_and_a_prompt_that_is_too_long_cost_their_groups_only(troubled):
     rows = read_metrics(troubled.run_dir / "metrics.jsonl")
     assert troubled.steps == 8
-    assert rows[-1]["groups_failed"]["score"] > 0
-    assert rows[-1]["groups_failed"]["task"] >= 1
+    assert rows[-1]["failed/score"] > 0
+    assert rows[-1]["failed/task"] >= 1
 
 
 @pytest.mark.slow  # tests/rollout/test_dispatcher.py holds the rule and the sentence
@@ -241,7 +241,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(settings):
 def test_a_run_with_a_recipe_takes_several_updates_per_version(troubled):
     rows = read_metrics(troubled.run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == list(range(1, 9))
-    assert all(row["proximal_microbatches"] == 2 for row in rows)
-    assert all(0 < row["effective_share"] <= 1 for row in rows)
+    assert all(row["batch/proximal_microbatches"] == 2 for row in rows)
+    assert all(0 < row["ratio/effective_sample_size"] <= 1 for row in rows)
     samples = (troubled.run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()
     assert {json.loads(line)["advantage"] for line in samples} != {0.0}

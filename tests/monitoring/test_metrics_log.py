@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.monitoring.files.metrics import MetricsLog, read_metrics
+from millrace.monitoring.files.metrics import MetricsLog, flatten, read_metrics, table
 
 
 def test_every_row_is_on_disk_at_once(tmp_path):
@@ -20,10 +20,10 @@ def test_rows_are_strict_json_whatever_the_numbers(tmp_path):
     row = {
         "step": np.int64(1),
         "loss": np.float32(0.5),
-        "kl_k1": float("nan"),
-        "kl_k3": np.float64("inf"),
-        "score_parts": {"correct": float("-inf"), "length": None},
-        "staleness_histogram": {0: 12},
+        "mismatch/kl_k1": float("nan"),
+        "mismatch/kl_k3": np.float64("inf"),
+        "rewards": {"correct": float("-inf"), "length": None},
+        "staleness": {"share": {0: 12}},
     }
     MetricsLog(path).write(row)
 
@@ -33,10 +33,11 @@ def test_rows_are_strict_json_whatever_the_numbers(tmp_path):
     assert json.loads(path.read_text(), parse_constant=refuse) == {
         "step": 1,
         "loss": 0.5,
-        "kl_k1": None,
-        "kl_k3": None,
-        "score_parts": {"correct": None, "length": None},
-        "staleness_histogram": {"0": 12},
+        "mismatch/kl_k1": None,
+        "mismatch/kl_k3": None,
+        "rewards/correct": None,
+        "rewards/length": None,
+        "staleness/share/0": 12,
     }
 
 
@@ -75,3 +76,19 @@ def test_a_new_run_starts_with_an_empty_log(tmp_path):
     path.write_text('{"step": 1}\n')
     MetricsLog(path)
     assert read_metrics(path) == []
+
+
+def test_tables_become_keys_with_slashes_and_are_read_back():
+    row = flatten({"step": 1, "dropped": {"stale": 2}, "waiting": {"engine-0": {"no work": 0.5}}})
+    assert row == {"step": 1, "dropped/stale": 2, "waiting/engine-0/no_work": 0.5}
+    assert table(row, "dropped") == {"stale": 2}
+    assert table({"rewards/a/b/mean": 1, "rewards/a/b/share": 2}, "rewards", suffix="/mean") == {
+        "a/b": 1
+    }
+
+
+def test_metrics_of_an_older_version_are_refused_with_one_sentence(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "reward_mean": 0.5}\n')
+    with pytest.raises(ConfigError, match="was written by an older Millrace"):
+        read_metrics(path)

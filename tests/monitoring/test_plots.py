@@ -29,7 +29,9 @@ def test_a_reward_of_several_parts_gives_a_picture_of_them(tmp_path):
     run_dir = make_run(tmp_path / "x", steps=4)
     log = MetricsLog(run_dir.metrics, resume_from=4)
     for step, parts in ((5, {"correct": 0.5, "format": 1.0}), (6, {"format": None})):
-        log.write({**metrics_row(step), "score_parts": parts})
+        log.write(
+            {**metrics_row(step), "rewards": {name: {"mean": part} for name, part in parts.items()}}
+        )
     log.close()
     written = render_plots(run_dir.path)
     assert [path.name for path in written][:2] == ["reward.png", "parts.png"]

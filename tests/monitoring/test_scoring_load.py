@@ -5,8 +5,8 @@ from dataclasses import replace
 from synthetic_run import make_run
 
 from millrace.core.spans import ScorerLoad
-from millrace.monitoring.rates import ScorerRates, limit_text, total_text
 from millrace.monitoring.report.summary import summarise, summary_table
+from millrace.monitoring.scorer_load import ScorerRates, limit_text, total_text
 
 LOAD = ScorerLoad(
     concurrency=4,
@@ -41,11 +41,12 @@ def test_a_row_tells_busy_share_and_wait_since_the_row_before():
 def test_it_is_said_that_scoring_limits_the_run_and_by_how_much():
     idle = replace(LOAD, in_flight=0, waiting=0)
     assert limit_text({"judge": LOAD, "idle": idle}, waited=0.634) == (
-        "scoring limits the run: the trainer waits for it 63%; judge 4/4 busy, 120 episodes wait"
+        "scoring limits the run: the trainer spends 63% of its time waiting for scores;"
+        " judge 4/4 busy, 120 episodes waiting"
     )
     held = replace(LOAD, in_flight=0, is_held=True)
     assert limit_text({"judge": held}, waited=1.0).endswith(
-        "judge 0/4 busy, 120 episodes wait until it can be asked again"
+        "judge 0/4 busy, 120 episodes waiting until the scorer is reachable again"
     )
     assert limit_text({"judge": LOAD}, waited=0.05) == ""
 
@@ -53,7 +54,9 @@ def test_it_is_said_that_scoring_limits_the_run_and_by_how_much():
 def test_the_summary_tells_what_scorers_did_and_what_they_cost(tmp_path):
     rates = ScorerRates()
     totals = rates.row({"judge": LOAD})["judge"]
-    assert total_text(totals) == "50 episodes in 53 calls, 3 tried again, 7 episodes gated out"
+    assert (
+        total_text(totals) == "50 episodes in 53 calls, 3 retries, 7 episodes skipped by its gate"
+    )
     make_run(tmp_path / "x", steps=4)
     table = summary_table(replace(summarise(tmp_path / "x"), scorers={"judge": totals}))
     labels = [str(cell) for cell in table.columns[0].cells]

@@ -26,9 +26,9 @@ def test_a_finished_run(tmp_path):
     assert (summary.samples_per_s, summary.tokens_per_s) == (128.0, 2000.0)
     assert summary.staleness_mean == pytest.approx(0.8)
     assert summary.staleness_max == 2
-    assert summary.dropped == {"too stale": 4}
+    assert summary.dropped == {"too_stale": 4}
     assert summary.cancelled == {"generating": 5}
-    assert summary.failed == {"reward raised": 2}
+    assert summary.failed == {"reward_raised": 2}
     trainer = summary.workers["trainer"]
     assert trainer is not None
     assert trainer.busy == pytest.approx(0.5)
@@ -43,16 +43,16 @@ def test_the_table_says_it_all(tmp_path):
         "40 in 0:20",
         "0.310 → 0.940",
         "128 samples/s, 2.00k tokens/s",
-        "0.80 on average, at most 2",
+        "mean 0.80, max 2",
         "5 (generating 5)",
-        "spread 0.25 in a rollout, 0.75 in a group",
+        "0.25 per rollout, 0.75 per group",
         "520 (cancelled 400, dropped 120)",
-        "their staleness: dropped 3.00, cancelled 2.50",
-        "about 800 more saved by cancelling",
+        "mean staleness: dropped 3.00, cancelled 2.50",
+        "cancelling saved about 800 tokens",
         "75% busy (generate 70%, swap 5%), waits: the trainer (buffer full) 25%",
         "50% busy (step 40%, publish 10%), waits: generation 30%, scores 20%",
-        "4 (too stale 4)",
-        "2 (reward raised 2)",
+        "4 (too_stale 4)",
+        "2 (reward_raised 2)",
     ):
         assert fact in text
     assert {len(line) for line in text_of(tmp_path / "x", width=80).splitlines()} <= set(range(81))

@@ -85,11 +85,11 @@ def test_a_step_is_taken_with_the_advantages_of_a_plain_loop(kind, normalize):
     advantages = np.concatenate([a for a, _ in estimates])
     values = np.concatenate([v for _, v in estimates])
     returns = advantages + values
-    assert metrics["value_mean"] == pytest.approx(values.mean(), abs=1e-5)
-    assert metrics["return_mean"] == pytest.approx(returns.mean(), abs=1e-5)
+    assert metrics["critic/value_mean"] == pytest.approx(values.mean(), abs=1e-5)
+    assert metrics["critic/return_mean"] == pytest.approx(returns.mean(), abs=1e-5)
     explained = 1 - (returns - values).var() / returns.var()
-    assert metrics["explained_variance"] == pytest.approx(explained, abs=1e-4)
-    assert metrics["value_loss"] == pytest.approx(np.mean(advantages**2), rel=1e-4)
+    assert metrics["critic/explained_variance"] == pytest.approx(explained, abs=1e-4)
+    assert metrics["critic/loss"] == pytest.approx(np.mean(advantages**2), rel=1e-4)
     order = [rollouts.index(r) for r in in_order_of(rollouts, batch.microbatches[0])]
     expected = np.concatenate([estimates[i][0] for i in order])
     if normalize:
@@ -152,7 +152,13 @@ def test_a_step_does_not_depend_on_the_packing(kind):
     assert one == 1
     assert several >= 3
     for name in (
-        *("value_loss", "explained_variance", "value_mean", "return_mean", "critic_grad_norm"),
+        *(
+            "critic/loss",
+            "critic/explained_variance",
+            "critic/value_mean",
+            "critic/return_mean",
+            "critic/grad_norm",
+        ),
         *("loss", "grad_norm"),
     ):
         assert metrics[name] == pytest.approx(others[name], rel=1e-3, abs=1e-5), name
@@ -175,8 +181,8 @@ def test_the_critic_computes_as_the_trainer_is_told_to(settings, tolerance):
         critic.learn(critic.judge([batch])[0])
         outcomes.append(critic.step_metrics())
     expected, metrics = outcomes
-    assert metrics["value_loss"] == pytest.approx(expected["value_loss"], rel=tolerance)
-    assert metrics["critic_grad_norm"] == pytest.approx(expected["critic_grad_norm"], rel=tolerance)
+    assert metrics["critic/loss"] == pytest.approx(expected["critic/loss"], rel=tolerance)
+    assert metrics["critic/grad_norm"] == pytest.approx(expected["critic/grad_norm"], rel=tolerance)
 
 
 def test_what_was_cut_is_worth_what_the_critic_expects_of_the_rest():
@@ -209,7 +215,7 @@ def test_all_minibatches_are_judged_before_the_first_update():
         assert np.array_equal(tokens.advantages.numpy(), batch.microbatches[0].advantages)
     both = np.concatenate([tokens.advantages.numpy() for tokens in spy.seen])
     assert both.mean() == pytest.approx(0, abs=1e-6)
-    assert metrics["value_mean"] == pytest.approx(
+    assert metrics["critic/value_mean"] == pytest.approx(
         np.mean(np.concatenate([b.microbatches[0].values for b in expected])), rel=1e-5
     )
 
@@ -290,8 +296,14 @@ def test_what_does_not_fit_into_memory_is_split_and_judged_and_learned_alike():
         trainer = trainer_of(tiny_model("qwen3"), critic=critic, learning_rate=1e-3)
         outcomes.append((trainer.step(batch), weights_of(critic)))
     (whole, weights), (split, split_weights) = outcomes
-    assert split["microbatches"] > whole["microbatches"]
-    for name in ("value_loss", "explained_variance", "loss", "grad_norm", "trained_tokens"):
+    assert split["batch/microbatches"] > whole["batch/microbatches"]
+    for name in (
+        "critic/loss",
+        "critic/explained_variance",
+        "loss",
+        "grad_norm",
+        "batch/trained_tokens",
+    ):
         assert split[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-5), name
     for name, weight in weights.items():
         torch.testing.assert_close(weight, split_weights[name], rtol=1e-3, atol=1e-4, msg=name)
@@ -303,7 +315,7 @@ def test_an_update_in_which_the_critic_cannot_learn_is_skipped_for_both():
     before = {name: w.clone() for name, w in trainer.named_weights().items()}
     judging = weights_of(critic)
     metrics = trainer.step(judged_batch(rollouts_of("unrelated"), scores=SCORES))
-    assert metrics["updates_skipped"] == 1
+    assert metrics["skipped/updates"] == 1
     assert trainer.skipped == (0,)
     for name, weight in trainer.named_weights().items():
         assert torch.equal(weight, before[name]), name
@@ -321,6 +333,6 @@ def test_the_critic_comes_to_explain_what_the_prompt_decides():
         rollouts = [random_rollout(generator, begin=[3, token]) for token in decisive]
         scores = (decisive > 11).astype(float)
         metrics = trainer.step(judged_batch(rollouts, scores=scores, cut=[False] * 16))
-        explained.append(metrics["explained_variance"])
+        explained.append(metrics["critic/explained_variance"])
     assert np.mean(explained[:3]) < 0
     assert np.mean(explained[-3:]) > 0.3

@@ -39,9 +39,9 @@ def test_a_step_of_two_updates_is_two_steps_that_make_one_version():
     assert (together.steps_done, apart.steps_done) == (1, 2)
     for name, weight in together.named_weights().items():
         assert torch.equal(weight, apart.named_weights()[name]), name
-    tokens = [m["trained_tokens"] for m in separate]
-    assert metrics["trained_tokens"] == sum(tokens)
-    for name in ("entropy", "kl_k3", "clipped_share"):
+    tokens = [m["batch/trained_tokens"] for m in separate]
+    assert metrics["batch/trained_tokens"] == sum(tokens)
+    for name in ("entropy", "mismatch/kl_k3", "clip_ratio"):
         expected = np.average([m[name] for m in separate], weights=tokens)
         assert metrics[name] == pytest.approx(expected), name
     for name in ("loss", "grad_norm"):
@@ -55,7 +55,7 @@ def test_every_update_of_a_step_compares_with_the_policy_before_the_first():
         before = [untouched.token_logprobs(b.microbatches[0])[0] for b in batches]
     spy = Spy(needs_proximal=True)
     metrics = trainer_of(tiny_model("llama"), loss=spy).step(*batches)
-    assert metrics["proximal_microbatches"] == 2
+    assert metrics["batch/proximal_microbatches"] == 2
     for tokens, expected in zip(spy.seen, before, strict=True):
         torch.testing.assert_close(tokens.proximal_logprobs, expected)
     second = spy.seen[1]
@@ -70,7 +70,7 @@ def test_an_update_that_is_not_finite_is_left_out_and_the_others_of_its_step_cou
     metrics = trainer.step(*batches)
     alone = expected.step(batches[1 - bad])
     assert (trainer.skipped, trainer.steps_done) == ((bad,), 1)
-    assert metrics == {**alone, "updates_skipped": 1}
+    assert metrics == {**alone, "skipped/updates": 1}
     for name, weight in trainer.named_weights().items():
         assert torch.equal(weight, expected.named_weights()[name]), name
 
@@ -78,7 +78,7 @@ def test_an_update_that_is_not_finite_is_left_out_and_the_others_of_its_step_cou
 def test_one_update_needs_no_forward_pass_for_the_policy_before_it():
     spy = Spy(needs_proximal=True)
     metrics = trainer_of(tiny_model("llama"), loss=spy).step(two_batches()[0])
-    assert metrics["proximal_microbatches"] == 0
+    assert metrics["batch/proximal_microbatches"] == 0
     assert spy.seen[0].proximal_logprobs is None
 
 
@@ -103,8 +103,8 @@ def test_the_pass_for_it_is_split_like_any_other_when_memory_is_short(monkeypatc
     monkeypatch.setattr(trainer.model.model, "forward", small)
     metrics = trainer.step(*batches)
     expected = trainer_of(tiny_model("llama"), loss=Spy(needs_proximal=True)).step(*batches)
-    assert len(spy.seen) == metrics["microbatches"] > 2
-    for name in ("loss", "grad_norm", "entropy", "ratio_mean"):
+    assert len(spy.seen) == metrics["batch/microbatches"] > 2
+    for name in ("loss", "grad_norm", "entropy", "ratio/mean"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
@@ -139,7 +139,7 @@ def test_every_epoch_compares_with_the_policy_before_the_first_computed_once():
     spy = Spy(needs_proximal=True)
     trainer = trainer_of(tiny_model("llama"), loss=spy, epochs=2)
     metrics = trainer.step(two_batches()[0])
-    assert metrics["proximal_microbatches"] == 1
+    assert metrics["batch/proximal_microbatches"] == 1
     first, second = spy.seen
     assert torch.equal(first.proximal_logprobs, second.proximal_logprobs)
     torch.testing.assert_close(first.trainer_logprobs, first.proximal_logprobs)

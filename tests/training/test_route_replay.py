@@ -238,8 +238,8 @@ def test_a_step_with_replayed_routes_learns():
     batch = batch_of(rollouts_of(requests, finish_all(astray_engine(), requests)))
     trainer = replaying(tiny_model(MIXTURE))
     metrics = trainer.step(batch)
-    assert metrics["logprob_mismatch"] < 1e-5
-    assert metrics["routes_replayed"] == 1
+    assert metrics["mismatch/logprob"] < 1e-5
+    assert metrics["routing/replayed_share"] == 1
     assert differences(trainer, batch).max() > 1e-4
 
 
@@ -256,4 +256,4 @@ def test_a_gpu_sends_tokens_where_its_engine_did(compiles: bool):
     replayed = differences(trainer, batch).mean()
     assert replayed < 0.1
     assert differences(trainer, without_routes(batch)).mean() > 5 * replayed
-    assert trainer.step(batch)["routes_replayed"] == 1
+    assert trainer.step(batch)["routing/replayed_share"] == 1

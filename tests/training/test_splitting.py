@@ -85,15 +85,15 @@ def test_a_microbatch_that_does_not_fit_is_split_and_the_step_is_the_same(kind, 
         model.get_input_embeddings().weight.register_hook(loss.run_out)
     metrics = trainer.step(batch)
     expected = trainer_of(tiny_model("llama")).step(batch)
-    assert metrics["microbatch_splits"] >= 2
-    assert metrics["microbatches"] == metrics["microbatch_splits"] + 1
-    assert expected["microbatch_splits"] == 0
-    for name in ("loss", "grad_norm", "entropy", "trained_tokens"):
+    assert metrics["batch/microbatch_splits"] >= 2
+    assert metrics["batch/microbatches"] == metrics["batch/microbatch_splits"] + 1
+    assert expected["batch/microbatch_splits"] == 0
+    for name in ("loss", "grad_norm", "entropy", "batch/trained_tokens"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     # What did not fit once is not tried again.
     loss.num_calls = 0
     again = trainer.step(batch)
-    assert loss.num_calls == again["microbatches"]
+    assert loss.num_calls == again["batch/microbatches"]
 
 
 def test_a_sequence_that_does_not_fit_alone_fails_the_run_and_changes_nothing():

@@ -33,27 +33,29 @@ def summary_of(*parts) -> dict[str, float]:
 
 def test_on_policy_everything_is_exactly_where_it_should_be():
     summary = summary_of([1.0] * 7)
-    for name in ("ratio_mean", "ratio_min", "ratio_max", "ratio_p01", "ratio_p99"):
+    for name in ("ratio/mean", "ratio/min", "ratio/max", "ratio/p01", "ratio/p99"):
         assert summary[name] == 1.0, name
-    assert summary["effective_share"] == 1.0
-    assert summary["kl_k1"] == summary["kl_k2"] == summary["kl_k3"] == 0.0
+    assert summary["ratio/effective_sample_size"] == 1.0
+    assert (
+        summary["mismatch/kl_k1"] == summary["mismatch/kl_k2"] == summary["mismatch/kl_k3"] == 0.0
+    )
 
 
 def test_hand_computed_ratios():
     summary = summary_of([0.5, 2.0, 1.0])
-    assert summary["ratio_mean"] == pytest.approx(3.5 / 3)
-    assert (summary["ratio_min"], summary["ratio_max"]) == pytest.approx((0.5, 2.0))
-    assert summary["effective_share"] == pytest.approx(3.5**2 / (3 * 5.25))
-    assert summary["kl_k1"] == pytest.approx(0.0, abs=1e-6)
-    assert summary["kl_k2"] == pytest.approx(math.log(2) ** 2 / 3)
-    assert summary["kl_k3"] == pytest.approx(0.5 / 3)
+    assert summary["ratio/mean"] == pytest.approx(3.5 / 3)
+    assert (summary["ratio/min"], summary["ratio/max"]) == pytest.approx((0.5, 2.0))
+    assert summary["ratio/effective_sample_size"] == pytest.approx(3.5**2 / (3 * 5.25))
+    assert summary["mismatch/kl_k1"] == pytest.approx(0.0, abs=1e-6)
+    assert summary["mismatch/kl_k2"] == pytest.approx(math.log(2) ** 2 / 3)
+    assert summary["mismatch/kl_k3"] == pytest.approx(0.5 / 3)
 
 
 def test_quantiles_are_right_to_a_hundredth():
     ratios = torch.linspace(0.7, 1.6, 5001).tolist()
     summary = summary_of(ratios[:2000], ratios[2000:])
-    assert summary["ratio_p01"] == pytest.approx(0.709, rel=0.01)
-    assert summary["ratio_p99"] == pytest.approx(1.591, rel=0.01)
+    assert summary["ratio/p01"] == pytest.approx(0.709, rel=0.01)
+    assert summary["ratio/p99"] == pytest.approx(1.591, rel=0.01)
 
 
 def test_parts_of_a_step_add_up_to_the_whole():
@@ -68,4 +70,4 @@ def test_parts_of_a_step_add_up_to_the_whole():
 
 
 def test_what_is_no_number_says_so():
-    assert math.isnan(summary_of([math.nan, 1.0])["ratio_mean"])
+    assert math.isnan(summary_of([math.nan, 1.0])["ratio/mean"])

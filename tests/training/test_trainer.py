@@ -119,21 +119,21 @@ def test_metrics_do_not_depend_on_the_split_and_match_a_hand_computed_step():
     log_ratio = (logprobs - engine).double()
     expected = {
         "entropy": entropies.mean(),
-        "kl_k1": -log_ratio.mean(),
-        "kl_k3": (log_ratio.exp() - 1 - log_ratio).mean(),
-        "ratio_mean": log_ratio.exp().mean(),
-        "ratio_max": log_ratio.exp().max(),
-        "logprob_mismatch": log_ratio.abs().mean(),
-        "trained_tokens": float(len(engine)),
+        "mismatch/kl_k1": -log_ratio.mean(),
+        "mismatch/kl_k3": (log_ratio.exp() - 1 - log_ratio).mean(),
+        "ratio/mean": log_ratio.exp().mean(),
+        "ratio/max": log_ratio.exp().max(),
+        "mismatch/logprob": log_ratio.abs().mean(),
+        "batch/trained_tokens": float(len(engine)),
         "learning_rate": 1e-2,
     }
     for microbatch_tokens, num_microbatches in ((10_000, 1), (30, 3)):
         batch = batch_of(rollouts, microbatch_tokens=microbatch_tokens)
         metrics = trainer_of(tiny_model("llama")).step(batch)
-        assert metrics["microbatches"] == len(batch.microbatches) == num_microbatches
+        assert metrics["batch/microbatches"] == len(batch.microbatches) == num_microbatches
         for name, value in expected.items():
             assert metrics[name] == pytest.approx(float(value), rel=1e-4), name
-        assert 0 < metrics["clipped_share"] < 1
+        assert 0 < metrics["clip_ratio"] < 1
         assert metrics["grad_norm"] > 0
 
 
@@ -155,7 +155,7 @@ def test_steps_make_good_tokens_likelier_and_bad_ones_less_likely():
     microbatch.engine_logprobs[:] = own.numpy()
     good_before, bad_before = mean_logprobs()
     metrics = trainer.step(batch)
-    assert metrics["logprob_mismatch"] < 1e-6
+    assert metrics["mismatch/logprob"] < 1e-6
     assert metrics["loss"] == pytest.approx(0.0, abs=1e-6)
     trainer.step(batch)
     good_after, bad_after = mean_logprobs()
@@ -229,11 +229,11 @@ def test_a_step_that_is_not_finite_makes_its_version_and_changes_nothing(poison)
     for one in (trainer, untouched):
         one.step(good)
     metrics = trainer.step(bad)
-    assert (metrics["updates_skipped"], trainer.skipped, trainer.steps_done) == (1, (0,), 2)
+    assert (metrics["skipped/updates"], trainer.skipped, trainer.steps_done) == (1, (0,), 2)
     assert math.isnan(metrics["loss"])
     # The optimizer's moments are as they were, too: the next step is the same for both.
     for one in (trainer, untouched):
-        assert one.step(good)["updates_skipped"] == 0
+        assert one.step(good)["skipped/updates"] == 0
     assert trainer.skipped == ()
     for name, weight in trainer.named_weights().items():
         assert torch.equal(weight, untouched.named_weights()[name]), name
@@ -249,7 +249,7 @@ def test_float16_keeps_its_scale_where_the_scale_is_not_the_reason():
     trainer = trainer_of(tiny_model("llama"), compute_dtype=torch.float16, loss=loss)
     metrics = trainer.step(batch_of(mixed_rollouts(rng())))
     assert metrics["loss"] == 0
-    assert metrics["updates_skipped"] == 1
+    assert metrics["skipped/updates"] == 1
     assert metrics["loss_scale"] == LossScale(is_on=True).value
 
 
@@ -266,7 +266,7 @@ def test_microbatches_without_trained_tokens_cost_nothing():
         num_trained_tokens=batch.num_trained_tokens,
     )
     metrics = trainer_of(tiny_model("llama")).step(with_empty)
-    assert metrics["microbatches"] == 1
+    assert metrics["batch/microbatches"] == 1
 
 
 def test_read_only_arrays_from_the_wire_are_fine(recwarn):

@@ -164,8 +164,8 @@ def test_a_critic_is_saved_and_restored_but_never_published(link, config, tmp_pa
     step = judged_batch(rollouts)
     assert link.call(StartTrainer(config=config, checkpoint=None)) == Done()
     first = link.call(TrainStep(batch=step, version=1))
-    assert {"value_loss", "explained_variance"} <= first.metrics.keys()
-    assert first.metrics["value_mean"] == 0  # as it is before it has learned anything
+    assert {"critic/loss", "critic/explained_variance"} <= first.metrics.keys()
+    assert first.metrics["critic/value_mean"] == 0  # as it is before it has learned anything
     weights = staged(link.event(Published).update)
     policy = build_trainer(load_config(config), path=config["model"]["path"])
     assert weights.keys() == policy.named_weights().keys()
@@ -186,7 +186,7 @@ def test_progress_tells_spans_and_counters(link, config):
         progress = link.event(WorkerProgress)
         spans += progress.spans
     assert progress.counters["steps"] == 1
-    assert progress.counters["trained_tokens"] == reply.metrics["trained_tokens"] == 22
+    assert progress.counters["trained_tokens"] == reply.metrics["batch/trained_tokens"] == 22
     assert {span.worker for span in spans} == {"trainer"}
     busy = {span.name: span.busy for span in spans}
     assert busy["step"]
@@ -309,7 +309,7 @@ def test_a_skipped_step_publishes_a_version_with_the_weights_of_the_one_before(l
     link.call(StartTrainer(config=config, checkpoint=None))
     expected = build_trainer(load_config(config), path=config["model"]["path"]).named_weights()
     reply = link.call(TrainStep(batch=poisoned_batch(), version=1))
-    assert (reply.version, reply.skipped, reply.metrics["updates_skipped"]) == (1, (0,), 1)
+    assert (reply.version, reply.skipped, reply.metrics["skipped/updates"]) == (1, (0,), 1)
     update = link.event(Published).update
     assert update.version == 1
     for name, weight in staged(update).items():

@@ -19,7 +19,7 @@ from millrace.monitoring.files.metrics import read_metrics
 def test_a_run_learns_over(transport: str, payload: str, model: Path, tmp_path: Path):
     result = run_over(model, tmp_path, weights={"transport": transport, "payload": payload})
     rows = read_metrics(result.run_dir / "metrics.jsonl")
-    assert [row["staleness_max"] for row in rows] == [0] * 4
+    assert [row["staleness/max"] for row in rows] == [0] * 4
     assert not (result.run_dir / "weights").exists()
 
 
@@ -34,7 +34,7 @@ def test_a_run_tells_an_engine_elsewhere_of_every_version_and_survives_one_that_
     assert 4 in engine.versions
     assert engine.versions == sorted(set(engine.versions))
     assert all(engine.had_marker)
-    assert "notify_failures" in read_metrics(result.run_dir / "metrics.jsonl")[-1]
+    assert "weights/notify_failures" in read_metrics(result.run_dir / "metrics.jsonl")[-1]
     said = "".join(capfd.readouterr())
     assert f"warning: {gone.url} could not be told" in said
     assert "posts to weights.notify failed" in said

@@ -112,8 +112,8 @@ def _rates(run_dir: Path) -> dict[str, Any]:
     roles = mean_by_role(activity.total())
     return {
         "samples_per_s": episodes / (last["time_s"] - first["time_s"]),
-        "completion_tokens_mean": sum(r["completion_tokens_mean"] for r in rows) / len(rows),
-        "staleness_mean": sum(r["staleness_mean"] for r in rows) / len(rows),
+        "completion_tokens_mean": sum(r["completion_length/mean"] for r in rows) / len(rows),
+        "staleness_mean": sum(r["staleness/mean"] for r in rows) / len(rows),
         "busy": {role: shares.busy for role, shares in roles.items()},
         "waiting": {role: shares.waiting for role, shares in roles.items()},
     }

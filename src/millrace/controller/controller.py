@@ -30,7 +30,7 @@ from millrace.controller.eval_schedule import (
     PinnedEvalScheduler,
     SharedEvalScheduler,
 )
-from millrace.controller.evaluation import EvalSet, Evaluation
+from millrace.controller.evaluation import EvalSet, Evaluation, Tally
 from millrace.controller.learner import Learner
 from millrace.controller.orders import build_sampler
 from millrace.core.records import Group, Task
@@ -107,6 +107,7 @@ class Controller:
         self._courses = PartialRollouts(
             journal, every_s=config.journal.partial_every_s if goes_on else 0
         )
+        self._tallies: list[Tally] = []  # of the evaluations under way
         self._failures = Failures(max_share=config.rollout.max_failure_share)
         self._limit = config.buffer.limit
         self._admission = Admission(
@@ -169,11 +170,12 @@ class Controller:
         await self._batches.restore(self._learner.version)
         waiting = await self._journal.groups(list(self._journal.ledger.waiting))
         async with asyncio.TaskGroup() as activities:
+            watching = activities.create_task(self._watcher.run(self.moment))
             await self._examiner.begin(activities)
+            self._watcher.begin_training()
             dispatching = activities.create_task(self._dispatcher.run(waiting))
             noting = activities.create_task(self._courses.run())
             broadcasting = activities.create_task(self._broadcaster.run(self._trainer))
-            watching = activities.create_task(self._watcher.run(self.moment))
             starting = activities.create_task(self._rounds.run()) if self._rounds else None
             await self._learner.run(activities)
             if starting is not None:
@@ -226,7 +228,15 @@ class Controller:
             sequences_continued=self._engines.continued.sequences,
             resumed_tokens=self._courses.num_resumed,
             scorers_lost=self._scorers.workers_lost,
+            evaluating=self._evaluating,
         )
+
+    @property
+    def _evaluating(self) -> tuple[int, int] | None:
+        """Held-out tasks that are done and in total, while an evaluation is under way."""
+        if not self._tallies:
+            return None
+        return sum(t.num_scored for t in self._tallies), sum(t.num_tasks for t in self._tallies)
 
     async def _expire(self, version: int) -> None:
         """Give up what is too old for a take at `version`, which is the next."""
@@ -248,7 +258,11 @@ class Controller:
             moved=lambda: tally.moved,
             warn=self._watcher.warn,
         )
-        evaluation = await stalls.until(self._held_out.evaluate(step, tally=tally))
+        self._tallies.append(tally)
+        try:
+            evaluation = await stalls.until(self._held_out.evaluate(step, tally=tally))
+        finally:
+            self._tallies.remove(tally)
         if evaluation is not None:
             if evaluation.num_unscored:
                 self._watcher.warn(

@@ -37,17 +37,21 @@ class Evaluation:
     groups: tuple[Group, ...]  # in task order; failed ones left out
 
     def metrics(self) -> dict[str, Any]:
-        """As a row of the metrics shows it."""
+        """As a metrics row holds it."""
         several = {
-            f"mean@{self.samples}": self.accuracy,
-            **{f"pass@{k}": share for k, share in self.pass_at.items()},
+            f"eval/mean@{self.samples}": self.accuracy,
+            **{f"eval/pass@{k}": share for k, share in self.pass_at.items()},
         }
         return {
-            "accuracy": self.accuracy,
+            "eval/accuracy": self.accuracy,
             **(several if self.samples > 1 else {}),
-            "evaluation_step": self.step,
-            "evaluation_versions": self.versions,
-            **({"evaluation_unscored": self.num_unscored} if self.num_unscored else {}),
+            "eval/step": self.step,
+            **(
+                {"eval/version_min": min(self.versions), "eval/version_max": max(self.versions)}
+                if self.versions
+                else {}
+            ),
+            **({"eval/unscored": self.num_unscored} if self.num_unscored else {}),
         }
 
 

@@ -24,7 +24,7 @@ from millrace.inference.pool import EnginePool
 from millrace.journal import Journal, NoJournal
 from millrace.monitoring.files.skipped_steps import SkippedSteps
 from millrace.monitoring.monitor import SCORES, RunGauges, RunMonitor
-from millrace.monitoring.rates import where_text
+from millrace.monitoring.scorer_load import queue_text
 from millrace.monitoring.terminal.text import counts
 from millrace.training.checkpoints.schedule import Checkpointing
 from millrace.training.group import TrainerGroup
@@ -140,7 +140,7 @@ class Learner:
         await self._save_skipped(stepped, taken.groups)
         metrics = dict(stepped.metrics)
         if self._config.weights.notify:
-            metrics["notify_failures"] = float(self._notifier.num_failed)
+            metrics["weights/notify_failures"] = float(self._notifier.num_failed)
         self._watcher.step(
             self._moment(), groups=taken.groups, replayed=taken.replayed, trainer_metrics=metrics
         )
@@ -219,7 +219,7 @@ def _at_scorers(moment: RunGauges) -> str:
     """Where the groups are that the trainer waits for, if they are there."""
     if moment.trainer_waits_for != SCORES:
         return ""
-    return f" In scoring: {where_text(moment.scorers)}."
+    return f" In scoring: {queue_text(moment.scorers)}."
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,7 +1,7 @@
 """How busy each worker is and what it waits for: over the last seconds, and over the whole run.
 
-Promise: the shares of one worker sum to 1 over the time it reported. Start-up (loading a model,
-say) is not counted: it says nothing about the flow. Called from the controller's event loop.
+Promise: the shares of one worker sum to 1 over the time that it reported. Start-up, such as loading
+a model, is not counted. Called from the controller's event loop.
 """
 
 from collections import defaultdict, deque
@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 
 from millrace.core.spans import Span
 
-STARTING = ("start", "load")  # activities of a worker that is not yet part of the flow
+# Activities of a worker that is not serving yet, and how progress describes them.
+STARTING = {
+    "start": "starting the process",
+    "load": "loading the model",
+    "compile": "compiling and warming up",
+}
 ROLES = ("engine", "trainer")  # shown first, in this order
 
 
@@ -24,7 +29,7 @@ class Shares:
 
     @property
     def top_wait(self) -> str | None:
-        """What it waits for most; None if it never waits."""
+        """The reason it waits for longest; None if it never waits."""
         return max(self.waiting, key=lambda reason: self.waiting[reason], default=None)
 
 
@@ -75,7 +80,7 @@ def role_of(worker: str) -> str:
 
 
 def in_order(workers: Iterable[str]) -> list[str]:
-    """Engines, the trainer, and then the others: the order in which a reader looks for them."""
+    """Engines, then the trainer, then the others."""
 
     def rank(worker: str) -> tuple[int, str, int]:
         role = role_of(worker)
@@ -87,7 +92,7 @@ def in_order(workers: Iterable[str]) -> list[str]:
 
 
 def mean_by_role(workers: Mapping[str, Shares | None]) -> dict[str, Shares]:
-    """One row per role, each the mean of its workers that are past their start-up."""
+    """Per role, the mean over its workers that have finished their start-up."""
     members: dict[str, list[Shares]] = defaultdict(list)
     for worker, shares in workers.items():
         if shares is not None:

@@ -6,9 +6,11 @@ so a second process cannot join in, and a reader can tell a running run from one
 
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +18,6 @@ import tomli_w
 
 from millrace.config import RunConfig
 from millrace.core.errors import ConfigError
-from millrace.monitoring.strict_json import plain
 
 
 class RunDir:
@@ -71,7 +72,7 @@ class RunDir:
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """The last file of a run: its presence says that the run finished."""
-        write_atomically(self.summary, json.dumps(plain(values), indent=2) + "\n")
+        write_atomically(self.summary, json.dumps(to_json(values), indent=2) + "\n")
 
     def remove_run(self) -> None:
         """Delete what an earlier run left here, and nothing else."""
@@ -144,6 +145,24 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def to_json(value: Any) -> Any:
+    """`value` with JSON types only: NaN and infinity become null.
+
+    Raises TypeError for a value without a JSON form.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): to_json(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(below) for below in value]
+    raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
 
 
 def _self_contained(config: RunConfig) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Promise: a worker that is returned has loaded its model; one that could not is g
 Runs on the controller's event loop.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from millrace.cluster.hub import Hub
@@ -25,6 +25,7 @@ class Launcher:
         hub: Hub,
         remote_threads: int | None,
         gpu_env: Mapping[str, str],
+        on_phase: Callable[[str, str | None], None],
     ) -> None:
         """`remote_threads` of an engine as the user set them: this machine's cores are not
         another's. `gpu_env`: of engines and the trainer only; a scorer may be killed at any time,
@@ -32,6 +33,7 @@ class Launcher:
         self._prepared = prepared
         self._hub = hub
         self._gpu_env = gpu_env
+        self._on_phase = on_phase  # called with a worker's start-up phase; None when it is ready
         self._timeout_s = prepared.config.cluster.start_timeout_s
         engine = prepared.config.engine
         adapters = {name: _from_any_folder(path) for name, path in engine.adapters.items()}
@@ -40,7 +42,7 @@ class Launcher:
 
     async def start_engine(self, name: str, *, is_late: bool = False) -> Worker:
         """`is_late`: the newest weights will be brought to it before it serves."""
-        worker = await self._hub.launch(name, "millrace.inference.worker", env=self._gpu_env)
+        worker = await self._launch(name, "millrace.inference.worker", env=self._gpu_env)
         await self._load(worker, self._model(self._prepared.config, is_late=is_late))
         return worker
 
@@ -54,7 +56,7 @@ class Launcher:
             "lora": None,
             "weights": WeightsConfig(),  # those of the run never come to it
         }
-        worker = await self._hub.launch(name, "millrace.inference.worker", env=self._gpu_env)
+        worker = await self._launch(name, "millrace.inference.worker", env=self._gpu_env)
         start = StartEngine(
             config=config.model_copy(update=own).model_dump(mode="json"),
             model_path=_from_any_folder(settings.path),
@@ -70,6 +72,7 @@ class Launcher:
         self, name: str, *, timeout_s: float | None, is_late: bool = False
     ) -> Worker:
         """One that another host brings."""
+        self._on_phase(name, "waiting for another host to join")
         worker = await self._hub.expect(name, timeout_s=timeout_s)
         try:
             await self._load(worker, self._model(self._remote_config, is_late=is_late))
@@ -78,7 +81,7 @@ class Launcher:
         return worker
 
     async def start_trainer(self, checkpoint: Path | None) -> Worker:
-        worker = await self._hub.launch(
+        worker = await self._launch(
             "trainer", "millrace.training.worker", env=behind(self._gpu_env)
         )
         start = StartTrainer(
@@ -100,9 +103,15 @@ class Launcher:
             notes_routes=config.trainer.replay_routes,
         )
 
+    async def _launch(self, name: str, module: str, *, env: Mapping[str, str]) -> Worker:
+        self._on_phase(name, "starting the process")
+        return await self._hub.launch(name, module, env=env)
+
     async def _load(self, worker: Worker, start: Message) -> None:
+        self._on_phase(worker.name, "loading the model")
         try:
             await worker.call(start, timeout_s=self._timeout_s)
+            self._on_phase(worker.name, None)
         except ConfigError:
             await worker.stop()  # it is well, and has said what is wrong
             raise

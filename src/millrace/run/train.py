@@ -35,6 +35,8 @@ from millrace.journal import Journal, NoJournal
 from millrace.monitoring.files.skipped_steps import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
+from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
+from millrace.monitoring.trackers import build_trackers
 from millrace.run.launch import Launcher
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import controlled
@@ -74,20 +76,32 @@ def train(
     """
     play, table = _environment_of(environment)
     settled = load_config(config, overrides={**settings, **table})
-    prepared = prepare(
-        settled,
-        tasks=tasks,
-        eval_tasks=eval_tasks,
-        scorers=[scorers] if callable(scorers) else scorers,
-        environment=play,
-        resume=resume,
-    )
+    progress = make_progress(settled.watch.progress)
+    progress.starting("run", "reading the model's settings and the tasks")
+    try:
+        prepared = prepare(
+            settled,
+            tasks=tasks,
+            eval_tasks=eval_tasks,
+            scorers=[scorers] if callable(scorers) else scorers,
+            environment=play,
+            resume=resume,
+        )
+        return _train(prepared, threads=settled.engine.threads, resume=resume, progress=progress)
+    finally:
+        progress.stop()
+
+
+def _train(
+    prepared: PreparedRun, *, threads: int | None, resume: bool, progress: ProgressDisplay
+) -> RunResult:
     run_dir = RunDir(prepared.config.run_dir)
     run_dir.open(prepared.config, resume=resume)
     try:
-        threads = settled.engine.threads
         return run_on_own_loop(
-            lambda: _Run(prepared, threads=threads, run_dir=run_dir, resume=resume).run()
+            lambda: _Run(
+                prepared, threads=threads, run_dir=run_dir, resume=resume, progress=progress
+            ).run()
         )
     except OSError as error:
         if not storage.is_full(error):
@@ -115,7 +129,13 @@ class _Run:
     """The processes of one run, and what they say. Lives on the controller's event loop."""
 
     def __init__(
-        self, prepared: PreparedRun, *, threads: int | None, run_dir: RunDir, resume: bool
+        self,
+        prepared: PreparedRun,
+        *,
+        threads: int | None,
+        run_dir: RunDir,
+        resume: bool,
+        progress: ProgressDisplay,
     ) -> None:
         """`threads` of an engine as the user set them; this machine's cores are not another's."""
         self._prepared = prepared
@@ -126,6 +146,10 @@ class _Run:
             prepared.config,
             run_dir=run_dir,
             resume_from=prepared.cursor.version if resume else None,
+            trackers=build_trackers(
+                [{"type": "tensorboard"}] if prepared.config.watch.tensorboard else []
+            ),
+            progress=progress,
         )
         self._controller: Controller | None = None
         self._crew: RunWorkers | None = None
@@ -168,7 +192,11 @@ class _Run:
     ) -> Outcome:
         """Start all workers side by side, then let the controller run until it ends."""
         launcher = Launcher(
-            self._prepared, hub=hub, remote_threads=self._threads, gpu_env=self._gpu_env
+            self._prepared,
+            hub=hub,
+            remote_threads=self._threads,
+            gpu_env=self._gpu_env,
+            on_phase=self._watcher.starting,
         )
         crew = self._crew = RunWorkers(
             self._config,
@@ -178,7 +206,9 @@ class _Run:
             on_restart=self._watcher.restarted,
             on_restored=lambda update: self._controlled.on_restored(update),
         )
+        self._watcher.starting("run", "starting the workers")
         await crew.start(scorers.start())
+        self._watcher.starting("run", None)
         self._controller = self._make_controller(crew, scorers=scorers, environment=environment)
         async with asyncio.TaskGroup() as activities:
             keeping = activities.create_task(crew.run())
@@ -301,7 +331,7 @@ class _Run:
 
     def _heard(self, worker: str, message: Message) -> None:
         if isinstance(message, WorkerProgress):
-            self._watcher.heard(worker, spans=message.spans, counters=message.counters)
+            self._watcher.on_progress(worker, spans=message.spans, counters=message.counters)
             if self._crew is not None:
                 self._crew.heard(worker, message)
         elif isinstance(message, Published):
@@ -332,13 +362,13 @@ class _Run:
                 "evaluation_before": outcome.before.metrics() if outcome.before else None,
                 "evaluation_after": outcome.after.metrics() if outcome.after else None,
                 "seconds": seconds,
-                "samples_per_s": result.episodes / seconds,
+                **self._watcher.run_rates(),
                 "episodes": result.episodes,
                 "steps": result.steps,
                 "checkpoint": str(result.checkpoint),
                 "run_dir": str(result.run_dir),
-                "worker_restarts": self._watcher.restarts(moment),
-                "sequences_continued": moment.sequences_continued,
+                "restarts": self._watcher.restarts(moment),
+                "sequences_resumed": moment.sequences_continued,
                 "resumed_tokens": moment.resumed_tokens,
             }
         )

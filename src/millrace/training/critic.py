@@ -98,9 +98,11 @@ def judgement_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     spread = float(returns.var())
     is_spread = spread > _EPSILON**2
     return {
-        "value_mean": float(values.mean()),
-        "return_mean": float(returns.mean()),
-        "explained_variance": 1 - float((returns - values).var()) / spread if is_spread else 0.0,
+        "critic/value_mean": float(values.mean()),
+        "critic/return_mean": float(returns.mean()),
+        "critic/explained_variance": 1 - float((returns - values).var()) / spread
+        if is_spread
+        else 0.0,
     }
 
 
@@ -173,7 +175,7 @@ class Critic:
             group["lr"] = self._learning_rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)  # the policy needs the memory
-        self._updates.append({"value_loss": value_loss, "critic_grad_norm": grad_norm})
+        self._updates.append({"critic/loss": value_loss, "critic/grad_norm": grad_norm})
         return True
 
     def step_metrics(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from millrace.training.losses.loss import TokenBatch
 # bin, so that those of tokens on policy are 1.
 LOG_RANGE = 2.0
 NUM_BINS = 401
-QUANTILES = {"ratio_p01": 0.01, "ratio_p99": 0.99}
+QUANTILES = {"ratio/p01": 0.01, "ratio/p99": 0.99}
 
 
 class StepMetrics:
@@ -36,12 +36,12 @@ class StepMetrics:
         ratio = log_ratio.exp()
         per_token = {
             "entropy": tokens.entropies,
-            "ratio_mean": ratio,
+            "ratio/mean": ratio,
             # Tokens were drawn by the engine, so all three estimate KL(engine || trainer).
-            "kl_k1": -log_ratio,
-            "kl_k2": log_ratio.square() / 2,
-            "kl_k3": ratio - 1 - log_ratio,
-            "logprob_mismatch": log_ratio.abs(),
+            "mismatch/kl_k1": -log_ratio,
+            "mismatch/kl_k2": log_ratio.square() / 2,
+            "mismatch/kl_k3": ratio - 1 - log_ratio,
+            "mismatch/logprob": log_ratio.abs(),
             "_ratio_squares": ratio.square(),
             **named,
         }
@@ -71,17 +71,17 @@ class StepMetrics:
         found = {
             **means,
             "loss": self.loss,
-            "ratio_max": self._extremes[0],
-            "ratio_min": -self._extremes[1],
+            "ratio/max": self._extremes[0],
+            "ratio/min": -self._extremes[1],
             # Of this share of the tokens, on policy, a mean would be as noisy as of these.
-            "effective_share": means["ratio_mean"].square() / squares,
+            "ratio/effective_sample_size": means["ratio/mean"].square() / squares,
             **_quantiles(self._sums["_histogram"]),
         }
         values = torch.stack(list(found.values())).tolist()
         return {
             **dict(zip(found, values, strict=True)),
-            "trained_tokens": float(self._num_tokens),
-            "microbatches": float(self._num_microbatches),
+            "batch/trained_tokens": float(self._num_tokens),
+            "batch/microbatches": float(self._num_microbatches),
         }
 
     def _gather(self, sums: Mapping[str, Tensor], extremes: Tensor) -> None:

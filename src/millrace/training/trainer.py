@@ -137,14 +137,14 @@ class Trainer:
         return {
             **summary,
             **({} if self._critic is None else self._critic.step_metrics()),
-            **({} if self._replay is None else {"routes_replayed": replayed_share(batches)}),
+            **({} if self._replay is None else {"routing/replayed_share": replayed_share(batches)}),
             "loss": summary["loss"] / len(told),
-            "microbatch_splits": float(sum(update.num_splits for update in updates)),
+            "batch/microbatch_splits": float(sum(update.num_splits for update in updates)),
             "loss_scale": self._scale.value,
-            "proximal_microbatches": float(num_proximal),
+            "batch/proximal_microbatches": float(num_proximal),
             "grad_norm": sum(update.grad_norm for update in told) / len(told),
             "learning_rate": learning_rate,
-            "updates_skipped": float(len(self.skipped)),
+            "skipped/updates": float(len(self.skipped)),
         }
 
     def token_logprobs(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:

@@ -183,7 +183,7 @@ class TrainerWorker:
         self._is_stepping = True
         metrics = self._trainer.step(message.batch, *message.more)
         self._is_stepping = False
-        self._trained_tokens += metrics["trained_tokens"]
+        self._trained_tokens += metrics["batch/trained_tokens"]
         return Stepped(version=message.version, metrics=metrics, skipped=self._trainer.skipped)
 
     def _publish(self) -> None:

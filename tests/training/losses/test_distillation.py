@@ -42,7 +42,7 @@ def test_reverse_kl_is_added_to_the_advantages():
     loss.backward()
     advantages = [1 + 0.5 * math.log(4), -1 - 0.5 * math.log(4), 0.5]
     assert tokens.trainer_logprobs.grad.tolist() == pytest.approx([-a / 3 for a in advantages])
-    assert metrics["teacher_kl"].tolist() == pytest.approx([-math.log(4), math.log(4), 0.0])
+    assert metrics["teacher/kl"].tolist() == pytest.approx([-math.log(4), math.log(4), 0.0])
 
 
 def test_the_recipe_learns_from_the_teacher_alone():
@@ -99,7 +99,7 @@ def test_distances_and_rewards_are_mixed_by_their_weights(distil):
     loss, metrics = loss_of("clipped", **settings)(tokens)
     distances = forward_kl(told_of()) if distil == "forward_kl" else jsd(told_of(), 0.3)
     assert loss.item() == pytest.approx(0.5 * alone + 3 * distances.mean().item())
-    assert metrics["teacher_distance"].tolist() == pytest.approx(distances.tolist())
+    assert metrics["teacher/divergence"].tolist() == pytest.approx(distances.tolist())
 
 
 @pytest.mark.parametrize("distil", ["forward_kl", "jsd"])

@@ -53,7 +53,7 @@ def test_on_policy_every_recipe_has_the_policy_gradient(name, aggregation, lengt
     if aggregation == "sequence":
         weight = 1 / (tokens.sequences.lengths[tokens.sequences.ids] * len(lengths))
     torch.testing.assert_close(gradient(loss, tokens), -weight * tokens.advantages)
-    assert not loss(tokens)[1]["clipped_share"].any()
+    assert not loss(tokens)[1]["clip_ratio"].any()
 
 
 @settings(max_examples=100, deadline=None)
@@ -80,7 +80,7 @@ def test_masked_tokens_have_no_gradient_and_the_others_keep_theirs(name, lengths
     loss = loss_of(name, ratio="token", max_token_staleness=1)
     found = gradient(loss, tokens)
     is_stale = tokens.staleness > 1
-    assert loss(tokens)[1]["masked_share"].bool()[is_stale].all()
+    assert loss(tokens)[1]["mask_ratio"].bool()[is_stale].all()
     assert not found[is_stale].any()
     unmasked = gradient(loss_of(name, ratio="token"), tokens)
     torch.testing.assert_close(found[~is_stale], unmasked[~is_stale])

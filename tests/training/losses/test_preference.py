@@ -31,8 +31,8 @@ def test_a_pair_by_hand():
     assert found.item() == pytest.approx(-math.log(sigmoid) / 2)
     pull = 0.5 * (1 - sigmoid) / 2
     assert gradient(loss, tokens).tolist() == pytest.approx([-pull, -pull, pull, 0.0])
-    assert metrics["preferred_share"].tolist() == [1, 1, 1, 0]
-    assert metrics["margin_mean"].tolist() == pytest.approx([math.log(2)] * 3 + [0.0])
+    assert metrics["preference/accuracy"].tolist() == [1, 1, 1, 0]
+    assert metrics["preference/margin"].tolist() == pytest.approx([math.log(2)] * 3 + [0.0])
 
 
 def test_the_margin_may_be_taken_against_a_reference_model():

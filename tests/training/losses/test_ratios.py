@@ -38,7 +38,7 @@ def test_gspo_clips_whole_sequences():
     ratios = [1.0003, 1.0003, 1.0008, 1.0004]  # geometric means 1.0003 and about 1.0006
     tokens = tokens_of(ratios, [1.0] * 4, lengths=[2, 2])
     _, metrics = loss_of("gspo")(tokens)
-    assert metrics["clipped_share"].tolist() == [0, 0, 1, 1]
+    assert metrics["clip_ratio"].tolist() == [0, 0, 1, 1]
 
 
 def anchors(anchor, **columns):

@@ -26,7 +26,7 @@ def check(loss, ratio, advantage, value, slope, clipped):
     found, metrics = loss(tokens)
     assert found.item() == pytest.approx(-value)
     assert gradient(loss, tokens).item() == pytest.approx(-slope, abs=1e-12)
-    assert metrics["clipped_share"].tolist() == [clipped]
+    assert metrics["clip_ratio"].tolist() == [clipped]
     return metrics
 
 
@@ -44,7 +44,7 @@ def test_beyond_the_dual_bound_a_bad_token_teaches_nothing():
 
 def test_beyond_max_ratio_a_bad_token_learns_with_that_weight():
     metrics = check(loss_of(high=0.3), 5.0, -3.0, -6.0, -6.0, 0)
-    assert metrics["truncated_share"].tolist() == [1]
+    assert metrics["truncation_ratio"].tolist() == [1]
 
 
 def test_reinforce_weighs_the_logprob_by_a_bounded_ratio():
@@ -91,7 +91,7 @@ def test_prime_rl_drops_tokens_whose_probability_moved_too_far_where_it_is_pushe
     case(5.0, -1.0, kept=True)  # the other way than it is pushed
     tokens = tokens_of([0.5], [-1.0], engine_logprobs=torch.tensor([math.log(0.5)]).double())
     _, metrics = loss_of("prime_rl")(tokens)  # from 1/2 to 1/32
-    assert metrics["clipped_share"].tolist() == [1]
+    assert metrics["clip_ratio"].tolist() == [1]
 
 
 @pytest.mark.parametrize("shape", ["clip", "kimi", "sapo", "prime_rl"])

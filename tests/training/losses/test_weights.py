@@ -13,8 +13,8 @@ def weights(ratios, *, lengths=None, **settings):
     loss = loss_of("dapo", **PROXIMAL, correction_low=0.5, correction_high=2.0, **settings)
     found = -gradient(loss, tokens) * len(ratios)
     _, metrics = loss(tokens)
-    assert metrics["masked_share"].tolist() == (found == 0).tolist()
-    assert metrics["weight_mean"].tolist() == pytest.approx(found.tolist())
+    assert metrics["mask_ratio"].tolist() == (found == 0).tolist()
+    assert metrics["loss_weight/mean"].tolist() == pytest.approx(found.tolist())
     return found.tolist()
 
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from millrace.core.records import Episode, Group
-from millrace.monitoring.strict_json import plain
+from millrace.monitoring.run_dir import to_json
 
 
 class SampleLog:
@@ -56,9 +56,9 @@ def _readable(group: Group, index: int) -> dict[str, Any]:
         "prompt": turn.prompt,
         "completion": turn.completion,
         "finish": turn.finish,
-        "score": plain(score.total),
-        "parts": plain(score.parts),
-        "advantage": plain(group.advantages[index]),
+        "score": to_json(score.total),
+        "parts": to_json(score.parts),
+        "advantage": to_json(group.advantages[index]),
         "versions": _versions(episode),
         "tokens": sum(rollout.num_generated for rollout in episode.rollouts),
         "columns": {name: _shown(value) for name, value in group.task.columns.items()},
@@ -74,7 +74,7 @@ def _versions(episode: Episode) -> list[int]:
 def _shown(value: Any) -> Any:
     """A task's column may be any Python object; what JSON cannot say is shown as its repr."""
     try:
-        return plain(value)
+        return to_json(value)
     except TypeError:
         return repr(value)
 
@@ -101,9 +101,9 @@ class EpisodeLog:
         assert group.advantages is not None
         row = {
             "group": group.number,
-            "score": plain(score.total),
-            "parts": plain(score.parts),
-            "advantage": plain(group.advantages[index]),
+            "score": to_json(score.total),
+            "parts": to_json(score.parts),
+            "advantage": to_json(group.advantages[index]),
             "model": self._model,
             "episode": msgspec.Raw(recording),
         }

@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.core.errors import RunFailed
 from millrace.core.records import Group
-from millrace.monitoring.strict_json import plain
+from millrace.monitoring.run_dir import to_json
 
 MAX_IN_A_ROW = 3
 
@@ -65,7 +65,7 @@ def _rows(group: Group) -> Iterator[dict[str, Any]]:
     for index, (episode, score, advantage) in enumerate(scored):
         for rollout in episode.rollouts:
             by_token = group.token_advantages
-            yield plain(
+            yield to_json(
                 {
                     "group": group.number,
                     "episode": index,

@@ -1,7 +1,7 @@
-"""Pictures of a run: reward.png, parts.png where rewards have several, staleness.png and
-timeline.png, from what its directory holds.
+"""Plots of a run directory: reward.png, parts.png for rewards of several parts, staleness.png and
+timeline.png.
 
-Matplotlib is imported only when a picture is made, and without pyplot: no window, no global state.
+Matplotlib is imported only when a plot is drawn, and without pyplot: no window, no global state.
 """
 
 import json
@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millrace.monitoring.files.metrics import read_metrics
+from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
+from millrace.monitoring.report.summary import accuracy_by_step
 from millrace.monitoring.report.timeline import draw_timeline
 from millrace.monitoring.run_dir import RunDir
 
@@ -25,7 +26,7 @@ DPI = 150
 
 
 def render_plots(path: Path) -> list[Path]:
-    """Draw what can be drawn so far into RUN_DIR/plots; returns the files written."""
+    """Draw every plot that has data into RUN_DIR/plots; returns the files written."""
     run_dir = RunDir(path)
     rows = read_metrics(run_dir.metrics)
     spans = read_trace(run_dir.trace)
@@ -34,9 +35,9 @@ def render_plots(path: Path) -> list[Path]:
     written = []
     if rows:
         written.append(_draw(run_dir.plots / "reward.png", _reward, rows, summary))
-    if len(names := {name for row in rows for name in row.get("score_parts", ())}) > 1:
+    if len(names := {name for row in rows for name in table(row, "rewards", suffix="/mean")}) > 1:
         written.append(_draw(run_dir.plots / "parts.png", _parts, rows, sorted(names)))
-    if any(row.get("staleness_histogram") for row in rows):
+    if any("staleness/mean" in row for row in rows):
         written.append(_draw(run_dir.plots / "staleness.png", _staleness, rows))
     if spans:
         written.append(_draw(run_dir.plots / "timeline.png", draw_timeline, spans))
@@ -72,17 +73,13 @@ def _draw(path: Path, plot: Callable[..., None], *data: Any) -> Path:
     return path
 
 
-def _reward(figure: "Figure", rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
+def _reward(figure: "Figure", rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     axes = figure.subplots()
-    points = [(row["step"], row["reward_mean"]) for row in rows if row["reward_mean"] is not None]
+    points = [(row["step"], row["reward/mean"]) for row in rows if row["reward/mean"] is not None]
     steps, rewards = [step for step, _ in points], [reward for _, reward in points]
     axes.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1.0)
     axes.plot(steps, _smooth(rewards), color=BLUE, linewidth=2.0, label="mean reward (smoothed)")
-    accuracy = {
-        row.get("evaluation_step", row["step"]): row["accuracy"]
-        for row in rows
-        if row.get("accuracy") is not None
-    }
+    accuracy = accuracy_by_step(rows)
     if summary.get("accuracy_before") is not None:
         accuracy[0] = summary["accuracy_before"]
     if summary.get("accuracy_after") is not None:
@@ -104,13 +101,13 @@ def _reward(figure: "Figure", rows: Sequence[dict[str, Any]], summary: dict[str,
 
 
 def _parts(figure: "Figure", rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """Of scorers, penalties, or the roles of an episode with several."""
+    """A line for each scorer, penalty, or role of an episode with several agents."""
     axes = figure.subplots()
     for name in names:
         points = [
             (row["step"], score)
             for row in rows
-            if (score := row.get("score_parts", {}).get(name)) is not None
+            if (score := row.get(f"rewards/{name}/mean")) is not None
         ]
         steps, scores = [step for step, _ in points], [score for _, score in points]
         (line,) = axes.plot(steps, _smooth(scores), linewidth=2.0, label=name)
@@ -134,7 +131,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 def _staleness(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
     axes = figure.subplots()
-    histograms = [found for row in rows if (found := row.get("staleness_histogram"))]
+    histograms = [found for row in rows if (found := table(row, "staleness/share"))]
     most = max(int(staleness) for found in histograms for staleness in found)
     at = list(range(max(most, 3) + 1))
     shares = [sum(f.get(str(age), 0.0) for f in histograms) / len(histograms) for age in at]

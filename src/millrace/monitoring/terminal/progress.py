@@ -1,7 +1,7 @@
-"""Progress in the terminal: a live picture, or plain lines where nobody watches.
+"""Progress in the terminal: a live view, or plain lines where output is not a terminal.
 
-The controller calls show() as often as it likes, from its event loop; each view decides what it
-draws, so that drawing costs a few milliseconds a second at most.
+The controller calls show() as often as it likes, from its event loop; each view limits how often it
+draws, so that drawing costs a few milliseconds per second at most.
 """
 
 import time
@@ -14,27 +14,33 @@ from rich.live import Live
 from millrace.monitoring.activity import mean_by_role
 from millrace.monitoring.terminal.snapshot import RunSnapshot
 from millrace.monitoring.terminal.text import counts, duration, rate
-from millrace.monitoring.terminal.view import RunView
+from millrace.monitoring.terminal.view import RunView, StartupView
 
 
 class ProgressDisplay(Protocol):
-    def start(self) -> None: ...
+    def starting(self, worker: str, phase: str) -> None:
+        """A worker, or the run itself, enters a phase of its start-up. May come before start()."""
+        ...
+
+    def start(self) -> None:
+        """Snapshots follow."""
+        ...
 
     def show(self, snapshot: RunSnapshot) -> None: ...
 
     def note(self, line: str) -> None:
-        """Something worth keeping on the screen: an evaluation, a checkpoint, a failure."""
+        """Print a line that stays on the screen: an evaluation, a checkpoint, a failure."""
         ...
 
     def stop(self) -> None:
-        """Leaves the last state on the screen. Safe to call twice, or without start()."""
+        """Leave the last state on the screen. Safe to call twice, or without start()."""
         ...
 
 
 def make_progress(
     mode: Literal["auto", "live", "lines", "off"], *, console: Console | None = None
 ) -> ProgressDisplay:
-    """The view that `watch.progress` asks for."""
+    """The display that the setting `progress` asks for."""
     console = console or Console()
     if mode == "auto":
         can_draw = console.is_terminal and not console.is_dumb_terminal
@@ -47,16 +53,28 @@ def make_progress(
 
 
 class LiveProgress:
-    """Redraws one picture in place, at most four times a second."""
+    """Redraws one view in place, at most four times a second."""
 
     REDRAW_S = 0.25
 
     def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._drawn_s = float("-inf")
+        self._console = console
+        self._startup = StartupView(now=now)
+        # A thread of its own redraws it: the event loop is busy with imports during start-up.
+        self._startup_live = Live(
+            self._startup, console=console, refresh_per_second=4, transient=True
+        )
         self._live = Live(console=console, auto_refresh=False, transient=False)
 
+    def starting(self, worker: str, phase: str) -> None:
+        self._startup.enter(worker, phase)
+        if not self._live.is_started:
+            self._startup_live.start()
+
     def start(self) -> None:
+        self._startup_live.stop()
         self._live.start()
 
     def show(self, snapshot: RunSnapshot) -> None:
@@ -66,17 +84,19 @@ class LiveProgress:
             self._drawn_s = self._now()
 
     def note(self, line: str) -> None:
-        self._live.console.print(line, markup=False, highlight=False)
+        self._console.print(line, markup=False, highlight=False)
 
     def stop(self) -> None:
+        self._startup_live.stop()
         self._live.stop()  # draws the last snapshot once more
 
 
 class LineProgress:
-    """One line for a step, at most every other second; a sign of life when no step completes."""
+    """One line per step, at most every other second; regular lines while no step completes."""
 
     LINE_S = 2.0
-    SIGN_OF_LIFE_S = 30.0
+    EVALUATION_S = 5.0
+    HEARTBEAT_S = 30.0
 
     def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -84,6 +104,9 @@ class LineProgress:
         self._printed_s = float("-inf")
         self._printed_step = -1
         self._last: RunSnapshot | None = None
+
+    def starting(self, worker: str, phase: str) -> None:
+        self.note(f"{worker}: {phase}")
 
     def start(self) -> None:
         self._printed_s = self._now()
@@ -93,7 +116,8 @@ class LineProgress:
         since_s = self._now() - self._printed_s
         new_step = snapshot.step != self._printed_step and snapshot.step > 0
         last_step = new_step and snapshot.step == snapshot.steps
-        if last_step or (new_step and since_s >= self.LINE_S) or since_s >= self.SIGN_OF_LIFE_S:
+        limit_s = self.HEARTBEAT_S if snapshot.evaluating is None else self.EVALUATION_S
+        if last_step or (new_step and since_s >= self.LINE_S) or since_s >= limit_s:
             self._print(snapshot)
 
     def note(self, line: str) -> None:
@@ -109,24 +133,29 @@ class LineProgress:
 
 
 class NoProgress:
-    """For `watch.progress = "off"`: the run directory still tells everything."""
+    """For progress = "off": the run directory still has everything."""
+
+    def starting(self, worker: str, phase: str) -> None:
+        """Print nothing."""
 
     def start(self) -> None:
-        """Nothing to open."""
+        """Open nothing."""
 
     def show(self, snapshot: RunSnapshot) -> None:
-        """Nothing to draw."""
+        """Draw nothing."""
 
     def note(self, line: str) -> None:
-        """Nothing to print."""
+        """Print nothing."""
 
     def stop(self) -> None:
-        """Nothing to close."""
+        """Close nothing."""
 
 
 def progress_line(shot: RunSnapshot) -> str:
     """A snapshot in one line of plain text."""
     parts = [f"step {shot.step}/{shot.steps}"]
+    if shot.evaluating is not None:
+        parts.append("evaluating {}/{}".format(*shot.evaluating))
     if shot.rewards:
         parts.append(f"reward {shot.rewards[-1]:.3f}")
     if shot.accuracies:

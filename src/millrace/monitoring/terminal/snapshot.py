@@ -7,29 +7,64 @@ from millrace.monitoring.activity import Shares
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSnapshot:
-    """Filled by the controller a few times a second; views only read it."""
+    """Filled by the monitor a few times a second; views only read it."""
 
     run_dir: str
     step: int  # steps done
-    steps: int  # steps to do
+    steps: int  # steps in total
     version: int
-    elapsed_s: float
-    eta_s: float | None = None  # None until it can be told
-    rewards: tuple[float, ...] = ()  # mean rewards of the steps so far; many are thinned
-    accuracies: tuple[float, ...] = ()  # of the evaluations so far, likewise
+    elapsed_s: float  # since the run started
+    eta_s: float | None = None  # None before the first step
+    rewards: tuple[float, ...] = ()  # mean reward of each step so far, downsampled
+    accuracies: tuple[float, ...] = ()  # of the evaluations so far, downsampled
+    evaluating: tuple[int, int] | None = None  # tasks done and in total, during an evaluation
     samples_per_s: float = 0.0
     tokens_per_s: float = 0.0
     tokens_generated: int = 0  # so far
-    tokens_wasted: int = 0  # of these, which will never be trained
+    tokens_wasted: int = 0  # of these, tokens that will never be trained
     buffer_depth: int = 0  # groups that wait for the trainer
     buffer_capacity: int = 1
-    groups_running: int = 0  # groups being played or scored
+    groups_running: int = 0  # groups that are being generated or scored
     staleness_mean: float = 0.0  # of the tokens of the last step
     staleness_max: int = 0
     workers: dict[str, Shares | None] = field(default_factory=dict)  # None = starting
+    phases: dict[str, str] = field(default_factory=dict)  # by worker, while it starts
     dropped: dict[str, int] = field(default_factory=dict)  # groups, by reason
-    cancelled: dict[str, int] = field(default_factory=dict)  # tries, by what they were at
+    cancelled: dict[str, int] = field(default_factory=dict)  # attempts, by what they were doing
     failed: dict[str, int] = field(default_factory=dict)  # groups, by reason
-    steps_skipped: int = 0  # their loss or gradient was not finite
-    scoring: str = ""  # that it limits the run, while it does
-    restarts: dict[str, int] = field(default_factory=dict)  # by worker, of those that died
+    steps_skipped: int = 0  # steps whose loss or gradient was not finite
+    scoring: str = ""  # a warning while scoring limits the run
+    restarts: dict[str, int] = field(default_factory=dict)  # by worker
+
+
+class DownsampledSeries:
+    """Values in order, in bounded memory.
+
+    Beyond `max_points`, neighbours are replaced by their mean; the first and the last value stay.
+    """
+
+    def __init__(self, *, max_points: int = 2048) -> None:
+        self._max_points = max_points
+        self._first: float | None = None
+        self._means: list[float] = []  # after the first value; each of `_per_mean` values
+        self._per_mean = 1
+        self._rest: list[float] = []  # the newest values, too few for a mean
+
+    def add(self, value: float) -> None:
+        if self._first is None:
+            self._first = value
+            return
+        self._rest.append(value)
+        if len(self._rest) > self._per_mean:  # the last value is kept as it is
+            self._means.append(sum(self._rest[:-1]) / self._per_mean)
+            del self._rest[:-1]
+        if len(self._means) == self._max_points:
+            pairs = zip(self._means[::2], self._means[1::2], strict=True)
+            self._means = [(one + other) / 2 for one, other in pairs]
+            self._per_mean *= 2
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        if self._first is None:
+            return ()
+        return (self._first, *self._means, *self._rest[-1:])

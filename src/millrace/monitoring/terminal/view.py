@@ -1,9 +1,9 @@
-"""The live picture of a run, from one snapshot. Pure: the same snapshot gives the same text.
+"""The live views of a run: one of its start-up, one of a snapshot while it runs.
 
-Made for 80 columns; with more, the bars and the reward curve grow.
+They need 80 columns; in a wider terminal, the bars and the reward curve grow.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.panel import Panel
@@ -16,13 +16,36 @@ from millrace.monitoring.terminal.text import counts, curve, duration, rate
 CURVE_ROWS = 4
 MAX_WORKER_ROWS = 6  # with more workers, one row per role
 LABEL_COLUMNS = 12
-NOTE_COLUMNS = 49  # right of the bars: a share, and the longest reason for waiting
+NOTE_COLUMNS = 49  # right of the bars: a share and the longest wait reason
 MIN_BAR_COLUMNS = 8
 DONE, BUSY, WAITING, BAD = "green", "cyan", "yellow", "red"
 
 
+class StartupView:
+    """A rich renderable: what each worker is doing until the run begins, and for how long."""
+
+    def __init__(self, *, now: Callable[[], float]) -> None:
+        self._now = now
+        self._phases: dict[str, tuple[str, float]] = {}  # by worker: its phase, and since when
+
+    def enter(self, worker: str, phase: str) -> None:
+        self._phases[worker] = (phase, self._now())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [
+            Text.assemble(_label(worker), phase, (f"  {duration(self._now() - since_s)}", "dim"))
+            for worker, (phase, since_s) in list(self._phases.items())
+        ]
+        yield Panel(
+            Group(*lines),
+            border_style="dim",
+            title="[bold]millrace[/] starting",
+            title_align="left",
+        )
+
+
 class RunView:
-    """A rich renderable."""
+    """A rich renderable. Pure: the same snapshot gives the same text."""
 
     def __init__(self, snapshot: RunSnapshot) -> None:
         self._snapshot = snapshot
@@ -49,7 +72,8 @@ class RunView:
 
 def _steps(shot: RunSnapshot, width: int) -> Text:
     left = "" if shot.eta_s is None else f" · {duration(shot.eta_s)} left"
-    note = f"  {shot.step}/{shot.steps}  {duration(shot.elapsed_s)}{left}"
+    busy = "" if shot.evaluating is None else " · evaluating {}/{}".format(*shot.evaluating)
+    note = f"  {shot.step}/{shot.steps}  {duration(shot.elapsed_s)}{left}{busy}"
     columns = max(width - len(note), MIN_BAR_COLUMNS)
     bar = _bar(shot.step / shot.steps, columns=columns, colour=DONE)
     return Text.assemble(_label("step"), bar, note)
@@ -84,7 +108,7 @@ def _workers(shot: RunSnapshot, columns: int) -> Iterator[Text]:
         rows = {f"{role}s": shares for role, shares in mean_by_role(shot.workers).items()}
     for name, shares in rows.items():
         if shares is None:
-            yield Text.assemble(_label(name), ("starting", "dim"))
+            yield Text.assemble(_label(name), (shot.phases.get(name, "starting"), "dim"))
             continue
         yield Text.assemble(
             _label(name),
@@ -95,7 +119,7 @@ def _workers(shot: RunSnapshot, columns: int) -> Iterator[Text]:
 
 
 def _waits(shares: Shares) -> str:
-    # Under half a percent there is nothing to explain.
+    # Below half a percent there is nothing to explain.
     if shares.top_wait is None or shares.busy > 0.995:
         return ""
     return f"  waits: {shares.top_wait}"

@@ -50,20 +50,20 @@ class PolicyLoss:
         weights = self._weights(tokens, anchor=policy.anchor)
         if weights is not None:
             objective = objective * weights
-            metrics["masked_share"] = (weights == 0).float()
-            metrics["weight_mean"] = weights
+            metrics["mask_ratio"] = (weights == 0).float()
+            metrics["loss_weight/mean"] = weights
         loss = -self.average(objective, tokens)
         if self.distil.is_on:
-            metrics["teacher_kl"] = self.distil.lag(tokens)
+            metrics["teacher/kl"] = self.distil.lag(tokens)
         if self.distil.needs_told:
             distance = self.distil.per_token(tokens)
             loss = loss + self.distil.distil_weight * self.average(distance, tokens)
-            metrics["teacher_distance"] = distance.detach()
+            metrics["teacher/divergence"] = distance.detach()
         if self.kl.kl > 0:
             divergence = self.kl.per_token(tokens, log_ratio=policy.log_ratio)
             average = own_average(self.kl.kl_aggregation, policy=self.average)
             loss = loss + self.kl.kl * average(divergence, tokens)
-            metrics["reference_kl"] = divergence.detach()
+            metrics["kl"] = divergence.detach()
         if self.entropy.entropy_bonus > 0:
             average = own_average(self.entropy.entropy_aggregation, policy=self.average)
             loss = loss - self.entropy.entropy_bonus * average(tokens.entropies, tokens)

@@ -48,7 +48,7 @@ class PreferenceLoss:
         per_group = margin.new_zeros(()).logaddexp(-self.beta * margin) * has_pair
         loss = (per_group / groups.lengths[groups.ids]).sum() / tokens.num_groups
         metrics = {
-            "margin_mean": margin.detach(),
-            "preferred_share": (margin > 0).float(),
+            "preference/margin": margin.detach(),
+            "preference/accuracy": (margin > 0).float(),
         }
         return loss, metrics

@@ -70,10 +70,10 @@ class Clip:
             too_bad = is_bad & (log_ratio > math.log(self.dual))
             objective = (self.dual * advantages).where(too_bad, objective)
             has_no_gradient |= too_bad
-        metrics = {"clipped_share": has_no_gradient.float()}
+        metrics = {"clip_ratio": has_no_gradient.float()}
         if math.isfinite(self.max_ratio):
             too_heavy = is_bad & (log_ratio > math.log(self.max_ratio))
-            metrics["truncated_share"] = too_heavy.float()
+            metrics["truncation_ratio"] = too_heavy.float()
         return objective, metrics
 
 
@@ -100,7 +100,7 @@ class Reinforce:
             weight = ratio.masked_fill(is_outside, 0.0)
         else:
             weight = ratio.clamp(self.floor, self.cap)
-        return weight * policy.advantages * policy.logprobs, {"clipped_share": is_outside.float()}
+        return weight * policy.advantages * policy.logprobs, {"clip_ratio": is_outside.float()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +118,7 @@ class Topr:
         is_good = policy.advantages > 0
         weight = ratio.clamp(max=self.cap).masked_fill(is_good, 1.0)
         is_capped = ~is_good & (ratio > self.cap)
-        return weight * policy.advantages * policy.logprobs, {"clipped_share": is_capped.float()}
+        return weight * policy.advantages * policy.logprobs, {"clip_ratio": is_capped.float()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,11 +177,11 @@ class PrimeRl:
         )
         gain = (log_ratio.exp() * advantages).masked_fill(is_far, 0.0)
         objective = gain - self.tau * log_ratio.square()
-        return objective, {"clipped_share": is_far.float()}
+        return objective, {"clip_ratio": is_far.float()}
 
 
 def _nothing_clipped(policy: Compared) -> "dict[str, Tensor]":
-    return {"clipped_share": policy.advantages.new_zeros(len(policy.advantages))}
+    return {"clip_ratio": policy.advantages.new_zeros(len(policy.advantages))}
 
 
 SHAPES: Mapping[str, type] = {

@@ -2,26 +2,26 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.monitoring.rates import Thinned
+from millrace.monitoring.terminal.snapshot import DownsampledSeries
 
 
-def thinned(values, *, most):
-    curve = Thinned(most=most)
+def downsampled(values, *, most):
+    curve = DownsampledSeries(max_points=most)
     for value in values:
         curve.add(value)
     return curve.values
 
 
 def test_few_values_are_all_there():
-    assert thinned([], most=8) == ()
-    assert thinned([3.0], most=8) == (3.0,)
-    assert thinned(range(8), most=8) == tuple(range(8))
+    assert downsampled([], most=8) == ()
+    assert downsampled([3.0], most=8) == (3.0,)
+    assert downsampled(range(8), most=8) == tuple(range(8))
 
 
 @given(st.integers(0, 500), st.sampled_from([2, 4, 8]))
 def test_many_become_few_and_keep_their_ends_and_their_course(length, most):
     values = [float(n) for n in range(length)]
-    curve = thinned(values, most=most)
+    curve = downsampled(values, most=most)
     assert len(curve) <= most + 2
     assert list(curve) == sorted(curve)
     assert curve[:1] == tuple(values[:1])
@@ -29,5 +29,5 @@ def test_many_become_few_and_keep_their_ends_and_their_course(length, most):
 
 
 def test_neighbours_are_joined_to_their_mean():
-    assert thinned([0, 1, 3, 5, 7, 9], most=4) == (0, 2.0, 6.0, 9)
-    assert np.mean(thinned([1.0] * 1000, most=4)) == 1.0
+    assert downsampled([0, 1, 3, 5, 7, 9], most=4) == (0, 2.0, 6.0, 9)
+    assert np.mean(downsampled([1.0] * 1000, most=4)) == 1.0
