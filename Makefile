@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # What is imported is compiled then; most of what torch and transformers bring never is.
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-adapters check audit format bench chaos wheelhouse clean
+.PHONY: demo test test-slow test-gpu test-adapters check audit format bench chaos wheelhouse clean
 
 demo: $(VENV)/.installed
 	$(BIN)/millrace demo
@@ -13,6 +13,19 @@ demo: $(VENV)/.installed
 # Two files at a time, in the order of the tree: the longest are not among the last.
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# What takes too long for every change: tests marked slow, then the adapters. A test that fails here
+# runs once more, alone; if it passes then, the run succeeds and the last lines name it.
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python tools/run_slow_tests.py
+	$(MAKE) test-adapters
+
+# On a machine with CUDA, whose own Python has torch (see docs/gpu.md). One process compiles the
+# kernels that many tests share, then the files are spread over GPU_PROCESSES.
+GPU_PYTHON ?= python
+GPU_PROCESSES ?= 6
+test-gpu:
+	$(GPU_PYTHON) -m pytest -m gpu -n $(GPU_PROCESSES) --dist worksteal --timeout 300
 
 # Adapters to packages whose pins do not go with those of the tests, or that take long to install:
 # in a venv of their own, which finds everything else in the other one.

@@ -1,4 +1,5 @@
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_model import make_tiny_model
 
+from millrace.environments.loop_thread import LoopThread
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     """A directory with a model, for all tests that only read it."""
     return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[LoopThread]:
+    """The thread on which environments run."""
+    with LoopThread("environments") as thread:
+        yield thread
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

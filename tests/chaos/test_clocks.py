@@ -13,11 +13,11 @@ from torn_run import TornRun
 TIMES_OF_DAY = {
     "core/spans.py",
     "scoring/services/endpoint.py",
-    "serving/chat.py",
-    "serving/completions.py",
+    "serving/api/chat.py",
+    "serving/api/completions.py",
     "serving/served.py",
-    "watch/tensorboard.py",
-    "watch/trace.py",
+    "monitoring/files/tensorboard.py",
+    "monitoring/files/trace.py",
 }
 JUMPING_CLOCK = """
 import itertools, time

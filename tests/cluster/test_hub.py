@@ -184,7 +184,9 @@ async def test_an_error_in_the_event_handler_fails_the_worker_it_came_from(tmp_p
 
     async with Hub(log_dir=tmp_path, on_event=refuse_progress) as hub:
         worker = await hub.launch("echo-0", "echo_worker")
-        with pytest.raises(WorkerError, match="said Progress, which could not be handled") as info:
+        with pytest.raises(
+            WorkerError, match="said WorkerProgress, which could not be handled"
+        ) as info:
             await worker.call(ask("emit 1"))
     assert "no such metric" in info.value.traceback
 

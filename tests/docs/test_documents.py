@@ -55,7 +55,7 @@ def test_the_first_python_example_of_the_readme_is_under_20_lines():
 
 
 def test_every_toml_in_the_repository_is_a_valid_config():
-    found = [*(ROOT / "examples").rglob("*.toml"), *(ROOT / "millrace").rglob("*.toml")]
+    found = [*(ROOT / "examples").rglob("*.toml"), *(ROOT / "src" / "millrace").rglob("*.toml")]
     assert found
     for path in found:
         assert load_config(tomllib.loads(path.read_text())).model.path, path

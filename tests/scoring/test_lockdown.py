@@ -325,9 +325,9 @@ attempt("sleep", lambda: time.sleep(0.001))
 
 def test_code_dies_with_those_who_run_it():
     script = (
-        "from millrace.scoring.sandbox.calls import EpisodeLimits, run_tests\n"
-        "limits = EpisodeLimits(time_s=600.0)\n"
-        "run_tests('def spin():\\n    while True: pass', ['spin()'], limits=limits)"
+        "from millrace.scoring.sandbox.calls import SandboxLimits, run_tests\n"
+        "code = 'def spin():\\n    while True: pass'\n"
+        "run_tests(code, ['spin()'], limits=SandboxLimits(time_s=600.0))"
     )
     runner = subprocess.Popen([sys.executable, "-c", script])
     with watching(psutil.Process(runner.pid)) as seen:

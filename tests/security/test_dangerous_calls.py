@@ -26,27 +26,27 @@ UNSAFE_CALLS = {"os.system", "os.popen", "np.load", "numpy.load", "pd.read_pickl
 ALLOWED = {
     # A reward function of the user's own script or notebook goes to the run's own scorer process in
     # a private file in a private folder; load_function() checks owner and mode before it reads.
-    "scoring/handover.py: import pickle",
-    "scoring/handover.py: import cloudpickle",
+    "scoring/functions/handover.py: import pickle",
+    "scoring/functions/handover.py: import cloudpickle",
     # Only the name of the exception, for torch.load(weights_only=True).
     "training/trainer.py: import pickle",
     # What the sandbox is for: both processes are locked down before they get to it.
-    "sandbox/candidate.py: exec()",
-    "sandbox/candidate.py: compile()",
-    "sandbox/judge.py: exec()",
-    "sandbox/judge.py: compile()",
+    "scoring/sandbox/candidate.py: exec()",
+    "scoring/sandbox/candidate.py: compile()",
+    "scoring/sandbox/judge.py: exec()",
+    "scoring/sandbox/judge.py: compile()",
     # "module:name" in the user's own settings: to run that function is what was asked for.
-    "core/references.py: import_module(name)",
+    "core/plugins.py: import_module(name)",
     # Names that are written in our own code.
     "__init__.py: import_module('millrace.scoring.verifiers')",
     "__init__.py: import_module(_HOMES[name])",
-    "commands.py: import_module(f'millrace.bench.{args.bench}')",
-    "adapters/verifiers_env.py: import_module('verifiers.v1')",
-    "verifiers/reasoning_gym.py: import_module(f'reasoning_gym.{module}'.rstrip('.'))",
-    "sandbox/judge.py: import_module('_strptime')",
+    "cli/commands.py: import_module(f'millrace.bench.{args.bench}')",
+    "serving/programs/verifiers_env.py: import_module('verifiers.v1')",
+    "scoring/verifiers/reasoning_gym.py: import_module(f'reasoning_gym.{module}'.rstrip('.'))",
+    "scoring/sandbox/judge.py: import_module('_strptime')",
     # Imported for a test in the sandbox, in the locked down process.
-    "sandbox/judge.py: import_module(name)",
-    "sandbox/objects.py: import_module(name)",
+    "scoring/sandbox/judge.py: import_module(name)",
+    "scoring/sandbox/objects.py: import_module(name)",
 }
 
 

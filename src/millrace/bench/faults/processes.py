@@ -7,7 +7,12 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-_WORKER = re.compile(r"-m millrace\.workers\.(\w+) .*--name (\S+) .*--parent (\d+)")
+_WORKER = re.compile(r"-m (millrace(?:\.\w+)*)\.worker .*--name (\S+) .*--parent (\d+)")
+_ROLES = {
+    "millrace.inference": "engine",
+    "millrace.training": "trainer",
+    "millrace.scoring.functions": "scorer",
+}
 POLL_S = 0.05
 
 
@@ -34,7 +39,11 @@ def workers_of(*controllers: int) -> list[TargetProcess]:
     for pid, command in processes().items():
         match = _WORKER.search(command)
         if match is not None and int(match[3]) in controllers:
-            found.append(TargetProcess(pid=pid, role=match[1], name=match[2], command=command))
+            found.append(
+                TargetProcess(
+                    pid=pid, role=_ROLES.get(match[1], match[1]), name=match[2], command=command
+                )
+            )
     return found
 
 

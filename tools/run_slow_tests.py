@@ -1,0 +1,41 @@
+"""Runs the slow tests, and a second time those that failed: `python tools/run_slow_tests.py`.
+
+A slow test may fail because the machine was busy. It gets one more try, with nothing beside it. A
+test that passes only then is reported as flaky; a test that fails twice fails the run.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str) -> tuple[int, list[str]]:
+    """Run pytest; return its exit code and the ids of the tests that failed."""
+    command = [sys.executable, "-m", "pytest", "-m", "slow", "-rfE", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    failed = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        if found := re.match(r"(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", line.rstrip()):
+            failed.append(found.group(1))
+    return process.wait(), failed
+
+
+def main() -> int:
+    code, failed = run("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    if code == 0 or not failed:
+        return code
+    print(f"\nOnce more, one at a time: {len(failed)} failed.\n", flush=True)
+    code, _ = run(*failed)
+    if code == 0:
+        print("\nFlaky: these failed, and passed when they ran alone:")
+        print("\n".join(f"  {name}" for name in failed))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
