@@ -29,7 +29,7 @@ open("jumped", "a").write("x")
 
 
 def test_only_what_is_shown_reads_the_system_clock():
-    package = REPOSITORY / "millrace"
+    package = REPOSITORY / "src" / "millrace"
     asking = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
