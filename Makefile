@@ -20,7 +20,7 @@ test-slow: $(VENV)/.installed-dev
 	$(BIN)/python tools/run_slow_tests.py
 	$(MAKE) test-adapters
 
-# On a machine with CUDA, whose own Python has torch (see docs/gpu.md). One process compiles the
+# On a machine with CUDA, whose own Python has torch (see docs/how-to/gpu-machine.md). One process compiles the
 # kernels that many tests share, then the files are spread over GPU_PROCESSES.
 GPU_PYTHON ?= python
 GPU_PROCESSES ?= 6
@@ -78,7 +78,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	$(PIP) install --no-compile -r requirements-dev.txt
 	@touch $@
 
-# Wheels for a machine without network that has PyTorch and transformers; see docs/gpu.md.
+# Wheels for a machine without network that has PyTorch and transformers; see docs/how-to/gpu-machine.md.
 WHEELHOUSE ?= wheelhouse
 # What torch and transformers have brought there already; a wheel of ours might not suit them.
 SKIP ?= torch filelock fsspec jinja2 markupsafe mpmath networkx numpy setuptools sympy \

@@ -1,4 +1,4 @@
-"""Every built-in order keeps the contract; and so does the one that docs/buffer.md shows."""
+"""Every built-in order keeps the contract, and so does the one in docs/explanation/buffer.md."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from sampler_contract import SamplerContract
 
 from millrace.controller.orders import ORDERS, build_sampler
 
-PAGE = Path(__file__).parents[2] / "docs" / "buffer.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "buffer.md"
 
 
 @pytest.mark.parametrize("order", ORDERS, scope="class")

@@ -24,25 +24,31 @@ from millrace.training.losses.recipes import ADVANTAGES, RECIPES
 ROOT = Path(__file__).parents[2]
 
 
+def text_of(page: str) -> str:
+    """The text of a page, in whichever folder of docs/ it is."""
+    (path,) = (ROOT / "docs").rglob(f"{page}.md")
+    return path.read_text()
+
+
 def examples(page: str, language: str) -> list[str]:
     """The code blocks of a page in docs/."""
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = text_of(page)
     return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
 
 def test_the_configuration_page_is_what_its_script_writes():
-    written = runpy.run_path(str(ROOT / "docs" / "write_configuration.py"))["page"]()
-    assert (ROOT / "docs" / "configuration.md").read_text() == written
+    written = runpy.run_path(str(ROOT / "tools" / "write_configuration.py"))["page"]()
+    assert text_of("configuration") == written
 
 
 def test_every_test_that_a_document_names_is_there():
-    for document in (ROOT / "docs").glob("*.md"):
+    for document in (ROOT / "docs").rglob("*.md"):
         for name in re.findall(r"`(tests/[\w/]+\.py)", document.read_text()):
             assert (ROOT / name).is_file(), (document.name, name)
 
 
 def test_every_link_between_documents_leads_somewhere():
-    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
             if not target.startswith("http"):
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
@@ -64,8 +70,8 @@ def test_every_toml_in_the_repository_is_a_valid_config():
 @pytest.mark.parametrize(
     ("page", "name"),
     [
-        ("objectives", "test_tokens_at_the_ceiling_have_no_gradient"),
-        ("shaping", "test_groups_that_nobody_solved_are_dropped"),
+        ("losses", "test_tokens_at_the_ceiling_have_no_gradient"),
+        ("shape-training-data", "test_groups_that_nobody_solved_are_dropped"),
         ("buffer", "test_short_groups_go_first"),
     ],
 )
@@ -78,7 +84,7 @@ def test_the_plug_in_on_a_page_passes_its_test(page, name):
 
 
 def test_the_settings_in_the_page_on_shaping_can_be_built():
-    tomls = examples("shaping", "toml")
+    tomls = examples("shape-training-data", "toml")
     assert len(tomls) == 5
     for toml in tomls:
         config = load_config({"model": "m", **tomllib.loads(toml)})
@@ -100,7 +106,7 @@ def test_the_settings_in_the_page_on_tasks_are_settings():
 
 def test_the_environments_in_the_page_on_adapters_can_be_made():
     pytest.importorskip("gymnasium")
-    for code in examples("adapters", "python"):
+    for code in examples("other-environments", "python"):
         if "import verifiers" in code:
             continue  # its pins do not go with those of the tests; tests/adapters plays one
         names: dict[str, Any] = {}
@@ -114,7 +120,7 @@ def test_the_settings_in_the_page_on_the_buffer_are_settings():
 
 
 def test_the_page_on_objectives_has_every_recipe_with_its_settings():
-    page = (ROOT / "docs" / "objectives.md").read_text().split("## Recipes")[1]
+    page = text_of("losses").split("## Recipes")[1]
     for name, recipe in RECIPES.items():
         (row,) = re.findall(rf"^\| `{name}`.*$", page, re.M)
         if name == "a3po":
@@ -128,7 +134,7 @@ def test_the_page_on_objectives_has_every_recipe_with_its_settings():
 
 
 def test_the_page_on_verifiers_has_every_key_with_its_default():
-    page = (ROOT / "docs" / "verifiers.md").read_text()
+    page = text_of("verifiers")
     for name, verifier in VERIFIERS.items():
         (row,) = re.findall(rf"^\| `{name}` .*$", page, re.M)
         for field in dataclasses.fields(verifier):
@@ -147,7 +153,7 @@ def test_the_verifiers_in_the_page_on_them_can_be_built():
 
 
 def test_the_settings_in_the_page_on_reward_models_are_valid():
-    page = (ROOT / "docs" / "reward-models.md").read_text()
+    page = text_of("reward-models")
     blocks = re.findall(r"```toml\n(.*?)```", page, re.S)
     assert blocks
     for block in blocks:
@@ -160,7 +166,7 @@ def test_the_settings_in_the_page_on_scoring_are_settings(monkeypatch, tmp_path)
     monkeypatch.setenv("JUDGE_KEY", "k")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text("def format(completions): ...")
-    page = (ROOT / "docs" / "scoring.md").read_text()
+    page = text_of("scorers")
     (example,) = re.findall(r"```toml\n(.*?)```", page, re.S)
     config = load_config({"model": "m", **tomllib.loads(example)})
     specs = [spec_of(row, section="scorer") for row in config.scorer]
@@ -169,7 +175,7 @@ def test_the_settings_in_the_page_on_scoring_are_settings(monkeypatch, tmp_path)
 
 
 def test_the_page_on_scoring_has_every_key_of_the_services_with_its_default():
-    page = (ROOT / "docs" / "scoring.md").read_text()
+    page = text_of("scorers")
     for name, kind in (("http", Http), ("judge", Judge)):
         section = page.split(f'## `type = "{name}"`')[1].split("## ")[0]
         for field in dataclasses.fields(kind):
@@ -179,7 +185,7 @@ def test_the_page_on_scoring_has_every_key_of_the_services_with_its_default():
 
 
 def test_the_page_on_scoring_tells_how_services_and_functions_are_called():
-    section = (ROOT / "docs" / "scoring.md").read_text().split("## How scorers are called")[1]
+    section = text_of("scorers").split("## How scorers are called")[1]
     services = CallRules()
     functions = Function(function=lambda completions: []).rules(num_workers=2)
     for name in ("batch", "timeout_s", "retries", "backoff_s", "breaker_failures", "priority"):
@@ -188,7 +194,7 @@ def test_the_page_on_scoring_tells_how_services_and_functions_are_called():
 
 
 def test_the_scorer_in_the_page_on_scoring_passes_its_test():
-    page = (ROOT / "docs" / "scoring.md").read_text()
+    page = text_of("scorers")
     _, scorer, test = re.findall(r"```python\n(.*?)```", page, re.S)
     names: dict[str, Any] = {"__name__": "scorers"}
     exec(scorer + test, names)

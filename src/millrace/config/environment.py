@@ -27,9 +27,9 @@ class McpConfig(Section):
 class EnvironmentConfig(Section):
     function: str | None = None
     """ "module:name" or "file.py:name" of a coroutine `play(task, agent)`; by default one prompt
-    and one completion. See docs/episodes.md."""
+    and one completion. See docs/how-to/environments.md."""
     command: tuple[str, ...] = ()
-    """Or a program and its arguments, which speaks to the OpenAI API; see docs/serving.md."""
+    """Or a program and its arguments, which speaks to the OpenAI API; see docs/how-to/serve.md."""
     score: str | None = None
     """Of a command: "module:name" or "file.py:name" of a function `score(task, result)` that judges
     what the program did; by default that is left to the scorers."""
@@ -62,11 +62,12 @@ class EnvironmentConfig(Section):
     false}."""
     models: dict[str, RoleModelConfig] = Field(default={})
     """Models besides the policy, by name, which roles may be: `agent.role("judge", model="NAME")`.
-    They are never trained; see docs/episodes.md."""
+    They are never trained; see docs/how-to/environments.md."""
 
     recipe: dict[str, Any] | None = None
     """How a group is played, where not n times side by side: "pivot" (branches at the tokens
-    that matter most), "tree", or {type = "module:Name", ...} of yours; see docs/episodes.md."""
+    that matter most), "tree", or {type = "module:Name", ...} of yours; see
+    docs/how-to/environments.md."""
 
     @property
     def may_reward(self) -> bool:

@@ -9,7 +9,8 @@ from millrace.config.sections import NonNegativeFloat, PositiveInt, Section
 
 class JournalConfig(Section):
     enabled: bool = True
-    """Write down what a crash must not lose; see docs/reliability.md. Without it, --resume plays
+    """Write down what a crash must not lose; see docs/explanation/reliability.md.
+    Without it, --resume plays
     again what was played since the newest checkpoint."""
     segment_bytes: PositiveInt = 64 * 2**20
     """A file of this size is followed by another; files are removed as a whole."""

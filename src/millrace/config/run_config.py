@@ -49,7 +49,7 @@ class RunConfig(Section):
     "ppo"."""
     critic: CriticConfig | None = None
     """Judge tokens by a critic that learns what to expect, instead of comparing episodes; see
-    docs/objectives.md."""
+    docs/reference/losses.md."""
     lora: LoraConfig | None = None
     """Train a LoRA adapter instead of all weights; needs the extra millrace[lora]."""
     engine: EngineConfig = EngineConfig()

@@ -24,7 +24,8 @@ class ScorerConfig(Section):
     """Or a ready verifier: "exact", "numeric", "regex", "json_schema", "math", "python_tests"; a
     service: "http", "judge"; a model: "reward_model", "process_reward_model", "teacher",
     "self_teacher", "reference"; or "module:Name" of yours. Its own keys stand beside these; see
-    docs/verifiers.md, docs/scoring.md, docs/reward-models.md and docs/teachers.md."""
+    docs/how-to/verifiers.md, docs/how-to/scorers.md, docs/how-to/reward-models.md
+    and docs/how-to/teachers.md."""
     name: str | None = None
     """Name in metrics; the function's own name, or the type, if not given."""
     weight: Float = 1.0

@@ -59,10 +59,10 @@ class ScoringConfig(Section):
     """How scores become advantages: "auto" (what belongs to the loss, mostly "group"), "group"
     (minus the group's mean, over its std), "leave_one_out", "batch", "returns", "best_worst",
     "tree" (of environment.recipe), "gae" (with a critic, which has no other), or yours; see
-    docs/objectives.md."""
+    docs/reference/losses.md."""
     penalty: tuple[dict[str, Any], ...] = ()
     """Length penalties, each a table and a part of the score: "soft_overlong", "linear", "cosine",
-    or yours; see docs/shaping.md."""
+    or yours; see docs/how-to/shape-training-data.md."""
 
 
 class RolloutConfig(Section):
@@ -78,10 +78,10 @@ class RolloutConfig(Section):
     a place in an engine, so that the longest begin first."""
     selection: dict[str, Any] = {"type": "roc"}
     """Which of them: "roc" (failures at random, the cleanest successes), "first", or yours; see
-    docs/shaping.md."""
+    docs/how-to/shape-training-data.md."""
     filter: tuple[dict[str, Any], ...] = ()
     """What is not worth training, each a table: "zero_variance", "overlong", or yours; see
-    docs/shaping.md."""
+    docs/how-to/shape-training-data.md."""
     max_filtered_share: Share = 0.9
     """The run warns when filters drop more than this share of the last 100 groups."""
     max_running_groups: PositiveInt = 64
@@ -116,7 +116,7 @@ class BufferConfig(Section):
     """Trainer version minus the version of a token, at most. 0 = strictly on-policy."""
     staleness: Measure = "oldest"
     """Which of a group's trained tokens max_staleness holds for: "oldest" = all, "mean" = their
-    average, "share" = all but max_stale_share of them; see docs/buffer.md."""
+    average, "share" = all but max_stale_share of them; see docs/explanation/buffer.md."""
     max_stale_share: Annotated[Float, Field(ge=0, lt=1)] | None = None
     """With "share": how many tokens may be staler, as a share of the group's."""
     order: dict[str, Any] = {"type": "oldest"}
@@ -175,10 +175,11 @@ class EngineConfig(DecodingConfig):
     count: NonNegativeInt = 1
     """Engine processes on this host."""
     remote: NonNegativeInt = 0
-    """Further engines, which other hosts bring with `millrace join`; see docs/cluster.md."""
+    """Further engines, which other hosts bring with `millrace join`; see
+    docs/how-to/join-hosts.md."""
     adapters: dict[str, str] = {}
     """Further LoRA adapters that requests may choose by name: PEFT folders, never trained. See
-    docs/lora.md."""
+    docs/how-to/lora.md."""
     kv: Literal["keep", "recompute"] = "keep"
     """On a weight swap: go on with the KV of the old weights, or recompute it under the new
     ones."""
@@ -212,7 +213,7 @@ class TrainerConfig(Section):
     """Tokens whose logits exist at one time."""
     replay_routes: bool = True
     """Of a mixture of experts: send each token to the experts that the engine sent it to; see
-    docs/routing.md. False: nobody notes where they went."""
+    docs/explanation/expert-routing.md. False: nobody notes where they went."""
     gradient_checkpointing: bool = False
     """Compute each layer twice to keep less for the backward pass."""
     compile: bool = False
@@ -273,7 +274,7 @@ class WeightsConfig(Section):
     interrupt: Interrupt = "swap"
     """What new weights do to sequences in flight: "swap" = they go on, "abort" = they are resumed
     on any engine, "save" = they wait while the weights arrive, "drain" = they are finished first,
-    "barrier" = and generation and training take turns; see docs/weights.md."""
+    "barrier" = and generation and training take turns; see docs/explanation/weights.md."""
     directory: str | None = None
     """Where "disk" writes, under the same path on all hosts; weights/ in run_dir if not given."""
     address: str = "auto"
@@ -328,7 +329,7 @@ class ClusterConfig(Section):
     """The run stops if no step completes for this long, saying what waits for what."""
     mps: Literal["auto", "on", "off"] = "auto"
     """Share the GPU through NVIDIA MPS, whose daemon the run starts and stops: "auto" where it is
-    installed and several workers use a GPU, "on" = or fail; see docs/one-gpu.md."""
+    installed and several workers use a GPU, "on" = or fail; see docs/how-to/share-one-gpu.md."""
     take_turns: bool = False
     """Engines pause while the trainer steps, and the trainer waits for their pause: one GPU at a
     time belongs to one of them."""

@@ -27,12 +27,12 @@ class TaskPlace(Section):
     path: str | None = None
     """JSONL file (one task a line: "prompt", a text or chat messages, and any further columns),
     Parquet file or folder of such, folder of a Hugging Face dataset, or "hub:NAME" of one; see
-    docs/tasks.md."""
+    docs/how-to/tasks.md."""
     function: str | None = None
     """Or "module:name" of a function that returns a list of such tasks."""
     generator: dict[str, Any] | None = None
     """Or a table of what makes them, such as {type = "reasoning_gym", dataset = "leg_counting"};
-    see docs/tasks.md."""
+    see docs/how-to/tasks.md."""
     prompt: str = "prompt"
     """Of a path: the column that is the prompt."""
     columns: tuple[str, ...] | None = None
@@ -78,7 +78,8 @@ class TaskSourceConfig(TaskPlace):
 
 class TasksConfig(TaskPlace):
     source: tuple[TaskSourceConfig, ...] = ()
-    """Or several sources at once, mixed by their weights; see docs/shaping.md."""
+    """Or several sources at once, mixed by their weights; see
+    docs/how-to/shape-training-data.md."""
     order: Literal["shuffle", "sequential", "curriculum"] = "shuffle"
     """"shuffle" = a new order each epoch, fixed by the seed; "sequential" = as they come;
     "curriculum" = those whose recent solve rate is near target_solve_rate more often."""

@@ -1,7 +1,8 @@
 """What a kind of scorer is: settings of its own that become a Scorer, and how that is called.
 
 A kind is a frozen dataclass whose fields are the keys of its [[scorer]] table. It is made and
-checked before any worker starts; `make` gives the Scorer that the run uses. See docs/scoring.md.
+checked before any worker starts; `make` gives the Scorer that the run uses. See
+docs/how-to/scorers.md.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

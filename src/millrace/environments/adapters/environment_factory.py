@@ -42,7 +42,7 @@ class Reward:
 
 
 class EnvironmentFactory:
-    """An environment function; see docs/adapters.md."""
+    """An environment function; see docs/how-to/other-environments.md."""
 
     def __init__(
         self,

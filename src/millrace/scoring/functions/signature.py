@@ -59,12 +59,13 @@ class RewardFunction:
         for name in sorted(self.needs.intersection(NOT_PASSED)):
             raise ConfigError(
                 f"Reward {self.name!r} needs {name!r}, which TRL passes and Millrace does not (see"
-                f" docs/scoring.md); give the parameter a default."
+                f" docs/how-to/scorers.md); give the parameter a default."
             )
         if ENVIRONMENTS in self.needs and not has_environments:
             raise ConfigError(
                 f"Reward {self.name!r} needs 'environments', which there are only with"
-                " environment=mr.EnvironmentFactory(...) (see docs/adapters.md); give the parameter"
+                " environment=mr.EnvironmentFactory(...) (see docs/how-to/other-environments.md);"
+                " give the parameter"
                 " a default."
             )
         needed = sorted(self.needs.difference(RESERVED, [ENVIRONMENTS]))

@@ -1,4 +1,4 @@
-"""Keys of the [[scorer]] tables that are language models; see docs/teachers.md.
+"""Keys of the [[scorer]] tables that are language models; see docs/how-to/teachers.md.
 
 N.B. these are the kinds' own: name, weight, timeout_s and the like belong to every scorer.
 """

@@ -27,7 +27,7 @@ KEY_VARIABLE = "MILLRACE_GATEWAY_KEY"  # the package takes keys from the environ
 
 
 class VerifiersEnvironment:
-    """An environment function; see docs/adapters.md."""
+    """An environment function; see docs/how-to/other-environments.md."""
 
     def __init__(self, env: Any, *, max_tasks: int | None = None) -> None:
         """`env`: what vf.load_environment() gives. `max_tasks`: the first so many of its tasks; a

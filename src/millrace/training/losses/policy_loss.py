@@ -1,7 +1,7 @@
 """The one policy-gradient loss: a ratio, a shape, weights, an average, and what is added to it.
 
 Promise: a microbatch gives its share of the batch's loss, and tokens that weigh 0 have no gradient
-but that of the regularisers. See docs/objectives.md for the formulas.
+but that of the regularisers. See docs/reference/losses.md for the formulas.
 """
 
 import dataclasses

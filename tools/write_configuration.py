@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from src/millrace/config/: `python docs/write_configuration.py`."""
+"""Writes docs/reference/configuration.md: `python tools/write_configuration.py`."""
 
 import typing
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from millrace.config import RunConfig
 
-PAGE = Path(__file__).with_name("configuration.md")
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
 INTRODUCTION = """# Configuration
 
 Every setting, with its default. The same names work in a TOML file, as keyword arguments of
@@ -18,7 +18,7 @@ Every setting, with its default. The same names work in a TOML file, as keyword 
 in a TOML start from the folder of that TOML. An unknown key is an error that names the nearest
 valid one.
 
-This page is written by `python docs/write_configuration.py` from `src/millrace/config/`.
+This page is written by `python tools/write_configuration.py` from `src/millrace/config/`.
 """
 
 
