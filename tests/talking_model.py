@@ -33,6 +33,7 @@ from millrace.models.moe.router_search import find_routing
 from millrace.models.moe.routing import RouteReplay
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
+from millrace.training.policy_model import PolicyModel
 from millrace.training.settings import TrainSettings
 from millrace.training.trainer import Trainer
 
@@ -121,19 +122,18 @@ def make_trainer(seed: int = 0, *, num_experts: int = 0) -> Trainer:
     model = make_model(seed, num_experts=num_experts)
     model.set_attn_implementation(PACKED_ATTENTION)
     routing = find_routing(model)
+    replay = None if routing is None else RouteReplay(routing)
     return Trainer(
-        model,
-        replay=None if routing is None else RouteReplay(routing),
+        PolicyModel(model, settings=TrainSettings(), replay=replay),
         loss=PolicyLoss(),
         schedule=Schedule(learning_rate=1e-3, total_steps=1),
-        technique=TrainSettings(),
     )
 
 
 def assert_says_the_same(trainer: Trainer, batch: Batch) -> None:
     """What the engine said about every token that is trained."""
     for micro in batch.microbatches:
-        logprobs, _ = trainer.token_logprobs(micro)
+        logprobs = trainer.policy.logprobs(micro).logprobs
         np.testing.assert_allclose(
             logprobs.detach().numpy(), micro.engine_logprobs, rtol=0, atol=1e-5
         )

@@ -20,8 +20,8 @@ from millrace.models.directory import load_tokenizer
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.tasks.loading import load_tasks
 from millrace.tasks.streams import Epochs
+from millrace.training.build import build_trainer
 from millrace.training.packing.packer import pack
-from millrace.training.worker import build_trainer
 
 STEPS, GROUPS = 4, 6
 LEARNED = ("loss", "grad_norm", "entropy", "mismatch/kl_k3", "ratio/max", "batch/trained_tokens")
@@ -152,6 +152,6 @@ def plain_loop(settings: dict) -> tuple[list[dict], dict[str, torch.Tensor]]:
             )
         batch = pack(groups, microbatch_tokens=config.trainer.microbatch_tokens)
         rows.append({**trainer.step(batch), "reward/mean": float(np.mean(rewards))})
-        engine.swap(trainer.named_weights(), version=version + 1)
+        engine.swap(trainer.policy.weights(), version=version + 1)
     torch.set_num_threads(threads)
-    return rows, trainer.named_weights()
+    return rows, trainer.policy.weights()

@@ -92,12 +92,12 @@ def test_values_and_gradients_are_those_of_the_plain_functions(
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-def told_case(model, num_rows: int):
-    """Three told tokens of each position, the drawn one among them in some."""
+def topk_case(model, num_rows: int):
+    """Three topk_ids tokens of each position, the drawn one among them in some."""
     hidden, case = chunk_case(model, num_rows)
-    told = (case["targets"][:, None] + torch.tensor([[1, 7, 0]])) % VOCAB
-    told[::2, 2] = (told[::2, 2] + 9) % VOCAB
-    return hidden, {**case, "kept": None, "told": told}
+    topk_ids = (case["targets"][:, None] + torch.tensor([[1, 7, 0]])) % VOCAB
+    topk_ids[::2, 2] = (topk_ids[::2, 2] + 9) % VOCAB
+    return hidden, {**case, "kept": None, "topk_ids": topk_ids}
 
 
 @pytest.mark.parametrize("drawn_too", [False, True])
@@ -109,36 +109,36 @@ def test_told_tokens_and_all_others_have_values_and_gradients_of_the_plain_funct
     model = model_with(kind)
     outcomes = []
     for fused in (False, True):
-        hidden, case = told_case(model, 40)
-        told = case.pop("told")
+        hidden, case = topk_case(model, 40)
+        topk_ids = case.pop("topk_ids")
         model.zero_grad()
         if fused:
-            found = chunked_distributions(model, hidden, **case, told=told, chunk=chunk)
-            logprobs, entropies, of_told = found
+            found = chunked_distributions(model, hidden, **case, topk_ids=topk_ids, chunk=chunk)
+            logprobs, entropies, of_topk = found
         else:
             logits = final_logits(model, hidden)
             logprobs, entropies = token_logprobs(logits, **case)
             plain = (logits / case["temperatures"][:, None]).log_softmax(-1)
-            rest = plain.scatter(1, told, -torch.inf).logsumexp(-1, keepdim=True)
-            of_told = torch.cat([plain.gather(1, told), rest], 1)
-        loss = (of_told.sin() * torch.arange(1, 5)).sum()
+            rest = plain.scatter(1, topk_ids, -torch.inf).logsumexp(-1, keepdim=True)
+            of_topk = torch.cat([plain.gather(1, topk_ids), rest], 1)
+        loss = (of_topk.sin() * torch.arange(1, 5)).sum()
         if drawn_too:
             loss = loss + logprobs.sin().sum() + entropies.square().sum()
         loss.backward()
         head = model.get_output_embeddings()
         bias = [] if head.bias is None else [head.bias.grad]
-        outcomes.append((of_told, hidden.grad, head.weight.grad, *bias))
+        outcomes.append((of_topk, hidden.grad, head.weight.grad, *bias))
     for ours, expected in zip(*reversed(outcomes), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_logits_of_more_than_one_chunk_never_exist_for_told_tokens():
     model = tiny_model("gemma2")
-    hidden, case = told_case(model, 200)
+    hidden, case = topk_case(model, 200)
     with LargestTensor() as seen:
-        _, _, of_told = chunked_distributions(model, hidden, **case, chunk=16)
-        assert of_told is not None
-        of_told.sum().backward()
+        _, _, of_topk = chunked_distributions(model, hidden, **case, chunk=16)
+        assert of_topk is not None
+        of_topk.sum().backward()
     others = max(hidden.numel(), model.get_output_embeddings().weight.numel())
     assert seen.elements <= max(16 * VOCAB, others)
 

@@ -14,6 +14,7 @@ from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
 from millrace.training.packing.packer import pack
+from millrace.training.policy_model import PolicyModel
 from millrace.training.settings import TrainSettings
 from millrace.training.trainer import Trainer
 
@@ -89,7 +90,13 @@ def sharing_rollouts(
     return rollouts
 
 
-def batch_of(rollouts: list[Rollout], *, advantages=None, microbatch_tokens: int = 10_000) -> Batch:
+def batch_of(
+    rollouts: list[Rollout],
+    *,
+    advantages=None,
+    microbatch_tokens: int = 10_000,
+    num_ranks: int = 1,
+) -> Batch:
     if advantages is None:
         advantages = [1.0 if i % 2 else -0.5 for i in range(len(rollouts))]
     group = Group(
@@ -98,22 +105,26 @@ def batch_of(rollouts: list[Rollout], *, advantages=None, microbatch_tokens: int
         episodes=tuple(Episode(turns=(), rollouts=(rollout,)) for rollout in rollouts),
         advantages=np.array(advantages, np.float32),
     )
-    return pack([group], microbatch_tokens=microbatch_tokens)
+    return pack([group], microbatch_tokens=microbatch_tokens, num_ranks=num_ranks)
 
 
 def trainer_of(model, *, loss=None, learning_rate: float = 1e-2, **settings) -> Trainer:
     model.set_attn_implementation(PACKED_ATTENTION)
+    policy_settings = {
+        name: settings.pop(name)
+        for name in ("adapter", "replay", "logprob_chunk", "on_forward")
+        if name in settings
+    }
     return Trainer(
-        model,
+        PolicyModel(model, settings=take_train_settings(settings), **policy_settings),
         loss=loss or PolicyLoss(),
         schedule=Schedule(learning_rate=learning_rate, total_steps=100),
-        technique=technique_from(settings),
         **settings,
     )
 
 
-def technique_from(settings: dict[str, Any]) -> TrainSettings:
-    """Of those settings that are of the technique; takes them out."""
+def take_train_settings(settings: dict[str, Any]) -> TrainSettings:
+    """The TrainSettings among `settings`, which are removed from there."""
     names = [field.name for field in dataclasses.fields(TrainSettings) if field.name in settings]
     return TrainSettings(**{name: settings.pop(name) for name in names})
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from architectures import tiny_model
-from batches import technique_from
+from batches import take_train_settings
 
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Score, Task, Turn
 from millrace.models.attention.packed import PACKED_ATTENTION
-from millrace.training.critic import Critic, Estimation
+from millrace.training.critic import Critic, GaeEstimator
 from millrace.training.packing.packer import pack
 
 HEAD_SEED = 3
@@ -49,14 +49,14 @@ def critic_of(
     """With a head that has an opinion."""
     model = tiny_model(architecture, seed=seed).to(device)
     model.set_attn_implementation(PACKED_ATTENTION)
-    estimation = settings.pop("estimation", Estimation(discount=0.9, decay=0.8))
+    estimator = settings.pop("estimator", GaeEstimator(discount=0.9, decay=0.8))
     critic = Critic(
         model,
-        estimation=estimation,
-        technique=technique_from(settings),
+        estimator=estimator,
+        settings=take_train_settings(settings),
         **{"learning_rate": 1e-2, **settings},
     )
-    _opinionated(critic.model.head)
+    _opinionated(critic.model.module.head)
     return critic
 
 

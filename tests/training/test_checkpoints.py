@@ -22,6 +22,7 @@ from millrace.training.checkpoints.directory import (
     read_run_state,
     write_checkpoint,
 )
+from millrace.training.checkpoints.snapshot import STATE_FILE, STATE_FORMAT
 
 
 def batches(num: int):
@@ -81,8 +82,31 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, architecture):
     assert resumed.steps_done == 2
     assert torch.equal(torch.rand(3), drawn)
     assert [resumed.step(batch) for batch in second] == metrics
-    for name, weight in trainer.named_weights().items():
-        assert torch.equal(resumed.named_weights()[name], weight), name
+    for name, weight in trainer.policy.weights().items():
+        assert torch.equal(resumed.policy.weights()[name], weight), name
+
+
+def change_state(directory: Path, change) -> None:
+    state = torch.load(directory / STATE_FILE, weights_only=True)
+    change(state)
+    torch.save(state, directory / STATE_FILE)
+
+
+def test_a_trainer_state_from_before_format_numbers_is_loaded(tmp_path):
+    first, second = batches(2)
+    trainer = trainer_of(tiny_model("qwen3"))
+    trainer.step(first)
+    save(trainer, tmp_path / "step_1")
+    change_state(tmp_path / "step_1", lambda state: state.pop("format"))
+    resumed = load_trainer(tmp_path / "step_1")
+    assert resumed.step(second) == trainer.step(second)
+
+
+def test_a_trainer_state_of_a_later_format_is_refused(tmp_path):
+    save(trainer_of(tiny_model("qwen3")), tmp_path / "step_0")
+    change_state(tmp_path / "step_0", lambda state: state.update(format=STATE_FORMAT + 1))
+    with pytest.raises(CheckpointError, match="has format 2, and this version of Millrace reads"):
+        load_trainer(tmp_path / "step_0")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", *MIXTURES[::2]])
@@ -94,11 +118,11 @@ def test_a_checkpoint_is_a_hugging_face_model(tmp_path, architecture):
     assert loaded.dtype == torch.float32
     assert "millrace" not in (loaded.config._attn_implementation or "")
     assert "millrace" not in (tmp_path / "step_1" / "config.json").read_text()
-    for name, weight in trainer.named_weights().items():
+    for name, weight in trainer.policy.weights().items():
         assert torch.equal(loaded.get_parameter(name), weight), name
     tokens = torch.randint(0, 60, (1, 9))
     plain = tiny_model(architecture)
-    plain.load_state_dict(trainer.model.state_dict())
+    plain.load_state_dict(trainer.policy.module.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, plain(tokens).logits)
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from millrace.core.errors import CheckpointError
 from millrace.training.checkpoints.directory import CRITIC
-from millrace.training.critic import WEIGHTS_FILE, Estimation
+from millrace.training.critic import WEIGHTS_FILE, GaeEstimator
 from millrace.training.losses.policy_loss import PolicyLoss
 
 DISCOUNT, DECAY = 0.9, 0.8
@@ -54,7 +54,7 @@ class Spy:
 
 
 def weights_of(critic) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in critic.model.named_parameters()}
+    return {name: p.detach().clone() for name, p in critic.model.module.named_parameters()}
 
 
 def expected_estimates(rollouts, *, architecture="qwen3"):
@@ -77,9 +77,9 @@ def expected_estimates(rollouts, *, architecture="qwen3"):
 def test_a_step_is_taken_with_the_advantages_of_a_plain_loop(kind, normalize):
     rollouts = rollouts_of(kind)
     batch = judged_batch(rollouts, scores=SCORES)
-    estimation = Estimation(discount=DISCOUNT, decay=DECAY, normalize=normalize)
+    estimator = GaeEstimator(discount=DISCOUNT, decay=DECAY, normalize=normalize)
     spy = Spy()
-    trainer = trainer_of(tiny_model("qwen3"), loss=spy, critic=critic_of(estimation=estimation))
+    trainer = trainer_of(tiny_model("qwen3"), loss=spy, critic=critic_of(estimator=estimator))
     metrics = trainer.step(batch)
     estimates = expected_estimates(rollouts)
     advantages = np.concatenate([a for a, _ in estimates])
@@ -105,11 +105,11 @@ def test_each_pass_of_the_critic_is_a_sign_that_the_step_gets_on():
         nonlocal num_passes
         num_passes += 1
 
-    critic = critic_of(on_pass=count)
+    critic = critic_of(on_forward=count)
     batch = judged_batch(rollouts_of("unrelated"), scores=SCORES, microbatch_tokens=16)
-    (judged,) = critic.judge([batch])
+    (judged,) = critic.estimate_advantages([batch])
     assert num_passes == len(batch.microbatches) > 1
-    critic.learn(judged)
+    critic.update(judged)
     assert num_passes == 2 * len(batch.microbatches)
 
 
@@ -118,7 +118,7 @@ def test_each_pass_of_the_critic_is_a_sign_that_the_step_gets_on():
 def test_the_gradient_is_that_of_plain_forwards_of_unpacked_sequences(kind, architecture):
     rollouts = rollouts_of(kind)
     critic = critic_of(architecture)
-    (batch,) = critic.judge([judged_batch(rollouts, scores=SCORES)])
+    (batch,) = critic.estimate_advantages([judged_batch(rollouts, scores=SCORES)])
     critic.accumulate(batch)
     backbone, head = plain_critic(architecture)
     loss = torch.zeros(())
@@ -131,7 +131,7 @@ def test_the_gradient_is_that_of_plain_forwards_of_unpacked_sequences(kind, arch
     loss.backward()
     plain = torch.nn.ModuleDict({"backbone": backbone, "head": head})
     theirs = dict(plain.named_parameters())
-    ours = dict(critic.model.named_parameters())
+    ours = dict(critic.model.module.named_parameters())
     assert ours.keys() == theirs.keys()
     for name, parameter in ours.items():
         torch.testing.assert_close(
@@ -178,7 +178,7 @@ def test_the_critic_computes_as_the_trainer_is_told_to(settings, tolerance):
     batch = judged_batch(rollouts_of("sharing"), scores=SCORES)
     outcomes = []
     for critic in (critic_of(), critic_of(**settings)):
-        critic.learn(critic.judge([batch])[0])
+        critic.update(critic.estimate_advantages([batch])[0])
         outcomes.append(critic.step_metrics())
     expected, metrics = outcomes
     assert metrics["critic/loss"] == pytest.approx(expected["critic/loss"], rel=tolerance)
@@ -188,9 +188,9 @@ def test_the_critic_computes_as_the_trainer_is_told_to(settings, tolerance):
 def test_what_was_cut_is_worth_what_the_critic_expects_of_the_rest():
     rollout = random_rollout(rng(), sampled=3)
     twin = dataclasses.replace(rollout, engine_logprobs=rollout.engine_logprobs + np.float32(0.1))
-    critic = critic_of(estimation=Estimation(discount=0.5, decay=0.5, normalize=False))
+    critic = critic_of(estimator=GaeEstimator(discount=0.5, decay=0.5, normalize=False))
     batch = judged_batch([rollout, twin], scores=[1.0, 1.0], cut=[True, False])
-    (judged,) = critic.judge([batch])
+    (judged,) = critic.estimate_advantages([batch])
     (micro,) = judged.microbatches
     with torch.no_grad():
         last = plain_values(*plain_critic(), rollout)[-1].item()
@@ -206,7 +206,7 @@ def test_all_minibatches_are_judged_before_the_first_update():
     rollouts = rollouts_of("sharing")
     first = judged_batch(rollouts[:4], scores=SCORES[:4])
     second = judged_batch(rollouts[4:], scores=SCORES[4:])
-    expected = critic_of().judge([first, second])
+    expected = critic_of().estimate_advantages([first, second])
     spy = Spy()
     trainer = trainer_of(tiny_model("qwen3"), loss=spy, critic=critic_of())
     metrics = trainer.step(first, second)
@@ -224,23 +224,23 @@ def test_while_the_critic_warms_up_the_policy_does_not_learn():
     critic = critic_of(warmup_steps=2)
     trainer = trainer_of(tiny_model("qwen3"), critic=critic)
     batch = judged_batch(rollouts_of("sharing"), scores=SCORES)
-    policy = {name: w.clone() for name, w in trainer.named_weights().items()}
+    policy = {name: w.clone() for name, w in trainer.policy.weights().items()}
     for step in range(3):
-        value_head = critic.model.head.weight.detach().clone()
+        value_head = critic.model.module.head.weight.detach().clone()
         metrics = trainer.step(batch)
         assert trainer.steps_done == step + 1
-        assert not torch.equal(critic.model.head.weight, value_head)
-        stayed = all(torch.equal(w, policy[n]) for n, w in trainer.named_weights().items())
+        assert not torch.equal(critic.model.module.head.weight, value_head)
+        stayed = all(torch.equal(w, policy[n]) for n, w in trainer.policy.weights().items())
         assert stayed == (step < 2)
         assert (metrics["learning_rate"] == 0) == (step < 2)
 
 
 def test_a_value_that_moved_beyond_the_clip_gains_nothing_by_moving_further():
     critic = critic_of(value_clip=0.2)
-    (batch,) = critic.judge([judged_batch(rollouts_of("unrelated"), scores=SCORES)])
+    (batch,) = critic.estimate_advantages([judged_batch(rollouts_of("unrelated"), scores=SCORES)])
     (micro,) = batch.microbatches
     with torch.no_grad():
-        critic.model.head.bias += 0.5
+        critic.model.module.head.bias += 0.5
     value_loss = critic.accumulate(batch).item()
     values, returns = micro.values.astype(np.float64), micro.returns.astype(np.float64)
     errors = np.maximum((values + 0.5 - returns) ** 2, (values + 0.2 - returns) ** 2)
@@ -249,7 +249,7 @@ def test_a_value_that_moved_beyond_the_clip_gains_nothing_by_moving_further():
     counts = (values + 0.5 - returns) ** 2 > (values + 0.2 - returns) ** 2
     assert 0 < counts.mean() < 1
     expected = (counts * (values + 0.5 - returns)).sum() / len(values)
-    assert critic.model.head.bias.grad.item() == pytest.approx(expected, rel=1e-3)
+    assert critic.model.module.head.bias.grad.item() == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_restored_step_is_the_step_that_would_have_followed(tmp_path):
@@ -268,7 +268,9 @@ def test_a_restored_step_is_the_step_that_would_have_followed(tmp_path):
     assert resumed.step(batch) == expected
     for name, weight in weights_of(critic).items():
         assert torch.equal(weight, weights_of(resumed_critic)[name]), name
-    assert trainer.named_weights().keys() == trainer_of(tiny_model("qwen3")).named_weights().keys()
+    assert (
+        trainer.policy.weights().keys() == trainer_of(tiny_model("qwen3")).policy.weights().keys()
+    )
 
 
 def test_a_damaged_critic_is_one_sentence(tmp_path):
@@ -292,7 +294,7 @@ def test_what_does_not_fit_into_memory_is_split_and_judged_and_learned_alike():
             if kwargs["input_ids"].shape[1] > limit:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
-        critic.model.backbone.register_forward_pre_hook(too_much, with_kwargs=True)
+        critic.model.module.backbone.register_forward_pre_hook(too_much, with_kwargs=True)
         trainer = trainer_of(tiny_model("qwen3"), critic=critic, learning_rate=1e-3)
         outcomes.append((trainer.step(batch), weights_of(critic)))
     (whole, weights), (split, split_weights) = outcomes
@@ -310,14 +312,14 @@ def test_what_does_not_fit_into_memory_is_split_and_judged_and_learned_alike():
 
 
 def test_an_update_in_which_the_critic_cannot_learn_is_skipped_for_both():
-    critic = critic_of(estimation=Estimation(normalize=False), loss_weight=float("inf"))
+    critic = critic_of(estimator=GaeEstimator(normalize=False), loss_weight=float("inf"))
     trainer = trainer_of(tiny_model("qwen3"), critic=critic)
-    before = {name: w.clone() for name, w in trainer.named_weights().items()}
+    before = {name: w.clone() for name, w in trainer.policy.weights().items()}
     judging = weights_of(critic)
     metrics = trainer.step(judged_batch(rollouts_of("unrelated"), scores=SCORES))
     assert metrics["skipped/updates"] == 1
     assert trainer.skipped == (0,)
-    for name, weight in trainer.named_weights().items():
+    for name, weight in trainer.policy.weights().items():
         assert torch.equal(weight, before[name]), name
     for name, weight in weights_of(critic).items():
         assert torch.equal(weight, judging[name]), name
@@ -325,7 +327,7 @@ def test_an_update_in_which_the_critic_cannot_learn_is_skipped_for_both():
 
 def test_the_critic_comes_to_explain_what_the_prompt_decides():
     generator = rng()
-    critic = critic_of(learning_rate=3e-3, estimation=Estimation(decay=0.95))
+    critic = critic_of(learning_rate=3e-3, estimator=GaeEstimator(decay=0.95))
     trainer = trainer_of(tiny_model("qwen3"), critic=critic, learning_rate=1e-4)
     explained = []
     for _ in range(20):

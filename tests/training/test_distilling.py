@@ -16,13 +16,13 @@ from millrace.training.losses.recipes import build_loss
 from millrace.training.packing.splitting import halves
 
 
-def taught_rollouts(*, num_told: int, num: int = 4) -> list[Rollout]:
+def taught_rollouts(*, num_topk: int, num: int = 4) -> list[Rollout]:
     rng = np.random.default_rng(5)
     rollouts = [random_rollout(rng, temperature=1.0) for _ in range(num)]
     model = tiny_model("qwen3", seed=1)
     model.set_attn_implementation(PACKED_ATTENTION)
-    requests = [score_request_for(r, temperature=1.0, top_k=num_told) for r in rollouts]
-    told = ScoringEngine(model).score([requests], version=None)[0]
+    requests = [score_request_for(r, temperature=1.0, top_k=num_topk) for r in rollouts]
+    scored = ScoringEngine(model).score([requests], version=None)[0]
 
     def spread(values: np.ndarray, rollout: Rollout) -> np.ndarray:
         whole = np.zeros((len(rollout.tokens), *values.shape[1:]), values.dtype)
@@ -38,7 +38,7 @@ def taught_rollouts(*, num_told: int, num: int = 4) -> list[Rollout]:
                 top_logprobs=spread(one.top_logprobs, rollout),
             ),
         )
-        for rollout, one in zip(rollouts, told, strict=True)
+        for rollout, one in zip(rollouts, scored, strict=True)
     ]
 
 
@@ -51,7 +51,7 @@ def distributions(model, rollout: Rollout) -> torch.Tensor:
 
 
 def test_all_tokens_but_one_told_give_the_gradient_of_the_whole_divergence():
-    rollouts = taught_rollouts(num_told=VOCAB - 1)
+    rollouts = taught_rollouts(num_topk=VOCAB - 1)
     batch = batch_of(rollouts)
     loss = build_loss({"type": "distil", "distil": "forward_kl"}, max_new_tokens=6)
     trainer = trainer_of(tiny_model("qwen3"), loss=loss, logprob_chunk=7)
@@ -64,13 +64,13 @@ def test_all_tokens_but_one_told_give_the_gradient_of_the_whole_divergence():
         divergences.append((p.exp() * (p - q)).sum(-1))
     torch.cat(divergences).mean().backward()
     expected = dict(plain.named_parameters())
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in trainer.policy.module.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("distil", ["reverse_kl", "forward_kl", "jsd"])
 def test_steps_bring_the_policy_nearer_to_its_teacher(distil):
-    batch = batch_of(taught_rollouts(num_told=8))
+    batch = batch_of(taught_rollouts(num_topk=8))
     loss = build_loss({"type": "distil", "distil": distil}, max_new_tokens=6)
     trainer = trainer_of(tiny_model("qwen3"), loss=loss, learning_rate=3e-3)
     metric = "teacher/kl" if distil == "reverse_kl" else "teacher/divergence"
@@ -79,9 +79,9 @@ def test_steps_bring_the_policy_nearer_to_its_teacher(distil):
 
 
 def test_what_was_told_goes_with_the_halves_of_a_microbatch():
-    (whole,) = batch_of(taught_rollouts(num_told=3)).microbatches
+    (whole,) = batch_of(taught_rollouts(num_topk=3)).microbatches
     parts = halves(whole)
     assert parts is not None
-    for name in ("teacher_logprobs", "told_ids", "told_logprobs"):
+    for name in ("teacher_logprobs", "topk_ids", "topk_logprobs"):
         joined = np.concatenate([getattr(part, name) for part in parts])
         np.testing.assert_array_equal(joined, getattr(whole, name))

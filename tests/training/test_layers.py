@@ -45,15 +45,15 @@ def steps(request) -> Iterator[Steps]:
     compiled, plain = trainer_of(tiny_model(architecture)), trainer_of(tiny_model(architecture))
     torch._dynamo.reset()
     counters.clear()
-    compile_layers(compiled.model, backend=backend)
+    compile_layers(compiled.policy.module, backend=backend)
     if checkpointing:
-        checkpoint_layers(compiled.model)
+        checkpoint_layers(compiled.policy.module)
     ours, num_graphs = [], []
     for batch in batches():
         ours.append(compiled.step(batch))
         num_graphs.append(counters["stats"]["unique_graphs"])
     yield Steps(
-        num_layers=len(decoder_layers(compiled.model)),
+        num_layers=len(decoder_layers(compiled.policy.module)),
         compiled=ours,
         plain=[plain.step(batch) for batch in batches()],
         num_graphs=num_graphs,

@@ -52,7 +52,7 @@ def rollouts_by(engine: EmbeddedEngine) -> list[Rollout]:
 def mismatch(trainer: Trainer, rollouts: list[Rollout]) -> float:
     """The most by which engine and trainer differ about a token."""
     (microbatch,) = batch_of(rollouts).microbatches
-    logprobs, _ = trainer.token_logprobs(microbatch)
+    logprobs = trainer.policy.logprobs(microbatch).logprobs
     return (logprobs - torch.from_numpy(microbatch.engine_logprobs)).abs().max().item()
 
 
@@ -87,7 +87,7 @@ def test_an_engine_computes_with_a_swapped_adapter_what_the_trainer_does(
         stale = rollouts_by(engine)
         trainer.step(batch)
         assert mismatch(trainer, stale) > 1e-3
-        engine.swap(trainer.named_weights(), version=version)
+        engine.swap(trainer.policy.weights(), version=version)
         assert mismatch(trainer, rollouts_by(engine)) < 1e-5
 
 
@@ -95,16 +95,18 @@ def test_an_engine_computes_with_a_swapped_adapter_what_the_trainer_does(
 def test_only_the_adapter_learns(dora):
     lora = LORA.model_copy(update={"dora": dora})
     trainer = lora_trainer(lora=lora, weight_decay=0.1)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in trainer.policy.module.named_parameters()}
     for batch in batches(3):
         trainer.step(batch)
     changed = {
-        name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])
+        name
+        for name, p in trainer.policy.module.named_parameters()
+        if not torch.equal(p, before[name])
     }
     assert changed == {name for name in before if ".lora_" in name}
-    weights = trainer.named_weights()
+    weights = trainer.policy.weights()
     assert trainer.state_bytes() == 3 * 4 * sum(w.numel() for w in weights.values())
-    state = trainer._optimizer.state_dict()["state"]
+    state = trainer.policy.optimizer_state()["state"]
     assert len(state) == len(weights) == len(changed)
 
 
@@ -113,9 +115,9 @@ def test_gradient_checkpointing_gives_the_adapter_the_same_gradient():
     for batch in batches(2):
         expected, metrics = plain.step(batch), checkpointed.step(batch)
         assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-    for name, weight in plain.named_weights().items():
+    for name, weight in plain.policy.weights().items():
         torch.testing.assert_close(
-            checkpointed.named_weights()[name], weight, rtol=0, atol=1e-4, msg=name
+            checkpointed.policy.weights()[name], weight, rtol=0, atol=1e-4, msg=name
         )
 
 
@@ -133,8 +135,8 @@ def test_a_resumed_adapter_goes_on_bit_for_bit(tmp_path, dora):
     resumed.restore(tmp_path)
     assert resumed.steps_done == 2
     assert [resumed.step(batch) for batch in second] == metrics
-    for name, weight in trainer.named_weights().items():
-        assert torch.equal(resumed.named_weights()[name], weight), name
+    for name, weight in trainer.policy.weights().items():
+        assert torch.equal(resumed.policy.weights()[name], weight), name
 
 
 def test_a_checkpoint_without_its_adapter_is_not_resumed_from(tmp_path):
@@ -153,12 +155,12 @@ def test_the_weights_beneath_an_adapter_are_the_reference(lora):
     first, second = batches(2)
     assert trainer.step(first)["kl"] == pytest.approx(0, abs=1e-6)
     assert trainer.step(second)["kl"] > 1e-6  # it has moved, and knows from where
-    adapter = trainer._adapter
-    assert adapter is not None
-    (asked,) = trainer._with_reference(first, adapter).microbatches
+    (asked,) = trainer.policy.with_reference_logprobs(first).microbatches
     with torch.no_grad():
-        expected, _ = whole.token_logprobs(first.microbatches[0])
-        moved, _ = trainer.token_logprobs(first.microbatches[0])
+        expected = whole.policy.logprobs(first.microbatches[0]).logprobs
+        moved = trainer.policy.logprobs(first.microbatches[0]).logprobs
     np.testing.assert_allclose(asked.reference_logprobs, expected, rtol=0, atol=1e-5)
     assert (moved - expected).abs().max() > 1e-3  # the adapter is back
-    assert all(w.requires_grad for n, w in trainer.model.named_parameters() if ".lora_" in n)
+    assert all(
+        w.requires_grad for n, w in trainer.policy.module.named_parameters() if ".lora_" in n
+    )

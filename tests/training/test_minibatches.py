@@ -37,8 +37,8 @@ def test_a_step_of_two_updates_is_two_steps_that_make_one_version():
     metrics = together.step(first, second)
     separate = [apart.step(first), apart.step(second)]
     assert (together.steps_done, apart.steps_done) == (1, 2)
-    for name, weight in together.named_weights().items():
-        assert torch.equal(weight, apart.named_weights()[name]), name
+    for name, weight in together.policy.weights().items():
+        assert torch.equal(weight, apart.policy.weights()[name]), name
     tokens = [m["batch/trained_tokens"] for m in separate]
     assert metrics["batch/trained_tokens"] == sum(tokens)
     for name in ("entropy", "mismatch/kl_k3", "clip_ratio"):
@@ -52,7 +52,7 @@ def test_every_update_of_a_step_compares_with_the_policy_before_the_first():
     batches = two_batches()
     untouched = trainer_of(tiny_model("llama"))
     with torch.no_grad():
-        before = [untouched.token_logprobs(b.microbatches[0])[0] for b in batches]
+        before = [untouched.policy.logprobs(b.microbatches[0])[0] for b in batches]
     spy = Spy(needs_proximal=True)
     metrics = trainer_of(tiny_model("llama"), loss=spy).step(*batches)
     assert metrics["batch/proximal_microbatches"] == 2
@@ -71,8 +71,8 @@ def test_an_update_that_is_not_finite_is_left_out_and_the_others_of_its_step_cou
     alone = expected.step(batches[1 - bad])
     assert (trainer.skipped, trainer.steps_done) == ((bad,), 1)
     assert metrics == {**alone, "skipped/updates": 1}
-    for name, weight in trainer.named_weights().items():
-        assert torch.equal(weight, expected.named_weights()[name]), name
+    for name, weight in trainer.policy.weights().items():
+        assert torch.equal(weight, expected.policy.weights()[name]), name
 
 
 def test_one_update_needs_no_forward_pass_for_the_policy_before_it():
@@ -93,14 +93,14 @@ def test_the_pass_for_it_is_split_like_any_other_when_memory_is_short(monkeypatc
     spy = Spy(needs_proximal=True)
     trainer = trainer_of(tiny_model("llama"), loss=spy)
     most_rows = len(batches[0].microbatches[0].tokens) - 1
-    forward = trainer.model.model.forward
+    forward = trainer.policy.module.model.forward
 
     def small(*args, **kwargs):
         if kwargs["input_ids"].shape[-1] > most_rows:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(trainer.model.model, "forward", small)
+    monkeypatch.setattr(trainer.policy.module.model, "forward", small)
     metrics = trainer.step(*batches)
     expected = trainer_of(tiny_model("llama"), loss=Spy(needs_proximal=True)).step(*batches)
     assert len(spy.seen) == metrics["batch/microbatches"] > 2
@@ -131,8 +131,8 @@ def test_epochs_are_further_updates_with_the_same_batches_and_one_version():
     expected = plain.step(first, second, first, second, first, second)
     assert thrice.steps_done == 1
     assert metrics == expected
-    for name, weight in thrice.named_weights().items():
-        assert torch.equal(weight, plain.named_weights()[name]), name
+    for name, weight in thrice.policy.weights().items():
+        assert torch.equal(weight, plain.policy.weights()[name]), name
 
 
 def test_every_epoch_compares_with_the_policy_before_the_first_computed_once():

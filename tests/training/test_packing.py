@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from millrace.core.microbatch import Microbatch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Teaching, Turn
-from millrace.training.packing.packer import MIN_SHARED_TOKENS, fill_bins, pack, pack_minibatches
+from millrace.training.packing.bins import fill_bins, fill_rank_bins
+from millrace.training.packing.packer import MIN_SHARED_TOKENS, pack, pack_minibatches
 
 
 def rollout_of(tokens: list[int], *, prompt: int) -> Rollout:
@@ -233,6 +234,74 @@ def test_packing_is_over_95_percent_full_on_long_tailed_lengths():
     assert sizes.sum() / (len(bins) * 8192) > 0.95
 
 
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=60),
+    st.integers(10, 100),
+    st.sampled_from([2, 3, 4]),
+)
+def test_rank_bins_hold_every_index_once_within_budget_and_equally_many(sizes, budget, num_ranks):
+    ranks = fill_rank_bins(sizes, sizes, budget=budget, num_ranks=num_ranks)
+    assert len(ranks) == num_ranks
+    assert len({len(rank) for rank in ranks}) == 1
+    bins = [b for rank in ranks for b in rank]
+    assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
+    for b in bins:
+        assert len(b) <= 1 or sum(sizes[i] for i in b) <= budget
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_rank_bins_of_long_tailed_lengths_cost_the_same_at_each_position_and_in_sum(num_ranks):
+    rng = np.random.default_rng(0)
+    sizes = np.minimum(rng.geometric(1 / 300, 512), 2048)
+    costs = sizes + sizes**2 / 24_576
+    ranks = fill_rank_bins(sizes.tolist(), costs.tolist(), budget=8192, num_ranks=num_ranks)
+    loads = np.array([[costs[b].sum() for b in rank] for rank in ranks])  # [ranks, positions]
+    assert (loads.max(0) / loads.mean(0)).max() < 1.02
+    assert loads.sum(1).max() / loads.sum(1).mean() < 1.01
+    num_bins = len(fill_bins(sizes.tolist(), budget=8192))
+    assert loads.size <= num_bins + 2 * num_ranks
+
+
+def packed_group(num: int, *, number: int = 0) -> Group:
+    rng = np.random.default_rng(number)
+    prompt = rng.integers(3, 30, 6).tolist()
+    lengths = rng.integers(1, 20, num)
+    return group_of(
+        *(rollout_of([*prompt, *rng.integers(3, 30, n)], prompt=6) for n in lengths), number=number
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_ranks_get_equally_many_microbatches_and_together_the_whole_batch(num_ranks, pairs):
+    groups = [packed_group(8, number=number) for number in range(24 if pairs else 6)]
+    settings = {"microbatch_tokens": 128, "pairs": pairs}
+    whole = pack(groups, **settings)
+    batch = pack(groups, **settings, num_ranks=num_ranks)
+    shares = [batch.of_rank(rank) for rank in range(num_ranks)]
+    assert len({len(share.microbatches) for share in shares}) == 1
+    for share in shares:
+        assert share.num_ranks == 1
+        for total in ("num_sequences", "num_trained_tokens", "num_groups"):
+            assert getattr(share, total) == getattr(whole, total)
+    trained = [one for m in batch.microbatches for one in trained_with_context(m)]
+    expected = [one for m in whole.microbatches for one in trained_with_context(m)]
+    assert sorted(trained) == sorted(expected)
+    rows = [sum(len(m.tokens) for m in share.microbatches) for share in shares]
+    assert max(rows) / np.mean(rows) < 1.15
+
+
+def test_a_rank_without_rollouts_gets_a_microbatch_without_trained_tokens():
+    batch = pack([packed_group(1)], microbatch_tokens=128, num_ranks=4)
+    assert len(batch.microbatches) == 4
+    counts = [len(m.targets) for m in batch.microbatches]
+    assert sorted(counts) == [0, 0, 0, batch.num_trained_tokens]
+    for micro in batch.microbatches:
+        assert micro.lengths.sum() == len(micro.tokens) == len(micro.positions) > 0
+        for name in ("predictors", "rollouts", "advantages", "temperatures", "versions"):
+            assert len(getattr(micro, name)) == len(micro.targets)
+
+
 def judged_group() -> Group:
     """Two episodes that ended and two that were cut, one of them after a single token."""
     rollouts = [
@@ -311,13 +380,13 @@ def test_what_teachers_say_goes_with_the_trained_tokens_and_nan_where_nobody_tea
         rollout = by_tokens[packed.targets[rows].tobytes()]
         if rollout.teaching is None:
             assert np.isnan(packed.teacher_logprobs[rows]).all()
-            assert np.isnan(packed.told_logprobs[rows]).all()
-            assert (np.diff(packed.told_ids[rows], axis=1) > 0).all()  # still different ones
+            assert np.isnan(packed.topk_logprobs[rows]).all()
+            assert (np.diff(packed.topk_ids[rows], axis=1) > 0).all()  # still different ones
             continue
         expected = rollout.teaching
         assert packed.teacher_logprobs[rows].tolist() == expected.logprobs[rollout.mask].tolist()
-        assert packed.told_ids[rows].tolist() == expected.top_ids[rollout.mask].tolist()
-        assert packed.told_logprobs[rows].tolist() == expected.top_logprobs[rollout.mask].tolist()
+        assert packed.topk_ids[rows].tolist() == expected.top_ids[rollout.mask].tolist()
+        assert packed.topk_logprobs[rows].tolist() == expected.top_logprobs[rollout.mask].tolist()
 
 
 def routed(rollout: Rollout, first: int) -> Rollout:

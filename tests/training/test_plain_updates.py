@@ -43,6 +43,6 @@ def test_updates_are_those_of_plain_transformers_and_torch(architecture):
         assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
     moved = dict(tiny_model(architecture).named_parameters())
     for name, weight in plain.named_parameters():
-        learned = trainer.named_weights()[name]
+        learned = trainer.policy.weights()[name]
         assert (learned - weight).abs().max() < 1e-6, name
         assert (learned - moved[name]).abs().max() > LEARNING_RATE, name

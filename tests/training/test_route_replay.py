@@ -63,7 +63,7 @@ def differences(trainer: Trainer, batch: Batch) -> np.ndarray:
     parts = []
     with torch.no_grad():
         for part in batch.microbatches:
-            logprobs = trainer.token_logprobs(part)[0].cpu().numpy()
+            logprobs = trainer.policy.logprobs(part)[0].cpu().numpy()
             parts.append(np.abs(logprobs - part.engine_logprobs))
     return np.concatenate(parts)
 
@@ -162,8 +162,8 @@ def astray_part() -> Microbatch:
 
 def gradients(part: Microbatch, **settings) -> dict[str, torch.Tensor]:
     trainer = replaying(tiny_model(MIXTURE), **settings)
-    trainer.token_logprobs(part)[0].sum().backward()
-    return {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
+    trainer.policy.logprobs(part)[0].sum().backward()
+    return {n: p.grad for n, p in trainer.policy.module.named_parameters() if p.grad is not None}
 
 
 def test_layers_that_are_computed_twice_go_the_same_way_twice():
@@ -182,14 +182,14 @@ def test_layers_that_are_computed_twice_go_the_same_way_twice():
 def test_compiled_layers_go_the_same_way(checkpointing: bool):
     part = astray_part()
     trainer = replaying(tiny_model(MIXTURE))
-    compile_layers(trainer.model, backend="aot_eager")
+    compile_layers(trainer.policy.module, backend="aot_eager")
     if checkpointing:
-        checkpoint_layers(trainer.model)
-    logprobs, _ = trainer.token_logprobs(part)
+        checkpoint_layers(trainer.policy.module)
+    logprobs = trainer.policy.logprobs(part).logprobs
     np.testing.assert_allclose(logprobs.detach().numpy(), part.engine_logprobs, rtol=0, atol=1e-5)
     logprobs.sum().backward()
     for name, gradient in gradients(part).items():
-        ours = trainer.model.get_parameter(name).grad
+        ours = trainer.policy.module.get_parameter(name).grad
         torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=1e-5, msg=name)
     torch._dynamo.reset()
 
@@ -200,9 +200,9 @@ def test_experts_compute_in_half_precision_where_the_trainer_does(checkpointing:
     settings = {"compute_dtype": torch.bfloat16, "gradient_checkpointing": checkpointing}
     trainer = replaying(tiny_model(MIXTURE), **settings)
     seen: list[torch.dtype] = []
-    experts = trainer.model.model.layers[0].mlp.experts
+    experts = trainer.policy.module.model.layers[0].mlp.experts
     experts.act_fn.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
-    logprobs, _ = trainer.token_logprobs(part)
+    logprobs = trainer.policy.logprobs(part).logprobs
     logprobs.sum().backward()
     assert set(seen) == {torch.bfloat16}
     assert np.abs(logprobs.detach().numpy() - part.engine_logprobs).mean() < 0.05
@@ -226,10 +226,10 @@ def test_a_trainer_whose_router_has_changed_still_uses_the_recorded_experts():
     used: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda _, args: used.append(args[1]))
-    trainer.token_logprobs(part)
+    trainer.policy.logprobs(part)
     np.testing.assert_array_equal(torch.stack(used, 1).numpy(), part.routes)
     used.clear()
-    trainer.token_logprobs(dataclasses.replace(part, routes=None))
+    trainer.policy.logprobs(dataclasses.replace(part, routes=None))
     assert (torch.stack(used, 1).numpy() != part.routes).mean() > 0.5
 
 

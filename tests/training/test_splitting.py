@@ -56,8 +56,8 @@ def test_halves_of_halves_train_what_the_whole_trains(kind):
         parts += [half for pair in both for half in pair]
     assert len(parts) == whole.rollouts[-1] + 1
     with torch.no_grad():
-        expected, _ = trainer.token_logprobs(whole)
-        found = [trainer.token_logprobs(part)[0] for part in parts]
+        expected = trainer.policy.logprobs(whole).logprobs
+        found = [trainer.policy.logprobs(part)[0] for part in parts]
     of_whole = sorted(
         zip(whole.engine_logprobs, whole.targets, whole.advantages, expected.tolist(), strict=True)
     )
@@ -99,9 +99,9 @@ def test_a_microbatch_that_does_not_fit_is_split_and_the_step_is_the_same(kind, 
 def test_a_sequence_that_does_not_fit_alone_fails_the_run_and_changes_nothing():
     batch = batch_of([random_rollout(rng(), sampled=30), random_rollout(rng(), sampled=3)])
     trainer = trainer_of(tiny_model("llama"), loss=SmallMemory(most_tokens=10))
-    before = {name: w.clone() for name, w in trainer.named_weights().items()}
+    before = {name: w.clone() for name, w in trainer.policy.weights().items()}
     with pytest.raises(RunFailed, match=r"33 tokens .*trainer\.gradient_checkpointing"):
         trainer.step(batch)
     assert trainer.steps_done == 0
-    for name, weight in trainer.named_weights().items():
+    for name, weight in trainer.policy.weights().items():
         assert torch.equal(weight, before[name]), name

@@ -5,11 +5,11 @@ import torch
 from batches import batch_of, random_rollout
 
 from millrace.training.packing.splitting import halves
-from millrace.training.token_batches import token_batch
+from millrace.training.token_batches import PolicyOutput, token_batch
 
 
 def two_turns(rng: np.random.Generator):
-    """Samples two tokens, is told two, and samples three."""
+    """Two sampled tokens, two of the environment, and three sampled ones."""
     rollout = random_rollout(rng, prompt=3, sampled=7)
     mask = np.array([0, 0, 0, 1, 1, 0, 0, 1, 1, 1], bool)
     return dataclasses.replace(rollout, mask=mask)
@@ -18,10 +18,11 @@ def two_turns(rng: np.random.Generator):
 def tokens_of(batch, *, version: int = 0):
     (microbatch,) = batch.microbatches
     nothing = torch.zeros(len(microbatch.targets))
-    return token_batch(microbatch, batch, logprobs=nothing, entropies=nothing, version=version)
+    output = PolicyOutput(nothing, nothing, None)
+    return token_batch(microbatch, batch, output=output, version=version)
 
 
-def test_a_turn_ends_where_a_token_was_not_sampled_and_with_its_sequence():
+def test_turn_ends_at_a_token_that_was_not_sampled_and_with_its_sequence():
     rng = np.random.default_rng(1)
     tokens = tokens_of(batch_of([two_turns(rng), two_turns(rng)]))
     assert tokens.sequences.ids.tolist() == [0] * 5 + [1] * 5
@@ -30,7 +31,7 @@ def test_a_turn_ends_where_a_token_was_not_sampled_and_with_its_sequence():
     assert tokens.turns.lengths.tolist() == [2, 3, 2, 3]
 
 
-def test_turns_are_told_apart_where_sequences_share_their_beginning():
+def test_turns_of_sequences_with_a_shared_prefix_are_separate():
     rng = np.random.default_rng(2)
     first = two_turns(rng)
     second = dataclasses.replace(first, tokens=first.tokens.copy())

@@ -29,14 +29,6 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def backward(trainer, batch) -> None:
-    """The gradient of a batch, without applying it."""
-    trainer.model.zero_grad()
-    for microbatch in batch.microbatches:
-        loss, _ = trainer._loss(trainer._token_batch(microbatch, batch))
-        loss.backward()
-
-
 def rollouts_of(kind: str, num: int = 8):
     return {
         "unrelated": lambda: mixed_rollouts(rng(), num),
@@ -60,7 +52,7 @@ def test_trainer_logprobs_are_those_of_a_plain_forward_of_each_sequence(architec
     assert (batch.microbatches[0].parents >= 0).any() == (kind != "unrelated")
     order = in_order_of(rollouts, batch.microbatches[0])
     with torch.no_grad():
-        logprobs, entropies = trainer.token_logprobs(batch.microbatches[0])
+        logprobs, entropies, _ = trainer.policy.logprobs(batch.microbatches[0])
         expected = [reference_logprobs(plain, rollout) for rollout in order]
     torch.testing.assert_close(logprobs, torch.cat([e[0] for e in expected]), rtol=0, atol=1e-5)
     torch.testing.assert_close(entropies, torch.cat([e[1] for e in expected]), rtol=0, atol=1e-5)
@@ -75,10 +67,27 @@ def test_a_batch_has_one_gradient_however_it_is_split(aggregation, kind):
     whole = batch_of(rollouts)
     split = batch_of(rollouts, microbatch_tokens=40 if kind == "unrelated" else 18)
     assert len(split.microbatches) >= 3
-    backward(trainer, whole)
-    expected = {name: g.clone() for name, g in gradients(trainer.model).items()}
-    backward(trainer, split)
-    for name, gradient in gradients(trainer.model).items():
+    trainer.accumulate(whole)
+    expected = {name: g.clone() for name, g in gradients(trainer.policy.module).items()}
+    trainer.accumulate(split)
+    for name, gradient in gradients(trainer.policy.module).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_gradients_of_all_ranks_sum_to_the_gradient_of_the_batch(kind, num_ranks):
+    rollouts = rollouts_of(kind, num=10)
+    trainer = trainer_of(tiny_model("llama"))
+    trainer.accumulate(batch_of(rollouts))
+    expected = {name: g.clone() for name, g in gradients(trainer.policy.module).items()}
+    batch = batch_of(rollouts, microbatch_tokens=60, num_ranks=num_ranks)
+    total = {name: torch.zeros_like(gradient) for name, gradient in expected.items()}
+    for rank in range(num_ranks):
+        trainer.accumulate(batch.of_rank(rank))
+        for name, gradient in gradients(trainer.policy.module).items():
+            total[name] += gradient
+    for name, gradient in total.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
@@ -89,7 +98,7 @@ def test_the_packed_gradient_is_that_of_separate_plain_forwards(architecture, ki
     advantages = [1.0, -0.5, 0.3, -2.0, 0.7, 0.1]
     batch = batch_of(rollouts, advantages=advantages)
     trainer = trainer_of(tiny_model(architecture))
-    backward(trainer, batch)
+    trainer.accumulate(batch)
     plain = tiny_model(architecture)
     plain.set_attn_implementation("eager")
     objective = torch.zeros(())
@@ -102,7 +111,7 @@ def test_the_packed_gradient_is_that_of_separate_plain_forwards(architecture, ki
         surrogate = weight * (logprobs - logprobs.detach()).exp() * advantage
         objective = objective + torch.minimum(surrogate, ratio.clamp(0.8, 1.28) * advantage).sum()
     (-objective / batch.num_trained_tokens).backward()
-    ours, theirs = gradients(trainer.model), gradients(plain)
+    ours, theirs = gradients(trainer.policy.module), gradients(plain)
     assert ours.keys() == theirs.keys()
     for name, gradient in ours.items():
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-3, atol=1e-5, msg=name)
@@ -140,17 +149,17 @@ def test_metrics_do_not_depend_on_the_split_and_match_a_hand_computed_step():
 def test_steps_make_good_tokens_likelier_and_bad_ones_less_likely():
     rollouts = [random_rollout(rng(), temperature=0.8), random_rollout(np.random.default_rng(5))]
     trainer = trainer_of(tiny_model("qwen3"), learning_rate=3e-3)
-    plain = trainer.model
+    plain = trainer.policy.module
     batch = batch_of(rollouts, advantages=[1.0, -1.0])
 
     def mean_logprobs():
         with torch.no_grad():
-            logprobs, _ = trainer.token_logprobs(batch.microbatches[0])
+            logprobs = trainer.policy.logprobs(batch.microbatches[0]).logprobs
         return logprobs[:6].mean().item(), logprobs[6:].mean().item()
 
     # On-policy: the engine's logprobs are the trainer's own.
     with torch.no_grad():
-        own, _ = trainer.token_logprobs(batch.microbatches[0])
+        own = trainer.policy.logprobs(batch.microbatches[0]).logprobs
     microbatch = batch.microbatches[0]
     microbatch.engine_logprobs[:] = own.numpy()
     good_before, bad_before = mean_logprobs()
@@ -170,7 +179,7 @@ def test_the_gradient_is_clipped_to_its_norm():
     trainer = trainer_of(tiny_model("llama"), max_grad_norm=1e-3)
     metrics = trainer.step(batch)
     assert metrics["grad_norm"] > 1e-3
-    norm = torch.stack([g.norm() for g in gradients(trainer.model).values()]).norm()
+    norm = torch.stack([g.norm() for g in gradients(trainer.policy.module).values()]).norm()
     assert norm.item() == pytest.approx(1e-3, rel=1e-3)
 
 
@@ -183,9 +192,9 @@ def test_gradient_checkpointing_gives_the_same_gradient_with_less_saved():
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, saved=saved: saved.append(t.numel()) or t, lambda t: t
         ):
-            trainer.token_logprobs(batch.microbatches[0])
-        backward(trainer, batch)
-        outcomes.append((gradients(trainer.model), sum(saved)))
+            trainer.policy.logprobs(batch.microbatches[0])
+        trainer.accumulate(batch)
+        outcomes.append((gradients(trainer.policy.module), sum(saved)))
     (plain, plain_saved), (checkpointed, checkpointed_saved) = outcomes
     assert checkpointed_saved < 0.7 * plain_saved
     for name, gradient in plain.items():
@@ -202,13 +211,13 @@ def test_lower_precision_is_for_computing_only(architecture, kind, dtype, most):
     trainer = trainer_of(tiny_model(architecture), compute_dtype=dtype)
     exact = trainer_of(tiny_model(architecture))
     with torch.no_grad():
-        rough, _ = trainer.token_logprobs(batch.microbatches[0])
-        fine, _ = exact.token_logprobs(batch.microbatches[0])
+        rough = trainer.policy.logprobs(batch.microbatches[0]).logprobs
+        fine = exact.policy.logprobs(batch.microbatches[0]).logprobs
     assert rough.dtype == torch.float32
     difference = (rough - fine).abs().max().item()
     assert 1e-6 < difference < most
     trainer.step(batch)
-    assert {p.dtype for p in trainer.named_weights().values()} == {torch.float32}
+    assert {p.dtype for p in trainer.policy.weights().values()} == {torch.float32}
 
 
 def test_float16_gradients_that_overflow_are_computed_again_with_a_smaller_scale():
@@ -235,8 +244,8 @@ def test_a_step_that_is_not_finite_makes_its_version_and_changes_nothing(poison)
     for one in (trainer, untouched):
         assert one.step(good)["skipped/updates"] == 0
     assert trainer.skipped == ()
-    for name, weight in trainer.named_weights().items():
-        assert torch.equal(weight, untouched.named_weights()[name]), name
+    for name, weight in trainer.policy.weights().items():
+        assert torch.equal(weight, untouched.policy.weights()[name]), name
 
 
 def test_float16_keeps_its_scale_where_the_scale_is_not_the_reason():
@@ -283,10 +292,10 @@ def test_read_only_arrays_from_the_wire_are_fine(recwarn):
 
 def test_named_weights_hold_tied_weights_once():
     trainer = trainer_of(tiny_model("qwen3"))
-    names = list(trainer.named_weights())
+    names = list(trainer.policy.weights())
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
-    assert not any(weight.requires_grad for weight in trainer.named_weights().values())
+    assert not any(weight.requires_grad for weight in trainer.policy.weights().values())
 
 
 def test_a_users_loss_gets_every_token_with_its_sequence_and_staleness():

@@ -31,8 +31,8 @@ def test_the_gpu_computes_the_logprobs_and_the_step_of_the_cpu(architecture):
     on_cpu = trainer_of(tiny_model(architecture), logprob_chunk=50)
     on_gpu = trainer_of(tiny_model(architecture).to("cuda"), logprob_chunk=50)
     with torch.no_grad():
-        expected, _ = on_cpu.token_logprobs(batch().microbatches[0])
-        logprobs, _ = on_gpu.token_logprobs(batch().microbatches[0])
+        expected = on_cpu.policy.logprobs(batch().microbatches[0]).logprobs
+        logprobs = on_gpu.policy.logprobs(batch().microbatches[0]).logprobs
     torch.testing.assert_close(logprobs.cpu(), expected, rtol=0, atol=1e-4)
     expected, metrics = on_cpu.step(batch()), on_gpu.step(batch())
     for name in ("loss", "grad_norm", "entropy", "mismatch/kl_k3", "ratio/max", "clip_ratio"):
@@ -79,7 +79,7 @@ def test_a_trainer_on_the_gpu_is_saved_and_restored(tmp_path):
     trainer.save(tmp_path)
     drawn = torch.rand(3, device="cuda")
     resumed = trainer_of(tiny_model("llama").to("cuda"))
-    resumed.model.load_state_dict(trainer.model.state_dict())
+    resumed.policy.module.load_state_dict(trainer.policy.module.state_dict())
     resumed.restore(tmp_path)
     assert resumed.steps_done == 1
     assert torch.equal(torch.rand(3, device="cuda"), drawn)
@@ -149,8 +149,8 @@ def test_a_checkpoint_written_beside_steps_holds_the_weights_and_moments_of_its_
     trainer.step(batch())
     torch.cuda._sleep(10**8)  # so that the next step is still queued when the copy is asked for
     trainer.step(batch())
-    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    moments = copy.deepcopy(trainer._optimizer.state_dict()["state"])
+    weights = {name: value.clone() for name, value in trainer.policy.module.state_dict().items()}
+    moments = copy.deepcopy(trainer.policy.optimizer_state()["state"])
     snapshot = trainer.snapshot()
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(snapshot.write, tmp_path)
@@ -161,7 +161,7 @@ def test_a_checkpoint_written_beside_steps_holds_the_weights_and_moments_of_its_
     written = load_file(tmp_path / "model.safetensors")
     for name, value in written.items():
         torch.testing.assert_close(value, weights[name].cpu(), rtol=0, atol=0, msg=name)
-        assert not torch.equal(value, trainer.model.state_dict()[name].cpu()), name
+        assert not torch.equal(value, trainer.policy.module.state_dict()[name].cpu()), name
     state = torch.load(tmp_path / STATE_FILE, weights_only=True)
     assert state["steps_done"] == 2
     for number, of_parameter in state["optimizer"]["state"].items():

@@ -33,9 +33,10 @@ from millrace.config import load_config
 from millrace.core.microbatch import Batch
 from millrace.core.records import Request, Sampling
 from millrace.core.spans import Timeline
+from millrace.training.build import build_trainer
 from millrace.training.checkpoints.directory import damage_to, read_run_state
 from millrace.training.checkpoints.writer import CheckpointWriter
-from millrace.training.worker import build_trainer, main, start
+from millrace.training.worker import main, start
 from millrace.weights.receiver import make_receiver
 
 TIMEOUT_S = 30.0
@@ -137,8 +138,8 @@ def test_each_step_is_answered_and_its_weights_published(link, config):
         update = link.event(Published).update
         assert update.version == version
         weights = staged(update)
-        assert weights.keys() == expected.named_weights().keys()
-        for name, weight in expected.named_weights().items():
+        assert weights.keys() == expected.policy.weights().keys()
+        for name, weight in expected.policy.weights().items():
             assert torch.equal(weights[name], weight), name
         assert link.call(Release(version=version)) == Done()
 
@@ -168,7 +169,7 @@ def test_a_critic_is_saved_and_restored_but_never_published(link, config, tmp_pa
     assert first.metrics["critic/value_mean"] == 0  # as it is before it has learned anything
     weights = staged(link.event(Published).update)
     policy = build_trainer(load_config(config), path=config["model"]["path"])
-    assert weights.keys() == policy.named_weights().keys()
+    assert weights.keys() == policy.policy.weights().keys()
     folder = tmp_path / "run" / "checkpoints" / "step_1"
     save(link, folder, version=1)
     link.call(Release(version=1))
@@ -301,13 +302,13 @@ def test_a_failed_call_is_answered_and_the_trainer_goes_on(link, config, tmp_pat
     reply = link.reply()
     assert reply.kind == "CheckpointError"
     request = Request(id="0", prompt=np.zeros(1, np.int32), sampling=Sampling())
-    assert "does not know Generate" in link.call(Generate(request=request)).reason
+    assert "does not take Generate" in link.call(Generate(request=request)).reason
     assert link.call(TrainStep(batch=batch(), version=1)).version == 1
 
 
 def test_a_skipped_step_publishes_a_version_with_the_weights_of_the_one_before(link, config):
     link.call(StartTrainer(config=config, checkpoint=None))
-    expected = build_trainer(load_config(config), path=config["model"]["path"]).named_weights()
+    expected = build_trainer(load_config(config), path=config["model"]["path"]).policy.weights()
     reply = link.call(TrainStep(batch=poisoned_batch(), version=1))
     assert (reply.version, reply.skipped, reply.metrics["skipped/updates"]) == (1, (0,), 1)
     update = link.event(Published).update

@@ -16,7 +16,7 @@ from millrace.cluster.messages import Published, Release, StartTrainer, Stepped,
 from millrace.config import RunConfig
 from millrace.models.loading import resolve_device
 from millrace.models.lora.factors import adapter_of
-from millrace.training.worker import build_sender
+from millrace.training.build import build_sender
 from millrace.weights.publisher import Publisher
 
 CHANGED_EVERY = 50  # with payload = "delta" every 50th value changes: 2 %

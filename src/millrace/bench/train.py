@@ -27,6 +27,7 @@ from millrace.models.loading import resolve_device
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule
 from millrace.training.packing.packer import pack
+from millrace.training.policy_model import PolicyModel
 from millrace.training.settings import TrainSettings
 from millrace.training.trainer import Trainer
 
@@ -81,10 +82,9 @@ def measure(
 ) -> dict[str, Any]:
     model, _ = make_model(name, dtype=torch.float32, device=device, attention=PACKED_ATTENTION)
     trainer = Trainer(
-        model,
+        PolicyModel(model, settings=TrainSettings(compute_dtype=dtype, **settings)),
         loss=PolicyLoss(),
         schedule=Schedule(learning_rate=1e-6, total_steps=1000),
-        technique=TrainSettings(compute_dtype=dtype, **settings),
     )
     batch = _batch(num_tokens, length=length, vocab=model.config.vocab_size)
     trainer.step(batch)  # compiles, and makes the optimizer's state

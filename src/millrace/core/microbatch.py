@@ -41,8 +41,8 @@ class Microbatch:
     proximal_logprobs: np.ndarray | None = None  # [N] float32; the trainer's, set there, if at all
     # Where the run has teachers; NaN for tokens that none of them teaches:
     teacher_logprobs: np.ndarray | None = None  # [N] float32
-    told_ids: np.ndarray | None = None  # [N, K] int32; different ones at each token
-    told_logprobs: np.ndarray | None = None  # [N, K] float32; the teacher's, of these
+    topk_ids: np.ndarray | None = None  # [N, K] int32; different ones at each token
+    topk_logprobs: np.ndarray | None = None  # [N, K] float32; the teacher's, of these
     groups: np.ndarray | None = None  # [N] int32 ascending; where groups must not be split
     # Where the run has a critic:
     rewards: np.ndarray | None = None  # [N] float32; what each trained token earned

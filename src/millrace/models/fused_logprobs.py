@@ -5,10 +5,10 @@ pass, whatever the number of positions; what is kept between the two is a few nu
 The backward pass computes a chunk's logits once more and turns them into their own gradient.
 Gradients of the head add up in float32.
 
-Some tokens of each position can be told of besides the one that was drawn, such as a teacher's
+Some tokens of each position can be topk_ids of besides the one that was drawn, such as a teacher's
 likeliest, with what is left for all others together.
 
-N = positions, V = vocabulary, D = hidden size, K = tokens told of.
+N = positions, V = vocabulary, D = hidden size, K = tokens topk_ids of.
 """
 
 import functools
@@ -34,7 +34,7 @@ from millrace.models.logprobs import KeptRows, distribution, final_logits, token
 
 class FusedLogprobs(torch.autograd.Function):
     """(hidden [N, D], weight [V, D], bias [V] | None, ...) -> logprobs [N], entropies [N], and of
-    the told tokens and all others [N, K + 1] | None."""
+    the topk_ids tokens and all others [N, K + 1] | None."""
 
     @staticmethod
     def forward(
@@ -45,7 +45,7 @@ class FusedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperatures: Tensor,
         kept: KeptRows | None,
-        told: Tensor | None,
+        topk_ids: Tensor | None,
         rules: LogitRules,
         dtype: torch.dtype,
         chunk: int,
@@ -54,7 +54,7 @@ class FusedLogprobs(torch.autograd.Function):
         describe = _compiled(distribution) if compiled else distribution
         factors = (weight.to(dtype), None if bias is None else bias.to(dtype))
         results: list[tuple[Tensor, ...]] = []
-        told_results: list[Tensor] = []
+        topk_results: list[Tensor] = []
         logits = None
         kept_parts = _split_kept(kept, len(targets), chunk)
         for i, allowed in enumerate(kept_parts):
@@ -62,26 +62,26 @@ class FusedLogprobs(torch.autograd.Function):
             logits = rules.apply(project(hidden[rows].to(dtype), *factors))
             mask = None if allowed is None else allowed.allowed(logits.shape[-1])
             results.append(describe(logits, targets[rows], temperatures[rows], mask))
-            if told is not None:
-                told_results.append(told_logprobs(logits, told[rows], temperatures[rows]))
+            if topk_ids is not None:
+                topk_results.append(topk_logprobs(logits, topk_ids[rows], temperatures[rows]))
         logprobs, entropies, normalizers = map(torch.cat, zip(*results, strict=True))
-        told_all = torch.cat(told_results) if told_results else None
+        topk_all = torch.cat(topk_results) if topk_results else None
         ctx.kept, ctx.chunk = kept_parts, chunk
         ctx.rules, ctx.dtype, ctx.compiled = rules, dtype, compiled
         # The logits of a single chunk need not be computed again.
         saved = logits if len(kept_parts) == 1 else None
         known = (targets, temperatures, entropies, normalizers)
-        ctx.save_for_backward(hidden, weight, bias, saved, told, told_all, *known)
+        ctx.save_for_backward(hidden, weight, bias, saved, topk_ids, topk_all, *known)
         ctx.set_materialize_grads(False)
-        return logprobs, entropies, told_all
+        return logprobs, entropies, topk_all
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, saved, told, told_all, *known = ctx.saved_tensors
-        *drawn_grads, told_grad = grads
+        hidden, weight, bias, saved, topk_ids, topk_all, *known = ctx.saved_tensors
+        *drawn_grads, topk_grad = grads
         differentiate: Callable[..., Tensor] = _logit_gradient
         if ctx.compiled:
             differentiate = _compiled(_logit_gradient)
@@ -97,10 +97,10 @@ class FusedLogprobs(torch.autograd.Function):
             mask = None if allowed is None else allowed.allowed(logits.shape[-1])
             given = (None if values is None else values[rows] for values in (*known, *drawn_grads))
             grad = differentiate(logits, mask, *given)
-            if told_grad is not None:
+            if topk_grad is not None:
                 _, temperatures, _, normalizers = (values[rows] for values in known)
-                parts = (told[rows], told_all[rows], told_grad[rows])
-                _add_told_gradient(grad, logits, temperatures, normalizers, *parts)
+                parts = (topk_ids[rows], topk_all[rows], topk_grad[rows])
+                _add_topk_gradient(grad, logits, temperatures, normalizers, *parts)
             grad = ctx.rules.gradient(grad, logits)
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
@@ -142,23 +142,23 @@ def _logit_gradient(
     return grad.scatter_add_(1, targets[:, None], (slope / temperatures)[:, None])
 
 
-def told_logprobs(
+def topk_logprobs(
     logits: Tensor,  # [n, V]
-    told: Tensor,  # [n, K]; different ids in each row, and fewer than there are
+    topk_ids: Tensor,  # [n, K]; different ids in each row, and fewer than there are
     temperatures: Tensor,  # [n]
 ) -> Tensor:
     """[n, K + 1]: of these tokens, and of all others together."""
     scaled = logits / temperatures[:, None]
-    others = scaled.scatter(1, told, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([scaled.gather(1, told), others], 1) - scaled.logsumexp(-1, keepdim=True)
+    others = scaled.scatter(1, topk_ids, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([scaled.gather(1, topk_ids), others], 1) - scaled.logsumexp(-1, keepdim=True)
 
 
-def _add_told_gradient(
+def _add_topk_gradient(
     grad: Tensor,  # [n, V]; changed
     logits: Tensor,  # [n, V]
     temperatures: Tensor,  # [n]
     normalizers: Tensor,  # [n]
-    told: Tensor,  # [n, K]
+    topk_ids: Tensor,  # [n, K]
     logprobs: Tensor,  # [n, K + 1]
     slopes: Tensor,  # [n, K + 1]
 ) -> None:
@@ -167,9 +167,9 @@ def _add_told_gradient(
     slopes = slopes / temperatures[:, None]
     scaled = logits / temperatures[:, None] - normalizers[:, None]
     grad -= scaled.exp() * slopes.sum(-1, keepdim=True)
-    others = (scaled - logprobs[:, -1:]).exp_().scatter_(1, told, 0.0)
+    others = (scaled - logprobs[:, -1:]).exp_().scatter_(1, topk_ids, 0.0)
     grad += others.mul_(slopes[:, -1:])
-    grad.scatter_add_(1, told, slopes[:, :-1])
+    grad.scatter_add_(1, topk_ids, slopes[:, :-1])
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -208,7 +208,7 @@ def chunked_token_logprobs(
         model,
         hidden,
         targets,
-        told=None,
+        topk_ids=None,
         temperatures=temperatures,
         kept=kept,
         chunk=chunk,
@@ -222,17 +222,17 @@ def chunked_distributions(
     hidden: Tensor,
     targets: Tensor,
     *,
-    told: Tensor | None,
+    topk_ids: Tensor | None,
     temperatures: Tensor,
     kept: KeptRows | None,
     chunk: int,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As chunked_token_logprobs, and told_logprobs [N, K + 1] of the tokens `told` [N, K]."""
-    assert told is None or kept is None, "of ids that were ruled out there is nothing to tell"
+    """As chunked_token_logprobs, and topk_logprobs [N, K + 1] of the tokens `topk_ids` [N, K]."""
+    assert topk_ids is None or kept is None, "of ids that were ruled out there is nothing to tell"
     head = output_head(model)
     if not is_plain(head):
-        return _recomputed(model, hidden, targets, temperatures, kept, told, chunk)
+        return _recomputed(model, hidden, targets, temperatures, kept, topk_ids, chunk)
     assert isinstance(head, nn.Linear)
     return FusedLogprobs.apply(
         hidden,
@@ -241,7 +241,7 @@ def chunked_distributions(
         targets,
         temperatures,
         kept,
-        told,
+        topk_ids,
         LogitRules.of(model),
         compute_dtype(hidden),
         chunk,
@@ -255,7 +255,7 @@ def _recomputed(
     targets: Tensor,
     temperatures: Tensor,
     kept: KeptRows | None,
-    told: Tensor | None,
+    topk_ids: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same for heads with parts of their own: autograd runs each chunk twice."""
@@ -265,11 +265,13 @@ def _recomputed(
         targets: Tensor,
         temperatures: Tensor,
         kept: KeptRows | None,
-        told: Tensor | None,
+        topk_ids: Tensor | None,
     ) -> tuple[Tensor, ...]:
         logits = final_logits(model, hidden)
         drawn = token_logprobs(logits, targets, temperatures=temperatures, kept=kept)
-        return drawn if told is None else (*drawn, told_logprobs(logits, told, temperatures))
+        return (
+            drawn if topk_ids is None else (*drawn, topk_logprobs(logits, topk_ids, temperatures))
+        )
 
     allowed = _split_kept(kept, len(targets), chunk)
     parts = zip(
@@ -277,12 +279,12 @@ def _recomputed(
         targets.split(chunk),
         temperatures.split(chunk),
         allowed,
-        [None] * len(allowed) if told is None else told.split(chunk),
+        [None] * len(allowed) if topk_ids is None else topk_ids.split(chunk),
         strict=True,
     )
     # The head draws no random numbers, so there is no generator state worth saving.
     outcomes = [
         checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
     ]
-    logprobs, entropies, *of_told = (torch.cat(part) for part in zip(*outcomes, strict=True))
-    return logprobs, entropies, of_told[0] if of_told else None
+    logprobs, entropies, *of_topk = (torch.cat(part) for part in zip(*outcomes, strict=True))
+    return logprobs, entropies, of_topk[0] if of_topk else None

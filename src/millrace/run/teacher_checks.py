@@ -94,7 +94,7 @@ def _check_distillation(
             f"loss.distil = {distil!r} learns from a teacher, and there is none; add a [[scorer]]"
             " of type 'teacher' or 'self_teacher', or choose another loss."
         )
-    if not loss.distil.needs_told:
+    if not loss.distil.needs_topk:
         return
     for spec, kind in teachers:
         if kind.num_top == 0:

@@ -1,12 +1,11 @@
-"""How the decoder layers of a model run in training: compiled, or computed twice to save memory.
+"""Prepares the layers of a model for training: compilation, gradient checkpointing, experts.
 
-Both replace the layers' forward functions, so parameters keep their names.
+Forward functions are replaced and modules are not, so parameters keep their names.
 
-Experts in training: what autocast and torch.compile do for other layers, done for them.
-
-The weights of a layer's experts lie side by side in one tensor and are multiplied group by group.
-Autocast does not know that product: left alone, experts would compute in float32 and take most of a
-step. And torch.compile cannot know how many tokens each of them gets, so they stay out of it.
+The weights of a layer's experts lie in one tensor and are multiplied group by group. Autocast does
+not cover that grouped product: experts would compute in float32 and take most of a step, so their
+weights are cast here. torch.compile cannot know how many tokens each expert gets, so experts are
+not compiled.
 """
 
 import copy
@@ -27,25 +26,25 @@ from millrace.models.fused_norm import fuse_norms
 from millrace.training.settings import TrainSettings
 
 
-def arrange_layers(model: PreTrainedModel, technique: TrainSettings) -> None:
-    arrange_experts(model)
-    if technique.compile_layers:
+def prepare_layers(model: PreTrainedModel, settings: TrainSettings) -> None:
+    prepare_experts(model)
+    if settings.compile_layers:
         compile_layers(model)
     elif model.device.type == "cpu":
         fuse_norms(model)
-    if technique.gradient_checkpointing:
+    if settings.gradient_checkpointing:
         checkpoint_layers(model)
 
 
 def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None:
-    """Compile each kind of layer once, for microbatches of any size; all of a kind share it.
+    """Compile each class of layer once, for microbatches of any size.
 
-    The whole model in one piece would take as many times longer to compile as it has layers.
+    Compiling the whole model would take longer by a factor of its number of layers.
     """
     if backend == "inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError(
-            "trainer.compile = true needs a C++ compiler, and g++ is not to be found; install it or"
-            " set trainer.compile to false."
+            "trainer.compile = true needs a C++ compiler, and g++ was not found; install it, or set"
+            " trainer.compile to false."
         )
     layers = decoder_layers(model)
     compiled = {
@@ -57,9 +56,9 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Keep only the inputs of each layer for the backward pass, and compute the rest again.
+    """Keep only the inputs of each layer for the backward pass and recompute the rest.
 
-    transformers' own switch works in train mode only, and the model stays in eval mode.
+    transformers' own gradient checkpointing needs train mode, and the model stays in eval mode.
     """
     for layer in decoder_layers(model):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -69,7 +68,7 @@ def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
-def arrange_experts(model: PreTrainedModel) -> None:
+def prepare_experts(model: PreTrainedModel) -> None:
     for module in model.modules():
         if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
             module.forward = MethodType(_forward, module)
@@ -78,15 +77,15 @@ def arrange_experts(model: PreTrainedModel) -> None:
 @torch.compiler.disable
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     device = next(module.parameters()).device.type
-    # The product is there for bfloat16; float16, of which it is not sure, stays float32.
+    # The grouped product supports bfloat16. Its float16 support is unsure, so that stays float32.
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.bfloat16:
         module = _in_bfloat16(module)
     return type(module).forward(module, *args, **kwargs)
 
 
 def _in_bfloat16(module: nn.Module) -> nn.Module:
-    """One that computes the same with copies of its weights; gradients reach the originals."""
-    stand_in = copy.copy(module)
+    """A copy of the module with cast weights; gradients reach the original weights."""
+    copied = copy.copy(module)
     weights = {name: weight.bfloat16() for name, weight in module.named_parameters(recurse=False)}
-    vars(stand_in)["_parameters"] = weights
-    return stand_in
+    vars(copied)["_parameters"] = weights
+    return copied

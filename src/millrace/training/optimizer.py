@@ -43,16 +43,16 @@ class Schedule:
         return 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
 
 
-def build_optimizer(model: nn.Module, technique: TrainSettings) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
     """AdamW over all parameters; the trainer sets the learning rate before each step."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": technique.weight_decay},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         # Norms and biases: pulling these towards zero changes scale, not complexity.
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=0.0, betas=technique.betas, fused=True
+        [group for group in groups if group["params"]], lr=0.0, betas=settings.betas, fused=True
     )
 
 

@@ -1,50 +1,34 @@
-"""A microbatch as tensors: what a model is given, and what a loss is called with.
+"""The trained tokens of a microbatch as tensors, as a loss is called with them.
 
-T = rows of one microbatch, N = trained tokens of it, R = runs of them, D = hidden size,
-K = tokens a teacher told of at each.
-
-Forward passes that only ask what a policy says about a batch, before a step changes it.
+N = trained tokens of a microbatch, R = runs of them, K = ids per token that a teacher gives
+logprobs for.
 """
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from millrace.core.microbatch import Batch, Microbatch
-from millrace.models.attention.layout import PackedLayout
-from millrace.models.loading import hidden_states
 from millrace.training.losses.loss import Runs, TokenBatch, TopK
-from millrace.training.packing.splitting import RowLimit
 
 SMALLEST_SHARE = 1e-8  # of all tokens that a teacher did not tell of
 
 
-def packed_hidden_states(model: PreTrainedModel, microbatch: Microbatch) -> Tensor:  # [T, D]
-    """`model` was loaded with PACKED_ATTENTION."""
-    return hidden_states(
-        model,
-        input_ids=as_tensor(microbatch.tokens, np.int64, model.device)[None],
-        position_ids=as_tensor(microbatch.positions, np.int64, model.device)[None],
-        layout=PackedLayout.of(microbatch.lengths, parents=microbatch.parents, device=model.device),
-    )
+class PolicyOutput(NamedTuple):
+    """What the policy says about the trained tokens of a microbatch; differentiable."""
+
+    logprobs: Tensor  # [N] float32
+    entropies: Tensor  # [N] float32
+    topk: Tensor | None  # [N, K + 1] float32 logprobs of the given ids and of all others together
 
 
 def token_batch(
-    microbatch: Microbatch,
-    batch: Batch,
-    *,
-    logprobs: Tensor,
-    entropies: Tensor,
-    version: int,
-    told: Tensor | None = None,
+    microbatch: Microbatch, batch: Batch, *, output: PolicyOutput, version: int
 ) -> TokenBatch:
-    """`logprobs` and `entropies` [N], and `told` [N, K + 1] of what a teacher told of, are the
-    trainer's, which is at `version`."""
+    """The input of a loss; `output` is that of the policy, which is at `version`."""
+    logprobs, entropies, topk = output
     device = logprobs.device
     return TokenBatch(
         trainer_logprobs=logprobs,
@@ -59,7 +43,7 @@ def token_batch(
         proximal_logprobs=_if_any(microbatch.proximal_logprobs, device),
         reference_logprobs=_if_any(microbatch.reference_logprobs, device),
         teacher_logprobs=_if_any(microbatch.teacher_logprobs, device),
-        told=None if told is None else _told(microbatch, trainer=told),
+        topk=None if topk is None else _topk(microbatch, trainer=topk),
         groups=None if microbatch.groups is None else _groups(microbatch.groups, device),
         num_groups=batch.num_groups,
     )
@@ -74,9 +58,9 @@ def _if_any(logprobs: np.ndarray | None, device: torch.device) -> Tensor | None:
     return None if logprobs is None else as_tensor(logprobs, np.float32, device)
 
 
-def _told(microbatch: Microbatch, *, trainer: Tensor) -> TopK:
-    assert microbatch.told_logprobs is not None
-    teacher = as_tensor(microbatch.told_logprobs, np.float32, trainer.device)
+def _topk(microbatch: Microbatch, *, trainer: Tensor) -> TopK:
+    assert microbatch.topk_logprobs is not None
+    teacher = as_tensor(microbatch.topk_logprobs, np.float32, trainer.device)
     # Rounding may leave less than nothing for all others; the least of it is far below what counts.
     others = (-teacher.logsumexp(-1, keepdim=True).expm1()).clamp(min=SMALLEST_SHARE).log()
     return TopK(teacher=torch.cat([teacher, others], 1), trainer=trainer)
@@ -100,26 +84,3 @@ def _turns(microbatch: Microbatch) -> np.ndarray:  # [N] int64
     positions = microbatch.positions[microbatch.predictors]
     begins = (np.diff(rollouts) != 0) | (np.diff(positions) != 1)
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(begins)])
-
-
-@torch.no_grad()
-def noted(
-    batch: Batch,
-    field: Literal["proximal_logprobs", "reference_logprobs"],
-    *,
-    ask: Callable[[Microbatch], Tensor],
-    limit: RowLimit,
-) -> Batch:
-    """The batch with what `ask` says of the trained tokens [N] in this field of its microbatches,
-    which are split where they do not fit into memory."""
-    while True:
-        parts: list[Microbatch] = []
-        for part in limit.fitting(batch)[0]:
-            try:
-                logprobs = ask(part)
-            except torch.OutOfMemoryError:
-                limit.lower(part)
-                break
-            parts.append(dataclasses.replace(part, **{field: logprobs.cpu().numpy()}))
-        else:
-            return dataclasses.replace(batch, microbatches=tuple(parts))

@@ -13,7 +13,7 @@ from millrace.training.losses.distillation import forward_kl, jsd
 from millrace.training.losses.loss import TokenBatch, TopK
 
 NAN = math.nan
-# Teacher and policy over two told tokens and all others, at two positions.
+# Teacher and policy over two topk tokens and all others, at two positions.
 TEACHER = [[0.7, 0.2, 0.1], [0.25, 0.25, 0.5]]
 POLICY = [[0.5, 0.3, 0.2], [0.25, 0.25, 0.5]]
 
@@ -22,7 +22,7 @@ def double(values) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def told_of(teacher=TEACHER, policy=POLICY) -> TopK:
+def topk_of(teacher=TEACHER, policy=POLICY) -> TopK:
     return TopK(teacher=double(teacher).log(), trainer=double(policy).log().requires_grad_())
 
 
@@ -80,7 +80,7 @@ def test_the_gradient_of_reverse_kl_is_that_of_the_divergence():
 
 
 def test_forward_kl_by_hand():
-    assert forward_kl(told_of()).tolist() == pytest.approx([kl(TEACHER[0], POLICY[0]), 0.0])
+    assert forward_kl(topk_of()).tolist() == pytest.approx([kl(TEACHER[0], POLICY[0]), 0.0])
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
@@ -88,16 +88,16 @@ def test_jsd_by_hand(beta):
     p, q = TEACHER[0], POLICY[0]
     m = [beta * a + (1 - beta) * b for a, b in zip(p, q, strict=True)]
     expected = beta * kl(p, m) + (1 - beta) * kl(q, m)
-    assert jsd(told_of(), beta).tolist() == pytest.approx([expected, 0.0])
+    assert jsd(topk_of(), beta).tolist() == pytest.approx([expected, 0.0])
 
 
 @pytest.mark.parametrize("distil", ["forward_kl", "jsd"])
 def test_distances_and_rewards_are_mixed_by_their_weights(distil):
-    tokens = taught([1.0, 1.0], [1.0, -1.0], teacher=[1 / 4, 1 / 16], told=told_of())
+    tokens = taught([1.0, 1.0], [1.0, -1.0], teacher=[1 / 4, 1 / 16], topk=topk_of())
     alone = loss_of("clipped")(tokens)[0].item()
     settings = {"distil": distil, "distil_weight": 3.0, "reward_weight": 0.5, "distil_beta": 0.3}
     loss, metrics = loss_of("clipped", **settings)(tokens)
-    distances = forward_kl(told_of()) if distil == "forward_kl" else jsd(told_of(), 0.3)
+    distances = forward_kl(topk_of()) if distil == "forward_kl" else jsd(topk_of(), 0.3)
     assert loss.item() == pytest.approx(0.5 * alone + 3 * distances.mean().item())
     assert metrics["teacher/divergence"].tolist() == pytest.approx(distances.tolist())
 
@@ -108,8 +108,8 @@ def test_gradients_of_distances_are_right_and_none_where_nobody_teaches(distil):
     teacher = double([*TEACHER, [NAN] * 3]).log()
 
     def distance(logits: Tensor) -> Tensor:
-        told = TopK(teacher=teacher, trainer=logits.log_softmax(-1))
-        tokens = taught([1.0] * 3, [0.0] * 3, teacher=[1 / 4, 1 / 16, NAN], told=told)
+        topk = TopK(teacher=teacher, trainer=logits.log_softmax(-1))
+        tokens = taught([1.0] * 3, [0.0] * 3, teacher=[1 / 4, 1 / 16, NAN], topk=topk)
         return loss(tokens)[0]
 
     logits = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -122,8 +122,8 @@ def test_gradients_of_distances_are_right_and_none_where_nobody_teaches(distil):
 
 def test_a_policy_that_agrees_with_its_teacher_stands_still():
     for distil in ("forward_kl", "jsd"):
-        same = told_of(policy=TEACHER)
-        tokens = taught([1.0, 1.0], [0.0, 0.0], teacher=[1 / 16, 1 / 16], told=same)
+        same = topk_of(policy=TEACHER)
+        tokens = taught([1.0, 1.0], [0.0, 0.0], teacher=[1 / 16, 1 / 16], topk=same)
         loss, _ = loss_of("distil", distil=distil)(tokens)
         # Of logprobs that sum up to 1, so without what only changes their sum.
         (gradient,) = torch.autograd.grad(loss, same.trainer)

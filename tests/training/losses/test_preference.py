@@ -14,7 +14,7 @@ from millrace.core.records import Episode, Group, Score, Task
 from millrace.scoring.advantages.estimators import BestWorstAdvantages, with_advantages
 from millrace.training.packing.packer import pack
 from millrace.training.packing.splitting import halves
-from millrace.training.token_batches import token_batch
+from millrace.training.token_batches import PolicyOutput, token_batch
 
 
 def pair_of(ratios, advantages, *, groups, num_groups):
@@ -83,7 +83,8 @@ def loss_and_slopes(batch, microbatches):
     for microbatch in microbatches:
         logprobs = torch.from_numpy(1.5 * microbatch.engine_logprobs).requires_grad_()
         nothing = torch.zeros_like(logprobs)
-        tokens = token_batch(microbatch, batch, logprobs=logprobs, entropies=nothing, version=0)
+        output = PolicyOutput(logprobs, nothing, None)
+        tokens = token_batch(microbatch, batch, output=output, version=0)
         value, _ = loss(tokens)
         value.backward()
         total += value.item()

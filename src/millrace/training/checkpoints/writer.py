@@ -1,10 +1,10 @@
-"""Checkpoints are written beside training.
+"""Writes checkpoints while training continues.
 
-Promise: whoever begins a checkpoint waits for no disk, unless the one before is still being
-written: one snapshot exists at a time. How each ended is told exactly once.
+Promise: begin() does not wait for the disk, unless the checkpoint before is still being written:
+one snapshot exists at a time. The result of each checkpoint is reported exactly once.
 
-Threads: begin and wait are called by the trainer's thread; a thread per checkpoint writes it and
-tells.
+Threads: the trainer's thread calls begin() and wait(); a thread per checkpoint writes it and
+reports.
 """
 
 import threading
@@ -19,16 +19,16 @@ from millrace.training.checkpoints.directory import prune_checkpoints, write_che
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CheckpointResult:
-    """What became of a checkpoint."""
+    """How the writing of a checkpoint ended."""
 
-    error: BaseException | None = None  # set: there is none, and the folder is as it was
-    complaint: str | None = None  # it is safe, but older ones could not be removed
+    error: BaseException | None = None  # set = nothing was written or changed
+    complaint: str | None = None  # it was written, but older ones could not be removed
 
 
 class CheckpointWriter:
     def __init__(self, *, keep: int) -> None:
         self._keep = keep
-        self._good: set[str] = set()  # step_N that this process wrote or has read; the thread's own
+        self._good: set[str] = set()  # step_N known to be undamaged; used by the thread only
         self._thread: threading.Thread | None = None
 
     def begin(
@@ -38,21 +38,21 @@ class CheckpointWriter:
         write: Callable[[Path], None],
         run_state: dict[str, Any],
         needed_bytes: int,
-        tell: Callable[[CheckpointResult], None],
+        on_done: Callable[[CheckpointResult], None],
     ) -> None:
-        """Make `directory` hold what `write` puts into the folder it is given, and the run state;
-        then remove what is too old."""
+        """Start a thread that fills `directory` with what `write` puts into a folder and with the
+        run state, removes old checkpoints, and calls `on_done`."""
 
         def work() -> None:
-            tell(self._write(directory, write, run_state=run_state, needed_bytes=needed_bytes))
+            on_done(self._write(directory, write, run_state=run_state, needed_bytes=needed_bytes))
 
         self.wait()
-        # Not a daemon: a process that leaves does so between two checkpoints.
+        # Not a daemon: a process that exits finishes its checkpoint first.
         self._thread = threading.Thread(target=work, name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Block until no checkpoint is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -68,7 +68,7 @@ class CheckpointWriter:
         self._good.discard(directory.name)
         try:
             write_checkpoint(directory, write=write, run_state=run_state, needed_bytes=needed_bytes)
-        except Exception as error:  # noqa: BLE001 - raised again by whoever asked for it
+        except Exception as error:  # noqa: BLE001 - the caller's process raises it
             return CheckpointResult(error=error)
         self._good.add(directory.name)
         try:

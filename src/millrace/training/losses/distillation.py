@@ -10,7 +10,7 @@ one more, all others together:
 
 The latter two have gradients of their own and need no ratio. Tokens that nobody teaches count 0;
 whether a run has a teacher at all is known before it starts.
-N = trained tokens of one microbatch, K = tokens a teacher told of at each.
+N = trained tokens of one microbatch, K = tokens a teacher topk of at each.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class Distillation:
         return self.distil != "none"
 
     @property
-    def needs_told(self) -> bool:
+    def needs_topk(self) -> bool:
         return self.distil in ("forward_kl", "jsd")
 
     def with_advantages(self, tokens: TokenBatch) -> TokenBatch:
@@ -62,12 +62,12 @@ class Distillation:
 
     def per_token(self, tokens: TokenBatch) -> "Tensor":  # [N]
         """The distance from the teacher, without the weight."""
-        if tokens.told is None:
+        if tokens.topk is None:
             return tokens.advantages.new_zeros(len(tokens.advantages))
-        is_taught = ~tokens.told.teacher[:, :1].isnan()
-        teacher = tokens.told.teacher.where(is_taught, tokens.told.trainer.detach())
-        told = TopK(teacher=teacher, trainer=tokens.told.trainer)
-        distance = forward_kl(told) if self.distil == "forward_kl" else jsd(told, self.distil_beta)
+        is_taught = ~tokens.topk.teacher[:, :1].isnan()
+        teacher = tokens.topk.teacher.where(is_taught, tokens.topk.trainer.detach())
+        topk = TopK(teacher=teacher, trainer=tokens.topk.trainer)
+        distance = forward_kl(topk) if self.distil == "forward_kl" else jsd(topk, self.distil_beta)
         return distance * is_taught[:, 0]
 
     def lag(self, tokens: TokenBatch) -> "Tensor":  # [N]
@@ -82,12 +82,12 @@ class Distillation:
         return lead.clamp(-LOG_BOUND, LOG_BOUND).nan_to_num(nan=0.0)
 
 
-def forward_kl(told: TopK) -> "Tensor":  # [N]
-    return (told.teacher.exp() * (told.teacher - told.trainer)).sum(-1)
+def forward_kl(topk: TopK) -> "Tensor":  # [N]
+    return (topk.teacher.exp() * (topk.teacher - topk.trainer)).sum(-1)
 
 
-def jsd(told: TopK, beta: float) -> "Tensor":  # [N]
-    p, q = told.teacher, told.trainer
+def jsd(topk: TopK, beta: float) -> "Tensor":  # [N]
+    p, q = topk.teacher, topk.trainer
     mixed = (p + math.log(beta)).logaddexp(q + math.log1p(-beta))
     from_teacher = (p.exp() * (p - mixed)).sum(-1)
     from_policy = (q.exp() * (q - mixed)).sum(-1)

@@ -7,7 +7,7 @@ put together in objectives/.
 
 Imports torch for types only: the settings of a loss are checked before any process loads torch.
 
-N = trained tokens of one microbatch, R = runs of them, K = tokens a teacher told of at each.
+N = trained tokens of one microbatch, R = runs of them, K = tokens a teacher topk of at each.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ class TokenBatch:
     """[N] float32; of the model that the policy shall stay close to, where the run has one."""
     teacher_logprobs: "Tensor | None" = None
     """[N] float32; of a teacher, where the run has one; NaN for tokens that it does not teach."""
-    told: "TopK | None" = None
+    topk: "TopK | None" = None
     """Where a loss asks for it and the run has a teacher that tells of more than these tokens."""
     groups: Runs | None = None
     """Those of a group, where its sequences are compared and so lie in one microbatch."""
@@ -90,10 +90,10 @@ class Anchored(Protocol):
 
 @runtime_checkable
 class Distils(Protocol):
-    """A loss that may want TokenBatch.told, which costs the trainer a second look at its logits."""
+    """A loss that may want TokenBatch.topk, which costs the trainer a second look at its logits."""
 
     @property
-    def needs_told(self) -> bool: ...
+    def needs_topk(self) -> bool: ...
 
 
 @runtime_checkable

@@ -55,7 +55,7 @@ class PolicyLoss:
         loss = -self.average(objective, tokens)
         if self.distil.is_on:
             metrics["teacher/kl"] = self.distil.lag(tokens)
-        if self.distil.needs_told:
+        if self.distil.needs_topk:
             distance = self.distil.per_token(tokens)
             loss = loss + self.distil.distil_weight * self.average(distance, tokens)
             metrics["teacher/divergence"] = distance.detach()
@@ -74,8 +74,8 @@ class PolicyLoss:
         return self.ratio.anchor == "proximal"
 
     @property
-    def needs_told(self) -> bool:
-        return self.distil.needs_told
+    def needs_topk(self) -> bool:
+        return self.distil.needs_topk
 
     @property
     def needs_reference(self) -> bool:

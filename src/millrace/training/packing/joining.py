@@ -1,4 +1,4 @@
-"""What rollouts bring along, joined for the microbatch they are laid into. Pure numpy.
+"""Joins the optional arrays of rollouts for the microbatch they are packed into. Pure numpy.
 
 T = rows of the microbatch.
 """
@@ -14,7 +14,7 @@ from millrace.core.records import Kept, Rollout
 def join_routes(
     by_segment: Sequence[np.ndarray | None], lengths: np.ndarray
 ) -> np.ndarray | None:  # [T, layers, top_k]
-    """Rows of segments that have no routes are not known; None if no segment has any."""
+    """Rows of segments without routes are marked unknown; None if no segment has any."""
     like = next((routes for routes in by_segment if routes is not None), None)
     if like is None:
         return None
@@ -35,7 +35,7 @@ def join_kept(rollouts: Sequence[Rollout]) -> Kept | None:
         if rollout.kept is None:
             sizes.append(np.zeros(rollout.num_sampled, np.int64))
         else:
-            ids.append(rollout.kept.ids)  # rows that are not trained are empty
+            ids.append(rollout.kept.ids)  # rows of untrained tokens are empty
             sizes.append(np.diff(rollout.kept.offsets)[rollout.mask])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes))])
     return Kept(ids=np.concatenate(ids), offsets=offsets)
@@ -50,27 +50,27 @@ def join_references(rollouts: Sequence[Rollout]) -> np.ndarray | None:
 
 
 def join_teachings(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
-    """What teachers say of the trained tokens; NaN where nobody teaches."""
+    """Teacher logprobs of the trained tokens; NaN where a token has no teacher."""
     if all(rollout.teaching is None for rollout in rollouts):
         return {}
     widths = {t.top_ids.shape[1] for r in rollouts if (t := r.teaching) and t.top_ids is not None}
-    assert len(widths) <= 1, "all teachers of a run tell of as many tokens"
-    num_told = widths.pop() if widths else 0
+    assert len(widths) <= 1, "all teachers of a run give the same number of ids per token"
+    num_topk = widths.pop() if widths else 0
     logprobs: list[np.ndarray] = []
     ids: list[np.ndarray] = []
-    told: list[np.ndarray] = []
+    topk: list[np.ndarray] = []
     for rollout in rollouts:
         teaching, mask, count = rollout.teaching, rollout.mask, rollout.num_sampled
         if teaching is None:
             logprobs.append(np.full(count, np.nan, np.float32))
-            ids.append(np.tile(np.arange(num_told, dtype=np.int32), (count, 1)))
-            told.append(np.full((count, num_told), np.nan, np.float32))
+            ids.append(np.tile(np.arange(num_topk, dtype=np.int32), (count, 1)))
+            topk.append(np.full((count, num_topk), np.nan, np.float32))
             continue
         logprobs.append(teaching.logprobs[mask])
         if teaching.top_ids is not None and teaching.top_logprobs is not None:
             ids.append(teaching.top_ids[mask])
-            told.append(teaching.top_logprobs[mask])
+            topk.append(teaching.top_logprobs[mask])
     joined = {"teacher_logprobs": np.concatenate(logprobs)}
-    if num_told:
-        joined |= {"told_ids": np.concatenate(ids), "told_logprobs": np.concatenate(told)}
+    if num_topk:
+        joined |= {"topk_ids": np.concatenate(ids), "topk_logprobs": np.concatenate(topk)}
     return joined

@@ -1,12 +1,11 @@
-"""Lays the rollouts of a batch end to end into microbatches under a token budget.
+"""Packs the rollouts of a batch into microbatches under a token budget.
 
-Promise: every rollout lands in exactly one microbatch, unpadded; a beginning that rollouts of a
-group share is laid once for all of them that land together. The budget counts rows (what is
-computed), and no microbatch exceeds it unless a single rollout does. Pure numpy, so the controller
-can run it in a thread.
+Promise: every rollout lands in exactly one microbatch, without padding. A prefix that rollouts of a
+group share is stored once per microbatch. The budget counts rows, which is what is computed, and no
+microbatch exceeds it unless a single rollout does. All ranks get equally many microbatches.
+Pure numpy, so the controller can run it in a thread.
 """
 
-import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,46 +15,51 @@ import numpy as np
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Group, Rollout
 from millrace.core.returns import sampled_rewards
+from millrace.training.packing.bins import fill_bins, fill_rank_bins
 from millrace.training.packing.joining import (
     join_kept,
     join_references,
     join_routes,
     join_teachings,
 )
+from millrace.training.packing.splitting import placeholder
 
-# A shared beginning costs a second look at keys in every layer; a shorter one is not worth it.
+# A shared prefix costs a second look at its keys in every layer; a shorter one is not worth it.
 MIN_SHARED_TOKENS = 4
+# Cost of one query-key pair, in rows. Per layer a row takes about 24 D^2 FLOPs in matrix products
+# and a pair 4 D in attention: 1 / 6 D, with D = 4096.
+PAIR_COST = 1 / 24_576
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Row:
-    """A rollout and what its trained tokens are worth. n = their number."""
+class _Sample:
+    """A rollout and the advantages and rewards of its n trained tokens."""
 
     rollout: Rollout
     advantages: np.ndarray  # [n] float32
     rewards: np.ndarray | None = None  # [n] float64; for a critic
-    was_cut: bool = False  # a critic wants to see the state after the last trained token
+    was_cut: bool = False  # a critic values the state after the last trained token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Branch:
-    """The rollouts of a group that are computed from the very same rows."""
+    """Rollouts of a group that need exactly the same rows."""
 
-    tokens: np.ndarray  # [rows] int32; up to the last row that somebody looks at
-    members: tuple[_Row, ...]
+    tokens: np.ndarray  # [rows] int32; up to the last row that is needed
+    members: tuple[_Sample, ...]
 
     @property
     def routes(self) -> np.ndarray | None:  # [rows, layers, top_k]
-        """Of its first rollout: what several have in common goes one way."""
+        """Routes of the first rollout: shared rows are computed once, with one set of routes."""
         routes = self.members[0].rollout.routes
         return None if routes is None else routes[: len(self.tokens)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Family:
-    """Branches laid together: the first `shared` rows of each are the same and lie there once."""
+    """Branches whose first `shared` rows are the same and are stored once."""
 
-    shared: int  # 0 for a branch on its own
+    shared: int  # 0 for a single branch
     branches: tuple[_Branch, ...]
 
     @property
@@ -64,37 +68,51 @@ class _Family:
 
     @property
     def num_trained(self) -> int:
-        return sum(len(row.advantages) for b in self.branches for row in b.members)
+        return sum(len(sample.advantages) for b in self.branches for sample in b.members)
+
+    @property
+    def cost(self) -> float:
+        """Cost of a forward pass in rows; a row attends to all rows before it."""
+        pairs = sum(len(b.tokens) ** 2 - self.shared**2 for b in self.branches) + self.shared**2
+        return self.num_rows + PAIR_COST * pairs / 2
 
 
 def pack(
-    groups: Sequence[Group], *, microbatch_tokens: int, pairs: bool = False, critic: bool = False
+    groups: Sequence[Group],
+    *,
+    microbatch_tokens: int,
+    pairs: bool = False,
+    critic: bool = False,
+    num_ranks: int = 1,
 ) -> Batch:
-    """One optimizer update's worth of microbatches from scored groups.
+    """The microbatches of one optimizer update, from scored groups.
 
-    With `pairs`, only rollouts that have an advantage are laid, and those of a group together: they
-    are learned from in comparison. With `critic`, what one needs to judge them goes with them.
+    With `pairs`, only rollouts with an advantage are packed, and those of a group together, because
+    the loss compares them. With `critic`, rewards and end states are included.
     """
-    rows = [_judged_rows(group) if critic else _rows(group) for group in groups]
+    samples = [_critic_samples(group) if critic else _samples(group) for group in groups]
     if pairs:
-        rows = _compared(rows)
-    families = [_families(_branches(of_group)) for of_group in rows]
+        samples = _compared(samples)
+    families = [_families(_branches(of_group)) for of_group in samples]
     if pairs:
         bundles = [_alike(of_group) for of_group in families]
     else:
+        every = [family for of_group in families for family in of_group]
+        limit = microbatch_tokens
+        if num_ranks > 1:  # balance needs parts of at most half a rank's rows
+            limit = min(limit, sum(family.num_rows for family in every) // (2 * num_ranks))
         bundles = [
             [part]
-            for of_group in families
-            for family in of_group
-            for part in _split(family, budget=microbatch_tokens)
+            for family in every
+            # Parts of less than twice the shared rows would mostly repeat these.
+            for part in _split(family, budget=min(microbatch_tokens, max(limit, 2 * family.shared)))
         ]
-    sizes = [sum(family.num_rows for family in bundle) for bundle in bundles]
-    bins = fill_bins(sizes, budget=microbatch_tokens)
     return Batch(
-        microbatches=tuple(_lay_out([bundles[i] for i in bin_], pairs=pairs) for bin_ in bins),
-        num_sequences=sum(len(of_group) for of_group in rows),
-        num_trained_tokens=sum(len(row.advantages) for of_group in rows for row in of_group),
-        num_groups=len(rows),
+        microbatches=_microbatches(bundles, microbatch_tokens, pairs=pairs, num_ranks=num_ranks),
+        num_sequences=sum(len(of_group) for of_group in samples),
+        num_trained_tokens=sum(len(one.advantages) for of_group in samples for one in of_group),
+        num_groups=len(samples),
+        num_ranks=num_ranks,
     )
 
 
@@ -105,58 +123,61 @@ def pack_minibatches(
     microbatch_tokens: int,
     pairs: bool = False,
     critic: bool = False,
+    num_ranks: int = 1,
 ) -> tuple[Batch, ...]:
-    """A batch of each of minibatches_of()."""
+    """One batch for each of minibatches_of()."""
     return tuple(
-        pack(part, microbatch_tokens=microbatch_tokens, pairs=pairs, critic=critic)
+        pack(
+            part,
+            microbatch_tokens=microbatch_tokens,
+            pairs=pairs,
+            critic=critic,
+            num_ranks=num_ranks,
+        )
         for part in minibatches_of(groups, num_minibatches=num_minibatches)
     )
 
 
 def minibatches_of(groups: Sequence[Group], *, num_minibatches: int) -> list[Sequence[Group]]:
-    """About as many whole groups each, in order."""
+    """The groups in order, split into minibatches of about as many whole groups each."""
     assert num_minibatches <= len(groups), "a minibatch holds at least one group"
     bounds = [len(groups) * i // num_minibatches for i in range(num_minibatches + 1)]
     return [groups[begin:end] for begin, end in pairwise(bounds)]
 
 
-def fill_bins(sizes: Sequence[int], *, budget: int) -> list[list[int]]:
-    """Indices of `sizes` in as few bins as best-fit-decreasing finds; an oversized one sits
-    alone."""
-    bins: list[list[int]] = []
-    by_room: list[
-        tuple[int, int]
-    ] = []  # (room left, bin), ascending: the first that fits is the best
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        slot = bisect.bisect_left(by_room, (sizes[index], -1))
-        if slot < len(by_room):
-            room, chosen = by_room.pop(slot)
-            bins[chosen].append(index)
-        else:
-            room, chosen = budget, len(bins)
-            bins.append([index])
-        bisect.insort(by_room, (room - sizes[index], chosen))
-    return bins
+def _microbatches(
+    bundles: Sequence[Sequence[_Family]], budget: int, *, pairs: bool, num_ranks: int
+) -> tuple[Microbatch, ...]:
+    """Bundles in microbatches, those of rank 0 first; a bundle is never split."""
+    sizes = [sum(family.num_rows for family in bundle) for bundle in bundles]
+    if num_ranks == 1:
+        bins = fill_bins(sizes, budget=budget)
+    else:
+        costs = [sum(family.cost for family in bundle) for bundle in bundles]
+        ranks = fill_rank_bins(sizes, costs, budget=budget, num_ranks=num_ranks)
+        bins = [bin_ for rank in ranks for bin_ in rank]
+    filled = [_lay_out([bundles[i] for i in bin_], pairs=pairs) if bin_ else None for bin_ in bins]
+    return tuple(placeholder(next(filter(None, filled))) if m is None else m for m in filled)
 
 
-def _rows(group: Group) -> list[_Row]:
+def _samples(group: Group) -> list[_Sample]:
     assert group.advantages is not None, "a group is scored before it is packed"
     if group.token_advantages is not None:
         by_token = zip(group.rollouts, group.token_advantages, strict=True)
-        return [_Row(rollout=r, advantages=advantages[r.mask]) for r, advantages in by_token]
+        return [_Sample(rollout=r, advantages=advantages[r.mask]) for r, advantages in by_token]
     return [
-        _Row(rollout=rollout, advantages=np.full(rollout.num_sampled, advantage, np.float32))
+        _Sample(rollout=rollout, advantages=np.full(rollout.num_sampled, advantage, np.float32))
         for episode, advantage in zip(group.episodes, group.advantages, strict=True)
         for rollout in episode.rollouts
     ]
 
 
-def _judged_rows(group: Group) -> list[_Row]:
-    """Every branch of an episode ends with its score."""
+def _critic_samples(group: Group) -> list[_Sample]:
+    """Samples with rewards; each rollout of an episode ends with the episode's score."""
     return [
-        _Row(
+        _Sample(
             rollout=rollout,
-            advantages=np.zeros(rollout.num_sampled, np.float32),  # until the critic has judged
+            advantages=np.zeros(rollout.num_sampled, np.float32),  # the critic estimates them
             rewards=sampled_rewards(rollout, score=score.of_agent(rollout.agent)),
             was_cut=episode.was_cut,
         )
@@ -165,21 +186,21 @@ def _judged_rows(group: Group) -> list[_Row]:
     ]
 
 
-def _compared(rows: Sequence[list[_Row]]) -> list[list[_Row]]:
-    """Of each group the rollouts with an advantage. A step in which there are none still takes
-    place, with one that teaches nothing."""
-    found = [[row for row in of_group if row.advantages.any()] for of_group in rows]
-    return [of_group for of_group in found if of_group] or [rows[0][:1]]
+def _compared(samples: Sequence[list[_Sample]]) -> list[list[_Sample]]:
+    """The rollouts of each group that have an advantage. If there are none at all, one rollout
+    without an advantage, so that the step still takes place."""
+    found = [[one for one in of_group if one.advantages.any()] for of_group in samples]
+    return [of_group for of_group in found if of_group] or [samples[0][:1]]
 
 
-def _branches(rows: Sequence[_Row]) -> list[_Branch]:
-    """Of a group, in an order in which those that begin alike are neighbours."""
-    members: dict[bytes, list[_Row]] = {}
-    for row in rows:
-        trained = np.flatnonzero(row.rollout.mask)
+def _branches(samples: Sequence[_Sample]) -> list[_Branch]:
+    """The branches of a group, sorted so that common prefixes are neighbours."""
+    members: dict[bytes, list[_Sample]] = {}
+    for sample in samples:
+        trained = np.flatnonzero(sample.rollout.mask)
         if len(trained):
-            needed = row.rollout.tokens[: trained[-1] + row.was_cut].astype(np.int32)
-            members.setdefault(needed.tobytes(), []).append(row)
+            needed = sample.rollout.tokens[: trained[-1] + sample.was_cut].astype(np.int32)
+            members.setdefault(needed.tobytes(), []).append(sample)
     return [
         _Branch(tokens=np.frombuffer(needed, np.int32), members=tuple(members[needed]))
         for needed in sorted(members)
@@ -187,9 +208,9 @@ def _branches(rows: Sequence[_Row]) -> list[_Branch]:
 
 
 def _families(branches: Sequence[_Branch]) -> list[_Family]:
-    """Of all ways to join neighbours, the one that saves the most rows."""
+    """Neighbouring branches joined so that the most rows are saved (dynamic programming)."""
     common = [_common(earlier.tokens, later.tokens) for earlier, later in pairwise(branches)]
-    # Of the branches before each: the rows saved, the begin of the last family, what it shares.
+    # For the branches before each end: rows saved, begin of the last family, its shared rows.
     best = [(0, 0, 0)]
     for end in range(1, len(branches) + 1):
         begin = end - 1
@@ -209,26 +230,27 @@ def _families(branches: Sequence[_Branch]) -> list[_Family]:
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the longest common beginning."""
+    """Length of the longest common prefix."""
     shortest = min(len(a), len(b))
     differs = a[:shortest] != b[:shortest]
     return int(differs.argmax()) if differs.any() else shortest
 
 
 def _split(family: _Family, *, budget: int) -> Iterator[_Family]:
-    """Parts within the budget, each with its own copy of what is shared."""
+    """Parts within the budget, each with its own copy of the shared rows."""
     if family.num_rows <= budget or len(family.branches) == 1:
         yield family
         return
     own = [len(branch.tokens) - family.shared for branch in family.branches]
-    # With no room beside the shared rows, bins of nothing put every branch on its own.
+    # If the shared rows leave no room, a budget of 0 puts every branch into its own bin.
     for bin_ in fill_bins(own, budget=max(0, budget - family.shared)):
         branches = tuple(family.branches[i] for i in sorted(bin_))
         yield _Family(shared=family.shared if len(branches) > 1 else 0, branches=branches)
 
 
 def _alike(families: list[_Family]) -> list[_Family]:
-    """All with something shared or all without, so that they are laid one after the other."""
+    """The families of a group, all with shared rows or all without: the layout stores the two kinds
+    apart, and a group must stay contiguous."""
     if len({family.shared == 0 for family in families}) == 1:
         return families
     branches = [branch for family in families for branch in family.branches]
@@ -236,25 +258,25 @@ def _alike(families: list[_Family]) -> list[_Family]:
 
 
 def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch:
-    """Shared rows first, then what follows them, then branches on their own."""
+    """One microbatch: shared rows first, then their continuations, then single branches."""
     bundles = sorted(bundles, key=lambda bundle: bundle[0].shared == 0)
     families = [family for bundle in bundles for family in bundle]
     segments = _Segments([(f.branches[0], f.shared) for f in families if f.shared])
     predictors: list[np.ndarray] = []
     last_rows: list[int] = []
-    members: list[_Row] = []
+    members: list[_Sample] = []
     for number, family in enumerate(families):
         parent = number if family.shared else -1
         for branch in family.branches:
-            rows = segments.lay(branch, parent=parent, shared=family.shared)
-            for row in branch.members:
-                trained = np.flatnonzero(row.rollout.mask)
+            rows = segments.add(branch, parent=parent, shared=family.shared)
+            for sample in branch.members:
+                trained = np.flatnonzero(sample.rollout.mask)
                 predictors.append(rows[trained - 1])
-                last_rows.append(int(rows[trained[-1]]) if row.was_cut else -1)
+                last_rows.append(int(rows[trained[-1]]) if sample.was_cut else -1)
             members += branch.members
     lengths = np.array([len(tokens) for tokens in segments.tokens], np.int32)
-    rollouts = [row.rollout for row in members]
-    rewards = [row.rewards for row in members if row.rewards is not None]
+    rollouts = [sample.rollout for sample in members]
+    rewards = [sample.rewards for sample in members if sample.rewards is not None]
     counts = [rollout.num_sampled for rollout in rollouts]
     temperatures = [rollout.sampling.temperature for rollout in rollouts]
     sizes = [sum(family.num_trained for family in bundle) for bundle in bundles]
@@ -268,7 +290,7 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
         rollouts=np.repeat(np.arange(len(members), dtype=np.int32), counts),
         engine_logprobs=np.concatenate([r.engine_logprobs[r.mask] for r in rollouts]),
         versions=np.concatenate([r.versions[r.mask] for r in rollouts]),
-        advantages=np.concatenate([row.advantages for row in members]),
+        advantages=np.concatenate([sample.advantages for sample in members]),
         temperatures=np.repeat(np.array(temperatures, np.float32), counts),
         kept=join_kept(rollouts),
         routes=join_routes(segments.routes, lengths),
@@ -281,10 +303,10 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
 
 
 class _Segments:
-    """The segments of a microbatch while it is laid out; parents were laid before the others."""
+    """The segments of a microbatch under construction; the parents come first."""
 
     def __init__(self, parents: Sequence[tuple[_Branch, int]]) -> None:
-        """`parents`: a branch of each family that shares rows, and how many."""
+        """`parents`: one branch of each family with shared rows, and their number."""
         self.tokens = [branch.tokens[:shared] for branch, shared in parents]
         self.positions = [np.arange(shared) for _, shared in parents]
         self.routes = [_rows_of(branch.routes, slice(shared)) for branch, shared in parents]
@@ -292,8 +314,8 @@ class _Segments:
         self._ends = np.cumsum([shared for _, shared in parents])
         self._num_rows = sum(shared for _, shared in parents)
 
-    def lay(self, branch: _Branch, *, parent: int, shared: int) -> np.ndarray:
-        """Add what follows the first `shared` tokens; returns the row of each token [L]."""
+    def add(self, branch: _Branch, *, parent: int, shared: int) -> np.ndarray:
+        """Add the tokens after the first `shared` ones; returns the row of each token [L]."""
         tokens = branch.tokens
         num_own = len(tokens) - shared
         rows = np.arange(len(tokens)) + (self._num_rows - shared)

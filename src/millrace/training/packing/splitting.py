@@ -1,7 +1,7 @@
-"""Halves of a microbatch, for when the whole does not fit into memory.
+"""Splits a microbatch that does not fit into memory.
 
 Promise: the halves train what the whole trained: every rollout is in exactly one of them, with all
-rows it needs. What rollouts of both halves share is in both.
+rows it needs. Rows that rollouts of both halves share are in both.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ from millrace.core.errors import RunFailed
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Kept
 
-_PER_TRAINED = ("targets", "engine_logprobs", "versions", "advantages", "temperatures")
-_IF_ANY = (
+_TOKEN_FIELDS = ("targets", "engine_logprobs", "versions", "advantages", "temperatures")
+_OPTIONAL_TOKEN_FIELDS = (
     "reference_logprobs",
     "proximal_logprobs",
     "teacher_logprobs",
-    "told_ids",
-    "told_logprobs",
+    "topk_ids",
+    "topk_logprobs",
     "groups",
     "rewards",
     "values",
@@ -28,14 +28,14 @@ _IF_ANY = (
 
 
 class RowLimit:
-    """How many rows have not yet been too many for the memory. Used by one thread."""
+    """The largest number of rows that may still fit into memory. Used by one thread."""
 
     def __init__(self) -> None:
         self._most = sys.maxsize
 
     def fitting(self, batch: Batch) -> tuple[list[Microbatch], int]:
-        """The batch's microbatches with trained tokens, split where they have too many rows, and
-        how often that was done."""
+        """The batch's microbatches with trained tokens, split where they exceed the limit, and the
+        number of splits."""
         waiting = [m for m in batch.microbatches if len(m.targets)][::-1]
         parts: list[Microbatch] = []
         num_splits = 0
@@ -50,7 +50,8 @@ class RowLimit:
         return parts, num_splits
 
     def lower(self, part: Microbatch) -> None:
-        """`part` was too much for the memory; raises RunFailed if it cannot be split."""
+        """Lower the limit below `part`, which did not fit into memory; raises RunFailed if `part`
+        cannot be split."""
         self._most = len(part.tokens) - 1
         if halves(part) is None:
             raise RunFailed(
@@ -61,10 +62,10 @@ class RowLimit:
 
 
 def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
-    """Of about as many trained tokens each; None if there is one rollout only, or one group that
-    must not be split."""
+    """Two microbatches of about as many trained tokens each; None if there is only one rollout, or
+    one group that must stay together."""
     numbers = whole.rollouts if whole.groups is None else whole.groups
-    second = np.searchsorted(numbers, numbers[0], side="right")  # where the first one ends
+    second = np.searchsorted(numbers, numbers[0], side="right")  # end of the first one
     if second == len(numbers):
         return None
     begin_of_second = max(numbers[second], numbers[len(numbers) // 2])
@@ -72,8 +73,28 @@ def halves(whole: Microbatch) -> tuple[Microbatch, Microbatch] | None:
     return _part(whole, is_first), _part(whole, ~is_first)
 
 
+def placeholder(like: Microbatch) -> Microbatch:
+    """A microbatch of one row and no trained tokens, for a rank that has fewer than the others: it
+    takes part in their collectives and adds nothing to the gradient."""
+    one = np.ones(1, np.int32)
+    return dataclasses.replace(
+        like,
+        tokens=like.tokens[:1],
+        positions=like.positions[:1],
+        lengths=one,
+        parents=-one,
+        predictors=like.predictors[:0],
+        rollouts=like.rollouts[:0],
+        kept=None if like.kept is None else Kept(ids=like.kept.ids[:0], offsets=np.zeros(1, int)),
+        routes=None if like.routes is None else like.routes[:1],
+        last_rows=None if like.last_rows is None else like.last_rows[:0],
+        **{name: getattr(like, name)[:0] for name in _TOKEN_FIELDS},
+        **{name: _chosen(getattr(like, name), slice(0)) for name in _OPTIONAL_TOKEN_FIELDS},
+    )
+
+
 def _part(whole: Microbatch, chosen: np.ndarray) -> Microbatch:
-    """The trained tokens where `chosen` [N] is True, and the segments they are predicted from."""
+    """The microbatch of the trained tokens where `chosen` [N] is True."""
     segment_of_row = np.repeat(np.arange(len(whole.lengths)), whole.lengths)
     rollouts = whole.rollouts[chosen]
     used_rows = whole.predictors[chosen]
@@ -97,17 +118,17 @@ def _part(whole: Microbatch, chosen: np.ndarray) -> Microbatch:
         kept=None if whole.kept is None else _kept_rows(whole.kept, chosen),
         routes=None if whole.routes is None else whole.routes[rows],
         last_rows=None if last_rows is None else new_row[last_rows],
-        **{name: getattr(whole, name)[chosen] for name in _PER_TRAINED},
-        **{name: _chosen(getattr(whole, name), chosen) for name in _IF_ANY},
+        **{name: getattr(whole, name)[chosen] for name in _TOKEN_FIELDS},
+        **{name: _chosen(getattr(whole, name), chosen) for name in _OPTIONAL_TOKEN_FIELDS},
     )
 
 
-def _chosen(values: np.ndarray | None, chosen: np.ndarray) -> np.ndarray | None:
+def _chosen(values: np.ndarray | None, chosen: np.ndarray | slice) -> np.ndarray | None:
     return None if values is None else values[chosen]
 
 
 def _in_order(whole: Microbatch, used: np.ndarray) -> np.ndarray:
-    """`used` segments and their parents, as a microbatch orders them."""
+    """`used` segments and their parents in the order of a microbatch."""
     children = used[whole.parents[used] >= 0]
     parents = np.unique(whole.parents[children])
     others = np.setdiff1d(used, np.concatenate([parents, children]))

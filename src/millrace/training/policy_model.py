@@ -1,0 +1,306 @@
+"""A model in training, between the trainer and transformers.
+
+TrainableModel owns everything that the ranks of a sharded model have to do together: forward and
+backward passes, the decisions whether a microbatch fits into memory and whether a gradient is
+finite, the loss scale, clipping, the optimizer and the weights by name. PolicyModel adds what only
+the policy has: logprobs, an adapter and replayed routes. Trainer and Critic decide what is learned
+and touch no module, so a sharded implementation replaces this file only.
+
+Promise: an out-of-memory error splits a microbatch and leaves the gradient of the batch unchanged.
+Weights and optimizer state are float32; bfloat16, or float16 with a scaled loss, is used for
+computing only. The module stays in eval mode, because dropout would make the trainer's distribution
+differ from the engine's.
+
+Used by one thread. T = rows of a microbatch, N = its trained tokens, D = hidden size, K = ids per
+token that a teacher gives logprobs for.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millrace.core.microbatch import Batch, Microbatch
+from millrace.models.attention.layout import PackedLayout
+from millrace.models.fused_logprobs import chunked_distributions
+from millrace.models.loading import hidden_states, write_model
+from millrace.models.logprobs import KeptRows
+from millrace.models.lora.trained import TrainedAdapter
+from millrace.models.moe.routing import RouteReplay
+from millrace.training.checkpoints.snapshot import Write, host_copy
+from millrace.training.layers import prepare_layers
+from millrace.training.optimizer import LossScale, build_optimizer
+from millrace.training.packing.splitting import RowLimit
+from millrace.training.settings import TrainSettings
+from millrace.training.token_batches import PolicyOutput, as_tensor
+
+# The loss of one microbatch, and whatever the caller wants to keep of that forward pass.
+LossFunction = Callable[[Microbatch], tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Gradient:
+    """The gradient of one batch, which lies in the parameters until it is applied or freed."""
+
+    loss: Tensor  # [] float64
+    outputs: list[Any]  # what the loss function returned besides the loss, for each microbatch
+    num_splits: int  # microbatches that were split to fit into memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ClippedGradient:
+    """A gradient after clipping; one that is not finite must not be applied."""
+
+    outputs: list[Any]
+    num_splits: int
+    norm: float  # before clipping
+    is_finite: bool  # both the loss and the norm
+
+
+class TrainableModel:
+    """A float32 module whose backbone was loaded with PACKED_ATTENTION, and its optimizer."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backbone: PreTrainedModel,
+        *,
+        settings: TrainSettings,
+        on_forward: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_forward` is called before each forward pass, as a sign of progress."""
+        assert all(parameter.dtype == torch.float32 for parameter in module.parameters())
+        self.module = module
+        self._backbone = backbone
+        self._settings = settings
+        self._on_forward = on_forward
+        self._optimizer = build_optimizer(module, settings)
+        self._loss_scale = LossScale(is_on=settings.compute_dtype is torch.float16)
+        self._row_limit = RowLimit()
+        prepare_layers(backbone, settings)
+
+    @property
+    def device(self) -> torch.device:
+        return self._backbone.device
+
+    @property
+    def loss_scale(self) -> float:
+        return self._loss_scale.value
+
+    def hidden_states(self, microbatch: Microbatch) -> Tensor:  # [T, D]
+        """The backbone's last hidden states; differentiable."""
+        self._on_forward()
+        device = self.device
+        with self._settings.autocast(device):
+            return hidden_states(
+                self._backbone,
+                input_ids=as_tensor(microbatch.tokens, np.int64, device)[None],
+                position_ids=as_tensor(microbatch.positions, np.int64, device)[None],
+                layout=PackedLayout.of(
+                    microbatch.lengths, parents=microbatch.parents, device=device
+                ),
+            )
+
+    @torch.no_grad()
+    def annotate(self, batch: Batch, compute: Callable[[Microbatch], Microbatch]) -> Batch:
+        """The batch with each microbatch replaced by what `compute` makes of it, without a
+        gradient. Microbatches that do not fit into memory are split."""
+        while True:
+            parts: list[Microbatch] = []
+            for part in self._row_limit.fitting(batch)[0]:
+                try:
+                    parts.append(compute(part))
+                except torch.OutOfMemoryError:
+                    self._row_limit.lower(part)
+                    break
+            else:
+                return replace(batch, microbatches=tuple(parts))
+
+    def accumulate(self, batch: Batch, loss: LossFunction) -> Gradient:
+        """Compute the gradient of a batch, summed over its microbatches.
+
+        A microbatch that does not fit into memory may leave half of its gradient behind. So the
+        batch is started again, and this and all later microbatches of that size are split.
+        """
+        while True:
+            parts, num_splits = self._row_limit.fitting(batch)
+            self.free_gradient()
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            outputs: list[Any] = []
+            for part in parts:
+                result = self._backward(part, loss)
+                if result is None:
+                    self._row_limit.lower(part)
+                    break
+                total += result[0]
+                outputs.append(result[1])
+            else:
+                gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+                self._loss_scale.unscale(gradients)
+                return Gradient(loss=total, outputs=outputs, num_splits=num_splits)
+
+    def clipped_gradient(self, batch: Batch, loss: LossFunction) -> ClippedGradient:
+        """Compute and clip the gradient of a batch. If float16 overflows, it is computed again with
+        a smaller loss scale; if that does not help, the scale is left as it was."""
+        first_scale = self._loss_scale.value
+        while True:
+            gradient = self.accumulate(batch, loss)
+            norm = nn.utils.clip_grad_norm_(
+                self.module.parameters(), max_norm=self._settings.max_grad_norm
+            )
+            # One wait for the device.
+            total, grad_norm = torch.stack([gradient.loss, norm.double()]).tolist()
+            overflowed = math.isfinite(total) and not math.isfinite(grad_norm)
+            if not (overflowed and self._loss_scale.lower()):
+                break
+        is_finite = math.isfinite(total) and math.isfinite(grad_norm)
+        if is_finite:
+            self._loss_scale.succeeded()
+        else:
+            self._loss_scale.value = first_scale
+        return ClippedGradient(
+            outputs=gradient.outputs,
+            num_splits=gradient.num_splits,
+            norm=grad_norm,
+            is_finite=is_finite,
+        )
+
+    def apply_gradient(self, *, learning_rate: float) -> None:
+        """Run one optimizer step with the gradient that was computed last."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+
+    def free_gradient(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter once, by name; tied parameters under the first of their names."""
+        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state)
+
+    def state_bytes(self) -> int:
+        """Approximate size of a checkpoint: the weights and the optimizer's two moments of each."""
+        return 3 * sum(w.numel() * w.element_size() for w in self.weights().values())
+
+    def _backward(self, part: Microbatch, loss: LossFunction) -> tuple[Tensor, Any] | None:
+        """Add the gradient of a microbatch; returns its loss and output, or None if it does not fit
+        into memory. A method of its own, so that a failed graph is freed before the next try."""
+        try:
+            value, output = loss(part)
+            (value * self._loss_scale.value).backward()
+        except torch.OutOfMemoryError:
+            return None
+        return value.detach(), output
+
+
+class PolicyModel(TrainableModel):
+    """The policy: all of its weights are trained, or those of an adapter alone."""
+
+    module: PreTrainedModel
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        *,
+        settings: TrainSettings,
+        adapter: TrainedAdapter | None = None,  # in the module; None = all weights are trained
+        replay: RouteReplay | None = None,  # of the module's routers; None = they choose themselves
+        logprob_chunk: int = 1024,  # trained tokens whose logits exist at one time
+        on_forward: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(module, module, settings=settings, on_forward=on_forward)
+        self._adapter = adapter
+        self._replay = replay
+        self._logprob_chunk = logprob_chunk
+
+    @property
+    def replays_routes(self) -> bool:
+        return self._replay is not None
+
+    def logprobs(
+        self, microbatch: Microbatch, *, topk_ids: np.ndarray | None = None
+    ) -> PolicyOutput:
+        """Logprobs of the trained tokens, in order, in the distributions they were sampled from:
+        at their temperatures, among their kept ids, with their expert routes. `topk_ids` [N, K]
+        asks for logprobs of further ids."""
+        device = self.device
+        if self._replay is not None:
+            self._replay.begin(microbatch.routes, device=device)
+        hidden = self.hidden_states(microbatch)
+        kept = microbatch.kept
+        with self._settings.autocast(device):
+            return PolicyOutput(
+                *chunked_distributions(
+                    self.module,
+                    hidden.index_select(0, as_tensor(microbatch.predictors, np.int64, device)),
+                    as_tensor(microbatch.targets, np.int64, device),
+                    topk_ids=None if topk_ids is None else as_tensor(topk_ids, np.int64, device),
+                    temperatures=as_tensor(microbatch.temperatures, np.float32, device),
+                    kept=None if kept is None else KeptRows.of(kept, device=device),
+                    chunk=self._logprob_chunk,
+                    compiled=self._settings.compile_layers,
+                )
+            )
+
+    def with_proximal_logprobs(self, batch: Batch) -> Batch:
+        """The batch with the logprobs of the policy as it is now, before the step changes it."""
+
+        def compute(part: Microbatch) -> Microbatch:
+            return replace(part, proximal_logprobs=self.logprobs(part).logprobs.cpu().numpy())
+
+        return self.annotate(batch, compute)
+
+    def with_reference_logprobs(self, batch: Batch) -> Batch:
+        """The batch with the logprobs of the base model beneath the adapter. A batch that already
+        has those of another reference model, and any batch without an adapter, is unchanged."""
+        if self._adapter is None:
+            return batch
+        if all(part.reference_logprobs is not None for part in batch.microbatches):
+            return batch
+
+        def compute(part: Microbatch) -> Microbatch:
+            # The reference chooses its own routes: its own distribution is wanted.
+            logprobs = self.logprobs(replace(part, routes=None)).logprobs
+            return replace(part, reference_logprobs=logprobs.cpu().numpy())
+
+        with self._adapter.disabled():
+            return self.annotate(batch, compute)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors that a version consists of: the adapter's, or all parameters."""
+        return super().weights() if self._adapter is None else self._adapter.named_weights()
+
+    def load_adapter(self, folder: Path) -> None:
+        """Load the adapter's weights; a model without one was loaded with its weights."""
+        if self._adapter is not None:
+            self._adapter.load(folder)
+
+    def writers(self, *, merged_into: str | None = None) -> list[Write]:
+        """Functions that write the present weights as a Hugging Face directory, or the adapter as a
+        PEFT one; with `merged_into` also the merged model, in a subfolder of that name. Each holds
+        its own copy of the weights, so any thread may call it later."""
+        if self._adapter is None:
+            assert merged_into is None, "only adapters can be merged"
+            return [partial(write_model, self.module, host_copy(self.module.state_dict()))]
+        writers: list[Write] = [partial(self._adapter.write, host_copy(self.weights()))]
+        if merged_into is not None:
+            merged = host_copy(self._adapter.merged_weights())
+            writers.append(lambda folder: write_model(self.module, merged, folder / merged_into))
+        return writers
+
+    def merged_bytes(self) -> int:
+        """Approximate size of the model with its adapter merged."""
+        return sum(p.numel() * p.element_size() for p in self.module.parameters())
