@@ -18,6 +18,7 @@ from millrace.cluster.messages import (
     Stepped,
     TrainStep,
 )
+from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import RunConfig, load_config
 from millrace.controller.controller import Controller, Cursor
 from millrace.core.records import Completion, Group, Sampling, Task, Verdict
@@ -210,7 +211,7 @@ def _scorers(config: RunConfig) -> ScorerPool:
     return ScorerPool(
         [ScorerStation(desk=desk, gate=None)],
         advantages=build_advantages({"type": "group"}),
-        workers=ScorerWorkers(launch=lambda name: None, num_workers=1),  # pyright: ignore
+        workers=ScorerWorkers(WorkerPool(None), num_workers=1),  # pyright: ignore
         functions={},
         shaping=build_shaping(
             penalties=[],

@@ -4,7 +4,7 @@ do."""
 import sys
 
 import pytest
-from kept_worker import Kept, ask
+from supervised_worker import SupervisedWorker, ask
 
 from millrace.cluster.messages import Done
 from millrace.core.errors import WorkerError
@@ -12,10 +12,10 @@ from millrace.core.errors import WorkerError
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS does not hold elsewhere")
 async def test_a_worker_without_memory_says_so_and_is_replaced(tmp_path):
-    async with Kept("hungry_worker", folder=tmp_path) as kept:
+    async with SupervisedWorker("hungry_worker", folder=tmp_path) as supervised:
         with pytest.raises(WorkerError, match="failed: MemoryError"):
-            await kept.worker.call(ask("eat"))
-        another = await kept.replaced()
+            await supervised.worker.call(ask("eat"))
+        another = await supervised.replaced()
         assert isinstance(await another.call(ask("fine")), Done)
-        (reason,) = kept.restarts
+        (reason,) = supervised.restarts
         assert "MemoryError" in reason

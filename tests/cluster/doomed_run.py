@@ -18,7 +18,7 @@ async def main(folder: Path) -> None:
         heartbeat_timeout_s=2.0,
     ) as hub:
         with offered(hub.ticket(), folder / "ticket.json"):
-            worker = await hub.expect("echo-0", timeout_s=60)
+            worker = await hub.await_joined("echo-0", timeout_s=60)
             await worker.call(ask("go deaf"))
             print("ready", flush=True)
             await asyncio.sleep(3600)

@@ -61,7 +61,9 @@ async def joined(
     hub: Hub, tmp_path: Path, hosts: list[Host], *, count: int = 1, module: str = "echo_worker"
 ) -> tuple[Host, list[Worker]]:
     """One host, and the workers it has brought."""
-    expected = [asyncio.create_task(hub.expect(f"echo-{i}", timeout_s=30)) for i in range(count)]
+    expected = [
+        asyncio.create_task(hub.await_joined(f"echo-{i}", timeout_s=30)) for i in range(count)
+    ]
     ticket = write_ticket(hub, tmp_path / "ticket.json")
     host = await Host.start(ticket, str(count), module, folder=tmp_path / "elsewhere")
     hosts.append(host)
@@ -89,7 +91,7 @@ async def test_a_worker_that_hangs_on_another_host_writes_its_stacks_there_and_t
     _, (worker,) = await joined(hub, tmp_path, hosts)
     await worker.call(ask("sleep"))
     with pytest.raises(WorkerError, match=r"its stacks are in its log, .*elsewhere.* on ") as info:
-        await worker.call(ask("echo"), timeout_s=0.1, is_deadline=True)
+        await worker.call(ask("echo"), timeout_s=0.1, kill_on_timeout=True)
     assert "in handle" in info.value.traceback
     assert await worker.is_gone_within(10)
 
@@ -102,7 +104,7 @@ async def test_a_host_that_does_not_answer_is_waited_for_a_few_seconds_only(
     host.process.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(WorkerError, match=r"within 0.1 s; its log is on "):
-            await worker.call(ask("echo after 9"), timeout_s=0.1, is_deadline=True)
+            await worker.call(ask("echo after 9"), timeout_s=0.1, kill_on_timeout=True)
     finally:
         host.process.send_signal(signal.SIGCONT)
 
@@ -143,7 +145,7 @@ async def test_a_worker_from_another_host_answers_calls_until_the_run_ends(
 async def test_hosts_with_copies_of_one_ticket_get_different_places(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
-    expected = [asyncio.create_task(hub.expect(f"echo-{i}", timeout_s=30)) for i in range(2)]
+    expected = [asyncio.create_task(hub.await_joined(f"echo-{i}", timeout_s=30)) for i in range(2)]
     ticket = write_ticket(hub, tmp_path / "ticket.json")
     for name in ("here", "there"):
         hosts.append(await Host.start(ticket, "1", folder=tmp_path / name))
@@ -156,7 +158,7 @@ async def test_more_workers_than_places_are_refused_with_a_sentence(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
     _, (worker,) = await joined(hub, tmp_path, hosts)
-    waiting = asyncio.create_task(hub.expect("echo-1", timeout_s=30))
+    waiting = asyncio.create_task(hub.await_joined("echo-1", timeout_s=30))
     ticket = write_ticket(hub, tmp_path / "ticket.json")
     for count, sentence in (
         (2, "has 1 place left, and 1 taken, but --count = 2"),
@@ -173,7 +175,7 @@ async def test_more_workers_than_places_are_refused_with_a_sentence(
 
 async def test_nobody_joining_in_time_is_one_sentence(hub: Hub):
     with pytest.raises(WorkerError, match=r"No host joined with 'echo-0' within 0\.1 s"):
-        await hub.expect("echo-0", timeout_s=0.1)
+        await hub.await_joined("echo-0", timeout_s=0.1)
     assert not hub._workers
 
 
@@ -192,7 +194,7 @@ async def test_a_ticket_of_an_earlier_run_at_the_same_port_is_one_sentence(tmp_p
     async with new_hub(tmp_path) as hub:
         ticket, address = write_ticket(hub, tmp_path / "ticket.json"), hub.address
     async with new_hub(tmp_path, address=address) as hub:
-        waiting = asyncio.create_task(hub.expect("echo-0", timeout_s=30))
+        waiting = asyncio.create_task(hub.await_joined("echo-0", timeout_s=30))
         late = await Host.start(ticket, "1", folder=tmp_path / "late")
         code, _, stderr = await late.finish()
         assert code == 2
@@ -358,7 +360,7 @@ async def test_a_host_that_asks_and_vanishes_costs_its_place_and_nothing_else(
     hub: Hub, tmp_path: Path
 ):
     worker = await hub.launch("local", "echo_worker")
-    waiting = asyncio.create_task(hub.expect("echo-0", timeout_s=30))
+    waiting = asyncio.create_task(hub.await_joined("echo-0", timeout_s=30))
     ticket = hub.ticket()
     with zmq.Context() as context, context.socket(zmq.DEALER) as host:
         identity = host_identity(ticket.token)

@@ -21,7 +21,7 @@ async def test_an_engine_joins_from_another_host_and_says_if_it_has_no_model(tmp
     config = load_config({"model": model, "engine": {"threads": 1}}).model_dump(mode="json")
     address = f"tcp://{outside_address()}:0"
     async with Hub(log_dir=tmp_path, on_event=lambda *_: None, address=address) as hub:
-        expected = asyncio.create_task(hub.expect("engine-0", timeout_s=60))
+        expected = asyncio.create_task(hub.await_joined("engine-0", timeout_s=60))
         ticket = write_ticket(hub, tmp_path / "ticket.json")
         host = await Host.start("join", ticket, folder=tmp_path / "far", script="millrace.cli.main")
         engine = await expected

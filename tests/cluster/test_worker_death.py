@@ -246,7 +246,7 @@ async def test_a_worker_that_hangs_writes_its_stacks_to_its_log_before_it_is_end
     worker = await hub.launch("w", "echo_worker")
     await worker.call(ask("sleep"))
     with pytest.raises(WorkerError, match=r"Generate within 0.1 s; its stacks are in"):
-        await worker.call(ask("echo"), timeout_s=0.1, is_deadline=True)
+        await worker.call(ask("echo"), timeout_s=0.1, kill_on_timeout=True)
     assert await worker.is_gone_within(10)
     assert worker.log is not None
     assert "echo_worker.py" in worker.log.read_text()
@@ -260,7 +260,7 @@ async def test_a_stopped_worker_cannot_write_its_stacks_and_is_ended_all_the_sam
     await asyncio.sleep(0.1)
     waiting = asyncio.create_task(worker.call(ask("echo")))
     await asyncio.sleep(0)
-    await worker.give_up("made no progress")
+    await worker.fail_hung("made no progress")
     with pytest.raises(WorkerError, match="made no progress; it is stopped"):
         await waiting
     assert await worker.is_gone_within(10)

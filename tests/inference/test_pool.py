@@ -9,7 +9,7 @@ from fakes import Listener, ScriptedEngine, make_completion, make_piece
 from in_process_engine import InProcessEngine
 
 from millrace.cluster.messages import AbortRequests, Done, Generate, TokensSampled
-from millrace.core.errors import WorkerError
+from millrace.core.errors import EngineLost
 from millrace.core.records import Request, Sampling
 from millrace.core.weight_update import WeightUpdate
 from millrace.inference.pool import EnginePool
@@ -242,11 +242,11 @@ class DyingEngine(ScriptedEngine):
             piece = make_piece(make_completion(text, version=3), member=member)
             on_tokens(replace(piece, finish=None))
         await self.dies.wait()
-        raise WorkerError("Worker 'engine-0' was killed.", worker="engine-0")
+        raise EngineLost("Worker 'engine-0' was killed.")
 
     async def swap(self, update):
         await self.dies.wait()
-        raise WorkerError("Worker 'engine-0' was killed.", worker="engine-0")
+        raise EngineLost("Worker 'engine-0' was killed.")
 
 
 async def nothing(engine):
@@ -370,7 +370,7 @@ async def test_an_engine_that_leaves_finishes_what_it_has_and_gets_nothing_more(
 async def test_a_death_is_raised_where_nobody_is_replaced():
     dying = DyingEngine()
     dying.dies.set()
-    with pytest.raises(WorkerError, match="was killed"):
+    with pytest.raises(EngineLost, match="was killed"):
         await EnginePool([dying]).generate(make_request("r"))
 
 
@@ -450,7 +450,7 @@ async def test_a_completion_begun_in_an_engine_that_died_is_the_one_that_it_woul
             for pieces in engine.news_at_leisure().values():
                 for piece in pieces:
                     on_tokens(piece)
-            raise WorkerError("Worker 'engine-0' was killed.", worker="engine-0")
+            raise EngineLost("Worker 'engine-0' was killed.")
 
     survivor = InProcessEngine(make_engine(eos_ids=()), receiver=None)  # pyright: ignore
     running = asyncio.create_task(survivor.run())
@@ -469,7 +469,7 @@ async def test_what_a_dying_engine_was_to_read_another_reads():
 
     class Doomed(ScriptedEngine):
         async def score(self, requests):
-            raise WorkerError("Worker 'engine-0' was killed.", worker="engine-0")
+            raise EngineLost("Worker 'engine-0' was killed.")
 
     pool = EnginePool([Doomed("x"), Reading("x")], replaces=True)
     assert await pool.score(["a", "b"]) == ["read a", "read b"]

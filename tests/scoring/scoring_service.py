@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 from scripted_scorer import group
 
+from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import load_config
 from millrace.scoring.advantages.estimators import GroupAdvantages
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
@@ -65,17 +66,18 @@ async def open_pool(
     config = load_config({"model": "m", "scorer": list(tables)})
     specs = [spec_of(row, section=f"scorer.{i}") for i, row in enumerate(config.scorer)]
     check_specs(specs, tasks)
-    pool = build_scorer_pool(
-        specs,
-        advantages=GroupAdvantages(),
-        num_workers=1,
-        launch=launch,
-        private=folder / "private",
-        folder=folder / "scorers",
-        warn=warn,
-    )
-    async with pool:
-        yield pool
+    async with WorkerPool(launch) as worker_pool:
+        pool = build_scorer_pool(
+            specs,
+            advantages=GroupAdvantages(),
+            num_workers=1,
+            worker_pool=worker_pool,
+            private=folder / "private",
+            folder=folder / "scorers",
+            warn=warn,
+        )
+        async with pool:
+            yield pool
 
 
 async def scores_of(pool: ScorerPool, *texts: str, number: int = 0) -> list[float]:

@@ -11,6 +11,7 @@ from tiny_classifier import make_tiny_classifier
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import StepReading
+from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.scoring.reward_models.process import RewardModelProcess, start_message
 from millrace.scoring.reward_models.settings import ModelSettings
@@ -29,17 +30,20 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-async def hub(tmp_path):
-    async with Hub(log_dir=tmp_path, on_event=lambda *_: None) as hub:
-        yield hub
+async def worker_pool(tmp_path):
+    async with (
+        Hub(log_dir=tmp_path, on_event=lambda *_: None) as hub,
+        WorkerPool(hub.launch) as worker_pool,
+    ):
+        yield worker_pool
 
 
-def make_process(hub: Hub, model, **settings) -> RewardModelProcess:
+def make_process(worker_pool: WorkerPool, model, **settings) -> RewardModelProcess:
     checked = ModelSettings(model=str(model), template="ids", device="cpu", **settings).checked(
         scorer="steps"
     )
     start = start_message(checked, head="token", is_whole=False, kept_tokens=1000)
-    return RewardModelProcess("steps", start=start, launch=hub.launch, start_timeout_s=60.0)
+    return RewardModelProcess("steps", start=start, worker_pool=worker_pool, start_timeout_s=60.0)
 
 
 def reading(length: int, *ends: int, **settings) -> StepReading:
@@ -47,8 +51,8 @@ def reading(length: int, *ends: int, **settings) -> StepReading:
     return StepReading(tokens=tokens, ends=list(ends), **settings)
 
 
-async def test_calls_overlap_and_sequences_are_read_on_where_they_were_left(hub, model):
-    process = make_process(hub, model, batch_tokens=40)
+async def test_calls_overlap_and_sequences_are_read_on_where_they_were_left(worker_pool, model):
+    process = make_process(worker_pool, model, batch_tokens=40)
     await process.start()
     try:
         alone = await process.read([reading(30, 4, 29)], timeout_s=60)
@@ -76,8 +80,8 @@ async def test_calls_overlap_and_sequences_are_read_on_where_they_were_left(hub,
 
 
 @pytest.mark.slow  # starts two processes
-async def test_what_a_kill_takes_with_it_is_read_again(hub, model):
-    process = make_process(hub, model, batch_tokens=40)
+async def test_what_a_kill_takes_with_it_is_read_again(worker_pool, model):
+    process = make_process(worker_pool, model, batch_tokens=40)
     await process.start()
     try:
         expected = await process.read([reading(30, 4, 29)], timeout_s=60)
@@ -97,8 +101,8 @@ async def test_what_a_kill_takes_with_it_is_read_again(hub, model):
 
 
 @pytest.mark.slow  # starts two processes
-async def test_one_that_does_not_answer_is_killed_and_replaced(hub, model):
-    process = make_process(hub, model)
+async def test_one_that_does_not_answer_is_killed_and_replaced(worker_pool, model):
+    process = make_process(worker_pool, model)
     await process.start()
     try:
         (victim,) = processes()
@@ -112,11 +116,13 @@ async def test_one_that_does_not_answer_is_killed_and_replaced(hub, model):
 
 
 @pytest.mark.slow  # starts a process
-async def test_what_cannot_be_loaded_is_said_at_the_start(hub, model):
+async def test_what_cannot_be_loaded_is_said_at_the_start(worker_pool, model):
     start = start_message(
         ModelSettings(model=str(model), device="cuda:7"), head="token", is_whole=False
     )
-    process = RewardModelProcess("steps", start=start, launch=hub.launch, start_timeout_s=60.0)
+    process = RewardModelProcess(
+        "steps", start=start, worker_pool=worker_pool, start_timeout_s=60.0
+    )
     with pytest.raises(ConfigError, match="Device 'cuda:7' does not exist"):
         await process.start()
     await process.close()

@@ -11,6 +11,8 @@ import pytest
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import WorkerProgress
+from millrace.cluster.supervision.pool import WorkerPool
+from millrace.cluster.supervision.restarts import RestartPolicy
 from millrace.core.errors import ConfigError, Filtered, RunFailed, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
 from millrace.scoring.advantages.estimators import BatchAdvantages, GroupAdvantages
@@ -72,6 +74,9 @@ async def open_pool(tmp_path):
             Hub(log_dir=tmp_path, on_event=lambda _, message: events.append(message))
         )
 
+        policy = RestartPolicy(max_restarts=3, backoff_s=0.0)
+        worker_pool = await stack.enter_async_context(WorkerPool(hub.launch, policy=policy))
+
         async def open_pool(
             *specs: ScorerSpec, num_workers: int = 1, advantages=None, shaping=None
         ):
@@ -80,7 +85,7 @@ async def open_pool(tmp_path):
                 shaping=shaping,
                 advantages=advantages or GroupAdvantages(),
                 num_workers=num_workers,
-                launch=hub.launch,
+                worker_pool=worker_pool,
                 private=tmp_path / "rewards",
                 folder=tmp_path / "scorers",
             )
@@ -509,7 +514,7 @@ def test_what_can_be_known_before_start_is_refused_then(specs, sentence, tmp_pat
             specs,
             advantages=GroupAdvantages(),
             num_workers=1,
-            launch=lambda name, module: pytest.fail("no worker may start"),
+            worker_pool=WorkerPool(lambda name, module: pytest.fail("no worker may start")),
             private=tmp_path,
             folder=tmp_path,
         )

@@ -11,6 +11,7 @@ import numpy as np
 from beside import SCALE, imported
 
 from millrace.cluster.hub import Hub
+from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task, Turn
 from millrace.scoring.advantages.estimators import GroupAdvantages
 from millrace.scoring.pool import build_scorer_pool
@@ -38,13 +39,13 @@ def group():
     return Group(number=0, task=Task(prompt="a"), episodes=(episode,))
 
 async def main(folder):
-    async with Hub(log_dir=folder, on_event=lambda *_: None) as hub:
-        pool = build_scorer_pool(
+    async with Hub(log_dir=folder, on_event=lambda *_: None) as hub, WorkerPool(hub.launch) as pool:
+        scorers = build_scorer_pool(
             [spec_of_function(f) for f in (in_main, in_main_async, make(0.25), imported)],
             advantages=GroupAdvantages(), num_workers=1, private=folder / "rewards",
-            folder=folder / "scorers", launch=hub.launch)
-        async with pool:
-            print((await pool.score(group())).scores[0].parts)
+            folder=folder / "scorers", worker_pool=pool)
+        async with scorers:
+            print((await scorers.score(group())).scores[0].parts)
 
 asyncio.run(main(Path(sys.argv[1])))
 """

@@ -8,6 +8,7 @@ import pytest
 from fakes import make_group
 
 from millrace.cluster.messages import StartTeacher, Swapped, SwapWeights, TokensScored
+from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.errors import ScoreError, WorkerError
 from millrace.core.records import Group, Prompt, Task
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
@@ -150,15 +151,14 @@ class MortalWorker:
     def __init__(self, *, dies: bool) -> None:
         self.dead = asyncio.get_running_loop().create_future()
         self._dies = dies
-        self.is_started = False
 
     def kill(self) -> None:
         assert self.dead.done()
 
+    async def start_as(self, message, *, timeout_s: float) -> None:
+        """It has nothing to load."""
+
     async def call(self, message, *, timeout_s: float | None = None):
-        if not self.is_started:
-            self.is_started = True
-            return None
         if self._dies:
             error = WorkerError("Worker 't' died.", worker="t")
             if not self.dead.done():
@@ -173,26 +173,29 @@ UPDATE = WeightUpdate(version=3, tensors=(), num_bytes=0, checksum=0, transport=
 
 
 def process_of(
-    *dies: bool, follows: bool = False, warn=lambda _: None
+    *dies: bool, follows: bool = False, on_restart=lambda *_: None
 ) -> tuple[TeacherProcess, list[str]]:
+    """The process, and the names of the workers that were launched for it."""
     names: list[str] = []
 
     async def launch(name: str, module: str):
         names.append(name)
         return MortalWorker(dies=dies[len(names) - 1])
 
+    worker_pool = WorkerPool(launch, on_restart=on_restart)  # pyright: ignore[reportArgumentType]
+
     start = StartTeacher(
         config={}, settings={}, model_path="m", following={"lag": 1} if follows else None
     )
-    process = TeacherProcess("t", start=start, launch=launch, start_timeout_s=1, warn=warn)  # pyright: ignore[reportArgumentType]
+    process = TeacherProcess("t", start=start, worker_pool=worker_pool, start_timeout_s=1)
     return process, names
 
 
-async def test_a_lost_teacher_is_replaced_and_asked_again():
+async def test_question_is_asked_again_after_a_lost_teacher_is_restarted():
     process, names = process_of(True, False)
     await process.start()
     assert await process.score([], timeout_s=5) == []
-    assert names == ["t-0", "t-1"]
+    assert names == ["t-0"] * 2
     assert process.num_lost == 1
 
 
@@ -203,27 +206,30 @@ async def test_a_question_that_kills_twice_costs_its_group():
         await process.score([], timeout_s=5)
 
 
-async def test_a_version_is_brought_to_who_takes_the_place_of_a_lost_self_teacher():
+async def test_restarted_self_teacher_loads_the_version_that_was_on_its_way():
     process, names = process_of(True, False, follows=True)
     await process.start()
     assert await process.swap(UPDATE) == 3
-    assert names == ["t-0", "t-1"]
+    assert names == ["t-0"] * 2
 
 
-async def test_a_version_that_nobody_lives_to_take_holds_up_nothing():
+async def test_swap_returns_although_both_processes_die():
     process, names = process_of(True, True, False, follows=True)
     await process.start()
     assert await process.swap(UPDATE) == 3
     assert await process.score([], timeout_s=5) == []
-    assert names == ["t-0", "t-1", "t-2"]
+    assert names == ["t-0"] * 3
 
 
-async def test_the_first_loss_is_told_and_further_ones_are_counted():
-    said: list[str] = []
-    process, _ = process_of(True, True, False, warn=said.append)
+async def test_every_lost_process_is_counted_and_reported():
+    reports: list[str] = []
+    process, _ = process_of(
+        True, True, False, on_restart=lambda name, reason: reports.append(f"{name}: {reason}")
+    )
     await process.start()
     with pytest.raises(ScoreError):
         await process.score([], timeout_s=5)
-    (sentence,) = said
-    assert sentence.startswith("a process is replaced (further times are only counted): Worker 't'")
+    for _ in range(5):  # turns of the loop: the supervising task sees the second death
+        await asyncio.sleep(0)
+    assert reports == ["t-0: Worker 't' died. It is being restarted."] * 2
     assert process.num_lost == 2

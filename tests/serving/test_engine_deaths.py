@@ -10,7 +10,7 @@ from chat_model import make_chat_model
 from server_process import HEADERS, KEY, ServerProcess, server_process
 from writing_engine import WritingEngine, cut_out, served, until, written
 
-from millrace.core.errors import WorkerError
+from millrace.core.errors import EngineLost
 from millrace.core.protocols import Engine, OnCompletion, OnTokens
 from millrace.core.records import Completion, Request
 from millrace.inference.pool import EnginePool
@@ -38,7 +38,7 @@ class MortalEngine(WritingEngine):
         self.prefixes.append(first)
         for place in range(first, len(done.tokens)):
             if self.life == place:
-                raise WorkerError("It was killed.", worker="engine-0")
+                raise EngineLost("It was killed.")
             await self.gate.wait()
             await asyncio.sleep(0)
             if on_tokens is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import millrace
 from millrace.cli import commands as run
 from millrace.cli.commands import FAILED, INTERRUPTED, WRONG_INPUT
-from millrace.core.errors import ConfigError, GivenUp, MillraceError, WorkerError
+from millrace.core.errors import ConfigError, MillraceError, RestartLimitExceeded, WorkerError
 from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
 
 INTRODUCTION = """\
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(error: MillraceError) -> int:
     """Say on stderr what went wrong; returns the exit code."""
     print(f"error: {error}", file=sys.stderr)
-    if isinstance(error, WorkerError | GivenUp) and error.traceback:
+    if isinstance(error, WorkerError | RestartLimitExceeded) and error.traceback:
         print(f"\nFrom {error.worker}:\n{error.traceback.rstrip()}", file=sys.stderr)
     return WRONG_INPUT if isinstance(error, ConfigError) else FAILED
 

@@ -133,7 +133,7 @@ class Hub:
             await worker.start(process, timeout_s=self._start_timeout_s)
         return worker
 
-    async def expect(self, name: str, *, timeout_s: float | None) -> Worker:
+    async def await_joined(self, name: str, *, timeout_s: float | None) -> Worker:
         """Wait for another host to bring the worker `name`, and for its Hello; None = however long
         that takes."""
         token = secrets.token_hex(16)

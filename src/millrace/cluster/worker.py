@@ -14,8 +14,17 @@ from pathlib import Path
 import zmq
 
 from millrace.cluster.join.guest import JoinedProcess
-from millrace.cluster.messages import Error, Failed, Hello, Message, Part, Stop
+from millrace.cluster.messages import (
+    Error,
+    Failed,
+    Hello,
+    Message,
+    Part,
+    Stop,
+    WorkerProgress,
+)
 from millrace.cluster.process import Process
+from millrace.cluster.supervision.watchdog import ProgressWatchdog
 from millrace.core import errors
 from millrace.core.errors import MillraceError, WorkerError
 
@@ -33,7 +42,7 @@ class Worker:
         self.name = name
         self.dead: asyncio.Future[WorkerError] = loop.create_future()
         """Resolves when the worker has failed, died or been stopped; calls fail from then on."""
-        self.num_pulsed = 0  # calls under way at which it shall make progress
+        self.watchdog = ProgressWatchdog()
         self._send = send
         self._stop_timeout_s = stop_timeout_s
         # Started by us, or joined from another host; None until then.
@@ -70,17 +79,17 @@ class Worker:
         message: Message,
         *,
         timeout_s: float | None = None,
-        is_deadline: bool = False,
-        is_pulsed: bool = False,
+        kill_on_timeout: bool = False,
+        expect_progress: bool = False,
         on_part: OnPart | None = None,
     ) -> Message:
         """Send a message and wait for its reply; calls may overlap.
 
-        A worker that has not answered after `timeout_s` is ended if that is its deadline.
-        `is_pulsed`: it tells of its progress meanwhile, see num_pulsed. `on_part` is told what the
-        worker says before the reply; what it raises ends the call.
-        Raises what the worker raised, if that is one of Millrace's own errors; WorkerError
-        otherwise, and when the worker dies or does not answer in time.
+        `kill_on_timeout`: the worker is killed if it does not answer within `timeout_s`.
+        `expect_progress`: the worker reports progress until it replies, so `watchdog` may find
+        that it hangs. `on_part` gets the parts before the reply; an error in it ends the call.
+        Raises the worker's own error if it is one of Millrace's; WorkerError for any other, and
+        when the worker dies or does not answer in time.
         """
         if self.dead.done():
             raise _copy(self.dead.result())
@@ -90,15 +99,16 @@ class Worker:
         self._waiting[call_id] = reply
         if on_part is not None:
             self._listeners[call_id] = on_part
-        self.num_pulsed += is_pulsed
+        expecting = self.watchdog.expect_progress() if expect_progress else contextlib.nullcontext()
         try:
-            await self._send(call_id, message)
-            async with asyncio.timeout(timeout_s):
-                answer = await reply
+            with expecting:
+                await self._send(call_id, message)
+                async with asyncio.timeout(timeout_s):
+                    answer = await reply
         except TimeoutError:
             reason = f"did not answer {what} within {timeout_s} s"
-            if is_deadline:
-                await self.give_up(reason)
+            if kill_on_timeout:
+                await self.fail_hung(reason)
                 raise _copy(self.dead.result()) from None
             raise self._error(reason) from None
         except zmq.ZMQError as error:
@@ -106,12 +116,19 @@ class Worker:
         finally:
             del self._waiting[call_id]
             self._listeners.pop(call_id, None)
-            self.num_pulsed -= is_pulsed
         if isinstance(answer, WorkerError):
             raise answer
         if isinstance(answer, Error):
             raise self._raised(what, answer)
         return answer
+
+    async def start_as(self, message: Message, *, timeout_s: float) -> None:
+        """Send the message that makes it load and serve; a worker that cannot is killed."""
+        try:
+            await self.call(message, timeout_s=timeout_s)
+        except BaseException:
+            self.kill()
+            raise
 
     async def stop(self) -> None:
         """Ask it to stop; tell it so (SIGTERM) when half of the time is over; then kill it."""
@@ -130,7 +147,7 @@ class Worker:
             self.kill()
             await self.is_gone_within(None)
 
-    async def give_up(self, reason: str) -> None:
+    async def fail_hung(self, reason: str) -> None:
         """End it because it hangs, once it has written down where; `reason` goes on from "Worker
         'engine-0' ..."."""
         if self.dead.done():
@@ -188,6 +205,8 @@ class Worker:
         self._note_life()
         if isinstance(message, Hello) and not self._greeted.done():
             self._greeted.set_result(None)
+        elif isinstance(message, WorkerProgress):
+            self.watchdog.report(work=message.work, waits=message.waits)
         elif isinstance(message, Failed):
             self._end(self._error(f"failed: {message.reason}", traceback=message.traceback))
             # It is on its way out; a thread of its own must not keep it there.

@@ -59,8 +59,11 @@ class JournalError(MillraceError):
 
 
 class WorkerError(MillraceError):
-    """A worker failed or died. `traceback` holds the worker's own account of it, if it gave one.
-    `was_killed`: by a signal, so that another in its place may fare better."""
+    """A worker process failed or died.
+
+    `traceback` is the worker's own, or the end of its log. `was_killed`: a signal ended it, so a
+    restart may help.
+    """
 
     def __init__(
         self, message: str, *, worker: str, traceback: str = "", was_killed: bool = False
@@ -71,17 +74,21 @@ class WorkerError(MillraceError):
         self.was_killed = was_killed
 
 
+class EngineLost(MillraceError):
+    """An engine died or stopped answering; another engine can resume its requests."""
+
+
 class EnginesDown(MillraceError):
-    """There is no engine now; there may be one when asked again."""
+    """No engine serves now; a later request may find one."""
 
 
 class RunFailed(MillraceError):
-    """The run stopped for a reason that no retry mends."""
+    """The run stopped for a reason that a retry would not fix."""
 
 
-class GivenUp(RunFailed):
-    """A worker died too often to be started again; `traceback` is its own account of the last
-    time."""
+class RestartLimitExceeded(RunFailed):
+    """A worker failed more often than supervision.max_restarts allows; `traceback` is of the last
+    failure."""
 
     def __init__(self, message: str, *, worker: str, traceback: str = "") -> None:
         super().__init__(message)

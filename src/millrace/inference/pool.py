@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from millrace.core.errors import EnginesDown, WorkerError
+from millrace.core.errors import EngineLost, EnginesDown
 from millrace.core.protocols import Engine, OnCompletion, OnTokens
 from millrace.core.records import Completion, Request
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
@@ -186,7 +186,7 @@ class EnginePool:
             if audience.wants_tokens and request.at_leisure:
                 transcript.catch_up(completions)
             return completions
-        except WorkerError:
+        except EngineLost:
             if not self._replaces:
                 raise
             self._lose(seat)
@@ -284,7 +284,7 @@ class EnginePool:
         """Its answer, or none if it is lost."""
         try:
             return [await answer]
-        except WorkerError:
+        except EngineLost:
             if not self._replaces:
                 raise
             self._lose(seat)

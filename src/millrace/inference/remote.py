@@ -1,14 +1,10 @@
-"""An engine process as the pool sees it.
+"""An engine in a worker process: the engine that the pool calls, and the replica that restarts it.
 
-Promise: cancelling generate() frees its place in the engine. A process that failed at a call in a
-way it does not know itself, or did not answer in time, is ended: its calls all fail from then on.
+Promise: cancelling generate() aborts its request in the engine. A process that fails a call with an
+unknown error, or does not answer in time, is killed and every call raises EngineLost. A restarted
+engine gets no request before it holds the newest weights.
 
 Runs on the controller's event loop; torch-free.
-
-One engine's place in a pool, whoever holds it.
-
-Promise: whoever takes the place of an engine that died is given no request before it has the newest
-weights. Runs on the controller's event loop.
 """
 
 import asyncio
@@ -32,8 +28,10 @@ from millrace.cluster.messages import (
     TokensSampled,
     TokensScored,
 )
+from millrace.cluster.supervision.replica import WorkerReplica
 from millrace.cluster.worker import Worker
-from millrace.core.errors import MillraceError, WorkerError
+from millrace.config.supervision import SupervisionConfig
+from millrace.core.errors import EngineLost, MillraceError, WorkerError
 from millrace.core.protocols import Engine, OnCompletion, OnTokens
 from millrace.core.records import Completion, Request
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
@@ -42,6 +40,8 @@ from millrace.inference.pool import EnginePool
 
 
 class RemoteEngine:
+    """An Engine whose calls go to a worker process."""
+
     def __init__(self, worker: Worker, *, swap_timeout_s: float | None = None) -> None:
         self._worker = worker
         self._swap_timeout_s = swap_timeout_s
@@ -56,17 +56,16 @@ class RemoteEngine:
         generate = Generate(
             request=request, stream=on_tokens is not None, singly=on_completion is not None
         )
-        heard = _Heard(on_tokens=on_tokens, on_completion=on_completion)
+        parts = _Parts(on_tokens=on_tokens, on_completion=on_completion)
         try:
-            reply = await self._worker.call(generate, is_pulsed=True, on_part=heard)
+            reply = await self._worker.call(generate, expect_progress=True, on_part=parts)
             assert isinstance(reply, GenerateDone)
-            return heard.completed(reply.completions)
-        except WorkerError:
-            self._worker.kill()
+            return parts.completed(reply.completions)
+        except WorkerError as error:
+            raise self._lost(error) from error
+        except MillraceError:  # the engine refused the request
             raise
-        except MillraceError:  # the engine refused it
-            raise
-        except BaseException:  # cancelled, or who listens raised
+        except BaseException:  # cancelled, or a callback raised
             self._abort_later(request.id)
             raise
 
@@ -76,9 +75,9 @@ class RemoteEngine:
         return reply.logprobs
 
     async def swap(self, update: WeightUpdate) -> int:
-        # Not pulsed: fetching and laying out weights is no progress that it could tell of.
+        # No progress expected: an engine reports none while it fetches and lays out weights.
         reply = await self._call(
-            SwapWeights(update=update), timeout_s=self._swap_timeout_s, is_pulsed=False
+            SwapWeights(update=update), timeout_s=self._swap_timeout_s, expect_progress=False
         )
         assert isinstance(reply, Swapped)
         return reply.version
@@ -96,20 +95,23 @@ class RemoteEngine:
         await self._call(Resume())
 
     async def _call(
-        self, message: Message, *, timeout_s: float | None = None, is_pulsed: bool = True
+        self, message: Message, *, timeout_s: float | None = None, expect_progress: bool = True
     ) -> Message:
         try:
             return await self._worker.call(
-                message, timeout_s=timeout_s, is_deadline=True, is_pulsed=is_pulsed
+                message, timeout_s=timeout_s, kill_on_timeout=True, expect_progress=expect_progress
             )
-        except WorkerError:
-            self._worker.kill()
-            raise
+        except WorkerError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: WorkerError) -> EngineLost:
+        self._worker.kill()
+        return EngineLost(str(error))
 
     def _abort_later(self, request_id: str) -> None:
         async def abort() -> None:
-            # A dead engine has nothing left to abort; its death is reported by whoever watches it.
-            with contextlib.suppress(WorkerError):
+            # A dead engine has nothing left to abort; its supervisor reports the death.
+            with contextlib.suppress(EngineLost):
                 await self.abort([request_id])
 
         task = asyncio.create_task(abort())
@@ -118,12 +120,12 @@ class RemoteEngine:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Heard:
-    """What an engine says of a request before its reply, passed on."""
+class _Parts:
+    """Passes on what an engine sends before its reply to a request."""
 
     on_tokens: OnTokens | None
     on_completion: OnCompletion | None
-    told: dict[int, Completion] = field(default_factory=dict[int, Completion])  # by member
+    received: dict[int, Completion] = field(default_factory=dict[int, Completion])  # by member
 
     def __call__(self, part: Part) -> None:
         match part:
@@ -133,75 +135,80 @@ class _Heard:
                     self.on_tokens(piece)
             case Completed(completions=completions):
                 for member, completion in completions.items():
-                    self._tell(member, completion)
+                    self._receive(member, completion)
             case _:
-                raise AssertionError(f"{type(part).__name__} is no part of a Generate call")
+                raise AssertionError(f"{type(part).__name__} is not a part of a Generate call")
 
     def completed(self, rest: Sequence[Completion | None]) -> list[Completion]:
-        """All of them; those of the reply are told, too."""
+        """All completions in order; those of the reply go to on_completion as well."""
         for member, completion in enumerate(rest):
             if completion is not None:
-                self._tell(member, completion)
-        return [self.told[member] for member in range(len(rest))]
+                self._receive(member, completion)
+        return [self.received[member] for member in range(len(rest))]
 
-    def _tell(self, member: int, completion: Completion) -> None:
-        self.told[member] = completion
+    def _receive(self, member: int, completion: Completion) -> None:
+        self.received[member] = completion
         if self.on_completion is not None:
             self.on_completion(member, completion)
 
 
-Start = Callable[[], Awaitable[Worker]]
+class EngineReplica(WorkerReplica):
+    """A supervised engine process that is a member of a pool while it serves."""
 
-
-class EnginePlace:
     def __init__(
         self,
-        pool: EnginePool,
+        name: str,
         *,
-        start: Start,
-        bring_newest: Callable[[Engine], Awaitable[None]] | None,
-        swap_timeout_s: float,
+        pool: EnginePool,
+        start: Callable[[bool], Awaitable[Worker]],
+        load_newest: Callable[[Engine], Awaitable[None]] | None,
+        settings: SupervisionConfig,
+        start_timeout_s: float,
+        joins_late: bool = False,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`start` starts an engine, with whatever weights; `bring_newest` is None where they never
-        change."""
+        """`start(is_late)` starts a process with any weights.
+
+        A late engine, which joins a run under way or restarts, gets the newest weights from
+        `load_newest`; None if the weights never change.
+        """
+        super().__init__(
+            name, hang_timeout_s=settings.hang_timeout_s, first_hang_timeout_s=start_timeout_s
+        )
         self._pool = pool
         self._start = start
-        self._bring_newest = bring_newest or _is_ready
-        self._swap_timeout_s = swap_timeout_s
-        self._held: tuple[Worker, RemoteEngine] | None = None
+        self._load_newest = load_newest
+        self._swap_timeout_s = settings.swap_timeout_s
+        self._joins_late = joins_late
+        self._on_lost = on_lost
+        self._engine: RemoteEngine | None = None
 
-    async def take(self, worker: Worker) -> None:
-        """Let this engine have the place; it holds the newest weights."""
-        await self._give(worker, prepare=_is_ready)
+    async def launch(self, *, is_restart: bool) -> Worker:
+        return await self._start(is_restart or self._joins_late)
 
-    async def fill(self) -> Worker:
-        """Start another engine."""
-        worker = await self._start()
-        await self._give(worker, prepare=self._bring_newest)
-        return worker
-
-    def clear(self) -> None:
-        """Who holds it has died."""
-        if self._held is not None:
-            self._pool.lose(self._held[1])
-            self._held = None
-
-    async def give_up(self) -> None:
-        """Once who holds it has finished its sequences, stop it."""
-        if self._held is not None:
-            worker, engine = self._held
-            await self._pool.leave(engine)
-            await worker.stop()
-
-    async def _give(self, worker: Worker, *, prepare: Callable[[Engine], Awaitable[None]]) -> None:
+    async def attach(self, worker: Worker, *, is_restart: bool) -> None:
         engine = RemoteEngine(worker, swap_timeout_s=self._swap_timeout_s)
+        is_late = is_restart or self._joins_late
+        prepare = self._load_newest if is_late and self._load_newest is not None else _is_ready
         try:
             await self._pool.join(engine, prepare=prepare)
-        except BaseException:
-            worker.kill()
-            raise
-        self._held = (worker, engine)
+        except EngineLost as error:
+            # Raise the WorkerError: it says whether a signal killed the process.
+            raise error.__cause__ or error from None
+        self._engine = engine
+
+    def detach(self) -> None:
+        if self._engine is not None:
+            self._pool.lose(self._engine)
+            self._engine = None
+        self._on_lost()
+
+    async def stop(self) -> None:
+        """Let the engine finish its sequences, then stop its process."""
+        if self._engine is not None:
+            await self._pool.leave(self._engine)
+        await super().stop()
 
 
-async def _is_ready(engine: Engine) -> None:
-    """It needs nothing."""
+async def _is_ready(_engine: Engine) -> None:
+    """The engine holds the right weights already."""

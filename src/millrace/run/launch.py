@@ -1,6 +1,6 @@
-"""How the processes of engines and the trainer of one run are started.
+"""Starts the processes of the engines and the trainer of one run.
 
-Promise: a worker that is returned has loaded its model; one that could not is gone.
+Promise: a worker that is returned has loaded its model; one that could not load it has ended.
 Runs on the controller's event loop.
 """
 
@@ -27,39 +27,41 @@ class Launcher:
         gpu_env: Mapping[str, str],
         on_phase: Callable[[str, str | None], None],
     ) -> None:
-        """`remote_threads` of an engine as the user set them: this machine's cores are not
-        another's. `gpu_env`: of engines and the trainer only; a scorer may be killed at any time,
-        and MPS lets such a death disturb everyone who computes on that GPU."""
+        """`remote_threads`: engine.threads as the user set it; another host may have other cores.
+
+        `gpu_env`: environment of engines and the trainer. Scorers do not get it: they may be killed
+        at any time, and with MPS such a death disturbs every process on that GPU.
+        """
         self._prepared = prepared
         self._hub = hub
         self._gpu_env = gpu_env
         self._on_phase = on_phase  # called with a worker's start-up phase; None when it is ready
         self._timeout_s = prepared.config.cluster.start_timeout_s
         engine = prepared.config.engine
-        adapters = {name: _from_any_folder(path) for name, path in engine.adapters.items()}
+        adapters = {name: _absolute(path) for name, path in engine.adapters.items()}
         remote = engine.model_copy(update={"threads": remote_threads, "adapters": adapters})
         self._remote_config = prepared.config.model_copy(update={"engine": remote})
 
     async def start_engine(self, name: str, *, is_late: bool = False) -> Worker:
-        """`is_late`: the newest weights will be brought to it before it serves."""
+        """`is_late`: the engine gets the newest weights before it serves."""
         worker = await self._launch(name, "millrace.inference.worker", env=self._gpu_env)
-        await self._load(worker, self._model(self._prepared.config, is_late=is_late))
+        await self._load(worker, self._start_message(self._prepared.config, is_late=is_late))
         return worker
 
     async def start_model(self, name: str, *, model: str) -> Worker:
-        """An engine of one of environment.models."""
+        """Start an engine of one of environment.models."""
         config = self._prepared.config
         settings = config.environment.models[model]
         own = {
             "model": settings.model,
             "engine": settings.engine,
             "lora": None,
-            "weights": WeightsConfig(),  # those of the run never come to it
+            "weights": WeightsConfig(),  # its weights never change
         }
         worker = await self._launch(name, "millrace.inference.worker", env=self._gpu_env)
         start = StartEngine(
             config=config.model_copy(update=own).model_dump(mode="json"),
-            model_path=_from_any_folder(settings.path),
+            model_path=_absolute(settings.path),
             version=0,
         )
         try:
@@ -68,14 +70,14 @@ class Launcher:
             raise ConfigError(f"For environment.models.{model}: {error}") from error
         return worker
 
-    async def expect_engine(
+    async def await_engine(
         self, name: str, *, timeout_s: float | None, is_late: bool = False
     ) -> Worker:
-        """One that another host brings."""
+        """Wait for an engine from another host; None waits without limit."""
         self._on_phase(name, "waiting for another host to join")
-        worker = await self._hub.expect(name, timeout_s=timeout_s)
+        worker = await self._hub.await_joined(name, timeout_s=timeout_s)
         try:
-            await self._load(worker, self._model(self._remote_config, is_late=is_late))
+            await self._load(worker, self._start_message(self._remote_config, is_late=is_late))
         except ConfigError as error:
             raise ConfigError(f"On {worker.host}, for {name}: {error}") from error
         return worker
@@ -91,15 +93,15 @@ class Launcher:
         await self._load(worker, start)
         return worker
 
-    def _model(self, config: RunConfig, *, is_late: bool) -> StartEngine:
-        # The checkpoint that the run went on from may be gone by then; its model never is.
+    def _start_message(self, config: RunConfig, *, is_late: bool) -> StartEngine:
+        # The checkpoint that the run resumed from may be gone by then; the model never is.
         adapter = None if is_late else self._prepared.adapter_path
         path = config.model.path if is_late else self._prepared.model_path
         return StartEngine(
             config=config.model_dump(mode="json"),
-            model_path=_from_any_folder(path),
+            model_path=_absolute(path),
             version=0 if is_late else self._prepared.cursor.version,
-            adapter_path=None if adapter is None else _from_any_folder(adapter),
+            adapter_path=None if adapter is None else _absolute(adapter),
             notes_routes=config.trainer.replay_routes,
         )
 
@@ -113,13 +115,13 @@ class Launcher:
             await worker.call(start, timeout_s=self._timeout_s)
             self._on_phase(worker.name, None)
         except ConfigError:
-            await worker.stop()  # it is well, and has said what is wrong
+            await worker.stop()  # the process is healthy; its settings are wrong
             raise
         except BaseException:
             worker.kill()
             raise
 
 
-def _from_any_folder(model: str) -> str:
-    """What also another host, with a working directory of its own, understands."""
+def _absolute(model: str) -> str:
+    """A path that holds in any working directory; a name on the hub stays as it is."""
     return str(Path(model).absolute()) if Path(model).exists() else model

@@ -1,13 +1,9 @@
-"""How another process asks a running job to change its engines; see control.py for the other end.
+"""Lets another process of the same user change the engines of a run: `millrace engines RUN_DIR`.
 
-Light to import: `millrace engines` needs nothing else.
+The run listens at a Unix socket in a folder that only its user can enter; RUN_DIR/control holds the
+path of the socket while the run lasts. A request and its reply are one line of JSON each.
 
-Lets other processes of the same user change a running job: `millrace engines RUN_DIR`.
-
-The run listens at a Unix socket in a folder that only its user can enter; RUN_DIR/control says
-where, while the run lasts. A request and its answer are one line of JSON each.
-
-Promise: whatever is written to the socket costs at most one answer. The server runs on the
+Promise: whatever is written to the socket costs at most one reply. The server runs on the
 controller's event loop.
 """
 
@@ -25,7 +21,9 @@ from millrace.core.errors import ConfigError, MillraceError
 from millrace.run.workers import RunWorkers
 
 CONTROL = "control"  # file of a run directory
-_ANSWER_BYTES = 2**16
+_MAX_REPLY_BYTES = 2**16
+_MAX_ADD = 64
+_SOCKET = "ctl"  # short, because the path of a socket is limited
 
 
 class ScaleRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -35,58 +33,54 @@ class ScaleRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
 
 class ScaleReply(msgspec.Struct, kw_only=True, frozen=True):
     engines: list[str] = []
-    error: str = ""  # then nothing else counts
+    error: str = ""  # if not empty, the request failed
 
 
 def ask(run_dir: Path, *, add: int = 0, remove: tuple[str, ...] = ()) -> list[str]:
-    """Have a running job change its engines; returns the names of those it has then."""
+    """Ask a run to change its engines; returns the names of the engines it has then."""
     pointer = run_dir / CONTROL
-    wish = ScaleRequest(add=add, remove=remove)
+    request = ScaleRequest(add=add, remove=remove)
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(pointer.read_text().strip())
-            connection.sendall(msgspec.json.encode(wish) + b"\n")
-            line = connection.makefile("rb").readline(_ANSWER_BYTES)
+            connection.sendall(msgspec.json.encode(request) + b"\n")
+            line = connection.makefile("rb").readline(_MAX_REPLY_BYTES)
     except OSError as error:
         raise ConfigError(
-            f"No run goes on in {str(run_dir)!r} on this machine ({error.strerror}); name the"
-            " folder that its run_dir named."
+            f"No run is active in {str(run_dir)!r} on this machine ({error.strerror}); give the"
+            " run_dir of a run that is active here."
         ) from None
     if not line:
         raise ConfigError(f"The run in {str(run_dir)!r} ended before it answered.")
-    answer = msgspec.json.decode(line, type=ScaleReply)
-    if answer.error:
-        raise ConfigError(answer.error)
-    return answer.engines
-
-
-_MAX_ADD = 64
-_SOCKET = "ctl"  # a path has little room
+    reply = msgspec.json.decode(line, type=ScaleReply)
+    if reply.error:
+        raise ConfigError(reply.error)
+    return reply.engines
 
 
 @contextlib.asynccontextmanager
-async def controlled(
-    crew: RunWorkers, *, pointer: Path, private: Path, warn: Callable[[str], None]
+async def scaling_server(
+    workers: RunWorkers, *, pointer: Path, private: Path, warn: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """While inside, engines can be added and removed from elsewhere; `pointer` says where."""
-    visits: set[asyncio.Task[None] | None] = set()
+    """Serve requests inside the context; the file `pointer` holds the path of the socket."""
+    connections: set[asyncio.Task[None] | None] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        visits.add(asyncio.current_task())
+        connections.add(asyncio.current_task())
         try:
-            # It may send no line of a decent length, or leave: then there is nobody to answer.
+            # A client may disconnect, or send a line that is too long: then it gets no reply.
             with contextlib.suppress(ValueError, OSError):
-                answer = await _answer(crew, await reader.readline())
-                writer.write(msgspec.json.encode(answer) + b"\n")
+                reply = await _handle(workers, await reader.readline())
+                writer.write(msgspec.json.encode(reply) + b"\n")
                 await writer.drain()
         finally:
             writer.close()
-            visits.discard(asyncio.current_task())
+            connections.discard(asyncio.current_task())
 
     path = private / _SOCKET
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         warn(
-            f"Engines cannot be added or removed while this run goes on: the path of its socket,"
+            f"Engines of this run cannot be added or removed: the path of its socket,"
             f" {str(path)!r}, is too long; set TMPDIR to a shorter folder."
         )
         yield
@@ -97,9 +91,9 @@ async def controlled(
             yield
     finally:
         server.close()
-        for visit in visits:
-            if visit is not None:
-                visit.cancel()
+        for connection in connections:
+            if connection is not None:
+                connection.cancel()
 
 
 @contextlib.contextmanager
@@ -111,14 +105,14 @@ def _pointing(pointer: Path, path: Path) -> Iterator[None]:
         pointer.unlink(missing_ok=True)
 
 
-async def _answer(crew: RunWorkers, line: bytes) -> ScaleReply:
+async def _handle(workers: RunWorkers, line: bytes) -> ScaleReply:
     try:
-        wish = msgspec.json.decode(line, type=ScaleRequest)
-        if not 0 <= wish.add <= _MAX_ADD:
-            raise ConfigError(f"--add {wish.add} is not a number from 1 to {_MAX_ADD}.")
-        await asyncio.gather(*(crew.add_engine() for _ in range(wish.add)))
-        for name in wish.remove:
-            await crew.remove_engine(name)
+        request = msgspec.json.decode(line, type=ScaleRequest)
+        if not 0 <= request.add <= _MAX_ADD:
+            raise ConfigError(f"--add {request.add} is not a number from 1 to {_MAX_ADD}.")
+        await asyncio.gather(*(workers.add_engine() for _ in range(request.add)))
+        for name in request.remove:
+            await workers.remove_engine(name)
     except (MillraceError, OSError, msgspec.MsgspecError) as error:
         return ScaleReply(error=str(error))
-    return ScaleReply(engines=crew.engine_names)
+    return ScaleReply(engines=workers.engine_names)

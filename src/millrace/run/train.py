@@ -19,6 +19,8 @@ from millrace.cluster.join.ticket import offered
 from millrace.cluster.messages import Message, Published, WorkerProgress
 from millrace.cluster.mps import shared_gpu
 from millrace.cluster.private_folder import private_folder
+from millrace.cluster.supervision.pool import WorkerPool
+from millrace.cluster.supervision.restarts import RestartPolicy
 from millrace.config import RunConfig, load_config
 from millrace.controller.controller import Controller, Outcome
 from millrace.controller.evaluation import Evaluation
@@ -39,7 +41,7 @@ from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.trackers import build_trackers
 from millrace.run.launch import Launcher
 from millrace.run.prepare import PreparedRun, prepare
-from millrace.run.scaling import controlled
+from millrace.run.scaling import scaling_server
 from millrace.run.workers import RunWorkers
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
 from millrace.tasks.lengths import Lengths
@@ -152,7 +154,6 @@ class _Run:
             progress=progress,
         )
         self._controller: Controller | None = None
-        self._crew: RunWorkers | None = None
         self._journal: Journal | NoJournal = NoJournal()
         self._gpu_env: dict[str, str] = {}
 
@@ -174,21 +175,34 @@ class _Run:
                     heartbeat_timeout_s=cluster.heartbeat_timeout_s,
                 )
             )
-            scorers = self._make_scorers(hub, private=private)
-            # Before the hub: it would take the scorers' end for their death, and replace them.
+            # Left before the hub stops the workers, or their end would count as deaths.
+            worker_pool = await stack.enter_async_context(
+                WorkerPool(
+                    hub.launch,
+                    policy=RestartPolicy.from_settings(self._config.supervision),
+                    on_restart=self._watcher.restarted,
+                )
+            )
+            scorers = self._make_scorers(worker_pool, private=private)
             stack.push_async_callback(scorers.close)
             environment = await stack.enter_async_context(self._environment())
             self._journal = self._open_journal()
             stack.push_async_callback(self._journal.close)
             with first_cause(), self._invitation(hub):
                 outcome = await self._conduct(
-                    hub, scorers=scorers, environment=environment, private=private
+                    hub, worker_pool, scorers=scorers, environment=environment, private=private
                 )
         seconds = time.monotonic() - start_s
         return self._conclude(outcome, seconds=seconds)
 
     async def _conduct(
-        self, hub: Hub, *, scorers: ScorerPool, environment: Environment, private: Path
+        self,
+        hub: Hub,
+        worker_pool: WorkerPool,
+        *,
+        scorers: ScorerPool,
+        environment: Environment,
+        private: Path,
     ) -> Outcome:
         """Start all workers side by side, then let the controller run until it ends."""
         launcher = Launcher(
@@ -198,25 +212,25 @@ class _Run:
             gpu_env=self._gpu_env,
             on_phase=self._watcher.starting,
         )
-        crew = self._crew = RunWorkers(
+        workers = RunWorkers(
             self._config,
+            worker_pool=worker_pool,
             launcher=launcher,
             checkpoint=self._prepared.checkpoint,
             version=self._prepared.cursor.version,
-            on_restart=self._watcher.restarted,
             on_restored=lambda update: self._controlled.on_restored(update),
         )
         self._watcher.starting("run", "starting the workers")
-        await crew.start(scorers.start())
+        await workers.start(scorers.start())
         self._watcher.starting("run", None)
-        self._controller = self._make_controller(crew, scorers=scorers, environment=environment)
+        self._controller = self._make_controller(workers, scorers=scorers, environment=environment)
         async with asyncio.TaskGroup() as activities:
-            keeping = activities.create_task(crew.run())
-            async with controlled(
-                crew, pointer=self._run_dir.control, private=private, warn=self._watcher.warn
+            supervision = activities.create_task(worker_pool.run())
+            async with scaling_server(
+                workers, pointer=self._run_dir.control, private=private, warn=self._watcher.warn
             ):
                 outcome = await self._controller.run()
-            keeping.cancel()
+            supervision.cancel()
         return outcome
 
     def _shared_gpu(self) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
@@ -271,13 +285,13 @@ class _Run:
             )
             yield
 
-    def _make_scorers(self, hub: Hub, *, private: Path) -> ScorerPool:
+    def _make_scorers(self, worker_pool: WorkerPool, *, private: Path) -> ScorerPool:
         return build_scorer_pool(
             self._prepared.scorers,
             advantages=self._prepared.advantages,
             shaping=self._prepared.shaping,
             num_workers=self._config.scoring.workers,
-            launch=hub.launch,
+            worker_pool=worker_pool,
             private=private,
             folder=self._run_dir.scorers,
             start_timeout_s=self._config.cluster.start_timeout_s,
@@ -299,18 +313,18 @@ class _Run:
         )
 
     def _make_controller(
-        self, crew: RunWorkers, *, scorers: ScorerPool, environment: Environment
+        self, workers: RunWorkers, *, scorers: ScorerPool, environment: Environment
     ) -> Controller:
         config, prepared = self._config, self._prepared
         player = Player(
             environment=environment,
-            engine=crew.engines,
+            engine=workers.engines,
             renderer=prepared.renderer,
             sampling=Sampling(**config.sampling.model_dump()),
             max_context=prepared.max_context,
             seed=config.seed,
             lengths=Lengths(most=config.rollout.longest_first),
-            others=crew.models,
+            others=workers.models,
             wants_routes=config.trainer.replay_routes,
         )
         return Controller(
@@ -319,9 +333,9 @@ class _Run:
             held_out=prepared.held_out,
             player=player,
             scorers=scorers,
-            engines=crew.engines,
-            evaluators=crew.evaluators,
-            trainer=crew.trainer,
+            engines=workers.engines,
+            evaluators=workers.evaluators,
+            trainer=workers.trainer,
             watcher=self._watcher,
             checkpoints=self._run_dir.checkpoints,
             skipped=SkippedSteps(self._run_dir.skipped),
@@ -332,8 +346,6 @@ class _Run:
     def _heard(self, worker: str, message: Message) -> None:
         if isinstance(message, WorkerProgress):
             self._watcher.on_progress(worker, spans=message.spans, counters=message.counters)
-            if self._crew is not None:
-                self._crew.heard(worker, message)
         elif isinstance(message, Published):
             self._controlled.on_published(message.update)
 

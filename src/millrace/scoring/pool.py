@@ -11,11 +11,11 @@ import asyncio
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from millrace.cluster.worker import Worker
+from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.errors import ScoreError
 from millrace.core.protocols import (
     Advantages,
@@ -37,8 +37,6 @@ from millrace.scoring.scheduling.scorer_queue import ScorerQueue, ScoreTicket
 from millrace.scoring.scorer_kind import RunFacts, ScorerTools
 from millrace.scoring.shaping.combine import combine
 from millrace.scoring.shaping.shaping import Shaping
-
-SCORER_MODULE = "millrace.scoring.functions.worker"
 
 
 class ScorerPool:
@@ -168,7 +166,7 @@ def build_scorer_pool(
     *,
     advantages: Advantages,
     num_workers: int,
-    launch: Callable[[str, str], Awaitable[Worker]],
+    worker_pool: WorkerPool,
     private: Path,
     folder: Path,
     shaping: Shaping | None = None,
@@ -179,19 +177,19 @@ def build_scorer_pool(
 ) -> ScorerPool:
     """A pool, not yet started; raises ConfigError for what can be known to be wrong.
 
-    `launch` starts a process by its name and module. `private`, kept by the caller while the pool
+    `worker_pool` starts and supervises the processes. `private`, kept by the caller while the pool
     lives, takes the functions that no other process can import; `folder` is the run's own. There
     `may_be_none` where an environment rewards.
     """
     check_specs(specs, tasks=(), may_be_none=may_be_none)
     workers = ScorerWorkers(
-        launch=lambda name: launch(name, SCORER_MODULE),
+        worker_pool,
         num_workers=num_workers,
         start_timeout_s=start_timeout_s,
     )
     tools = ScorerTools(
         workers=workers,
-        launch=launch,
+        worker_pool=worker_pool,
         folder=folder,
         start_timeout_s=start_timeout_s,
         run=run,

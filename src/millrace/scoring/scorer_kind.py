@@ -5,14 +5,14 @@ checked before any worker starts; `make` gives the Scorer that the run uses. See
 docs/how-to/scorers.md.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from millrace.cluster.worker import Worker
+from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import RunConfig
 from millrace.core.protocols import Scorer
 from millrace.core.records import Prompt, Task
@@ -52,7 +52,7 @@ class ScorerTools:
     """What a scorer may use of the run it belongs to."""
 
     workers: ScorerWorkers  # the processes that run functions
-    launch: Callable[[str, str], Awaitable[Worker]]  # name, module -> a process of its own
+    worker_pool: WorkerPool  # starts and supervises processes of a scorer's own
     folder: Path  # in the run directory, for what a scorer wants to find again after a resume
     start_timeout_s: float = 180.0
     run: RunFacts | None = None  # None = it belongs to none

@@ -15,6 +15,8 @@ from aiohttp import web
 from millrace.cluster.event_loop import run_on_own_loop
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Message, StartTeacher, WorkerProgress
+from millrace.cluster.supervision.pool import WorkerPool
+from millrace.cluster.supervision.restarts import RestartPolicy
 from millrace.config import RunConfig
 from millrace.core.errors import ConfigError, first_cause
 from millrace.environments.tools.calls import format_of
@@ -39,21 +41,27 @@ def serve(settings: ServeSettings) -> None:
 async def _serve(settings: ServeSettings) -> None:
     metrics = ServerMetrics()
 
-    def heard(worker: str, message: Message) -> None:
+    def on_event(worker: str, message: Message) -> None:
         if isinstance(message, WorkerProgress):
             metrics.heard(worker, message.counters)
-            engines.heard(worker, message)
+
+    def on_restart(name: str, reason: str) -> None:
+        metrics.restarts += name.startswith("engine-")
+        print(f"millrace: {reason}", file=sys.stderr, flush=True)
 
     config = settings.config
+    policy = RestartPolicy.from_settings(config.supervision)
     settings.log_dir.mkdir(parents=True, exist_ok=True)
-    async with Hub(log_dir=settings.log_dir, on_event=heard) as hub:
+    async with (
+        Hub(log_dir=settings.log_dir, on_event=on_event) as hub,
+        WorkerPool(hub.launch, policy=policy, on_restart=on_restart) as worker_pool,
+    ):
         engines = Engines(
-            hub,
+            worker_pool,
             count=settings.engines,
             config=config,
             max_wait_s=settings.limits.wait_s,
             metrics=metrics,
-            warn=_warn,
         )
         with first_cause():
             async with asyncio.TaskGroup() as starting:
@@ -69,7 +77,9 @@ async def _serve(settings: ServeSettings) -> None:
             tool_format=format_of("auto", template=str(tokenizer.chat_template or "")),
             metrics=metrics,
         )
-        async with _reading(hub, settings, tokenizer=tokenizer, max_context=max_context) as readers:
+        async with _reading(
+            worker_pool, settings, tokenizer=tokenizer, max_context=max_context
+        ) as readers:
             app = make_app(
                 served,
                 key=settings.key,
@@ -81,16 +91,12 @@ async def _serve(settings: ServeSettings) -> None:
                 async with _listening(app, settings) as port:
                     host = f"[{settings.host}]" if ":" in settings.host else settings.host
                     print(f"Serving {settings.name} at http://{host}:{port}/v1", flush=True)
-                    await engines.run()
-
-
-def _warn(sentence: str) -> None:
-    print(f"millrace: {sentence}", file=sys.stderr, flush=True)
+                    await worker_pool.run()
 
 
 @contextlib.asynccontextmanager
 async def _reading(
-    hub: Hub, settings: ServeSettings, *, tokenizer: Any, max_context: int
+    worker_pool: WorkerPool, settings: ServeSettings, *, tokenizer: Any, max_context: int
 ) -> AsyncIterator[Readers | None]:
     """The processes that answer /score, if there are to be any. One that is lost is replaced."""
     if settings.scorers == 0:
@@ -110,7 +116,9 @@ async def _reading(
     )
     timeout_s = settings.config.cluster.start_timeout_s
     processes = [
-        TeacherProcess(f"scorer-{i}", start=start, launch=hub.launch, start_timeout_s=timeout_s)
+        TeacherProcess(
+            f"scorer-{i}", start=start, worker_pool=worker_pool, start_timeout_s=timeout_s
+        )
         for i in range(settings.scorers)
     ]
     model = ReadModel(

@@ -185,7 +185,7 @@ class TrainerGroup:
                 await self._replaced.wait()
             try:
                 return await _call_ranks(
-                    ranks, message, timeout_s=timeout_s, on_part=on_part, is_pulsed=True
+                    ranks, message, timeout_s=timeout_s, on_part=on_part, expect_progress=True
                 )
             except WorkerError:
                 if not await _has_died(ranks):
@@ -201,15 +201,15 @@ async def _call_ranks(
     *,
     timeout_s: float | None,
     on_part: Callable[[Part], None] | None = None,
-    is_pulsed: bool = False,
+    expect_progress: bool = False,
 ) -> Message:
     """The reply of rank 0, once all ranks have replied; the first error is raised at once."""
     calls = (
         worker.call(
             _share_of(message, rank=rank, num_ranks=len(ranks)),
             timeout_s=timeout_s,
-            is_deadline=True,
-            is_pulsed=is_pulsed,
+            kill_on_timeout=True,
+            expect_progress=expect_progress,
             on_part=on_part,
         )
         for rank, worker in enumerate(ranks)

@@ -1,51 +1,68 @@
-"""How often one worker has died lately, and whether that is too often."""
+"""The restart policy: how long to wait before a restart, and when to stop trying.
+
+Promise: one policy holds for every supervised process. The wait doubles with each failure within
+the window; one failure too many raises RestartLimitExceeded with the times of all of them.
+"""
 
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
-from millrace.core.errors import GivenUp, WorkerError
+from millrace.config.supervision import SupervisionConfig
+from millrace.core.errors import RestartLimitExceeded, WorkerError
 
-LONGEST_BACKOFF_S = 60.0
+MAX_BACKOFF_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RestartLimits:
-    max_restarts: int  # within window_s
-    window_s: float
-    backoff_s: float  # before the first; doubled with each
+class RestartPolicy:
+    max_restarts: int = 5  # within window_s
+    window_s: float = 600.0
+    backoff_s: float = 0.5  # before the first restart; doubles with each failure
+
+    @classmethod
+    def from_settings(cls, settings: SupervisionConfig) -> Self:
+        return cls(
+            max_restarts=settings.max_restarts,
+            window_s=settings.window_s,
+            backoff_s=settings.backoff_s,
+        )
 
 
 class RestartHistory:
+    """Recent failures of one supervised process."""
+
     def __init__(
-        self, name: str, *, limits: RestartLimits, clock: Callable[[], float] = time.monotonic
+        self, name: str, *, policy: RestartPolicy, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._name = name
-        self._limits = limits
+        self._policy = policy
         self._clock = clock
-        self._began_s = clock()
-        self._recent: deque[float] = deque()  # when, by the clock
+        self._created_s = clock()
+        self._recent: deque[float] = deque()  # times of failures, by the clock
 
-    def note(self, error: Exception) -> float:
-        """It has died, or could not be started; returns how long to wait before the next attempt.
-        Raises GivenUp if it has died too often."""
+    def add(self, error: Exception) -> float:
+        """Record a death or a failed start; returns the wait before the next start, in seconds.
+
+        Raises RestartLimitExceeded if there were too many within the window.
+        """
         now_s = self._clock()
         self._recent.append(now_s)
-        while now_s - self._recent[0] > self._limits.window_s:
+        while now_s - self._recent[0] > self._policy.window_s:
             self._recent.popleft()
-        if len(self._recent) > self._limits.max_restarts:
-            raise self._given_up(error)
-        doubled_s = self._limits.backoff_s * 2 ** (len(self._recent) - 1)
-        return min(doubled_s, LONGEST_BACKOFF_S)
+        if len(self._recent) > self._policy.max_restarts:
+            raise self._limit_exceeded(error)
+        return min(self._policy.backoff_s * 2 ** (len(self._recent) - 1), MAX_BACKOFF_S)
 
-    def _given_up(self, error: Exception) -> GivenUp:
-        times = "once" if len(self._recent) == 1 else f"{len(self._recent)} times"
-        when = ", ".join(f"{at_s - self._began_s:.1f}" for at_s in self._recent)
-        return GivenUp(
-            f"Worker {self._name!r} died {times} within {self._limits.window_s:g} s"
-            f" ({when} s after it was first up), more often than supervision.max_restarts ="
-            f" {self._limits.max_restarts} allows; the last time: {error}",
+    def _limit_exceeded(self, error: Exception) -> RestartLimitExceeded:
+        count = "once" if len(self._recent) == 1 else f"{len(self._recent)} times"
+        times = ", ".join(f"{at_s - self._created_s:.1f}" for at_s in self._recent)
+        return RestartLimitExceeded(
+            f"Worker {self._name!r} failed {count} within {self._policy.window_s:g} s"
+            f" ({times} s after its first start), more often than supervision.max_restarts ="
+            f" {self._policy.max_restarts} allows; the last error: {error}",
             worker=self._name,
             traceback=error.traceback if isinstance(error, WorkerError) else "",
         )

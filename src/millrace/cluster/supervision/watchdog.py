@@ -1,52 +1,60 @@
-"""Whether a worker that has something to do gets on with it. That it is alive is another matter.
+"""Detects work that stands still: of one worker, and of the whole run.
 
-Work that may take long, but must not stand still unnoticed.
+A process that is alive may still hang. ProgressWatchdog measures how long a worker with calls in
+flight has reported no progress. StallWatchdog waits for a result, warns ever more rarely while
+nothing moves, and finally raises RunFailed with the same explanation.
 
-Promise: whoever waits for it is told what it waits for, ever more rarely, and in the end an error
-says the same. Runs on the controller's event loop.
+Runs on the controller's event loop.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from millrace.core.errors import RunFailed
 
 
 class ProgressWatchdog:
-    def __init__(
-        self,
-        *,
-        timeout_s: float,
-        first_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`first_timeout_s`: until it has done anything; it may have to compile first."""
-        self._timeout_s = timeout_s
-        self._first_timeout_s = max(timeout_s, first_timeout_s)
+    """Progress of one worker; it is kept by the controller's handle of that worker."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._num_calls = 0  # in flight that expect progress
         self._moved_s = clock()
-        self._work: float | None = None  # as last told
+        self._work: float | None = None  # as last reported
         self._has_begun = False
 
-    def heard(self, *, work: float, waits: bool) -> None:
-        """The worker tells how much it has done, and whether it waits for something else."""
+    @contextlib.contextmanager
+    def expect_progress(self) -> Iterator[None]:
+        """A call is in flight. Time counts only while there is one."""
+        if self._num_calls == 0:
+            self._moved_s = self._clock()
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+
+    def report(self, *, work: float, waits: bool) -> None:
+        """The worker reports how much it has done, and whether it waits for something else."""
         has_moved = work != self._work
         self._has_begun |= has_moved and self._work is not None
         self._work = work
         if has_moved or waits:
             self._moved_s = self._clock()
 
-    def hung_s(self, *, is_asked: bool) -> float | None:
-        """For how long it has made no progress, if that is too long. Looked at every now and then:
-        while nobody asks it for anything, it has no reason to make any."""
-        now_s = self._clock()
-        if not is_asked:
-            self._moved_s = now_s
-        limit_s = self._timeout_s if self._has_begun else self._first_timeout_s
-        still_s = now_s - self._moved_s
-        return still_s if still_s >= limit_s else None
+    def stalled_s(self, *, timeout_s: float, first_timeout_s: float) -> float | None:
+        """Seconds without progress if that is too long, else None.
+
+        `first_timeout_s` also applies until the first progress, because kernels may compile first.
+        """
+        if self._num_calls == 0:
+            return None
+        limit_s = timeout_s if self._has_begun else max(timeout_s, first_timeout_s)
+        stalled_s = self._clock() - self._moved_s
+        return stalled_s if stalled_s >= limit_s else None
 
 
 T = TypeVar("T")
@@ -63,8 +71,11 @@ class StallWatchdog:
         warn: Callable[[str], None],
         what: str = "No step completed",
     ) -> None:
-        """`what` does not happen, as a sentence begins. `explain` says what waits for what. `moved`
-        counts what else shows that something goes on: when it changes, the time begins anew."""
+        """`what`: beginning of the sentence that says what does not happen.
+
+        `explain` says which stage waits for which. `moved` counts other signs of progress: the
+        time starts anew when it changes.
+        """
         self._warn_after_s = warn_after_s
         self._limit_s = limit_s
         self._explain = explain
@@ -73,7 +84,7 @@ class StallWatchdog:
         self._what = what
 
     async def until(self, work: Awaitable[T]) -> T:
-        """The result of `work`; RunFailed when it has stood still for limit_s."""
+        """Return the result of `work`; raise RunFailed if nothing moves for limit_s."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from millrace.cluster.hub import Hub
+from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import ScorerConfig, load_config
 from millrace.core.errors import ConfigError, MillraceError
 from millrace.core.records import Episode, Group, Score
@@ -132,11 +133,12 @@ async def _scored(lines: Sequence[Line], specs: Sequence[ScorerSpec]) -> list[Li
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-")))
         hub = await stack.enter_async_context(Hub(log_dir=folder, on_event=lambda *_: None))
+        worker_pool = await stack.enter_async_context(WorkerPool(hub.launch))
         pool = build_scorer_pool(
             specs,
             advantages=GroupAdvantages(),
             num_workers=1,
-            launch=hub.launch,
+            worker_pool=worker_pool,
             private=folder,
             folder=folder,
             may_be_none=True,

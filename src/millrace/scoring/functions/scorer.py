@@ -65,11 +65,10 @@ class FunctionScorer:
 
     async def score(self, group: Group) -> list[Verdict]:
         message = _message(self.name, group)
-        alone = not self._is_async
         try:
             scored = await self._workers.call(
                 message,
-                alone=alone,
+                exclusive=not self._is_async,
                 timeout_s=self._rules.timeout_s,
                 priority=self._rules.priority,
             )

@@ -81,9 +81,8 @@ class ProcessRewardModel(ModelSettings):
         process = RewardModelProcess(
             name,
             start=start,
-            launch=tools.launch,
+            worker_pool=tools.worker_pool,
             start_timeout_s=tools.start_timeout_s,
-            warn=tools.warn,
         )
         reader = StepReader(
             process,

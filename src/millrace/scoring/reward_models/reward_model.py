@@ -30,9 +30,8 @@ class RewardModel(ModelSettings):
         process = RewardModelProcess(
             name,
             start=start_message(settings, head="sequence", is_whole=True),
-            launch=tools.launch,
+            worker_pool=tools.worker_pool,
             start_timeout_s=tools.start_timeout_s,
-            warn=tools.warn,
         )
         return RewardModelScorer(
             name,

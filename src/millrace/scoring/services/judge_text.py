@@ -112,7 +112,7 @@ async def read_pattern(
         function=function, prompts=[""], completions=[reply], completion_ids=[[]], columns={}
     )
     try:
-        scored = await workers.call(message, alone=True, timeout_s=MATCH_S, priority=priority)
+        scored = await workers.call(message, exclusive=True, timeout_s=MATCH_S, priority=priority)
     except (TimeoutError, WorkerError):
         return None
     return scored.rewards[0]

@@ -269,9 +269,8 @@ def _process(
     return TeacherProcess(
         name,
         start=start,
-        launch=tools.launch,
+        worker_pool=tools.worker_pool,
         start_timeout_s=tools.start_timeout_s,
-        warn=tools.warn,
     )
 
 

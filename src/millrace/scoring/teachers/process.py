@@ -1,4 +1,5 @@
-"""The process of one teacher: what is asked of it, and how new weights reach it."""
+"""The process of one teacher: scoring tokens, and new weights for a teacher that follows the
+policy."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,8 +14,7 @@ SWAP_ATTEMPTS = 2
 
 
 class TeacherProcess(ModelProcess):
-    """One that follows the policy keeps its past in a file, from which another goes on when it is
-    lost."""
+    """A teacher that follows the policy keeps past versions in a file, which a restart loads."""
 
     ROLE = "Teacher"
     MODULE = "millrace.scoring.teachers.worker"
@@ -28,11 +28,13 @@ class TeacherProcess(ModelProcess):
         return reply.logprobs
 
     async def swap(self, update: WeightUpdate) -> int:
-        """Returns the version it holds now; the bytes of this one are not needed any more. Who
-        takes the place of a process that is lost meanwhile is brought them, too."""
+        """Load an update; returns the version held then, after which it may be released.
+
+        If the process dies meanwhile, the restarted one loads the same update.
+        """
         for _ in range(SWAP_ATTEMPTS):
-            with contextlib.suppress(WorkerError):  # it is replaced, and counted
-                reply = await self.tell(SwapWeights(update=update))
+            with contextlib.suppress(WorkerError):  # the restart is counted
+                reply = await self.send(SwapWeights(update=update))
                 assert isinstance(reply, Swapped)
                 return reply.version
-        return update.version  # those who were to read it are no more; the next version will come
+        return update.version  # both processes died; the next version will come

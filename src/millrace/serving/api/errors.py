@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from millrace.core.errors import EnginesDown, MillraceError, TaskError, WorkerError
+from millrace.core.errors import EngineLost, EnginesDown, MillraceError, TaskError, WorkerError
 
 Kind = Literal[
     "invalid_request_error",
@@ -65,7 +65,7 @@ def as_api_error(error: MillraceError) -> ApiError:
             retry_after_s=COME_AGAIN_S,
         )
     # Tracebacks and log tails of a worker are for who runs the server, not for its clients.
-    what = "The engine failed." if isinstance(error, WorkerError) else str(error)
+    what = "The engine failed." if isinstance(error, WorkerError | EngineLost) else str(error)
     return ApiError(what, status=503, kind="server_error", code="engine_failed")
 
 

@@ -4,10 +4,10 @@ import socket
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.run.scaling import CONTROL, ask, controlled
+from millrace.run.scaling import CONTROL, ask, scaling_server
 
 
-class FakeCrew:
+class FakeWorkers:
     def __init__(self) -> None:
         self.engine_names = ["engine-0"]
 
@@ -22,13 +22,13 @@ class FakeCrew:
 
 @pytest.fixture
 async def run_dir(tmp_path):
-    crew, pointer = FakeCrew(), tmp_path / CONTROL
-    async with controlled(crew, pointer=pointer, private=tmp_path, warn=pytest.fail):  # pyright: ignore
+    workers, pointer = FakeWorkers(), tmp_path / CONTROL
+    async with scaling_server(workers, pointer=pointer, private=tmp_path, warn=pytest.fail):  # pyright: ignore
         yield tmp_path
     assert not (tmp_path / CONTROL).exists()
 
 
-async def test_engines_are_added_and_removed_and_told(run_dir):
+async def test_reply_lists_engines_after_adding_and_removing(run_dir):
     assert await asyncio.to_thread(ask, run_dir) == ["engine-0"]
     assert await asyncio.to_thread(ask, run_dir, add=2) == ["engine-0", "engine-1", "engine-2"]
     left = await asyncio.to_thread(ask, run_dir, remove=("engine-0", "engine-2"))
@@ -36,18 +36,18 @@ async def test_engines_are_added_and_removed_and_told(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("wish", "sentence"),
+    ("change", "sentence"),
     [({"add": -1}, "--add -1 is not"), ({"remove": ("engine-7",)}, "no engine 'engine-7'")],
 )
-async def test_what_cannot_be_done_is_one_sentence(run_dir, wish, sentence):
+async def test_refused_request_is_one_sentence(run_dir, change, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        await asyncio.to_thread(ask, run_dir, **wish)
+        await asyncio.to_thread(ask, run_dir, **change)
 
 
 @pytest.mark.parametrize(
     "noise", [b"", b"hello\n", b"\xff\x00\n", b"x" * 200_000, b'{"add": "1"}\n']
 )
-async def test_noise_costs_an_answer_at_most(run_dir, noise):
+async def test_noise_on_the_socket_does_not_stop_the_server(run_dir, noise):
     def send():
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect((run_dir / CONTROL).read_text().strip())
@@ -64,18 +64,18 @@ async def test_noise_costs_an_answer_at_most(run_dir, noise):
     assert await asyncio.to_thread(ask, run_dir) == ["engine-0"]
 
 
-def test_a_run_that_is_over_is_told_from_one_that_goes_on(tmp_path):
-    with pytest.raises(ConfigError, match="No run goes on in"):
+def test_ask_refuses_a_folder_without_an_active_run(tmp_path):
+    with pytest.raises(ConfigError, match="No run is active in"):
         ask(tmp_path)
     (tmp_path / CONTROL).write_text(f"{tmp_path}/nobody-listens\n")
-    with pytest.raises(ConfigError, match="No run goes on in"):
+    with pytest.raises(ConfigError, match="No run is active in"):
         ask(tmp_path)
 
 
-async def test_a_run_whose_socket_would_have_too_long_a_path_goes_on_without_it(tmp_path):
+async def test_run_continues_without_a_socket_if_its_path_is_too_long(tmp_path):
     private, said = tmp_path / ("long" * 30), []
-    crew, pointer = FakeCrew(), tmp_path / CONTROL
-    async with controlled(crew, pointer=pointer, private=private, warn=said.append):  # pyright: ignore
+    workers, pointer = FakeWorkers(), tmp_path / CONTROL
+    async with scaling_server(workers, pointer=pointer, private=private, warn=said.append):  # pyright: ignore
         assert not pointer.exists()
     (sentence,) = said
     assert "set TMPDIR to a shorter folder" in sentence
