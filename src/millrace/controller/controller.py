@@ -227,7 +227,6 @@ class Controller:
             scorers=self._scorers.loads(),
             sequences_continued=self._engines.continued.sequences,
             resumed_tokens=self._courses.num_resumed,
-            scorers_lost=self._scorers.workers_lost,
             evaluating=self._evaluating,
         )
 

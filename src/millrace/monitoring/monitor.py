@@ -50,7 +50,6 @@ class RunGauges:
     scorers: dict[str, ScorerLoad]
     sequences_continued: int = 0  # so far: sequences resumed on another engine after a crash
     resumed_tokens: int = 0  # so far: journaled tokens reused after a crash of the controller
-    scorers_lost: int = 0  # so far: scorer processes that hung or died and were replaced
     evaluating: tuple[int, int] | None = None  # tasks done and in total, during an evaluation
 
 
@@ -183,10 +182,9 @@ class RunMonitor:
         self._restarts[worker] += 1
         self.warn(f"{reason} (restart {self._restarts[worker]} of {worker})")
 
-    def restarts(self, gauges: RunGauges) -> dict[str, int]:
-        """Number of restarts by worker; scorer processes are counted together."""
-        scorers = {"scorers": gauges.scorers_lost} if gauges.scorers_lost else {}
-        return {**self._restarts, **scorers}
+    def restarts(self) -> dict[str, int]:
+        """Restarts so far, by worker."""
+        return dict(self._restarts)
 
     def run_rates(self) -> dict[str, float]:
         """Mean samples/s and tokens/s of the run so far; {} before the first step."""
@@ -240,7 +238,7 @@ class RunMonitor:
             },
             "sequences": {"resumed": gauges.sequences_continued},
             "scorer": self._scorer_rates.row(gauges.scorers),
-            "restarts": self.restarts(gauges),
+            "restarts": self.restarts(),
         }
 
     def _show(self, gauges: RunGauges) -> None:
@@ -278,7 +276,7 @@ class RunMonitor:
                 failed=gauges.groups_failed,
                 steps_skipped=gauges.steps_skipped,
                 scoring=limit_text(gauges.scorers, waited=waited),
-                restarts=self.restarts(gauges),
+                restarts=self.restarts(),
             )
         )
 

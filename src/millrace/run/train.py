@@ -379,7 +379,7 @@ class _Run:
                 "steps": result.steps,
                 "checkpoint": str(result.checkpoint),
                 "run_dir": str(result.run_dir),
-                "restarts": self._watcher.restarts(moment),
+                "restarts": self._watcher.restarts(),
                 "sequences_resumed": moment.sequences_continued,
                 "resumed_tokens": moment.resumed_tokens,
             }
