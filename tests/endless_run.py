@@ -168,7 +168,7 @@ class EndlessRun:
         start_s = float(update.version)
         for worker in ("engine-0", "trainer"):
             span = Span(worker=worker, name="step", busy=True, start_s=start_s, end_s=start_s + 1)
-            self.watcher.heard(worker, spans=[span], counters={"generated_tokens": start_s})
+            self.watcher.on_progress(worker, spans=[span], counters={"generated_tokens": start_s})
         self._controller.on_published(update)
 
 

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import millrace as mr
 from millrace.core.errors import ConfigError
+from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.training.checkpoints.directory import CRITIC
 
@@ -26,6 +27,7 @@ def test_a_run_with_a_critic_learns_both_and_keeps_both(tmp_path):
     }
     result = mr.train(settings, tasks=TASKS, scorers=[share_of_digits])
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert unknown_metrics(rows[-1]) == []
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["critic/value_mean"] != 0 for row in rows] == [False, True, True]
     assert [row["learning_rate"] > 0 for row in rows] == [False, True, True]

@@ -12,6 +12,7 @@ from millrace.environments.replay.episodes import episode_of
 from millrace.environments.replay.files import read_recordings
 from millrace.environments.replay.rerun import rerun
 from millrace.models.directory import load_tokenizer
+from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics, table
 
 
@@ -38,6 +39,7 @@ def test_an_environment_is_trained_with_its_own_rewards(tmp_path):
     assert result.episodes == 2 * 2 * 4
     assert result.accuracy_after is not None
     rows = read_metrics(result.run_dir / "metrics.jsonl")
+    assert unknown_metrics(rows[-1]) == []
     assert len(rows) == 2
     for row in rows:
         assert row["turns/mean"] == 3.0

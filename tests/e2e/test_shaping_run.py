@@ -6,6 +6,7 @@ import pytest
 from tiny_model import make_tiny_model
 
 import millrace as mr
+from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 
@@ -59,6 +60,7 @@ def shaped(tmp_path_factory) -> mr.RunResult:
 
 def test_every_step_is_full_of_useful_groups_and_the_rest_is_counted(shaped):
     rows = read_metrics(shaped.run_dir / "metrics.jsonl")
+    assert unknown_metrics(rows[-1]) == []
     assert shaped.episodes == STEPS * 4 * 3
     assert all(row["reward/std"] > 0 for row in rows)
     assert rows[-1]["tokens/wasted/unselected"] > 0

@@ -10,6 +10,7 @@ from digits import TASKS, share_of_digits
 from tiny_model import make_tiny_model
 
 import millrace as mr
+from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics, table
 
 
@@ -35,6 +36,7 @@ def test_a_run_learns_from_a_teacher_without_any_reward(tmp_path):
     )
     mr.train(settings, tasks=TASKS)
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert unknown_metrics(rows[-1]) == []
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["teacher/divergence"] > 0 for row in rows)
     assert rows[-1]["teacher/divergence"] < rows[0]["teacher/divergence"]

@@ -14,6 +14,7 @@ from overlap import first_halves, generating_in, overlap, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import millrace as mr
+from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.training.checkpoints.directory import Found, newest_checkpoint
@@ -84,6 +85,7 @@ def test_the_checkpoint_loads_with_transformers_and_is_not_the_model_it_started_
 
 def test_nothing_is_trained_beyond_the_staleness_limit(finished):
     rows = read_metrics(finished.run_dir / "metrics.jsonl")
+    assert unknown_metrics(rows[-1]) == []
     assert max(row["staleness/max"] for row in rows) <= 2
     assert max(row["staleness/max"] for row in rows) > 0
 

@@ -9,6 +9,7 @@ from millrace.config import load_config
 from millrace.core.files import is_full
 from millrace.core.records import Score, Task
 from millrace.core.spans import Span
+from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
 from millrace.monitoring.monitor import RunGauges, RunMonitor
@@ -51,6 +52,7 @@ def test_row_has_rewards_and_staleness_of_its_groups(tmp_path):
     monitor.step(make_gauges(version=3), groups=groups, trainer_metrics={"loss": 0.5})
     monitor.close()
     (row,) = read_metrics(run_dir.metrics)
+    assert unknown_metrics(row) == []
     assert row["step"] == 4
     assert row["reward/mean"] == 0.5
     assert table(row, "staleness/share") == {"0": 10 / 16, "1": 2 / 16, "2": 4 / 16}

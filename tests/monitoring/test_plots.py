@@ -8,7 +8,15 @@ from synthetic_run import make_run, metrics_row, spans
 from millrace.core.spans import Span
 from millrace.monitoring.files.metrics import MetricsLog
 from millrace.monitoring.report.plots import render_plots
-from millrace.monitoring.report.timeline import _colours, _joined, _share_per_bin
+from millrace.monitoring.report.timeline import (
+    MAX_TRACKS,
+    _colours,
+    _examples,
+    _from_first_work,
+    _joined,
+    _share_per_bin,
+    _tracks,
+)
 from millrace.monitoring.run_dir import RunDir
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -16,7 +24,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.mark.parametrize("steps", [4, 200])
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_run_gives_three_pictures(tmp_path, steps, finished):
+def test_run_gives_three_plots(tmp_path, steps, finished):
     run_dir = make_run(tmp_path / "x", steps=steps, finished=finished)
     written = render_plots(run_dir.path)
     assert [path.name for path in written] == ["reward.png", "staleness.png", "timeline.png"]
@@ -25,7 +33,7 @@ def test_a_run_gives_three_pictures(tmp_path, steps, finished):
         assert path.read_bytes().startswith(PNG)
 
 
-def test_a_reward_of_several_parts_gives_a_picture_of_them(tmp_path):
+def test_reward_of_several_parts_gives_a_plot_of_them(tmp_path):
     run_dir = make_run(tmp_path / "x", steps=4)
     log = MetricsLog(run_dir.metrics, resume_from=4)
     for step, parts in ((5, {"correct": 0.5, "format": 1.0}), (6, {"format": None})):
@@ -38,7 +46,7 @@ def test_a_reward_of_several_parts_gives_a_picture_of_them(tmp_path):
     assert written[1].read_bytes().startswith(PNG)
 
 
-def test_a_run_without_steps_gives_none(tmp_path):
+def test_run_without_steps_gives_no_plot(tmp_path):
     (tmp_path / "x").mkdir()
     assert render_plots(RunDir(tmp_path / "x").path) == []
 
@@ -75,3 +83,28 @@ def test_work_and_waiting_never_share_a_colour():
     assert len(busy) == 5
     assert len(waiting) == 3
     assert not busy & waiting
+
+
+def test_timeline_starts_with_the_first_work_of_an_engine_or_the_trainer():
+    def span(worker, name, start_s, end_s, *, busy=True):
+        return Span(worker=worker, name=name, busy=busy, start_s=start_s, end_s=end_s)
+
+    spans = [
+        span("engine-0", "load", 0, 20),
+        span("engine-0", "generate", 20, 24),
+        span("trainer", "load", 0, 15),
+        span("trainer", "generation", 15, 22, busy=False),
+        span("scorer-0", "exact", 3, 4),
+    ]
+    found = [(s.worker, s.name, s.start_s, s.end_s) for s in _from_first_work(spans)]
+    assert found == [("engine-0", "generate", 0, 4), ("trainer", "generation", 0, 2)]
+    assert [s.name for s in _from_first_work(spans[:1])] == ["load"]  # there is nothing else
+
+
+def test_many_workers_share_tracks_by_role():
+    workers = [*(f"engine-{n}" for n in range(16)), "trainer", "scorer-0", "scorer-1"]
+    assert list(_tracks(workers)) == ["16 engines", "trainer", "2 scorers"]
+    shown = _examples(workers)
+    assert len(shown) <= MAX_TRACKS
+    assert {"engine-0", "trainer", "scorer-0"} <= set(shown)
+    assert _examples(workers[-3:]) == list(_tracks(workers[-3:])) == workers[-3:]

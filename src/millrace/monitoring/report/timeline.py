@@ -1,11 +1,13 @@
-"""timeline.png: a lane per worker, work in strong colours, waiting in pale ones with its reason.
+"""timeline.png: a track per worker, with work in strong colours and waiting in pale ones.
 
-A long run is drawn twice: as shares of time from its start to its end, and span by span in a window
-from its middle, short enough that single steps and swaps can be seen.
+Time starts with the first work of an engine or the trainer, so start-up takes no room. A long run
+is drawn twice: as shares of time from start to end, and as single spans in a close-up of its
+middle, short enough that steps and swaps can be seen. With many workers, the first drawing has one
+track per role, and the second shows some workers of each role.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import numpy as np
 
 from millrace.core.spans import Span
 from millrace.monitoring.activity import ROLES, STARTING, in_order, role_of
+from millrace.monitoring.terminal.text import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,66 +24,117 @@ if TYPE_CHECKING:
 BUSY_COLOURS = ("#2f6fb7", "#2a9d6f", "#8e63b8", "#c9518b", "#4aa8b5", "#7a8a3a", "#5b6b7a")
 WAITING_COLOURS = ("#f6dcae", "#f3c9c0", "#dcd8f0", "#d3e8d3", "#e3e7ea")
 STARTING_COLOUR = "#cfd6dc"
-IDLE, IDLE_COLOUR = "no work", "#eff2f4"  # a scorer without work is no reason to worry
-LANE = 0.72  # height of a lane; lanes are 1 apart
+IDLE, IDLE_COLOUR = "no work", "#eff2f4"  # an idle scorer is no reason to worry
+TRACK_HEIGHT = 0.72  # tracks are 1 apart
+MAX_TRACKS = 10
 BINS = 160  # columns of the whole run
-SPANS_IN_WINDOW = 60  # of the engine or trainer with the fewest, about
+SPANS_IN_CLOSE_UP = 60  # about, of the engine or trainer with the fewest
 
 Activity = tuple[str, bool]  # name, busy
 
 
 def draw_timeline(figure: "Figure", spans: Sequence[Span]) -> None:
+    spans = _from_first_work(_joined(spans))
     workers = in_order({span.worker for span in spans})
+    tracks = _tracks(workers)
+    examples = _examples(workers)
     colours = _colours(spans)
-    joined = _joined(spans)
-    begin_s, end_s = min(s.start_s for s in joined), max(s.end_s for s in joined)
-    window_s = (end_s - begin_s) * min(1.0, SPANS_IN_WINDOW / _num_spans_of_main_worker(joined))
-    if window_s > (end_s - begin_s) / 2:
-        figure.set_figheight(1.9 + 0.55 * len(workers))
+    end_s = max(span.end_s for span in spans)
+    window_s = end_s * min(1.0, SPANS_IN_CLOSE_UP / _num_spans_of_main_worker(spans))
+    if window_s > end_s / 2:
+        figure.set_figheight(1.9 + 0.55 * len(examples))
         axes = figure.subplots()
-        axes.set_title("What every worker did, and what it waited for")
-        _draw_spans(axes, joined, workers, colours)
-        _dress(axes, workers, begin_s, end_s)
+        _draw_spans(axes, spans, examples, colours)
+        axes.set_title(_title("Activity of the workers", workers, examples))
+        _set_axes(axes, examples, 0.0, end_s)
     else:
-        figure.set_figheight(3.0 + 1.1 * len(workers))
-        whole, close = figure.subplots(2, 1)
-        whole.set_title("The whole run: share of time")
-        _draw_shares(whole, joined, workers, colours, np.linspace(begin_s, end_s, BINS + 1))
-        _dress(whole, workers, begin_s, end_s)
+        figure.set_figheight(3.0 + 0.55 * (len(tracks) + len(examples)))
+        whole, close_up = figure.subplots(2, 1, height_ratios=(len(tracks) + 1, len(examples) + 1))
+        whole.set_title("Whole run: share of time")
+        _draw_shares(whole, spans, tracks, colours, np.linspace(0.0, end_s, BINS + 1))
+        _set_axes(whole, list(tracks), 0.0, end_s)
         whole.set_xlabel("")
-        middle_s = (begin_s + end_s) / 2
-        close.set_title(f"{window_s:.2g} s of it, span by span")
-        _draw_spans(close, joined, workers, colours)
-        _dress(close, workers, middle_s - window_s / 2, middle_s + window_s / 2)
+        title = (
+            f"Close-up of {duration(window_s)}"
+            if window_s >= 10
+            else f"Close-up of {window_s:.1f} s"
+        )
+        close_up.set_title(_title(title, workers, examples))
+        _draw_spans(close_up, spans, examples, colours)
+        _set_axes(close_up, examples, (end_s - window_s) / 2, (end_s + window_s) / 2)
     _add_legend(figure, colours)
+
+
+def _from_first_work(spans: Sequence[Span]) -> list[Span]:
+    """Spans in seconds since an engine or the trainer first worked; earlier ones are left out."""
+    work = [span for span in spans if span.busy and span.name not in STARTING]
+    main = [span for span in work if role_of(span.worker) in ROLES]
+    begin_s = min(span.start_s for span in main or work or spans)
+    return [
+        replace(span, start_s=max(span.start_s - begin_s, 0.0), end_s=span.end_s - begin_s)
+        for span in spans
+        if span.end_s > begin_s
+    ]
+
+
+def _tracks(workers: Sequence[str]) -> dict[str, list[str]]:
+    """Workers by track of the whole run: one each, or with many workers one per role."""
+    if len(workers) <= MAX_TRACKS:
+        return {worker: [worker] for worker in workers}
+    roles: dict[str, list[str]] = {}
+    for worker in workers:
+        roles.setdefault(role_of(worker), []).append(worker)
+    return {
+        f"{len(members)} {role}s" if len(members) > 1 else members[0]: members
+        for role, members in roles.items()
+    }
+
+
+def _examples(workers: Sequence[str]) -> list[str]:
+    """The workers whose single spans are drawn: about equally many of each role."""
+    roles = _tracks(workers).values()
+    if len(workers) <= MAX_TRACKS:
+        return list(workers)
+    per_role = max(MAX_TRACKS // len(roles), 1)
+    return [worker for members in roles for worker in members[:per_role]]
+
+
+def _title(text: str, workers: Sequence[str], shown: Sequence[str]) -> str:
+    left_out = "" if len(shown) == len(workers) else f", {len(shown)} of {len(workers)} workers"
+    return text + left_out
 
 
 def _draw_spans(
     axes: "Axes", spans: Sequence[Span], workers: Sequence[str], colours: dict[Activity, str]
 ) -> None:
-    for (name, busy), colour in colours.items():
-        for lane, worker in enumerate(workers):
-            ranges = [
-                (span.start_s, span.end_s - span.start_s)
-                for span in spans
-                if (span.worker, span.name, span.busy) == (worker, name, busy)
-            ]
-            axes.broken_barh(ranges, (lane - LANE / 2, LANE), facecolors=colour, linewidth=0)
+    places: dict[tuple[str, Activity], list[tuple[float, float]]] = {}
+    for span in spans:
+        places.setdefault((span.worker, (span.name, span.busy)), []).append(
+            (span.start_s, span.end_s - span.start_s)
+        )
+    for track, worker in enumerate(workers):
+        for activity, colour in colours.items():
+            ranges = places.get((worker, activity), [])
+            bounds = (track - TRACK_HEIGHT / 2, TRACK_HEIGHT)
+            axes.broken_barh(ranges, bounds, facecolors=colour, linewidth=0)
 
 
 def _draw_shares(
     axes: "Axes",
     spans: Sequence[Span],
-    workers: Sequence[str],
+    tracks: Mapping[str, Sequence[str]],
     colours: dict[Activity, str],
     edges_s: np.ndarray,  # [BINS + 1]
 ) -> None:
-    """One column per bin, filled from below with the shares of what happened in it, busy first."""
-    for lane, worker in enumerate(workers):
-        top = np.full(len(edges_s) - 1, lane + LANE / 2)  # the axis points down
+    """One column per bin, filled from below with the share of each activity, work first."""
+    places: dict[tuple[str, Activity], list[Span]] = {}
+    for span in spans:
+        places.setdefault((span.worker, (span.name, span.busy)), []).append(span)
+    for track, workers in enumerate(tracks.values()):
+        top = np.full(len(edges_s) - 1, track + TRACK_HEIGHT / 2)  # the axis points down
         for activity, colour in colours.items():
-            mine = [s for s in spans if s.worker == worker and (s.name, s.busy) == activity]
-            bottom, top = top, top - LANE * _share_per_bin(mine, edges_s)
+            shares = [_share_per_bin(places.get((w, activity), []), edges_s) for w in workers]
+            bottom, top = top, top - TRACK_HEIGHT * np.mean(shares, axis=0)
             axes.fill_between(
                 np.repeat(edges_s, 2)[1:-1],
                 np.repeat(bottom, 2),
@@ -91,10 +145,10 @@ def _draw_shares(
 
 
 def _share_per_bin(spans: Sequence[Span], edges_s: np.ndarray) -> np.ndarray:
-    """[bins] share of each bin that these spans, which do not overlap, cover."""
+    """[bins] share of each bin that these spans cover; they do not overlap."""
     if not spans:
         return np.zeros(len(edges_s) - 1)
-    # Time covered up to t grows linearly within a span and is flat between spans.
+    # The time covered up to t grows linearly within a span and is flat between spans.
     times_s = np.array([(span.start_s, span.end_s) for span in spans]).ravel()
     lengths_s = np.array([span.end_s - span.start_s for span in spans])
     after_s = np.cumsum(lengths_s)
@@ -102,13 +156,25 @@ def _share_per_bin(spans: Sequence[Span], edges_s: np.ndarray) -> np.ndarray:
     return np.diff(np.interp(edges_s, times_s, covered_s)) / np.diff(edges_s)
 
 
-def _dress(axes: "Axes", workers: Sequence[str], begin_s: float, end_s: float) -> None:
-    axes.set_yticks(range(len(workers)), workers)
-    axes.set_ylim(len(workers) - 0.5, -0.5)
+def _set_axes(axes: "Axes", tracks: Sequence[str], begin_s: float, end_s: float) -> None:
+    axes.set_yticks(range(len(tracks)), tracks)
+    axes.set_ylim(len(tracks) - 0.5, -0.5)
     axes.set_xlim(begin_s, end_s)
-    axes.set_xlabel("seconds since the start of the run")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
+    if end_s < 120:
+        axes.set_xlabel("seconds since the first work")
+        return
+    step_s = _tick_step(end_s - begin_s)
+    axes.set_xticks(np.arange(np.ceil(begin_s / step_s) * step_s, end_s + 1e-9, step_s))
+    axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds))
+    axes.set_xlabel("time since the first work, [h:]mm:ss")
+
+
+def _tick_step(length_s: float) -> float:
+    """A round number of seconds that gives at most ten ticks."""
+    sizes = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200)
+    return next((s for s in sizes if length_s / s <= 10), 86400.0 * np.ceil(length_s / 864000))
 
 
 def _add_legend(figure: "Figure", colours: dict[Activity, str]) -> None:
@@ -122,11 +188,10 @@ def _add_legend(figure: "Figure", colours: dict[Activity, str]) -> None:
 
 
 def _colours(spans: Sequence[Span]) -> dict[Activity, str]:
-    """Strong colours for work, then pale ones for waiting; in each, what takes most time first."""
-    seconds: dict[Activity, float] = {}
+    """Strong colours for work, then pale ones for waiting; in each, longest total time first."""
+    seconds: dict[Activity, float] = defaultdict(float)
     for span in spans:
-        key = (span.name, span.busy)
-        seconds[key] = seconds.get(key, 0.0) + span.end_s - span.start_s
+        seconds[span.name, span.busy] += span.end_s - span.start_s
     special = {(name, True): STARTING_COLOUR for name in STARTING} | {(IDLE, False): IDLE_COLOUR}
     colours: dict[Activity, str] = {}
     for busy, palette in ((True, BUSY_COLOURS), (False, WAITING_COLOURS)):
@@ -145,7 +210,7 @@ def _num_spans_of_main_worker(spans: Sequence[Span]) -> int:
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """By worker; spans of one activity that touch become one, so no hairlines show between them."""
+    """Adjacent spans of one activity become one, so that no hairlines show between them."""
     tracks: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start_s):
         track = tracks.setdefault(span.worker, [])
