@@ -130,7 +130,7 @@ class EndlessRun:
         )
         journal = Journal(
             self._run_dir.journal,
-            past=JournalHistory(ledger=Ledger.begin()),
+            history=JournalHistory(ledger=Ledger.begin()),
             task_of=tasks.redrawn,
             settings=config.journal,
         )
@@ -184,9 +184,7 @@ def _config(folder: Path, *, steps: int) -> RunConfig:
             "evaluate": {"every_steps": 5},
             "journal": {
                 "fsync": False,
-                "segment_bytes": 20_000,
                 "max_bytes": 2**20,
-                "commit_interval_s": 0,
                 "partial_every_s": 0.01,
             },
             "watch": {"progress": "off"},

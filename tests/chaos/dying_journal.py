@@ -1,53 +1,47 @@
-"""A process for tests that writes a journal and is killed by its own disk at a chosen moment.
+"""A process for tests that writes a journal and is killed at a chosen moment of a commit.
 
     python dying_journal.py FOLDER MOMENT NUMBER
 
-MOMENT of the commit that holds the group of NUMBER: "in write" = half of it is written; "before
-sync" = all of it, and nothing is known to be on the disk; "after sync" = it is, and nobody has been
-told.
+MOMENT of the commit that holds the group of NUMBER: "before commit" = its changes are executed;
+"in write" = a part of them is written to the log; "after commit" = they are committed, and no
+caller has been told.
 """
 
 import asyncio
 import os
+import resource
 import signal
+import sqlite3
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from fakes import make_group
 
-from millrace.cluster.wire import Frame
 from millrace.config import JournalConfig
 from millrace.core.records import Task
 from millrace.journal import Journal, JournalHistory, Ledger, read_journal
-from millrace.journal.segments import FileSink
+from millrace.journal.database import NAME, connect_file
 
-SETTINGS = JournalConfig(commit_interval_s=0)
+WRITTEN_BYTES = 1000  # of the first page, before the kernel kills the process
 
 
-class DyingSink(FileSink):
-    def __init__(self, path: Path, *, moment: str, number: int) -> None:
-        super().__init__(path)
-        self._moment = moment
-        self._groups_left = number + 1
+class DyingConnection(sqlite3.Connection):
+    folder: Path
+    moment: str
+    number: int
 
-    def write(self, parts: Sequence[Frame]) -> None:
-        data = b"".join(parts)
-        self._groups_left -= data.count(b"Admitted")
-        if self._is_due("in write"):
-            super().write([data[: len(data) // 2]])
+    def commit(self) -> None:
+        sql = "SELECT 1 FROM groups WHERE number = ?"
+        is_due = self.execute(sql, (self.number,)).fetchone() is not None
+        if is_due and self.moment == "before commit":
             _die()
-        super().write(parts)
-
-    def sync(self) -> None:
-        if self._is_due("before sync"):
+        if is_due and self.moment == "in write":
+            log = (self.folder / f"{NAME}-wal").stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (log + WRITTEN_BYTES,) * 2)
+            print("dies", flush=True)
+        super().commit()
+        if is_due:
             _die()
-        super().sync()
-        if self._is_due("after sync"):
-            _die()
-
-    def _is_due(self, moment: str) -> bool:
-        return moment == self._moment and self._groups_left == 0
 
 
 def _die() -> None:
@@ -55,33 +49,37 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def open_journal(folder: Path, **more) -> Journal:
-    past = read_journal(folder) or JournalHistory(ledger=Ledger.begin())
+def open_journal(folder: Path, *, factory=None) -> Journal:
+    def connect(path: str) -> sqlite3.Connection:
+        return sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=factory)
+
+    history = read_journal(folder) or JournalHistory(ledger=Ledger.begin())
     return Journal(
         folder,
-        past=past,
+        history=history,
         task_of=lambda number, _draw: Task(prompt=str(number)),
-        settings=SETTINGS,
-        **more,
+        settings=JournalConfig(),
+        commit_interval_s=0,
+        connect=connect_file if factory is None else connect,
     )
 
 
 async def main(folder: Path, moment: str, last: int) -> None:
-    def open_sink(path: Path) -> DyingSink:
-        return DyingSink(path, moment=moment, number=last)
-
-    journal = open_journal(folder, open_sink=open_sink)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills who exceeds a limit
+    DyingConnection.folder, DyingConnection.moment = folder, moment
+    DyingConnection.number = last
+    journal = open_journal(folder, factory=DyingConnection)
     number, version = 0, 0
     while True:
         for _ in range(2):
-            journal.issued(number, draw=None)
-            await journal.admitted(make_group(number))
+            journal.issue_task(number, draw=None)
+            await journal.admit_group(make_group(number))
             print("admitted", number, flush=True)
             number += 1
         version += 1
-        await journal.begun(version, fresh=[number - 2, number - 1])
+        await journal.begin_step(version, fresh=[number - 2, number - 1])
         print("begun", version, flush=True)
-        journal.applied(version, was_skipped=False)
+        journal.finish_step(version, was_skipped=False)
 
 
 if __name__ == "__main__":

@@ -25,15 +25,15 @@ def fill_disk_of(process, *, room_bytes: int) -> None:
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (room_bytes, resource.RLIM_INFINITY))
 
 
-def test_a_journal_that_cannot_be_written_ends_the_run_with_a_sentence_and_resume_goes_on(run):
+def test_a_journal_that_cannot_be_written_ends_the_run_with_a_sentence_and_the_run_resumes(run):
     run.start()
     run.until(lambda: run.step >= 2)
-    (newest,) = (run.path / "journal").glob("*.log")
-    fill_disk_of(run.controller, room_bytes=newest.stat().st_size + 10)
+    (log,) = (run.path / "journal").glob("*-wal")
+    fill_disk_of(run.controller, room_bytes=log.stat().st_size + 10)
     assert run.finish() == 1
     last = run.said.strip().splitlines()[-1]
     assert last.startswith("error: ")
-    assert "file too large" in last
+    assert "the disk is full" in last
     assert "--resume" in last
     assert "Traceback" not in run.said
     run.start("--resume")

@@ -1,6 +1,9 @@
-"""A journal whose process is killed between a write and its acknowledgement."""
+"""A journal whose process is killed before, during and after a commit."""
 
+import asyncio
 import os
+import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,53 +12,83 @@ import pytest
 from dying_journal import open_journal
 
 from millrace.journal import read_journal
-from millrace.journal.resuming import redone_numbers, reissued_numbers
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
+NEVER = 10**9
 
 
-def write_until_killed(folder: Path, *, moment: str, number: int) -> tuple[list[int], list[int]]:
-    """Numbers that were said to be admitted, and versions that were said to be begun."""
-    process = subprocess.run(
+def start(folder: Path, *, moment: str, number: int) -> subprocess.Popen[str]:
+    paths = (REPOSITORY / "src", HERE.parent)
+    return subprocess.Popen(
         [sys.executable, HERE / "dying_journal.py", folder, moment, str(number)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY / "src", HERE.parent))),
-        },
-        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert process.returncode == -9, process.stderr
-    *said, last = process.stdout.splitlines()
-    assert last == "dies"
-    told = [line.split() for line in said]
-    return tuple([int(n) for what, n in told if what == kind] for kind in ("admitted", "begun"))
+
+
+def acknowledged(stdout: str) -> tuple[list[int], list[int]]:
+    """Groups that were reported as admitted, and versions whose steps were reported as begun."""
+    lines = [line.split() for line in stdout.splitlines() if line.count(" ") == 1]
+    return tuple([int(n) for what, n in lines if what == kind] for kind in ("admitted", "begun"))
 
 
 @pytest.mark.parametrize(
-    ("moment", "number", "survives"),
-    [("in write", 4, False), ("before sync", 5, True), ("after sync", 4, True)],
+    ("moment", "number", "survives", "killed_by"),
+    [
+        ("before commit", 4, False, signal.SIGKILL),
+        ("in write", 5, False, signal.SIGXFSZ),
+        ("after commit", 4, True, signal.SIGKILL),
+    ],
 )
-async def test_what_was_told_is_there_and_what_was_not_is_there_whole_or_not_at_all(
-    tmp_path, moment, number, survives
+async def test_acknowledged_changes_survive_and_others_are_there_whole_or_not_at_all(
+    tmp_path, moment, number, survives, killed_by
 ):
     folder = tmp_path / "journal"
-    admitted, begun = write_until_killed(folder, moment=moment, number=number)
+    process = start(folder, moment=moment, number=number)
+    stdout, stderr = process.communicate()
+    assert process.returncode == -killed_by, stderr
+    assert stdout.splitlines()[-1] == "dies"
+    admitted, begun = acknowledged(stdout)
     assert (admitted, begun) == (list(range(number)), [1, 2])
-    past = read_journal(folder)
-    assert past is not None
-    ledger = past.ledger
+    history = read_journal(folder, verify=True)
+    assert history is not None
+    ledger = history.ledger
     assert ledger.check() == []
-    assert (past.torn is None) == survives
-    durable = {*ledger.waiting, *redone_numbers(ledger, after=0)}
+    durable = {*ledger.waiting, *ledger.redone(after=0)}
     assert durable == {*admitted, number} if survives else durable == set(admitted)
-    assert ledger.last_begun == 2
-    # Whoever goes on finds every number once: in a step, waiting, or to be played again.
+    assert ledger.last_step == 2
+    await assert_resumes(folder, durable)
+
+
+async def test_acknowledged_changes_survive_kills_at_random_moments(tmp_path):
+    rng = random.Random(0)
+    for kill in range(6):
+        folder = tmp_path / str(kill)
+        process = start(folder, moment="never", number=NEVER)
+        assert process.stdout is not None
+        for _ in range(rng.randrange(1, 40)):
+            process.stdout.readline()
+        await asyncio.sleep(rng.random() * 0.02)
+        process.kill()
+        stdout, _ = process.communicate()
+        admitted, begun = acknowledged(stdout)
+        history = read_journal(folder, verify=True)
+        assert history is not None
+        assert history.ledger.check() == []
+        durable = {*history.ledger.waiting, *history.ledger.redone(after=0)}
+        assert durable >= {*admitted}
+        assert history.ledger.last_step >= max(begun, default=0)
+        await assert_resumes(folder, durable)
+
+
+async def assert_resumes(folder: Path, durable: set[int]) -> None:
+    """Every task is found once: in a step, waiting, or to be run again."""
     journal = open_journal(folder)
-    known = [*durable, *reissued_numbers(journal.ledger)]
+    known = [*durable, *journal.ledger.running]
     assert sorted(known) == list(range(journal.ledger.next_number))
-    groups = await journal.groups(sorted(durable))
+    groups = await journal.read_groups(sorted(durable))
     assert [group.number for group in groups] == sorted(durable)
     await journal.close()

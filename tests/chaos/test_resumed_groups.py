@@ -9,8 +9,7 @@ from torn_run import TornRun
 from millrace.core.errors import JournalError
 from millrace.core.partials import put_together
 from millrace.journal import JournalHistory, read_journal
-from millrace.journal.encoding import decode_progress
-from millrace.journal.segments import Segments
+from millrace.journal.reading import read_tokens
 from millrace.monitoring.files.metrics import read_metrics, table
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -52,11 +51,9 @@ def past_of(run: TornRun) -> JournalHistory | None:
 
 def told_in(past: JournalHistory, folder: Path) -> dict[int, Counter[str]]:
     """By number in flight: how many tokens were told, by request."""
-    segments, told = Segments(folder), {}
-    for number in past.ledger.playing:
-        places = past.parts.of(number, tries=past.ledger.tries.get(number, 0))
-        parts = [decode_progress(segments.read_at(place)) for place in places]
-        known = put_together(one for part in parts for one in part.told)
+    told = {}
+    for number in past.ledger.running:
+        known = put_together(read_tokens(folder, number))
         if known:
             told[number] = Counter()
         for (request, _), one in known.items():
@@ -114,9 +111,10 @@ def test_a_run_is_killed_again_before_what_was_resumed_is_done(torn):
     run = torn()
     run.start()
     kill_in_flight(run, num_requests=1)
-    before = max((run.path / "journal").glob("*.log"))
+    before = past_of(run)
+    assert before is not None
     run.start("--resume")
-    run.until(lambda: max((run.path / "journal").glob("*.log")) > before)  # it has begun its own
+    run.until(lambda: (past := past_of(run)) is not None and past.position > before.position)
     told = kill_in_flight(run, num_requests=1)
     run.start("--resume")
     assert_gone_on_from(run, told)

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from project import Command, make_project, steps_in
 
-from millrace.monitoring.report.ledger import read_account
+from millrace.monitoring.report.ledger import read_report
 
 GROUPS_PER_STEP = 2
 SETTINGS: dict[str, Any] = {
@@ -92,9 +92,9 @@ class TornRun:
         code = self.finish()
         assert code == 0, self.said
         assert steps_in(self.path / "metrics.jsonl") == list(range(1, self.steps + 1))
-        account = read_account(self.path)
-        assert account.check() == []
-        assert len(account.closed["trained"]) == GROUPS_PER_STEP * self.steps
+        report = read_report(self.path)
+        assert report.check() == []
+        assert len(report.closed["trained"]) == GROUPS_PER_STEP * self.steps
         assert self._command is not None
         assert list(self._command.temp.glob("millrace-*")) == []
         return json.loads((self.path / "summary.json").read_text())

@@ -30,9 +30,10 @@ class Stage:
         )
         self.journal = Journal(
             folder,
-            past=read_journal(folder) or JournalHistory(ledger=Ledger.begin()),
+            history=read_journal(folder) or JournalHistory(ledger=Ledger.begin()),
             task_of=lambda number, draw: Task(prompt=str(number)),
-            settings=JournalConfig(commit_interval_s=0),
+            settings=JournalConfig(),
+            commit_interval_s=0,
         )
         self.replays: list[int] = []
         self.buffer = Buffer(
@@ -52,9 +53,9 @@ class Stage:
         )
 
     async def admit(self, number: int) -> None:
-        self.journal.issued(number, draw=None)
+        self.journal.issue_task(number, draw=None)
         group = make_group(number, sampled_tokens=3 + number)
-        await self.journal.admitted(group)
+        await self.journal.admit_group(group)
         await self.buffer.admit(group)
 
     async def learn(self, versions: range) -> list[tuple[list[int], frozenset[int], bytes]]:
@@ -95,7 +96,7 @@ async def test_a_resumed_run_takes_the_steps_it_had_taken_and_goes_on_as_it_woul
     assert stage.batches.may_return == may_return
     assert stage.replays == [len(replayed) for _, replayed, _ in done[2:]]
     trained = [n for numbers, replayed, _ in done for n in numbers if n not in replayed]
-    waiting = await stage.journal.groups(list(stage.journal.ledger.waiting))
+    waiting = await stage.journal.read_groups(list(stage.journal.ledger.waiting))
     for group in waiting:
         await stage.buffer.admit(group)
     ((numbers, replayed, _),) = await stage.learn(range(6, 7))

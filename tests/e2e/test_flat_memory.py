@@ -86,7 +86,7 @@ def test_the_memory_of_a_controller_is_flat_over_hundreds_of_steps(tmp_path):
         trainer={"steps": steps, "groups_per_step": 2},
         rollout={"group_size": 2},
         checkpoint={"every_steps": 50},
-        journal={"segment_bytes": 50_000, "max_bytes": 500_000, "partial_every_s": 0.2},
+        journal={"max_bytes": 500_000, "partial_every_s": 0.2},
     )
     run = Command("train", "run.toml", folder=project)
     metrics = project / "run" / "metrics.jsonl"

@@ -10,7 +10,7 @@ from project import Command, make_project, steps_in
 
 from millrace.cli.main import main
 from millrace.monitoring.files.metrics import read_metrics
-from millrace.monitoring.report.ledger import read_account
+from millrace.monitoring.report.ledger import read_report
 
 
 @pytest.fixture
@@ -115,9 +115,9 @@ def test_a_run_outlives_its_only_scorer_and_resumes_after_a_kill_of_everything(s
     assert steps == list(range(1, len(steps) + 1))
     # What was learned since the checkpoint was learned again from the same groups, not from others.
     assert learned_in(resumed.metrics)[: len(lost)] == lost
-    account = read_account(resumed.metrics.parent)
-    assert account.check() == []
-    assert len(account.closed["trained"]) == 4 * len(steps)
+    report = read_report(resumed.metrics.parent)
+    assert report.check() == []
+    assert len(report.closed["trained"]) == 4 * len(steps)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from millrace.core.staleness import Stamps
 from millrace.environments.rollouts.attempt import PartialRollout
 from millrace.environments.rollouts.replaying_engine import ReplayingEngine
 from millrace.inference.pool import EnginePool
-from millrace.journal.encoding import decode_progress, encode_progress
+from millrace.journal.encoding import decode_completion, encode_completion
 
 LONG = {"max_new_tokens": 40}
 
@@ -41,8 +41,9 @@ async def crash_during(request, *, turns, course=None):
         asking = asyncio.create_task(ReplayingEngine(engine, course=course).generate(request))
         for _ in range(turns):
             await asyncio.sleep(0)
-            if (progress := course.take()) is not None:
-                parts.append(decode_progress(memoryview(encode_progress(progress))))
+            for one in course.take():
+                part = decode_completion(encode_completion(one.part))
+                parts.append(replace(one, part=part))
         asking.cancel()
         with suppress(asyncio.CancelledError):
             await asking
@@ -89,9 +90,9 @@ def told_of(request, completions, *, partial=()):
             asked.hear(make_piece(completion, member=member))
         else:
             asked.hear_end(member, completion)
-    progress = course.take()
-    assert course.take() is None
-    return [progress]
+    tokens = course.take()
+    assert course.take() == []
+    return tokens
 
 
 async def test_what_had_ended_is_told_without_an_engine():
@@ -108,7 +109,7 @@ async def test_what_had_ended_is_told_without_an_engine():
     heard.assert_heard(completions)
     assert course.given.counts == {0: 3}
     assert course.unasked.num_tokens == 0
-    assert course.take() is None, "it is written down already"
+    assert course.take() == [], "it is written down already"
 
 
 async def test_listeners_hear_what_was_told_before_and_then_the_rest():
@@ -193,7 +194,7 @@ async def test_a_branch_goes_on_from_more_than_it_began_with():
     course = PartialRollout()
     course.ask(request).hear(make_piece(make_completion("c")))
     engine, heard = ScriptedEngine("d"), Listener()
-    again = PartialRollout([course.take()])
+    again = PartialRollout(course.take())
     await ReplayingEngine(engine, course=again).generate(request, heard)
     (rest,) = engine.requests
     assert rest.partial.tokens.tolist() == [ord(c) for c in "abc"]
@@ -240,7 +241,7 @@ async def test_what_an_interrupted_engine_had_not_told_is_told_when_it_goes_on_e
     request, course = make_request("group 0/0"), PartialRollout()
     pool = EnginePool([Interrupted()])
     await ReplayingEngine(pool, course=course).generate(request)
-    again = PartialRollout([course.take()])
+    again = PartialRollout(course.take())
     (known,) = again.ask(request).known
     assert known.text == "abcde"
     assert known.tokens.tolist() == [ord(c) for c in "abcde"]

@@ -50,7 +50,7 @@ async def crash(function, answer, *, thread, done):
     playing.cancel()
     with suppress(asyncio.CancelledError):
         await playing
-    return [attempt.course.take()]
+    return attempt.course.take()
 
 
 async def go_on(function, answer, *, thread, known):

@@ -35,13 +35,12 @@ from millrace.core.errors import Filtered, JournalError, ScoreError
 from millrace.core.records import Completion, Group, Request, Sampling, Task
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.replaying_engine import ReplayingEngine
-from millrace.journal import Journal, TaskStatusFile
-from millrace.journal.resuming import Checkpointed, recall, redone_numbers, reissued_numbers
+from millrace.journal import Journal, read_journal
+from millrace.journal.resuming import CheckpointState, resume_history
 from millrace.tasks.curriculum import Curriculum
 
 GROUPS = 2  # of a step
 MAX_STALENESS = 2
-JOURNAL = JournalConfig(segment_bytes=3000, max_bytes=2**20, commit_interval_s=0)
 REPLAY = {"share": 0.5, "capacity": 4, "max_staleness": 6}
 TASKS = [Task(prompt=f"task {n}") for n in range(5)]
 NUM_TOKENS = 4  # of a completion
@@ -139,24 +138,25 @@ class Process:
         saved = Trainer() if checkpoint is None else checkpoint.trainer
         self.trainer = saved.copy()
         version = self.visible = self.trainer.version
-        at = Checkpointed(
+        at = CheckpointState(
             version=version,
             next_number=state.get("next_number", 0),
             unfinished=state.get("unfinished", ()),
             position=state.get("journal"),
         )
-        past, self.doubts = recall(disk.folder, at)
+        history, self.warnings = resume_history(disk.folder, at)
         self.covered = (version, at.position)
         self.tasks = Curriculum(TASKS, seed=0, target=0.5, explore_share=0.2)
         self.tasks.restore(state.get("tasks", {}))
-        for number in past.ledger.open & past.ledger.draws.keys():
-            self.tasks.remember(number, past.ledger.draws[number])
+        for number in history.ledger.open & history.ledger.draws.keys():
+            self.tasks.remember(number, history.ledger.draws[number])
         self.journal = Journal(
             disk.folder,
-            past=past,
+            history=history,
             task_of=self.tasks.redrawn,
-            settings=JOURNAL,
-            open_sink=disk.open,
+            settings=JournalConfig(),
+            commit_interval_s=0,
+            connect=disk.connect,
         )
         self.courses = PartialRollouts(
             self.journal, every_s=1e9
@@ -176,8 +176,8 @@ class Process:
             }
             | {"buffer": {"capacity": 3, "max_staleness": MAX_STALENESS, **more}}
         )
-        taking = max(version, ledger.last_begun)
-        begun = redone_numbers(ledger, after=version)
+        taking = max(version, ledger.last_step)
+        begun = ledger.redone(after=version)
         self.admission = Admission(
             groups_per_step=GROUPS,
             limit=config.buffer.limit,
@@ -217,7 +217,7 @@ class Process:
             courses=self.courses,
             version=taking,
             next_number=ledger.next_number,
-            unfinished=reissued_numbers(ledger),
+            unfinished=sorted(ledger.running),
             begun=begun,
         )
 
@@ -227,11 +227,11 @@ class Process:
         running = self.dispatcher._running.items()
         is_alive = not self.dispatching.done()
         opening = [n for n, one in running if one.stage == "generating" and n not in self.playing]
-        return is_alive and any(number in self.journal._parts for number in opening)
+        return is_alive and any(number in self.journal._has_partials for number in opening)
 
     async def start(self) -> None:
         await self.batches.restore(self.trainer.version)
-        waiting = await self.journal.groups(list(self.journal.ledger.waiting))
+        waiting = await self.journal.read_groups(list(self.journal.ledger.waiting))
         self.dispatching = asyncio.create_task(self.dispatcher.run(waiting))
 
     async def die(self) -> None:
@@ -295,7 +295,9 @@ class Process:
         if outcome == "failed":
             raise ScoreError("no")
         self.tasks.observe(group.number, 0.5)
-        self.journal.observed(group.number, solve_rate=0.5, draw=self.tasks.draw_of(group.number))
+        self.journal.record_solve_rate(
+            group.number, solve_rate=0.5, draw=self.tasks.draw_of(group.number)
+        )
         if outcome == "filtered":
             raise Filtered("dull")
         return replace(group, task=replace(group.task, columns={}))
@@ -319,7 +321,7 @@ class Protocol(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.loop = asyncio.new_event_loop()
-        self.disk = CrashingDisk(self.folder / "journal", attic=self.folder / "attic")
+        self.disk = CrashingDisk(self.folder / "journal")
         self.checkpoints: list[Checkpoint] = []  # the two newest
         self.sampled_at: dict[int, int] = {}
         self.made: dict[int, str] = {}  # the weights of each version that ever was
@@ -393,11 +395,11 @@ class Protocol(RuleBasedStateMachine):
     def crash(self, seed: int) -> None:
         self._crash(seed)
 
-    @rule(seed=st.integers(0, 2**32), syncs=st.integers(0, 3), what=st.integers(0, 3))
-    def lose_power_in_the_middle_of_something(self, seed: int, syncs: int, what: int) -> None:
-        self.disk.syncs_left = syncs
+    @rule(seed=st.integers(0, 2**32), commits=st.integers(0, 3), what=st.integers(0, 3))
+    def lose_power_in_the_middle_of_something(self, seed: int, commits: int, what: int) -> None:
+        self.disk.commits_left = commits
         with suppress(JournalError, ExceptionGroup):
-            for number in sorted(self.process.playing)[: 1 + syncs]:
+            for number in sorted(self.process.playing)[: 1 + commits]:
                 self.process.playing[number].set_result("good")
             if what == 0 and self._can_step():
                 self._run(self._step("well"))
@@ -429,19 +431,21 @@ class Protocol(RuleBasedStateMachine):
     def the_books_add_up(self) -> None:
         ledger = self.process.journal.ledger
         assert ledger.check() == []
-        assert self.process.doubts == [] or "cut short" in self.process.doubts[0]
+        assert self.process.warnings == []
         trained = {n for step in self.process.trainer.learned for n in step}
-        is_redone = {*redone_numbers(ledger, after=self.process.trainer.version)}
-        assert ledger.totals["trained"] == len(trained | is_redone) - len(ledger.in_steps)
+        is_redone = {*ledger.redone(after=self.process.trainer.version)}
+        assert ledger.totals["trained"] == len(trained | is_redone) - len(ledger.training)
         assert not trained & ledger.open
-        fates = TaskStatusFile(self.disk.folder).read(ledger)
-        assert {what: len(numbers) for what, numbers in fates.items()} == +ledger.totals
-        assert {*fates.get("trained", ())} == (trained | is_redone) - ledger.in_steps
+        self._run(self.process.journal.flush())
+        saved = read_journal(self.disk.folder, list_closed=True)
+        assert saved is not None
+        assert saved.ledger == replace(ledger, totals=+ledger.totals)
+        assert {*saved.closed.get("trained", ())} == (trained | is_redone) - ledger.training
 
     @invariant()
     def what_is_open_is_being_played_or_waits(self) -> None:
         cursor = self.process.dispatcher.cursor()
-        is_redone = redone_numbers(self.process.journal.ledger, after=self.process.trainer.version)
+        is_redone = self.process.journal.ledger.redone(after=self.process.trainer.version)
         assert {*cursor["unfinished"]} == self.process.journal.ledger.open | {*is_redone}
 
     def _saved(self) -> int:
@@ -459,7 +463,7 @@ class Protocol(RuleBasedStateMachine):
                 await asyncio.sleep(0)
             while self.process.is_reading:  # noqa: ASYNC110 - in a thread, until it is done
                 await asyncio.sleep(0.001)
-            await self.process.journal.settle()
+            await self.process.journal.flush()
 
     async def _step(self, ends: str) -> None:
         process = self.process
@@ -478,7 +482,7 @@ class Protocol(RuleBasedStateMachine):
         process.dispatcher.finish(group.number for group in taken.fresh)
         process.batches.applied(taken, version=version + 1, was_skipped=False)
         process.admission.take_next(version + 1)
-        process.dispatcher.expire(max(version + 1, process.journal.ledger.last_begun))
+        process.dispatcher.expire(max(version + 1, process.journal.ledger.last_step))
         await self._turn()
 
     async def _checkpoint(self, ends: str) -> None:
@@ -487,7 +491,7 @@ class Protocol(RuleBasedStateMachine):
         cursor = process.dispatcher.cursor()
         state = {"journal": position, **cursor, "tasks": process.tasks.state()}
         kept = process.trainer.copy()
-        await process.journal.settle()
+        await process.journal.flush()
         if ends == "unsaved":
             return
         self.checkpoints = [*self.checkpoints, Checkpoint(trainer=kept, run_state=state)][-2:]
@@ -495,7 +499,9 @@ class Protocol(RuleBasedStateMachine):
             return
         (version, at), process.covered = process.covered, (kept.version, position)
         if at is not None:
-            await process.journal.cover(version, position=at, keep=process.batches.may_return)
+            await process.journal.discard_covered(
+                version, position=at, keep=process.batches.may_return
+            )
 
     def _start(self) -> None:
         newest = self.checkpoints[-1] if self.checkpoints else None
@@ -508,17 +514,19 @@ class Protocol(RuleBasedStateMachine):
         return process
 
     def _crash(self, seed: int) -> None:
-        admitted = set(self.process.journal._places) & set(self.process.journal.ledger.live)
+        saved = read_journal(self.disk.folder)
+        assert saved is not None
+        admitted = saved.ledger.retained & self.process.journal.ledger.retained
         sampled_at = dict(self.sampled_at)  # of what is there before it is played again
-        self.disk.syncs_left = 0
+        self.disk.commits_left = 0
         self._run(self.process.die())
         self.disk.crash(seed)
         self._start()
         ledger = self.process.journal.ledger
         trained = {n for step in self.process.trainer.learned for n in step}
-        for number in admitted - ledger.live - trained:
+        for number in admitted - ledger.retained - trained:
             # Too stale for the next take, so that it is played again.
-            assert ledger.last_begun - sampled_at[number] > MAX_STALENESS, "it is lost"
+            assert ledger.last_step - sampled_at[number] > MAX_STALENESS, "it is lost"
             if number not in ledger.open:  # for the last time
                 assert ledger.totals["dropped: stale"] > 0
 
@@ -526,7 +534,7 @@ class Protocol(RuleBasedStateMachine):
         """What each group in flight had sampled, it goes on with, unless that is too stale."""
         before = _sampled(self.process)
         self._crash(seed)
-        oldest = self.process.journal.ledger.last_begun - MAX_STALENESS
+        oldest = self.process.journal.ledger.last_step - MAX_STALENESS
         after = _sampled(self.process)
         for (number, seed, index), tokens in before.items():
             if number in self.process.sampling and min(v for _, v in tokens) >= oldest:

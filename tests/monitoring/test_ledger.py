@@ -1,5 +1,8 @@
 """`millrace inspect --ledger`."""
 
+import sqlite3
+from contextlib import closing
+
 import pytest
 from fakes import make_group
 
@@ -7,35 +10,34 @@ from millrace.cli.main import main
 from millrace.config import JournalConfig
 from millrace.core.records import Task
 from millrace.journal import Journal, JournalHistory, Ledger, read_journal
-from millrace.journal.records import ClosedRecord
 
 
 async def write_journal(
-    folder, *, bad: bool = False, past: JournalHistory | None = None, first: int = 0
+    folder, *, bad: bool = False, history: JournalHistory | None = None, first: int = 0
 ) -> None:
-    past = past or JournalHistory(ledger=Ledger.begin())
-    version = past.ledger.last_begun
+    history = history or JournalHistory(ledger=Ledger.begin())
+    version = history.ledger.last_step
     journal = Journal(
         folder,
-        past=past,
+        history=history,
         task_of=lambda number, draw: Task(prompt=str(number)),
         settings=JournalConfig(),
     )
     for number in range(first, first + 8):
-        journal.issued(number, draw=None)
-    journal.closed(first, outcome="dropped", reason="zero_variance")
-    journal.closed(first + 3, outcome="failed", reason="score")
+        journal.issue_task(number, draw=None)
+    journal.close_task(first, outcome="dropped", reason="zero_variance")
+    journal.close_task(first + 3, outcome="failed", reason="score")
     for number in (1, 2, 4, 5, 6):
-        await journal.admitted(make_group(first + number))
-    await journal.begun(version + 1, fresh=[first + 1, first + 2])
-    journal.applied(version + 1, was_skipped=False)
-    await journal.begun(version + 2, fresh=[first + 4, first + 5])
+        await journal.admit_group(make_group(first + number))
+    await journal.begin_step(version + 1, fresh=[first + 1, first + 2])
+    journal.finish_step(version + 1, was_skipped=False)
+    await journal.begin_step(version + 2, fresh=[first + 4, first + 5])
     if bad:
-        journal._append(ClosedRecord(number=1, outcome="dropped", reason="stale"))
+        journal.close_task(1, outcome="dropped", reason="stale")
     await journal.close()
 
 
-async def test_the_ledger_accounts_for_every_number(tmp_path, capsys):
+async def test_the_ledger_lists_every_task(tmp_path, capsys):
     await write_journal(tmp_path / "journal")
     assert main(["inspect", str(tmp_path), "--ledger"]) == 0
     rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
@@ -45,47 +47,48 @@ async def test_the_ledger_accounts_for_every_number(tmp_path, capsys):
         "trained": ["2", "by 1 steps: 1-2"],
         "dropped: zero_variance": ["1", "0"],
         "failed: score": ["1", "3"],
-        "pending: in a step": ["2", "4-5"],
-        "pending: waiting": ["1", "6"],
-        "pending: to be played": ["1", "7"],
-        "step 1": ["2", "1-2"],
+        "training": ["2", "4-5"],
+        "waiting": ["1", "6"],
+        "running": ["1", "7"],
+        "step 1, applied": ["2", "1-2"],
         "step 2, begun": ["2", "4-5"],
     }
 
 
 @pytest.mark.parametrize(
-    ("number", "fate"),
+    ("number", "status"),
     [
         (0, "dropped: zero_variance"),
         (2, "trained"),
-        (5, "pending: in a step"),
-        (6, "pending: waiting"),
-        (7, "pending: to be played"),
+        (5, "training"),
+        (6, "waiting"),
+        (7, "running"),
         (8, "not issued"),
     ],
 )
-async def test_the_ledger_says_what_became_of_one_number(tmp_path, capsys, number, fate):
+async def test_the_ledger_gives_the_status_of_one_task(tmp_path, capsys, number, status):
     await write_journal(tmp_path / "journal")
     assert main(["inspect", str(tmp_path), "--number", str(number)]) == 0
-    assert capsys.readouterr().out == f"{number}: {fate}\n"
+    assert capsys.readouterr().out == f"{number}: {status}\n"
 
 
-async def test_a_number_that_is_counted_but_not_written_down_is_an_error(tmp_path, capsys):
+async def test_a_task_without_a_row_is_an_error(tmp_path, capsys):
     await write_journal(tmp_path / "journal")
-    await write_journal(tmp_path / "journal", past=read_journal(tmp_path / "journal"), first=8)
-    (tmp_path / "journal" / "fates.bin").unlink()
+    await write_journal(tmp_path / "journal", history=read_journal(tmp_path / "journal"), first=8)
+    with closing(sqlite3.connect(tmp_path / "journal" / "journal.db")) as db, db:
+        db.execute("DELETE FROM tasks WHERE number = 2")
     assert main(["inspect", str(tmp_path), "--ledger"]) == 1
-    assert "4 numbers count as 'trained', and 2 are written down" in capsys.readouterr().err
+    assert "Task 2 has no status." in capsys.readouterr().err
 
 
-async def test_books_that_do_not_add_up_are_an_error(tmp_path, capsys):
+async def test_a_ledger_that_does_not_add_up_is_an_error(tmp_path, capsys):
     await write_journal(tmp_path / "journal", bad=True)
     assert main(["inspect", str(tmp_path), "--ledger"]) == 1
     error = capsys.readouterr().err
     assert "does not add up" in error
-    assert "Number 1 was dropped: stale when it could not be." in error
+    assert "Task 1 was dropped: stale in a state that rules this out." in error
 
 
 def test_a_folder_without_a_journal_is_a_sentence(tmp_path, capsys):
     assert main(["inspect", str(tmp_path), "--ledger"]) == 2
-    assert "holds no journal" in capsys.readouterr().err
+    assert "has no journal" in capsys.readouterr().err

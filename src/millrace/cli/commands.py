@@ -99,12 +99,12 @@ def join(args: argparse.Namespace) -> int:
 
 def _ledger(run_dir: Path, console: Any, *, number: int | None) -> int:
     from millrace.core.errors import JournalError
-    from millrace.monitoring.report.ledger import ledger_table, read_account
+    from millrace.monitoring.report.ledger import ledger_table, read_report
 
-    account = read_account(run_dir)
-    shown = ledger_table(account) if number is None else f"{number}: {account.fate(number)}"
+    report = read_report(run_dir)
+    shown = ledger_table(report) if number is None else f"{number}: {report.status(number)}"
     console.print(shown, highlight=False)
-    if troubles := account.check():
+    if troubles := report.check():
         raise JournalError(f"The ledger of {run_dir} does not add up: {' '.join(troubles)}")
     return DONE
 

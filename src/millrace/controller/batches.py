@@ -16,7 +16,7 @@ from millrace.controller.replay import build_replay, spread
 from millrace.core.microbatch import Batch
 from millrace.core.records import Group
 from millrace.journal import Journal, NoJournal
-from millrace.journal.records import BegunRecord
+from millrace.journal.ledger import LedgerStep
 from millrace.training.packing.packer import pack_minibatches
 
 
@@ -66,14 +66,16 @@ class Batches:
         """The batch for the step after `version`, once there are enough groups."""
         step = self._journal.ledger.steps.get(version + 1)
         if step is not None:
-            return await self._same(step.begun)
+            return await self._same(step)
         replayed = [] if self._replay is None else self._replay.draw(version)
         self._on_replay(len(replayed))
         num_fresh = self._config.trainer.groups_per_step - len(replayed)
         fresh = await self._buffer.take(num_fresh, version=version)
         if self._in_order:
             fresh.sort(key=lambda group: group.number)
-        await self._journal.begun(version + 1, fresh=_numbers(fresh), replayed=_numbers(replayed))
+        await self._journal.begin_step(
+            version + 1, fresh=_numbers(fresh), replayed=_numbers(replayed)
+        )
         return await asyncio.to_thread(self._pack, fresh, replayed)
 
     async def redo(
@@ -82,14 +84,13 @@ class Batches:
         """The versions after one, and the batches of the steps that made them, for a trainer that
         has lost them. Changes nothing here."""
         for version in range(after + 1, through + 1):
-            begun = self._journal.ledger.steps[version].begun
-            taken = await self._again(begun)
+            taken = await self._again(self._journal.ledger.steps[version])
             yield version, taken.batches
 
     def applied(self, taken: Taken, *, version: int, was_skipped: bool) -> None:
         """The trainer has reached `version` by it. If all of its updates were applied, what is new
         of it may be trained once more."""
-        self._journal.applied(version, was_skipped=was_skipped)
+        self._journal.finish_step(version, was_skipped=was_skipped)
         if self._replay is not None and not was_skipped:
             self._replay.keep(taken.fresh)
 
@@ -104,22 +105,22 @@ class Batches:
         if self._replay is None:
             return
         steps = [step for v, step in self._journal.ledger.steps.items() if v <= version]
-        gone = {number for step in steps for number in step.begun.replayed}
+        gone = {number for step in steps for number in step.replayed}
         for step in steps:
             if not step.was_skipped:
-                left = [number for number in step.begun.fresh if number not in gone]
-                self._replay.keep(await self._journal.groups(left))
+                left = [number for number in step.fresh if number not in gone]
+                self._replay.keep(await self._journal.read_groups(left))
 
-    async def _same(self, begun: BegunRecord) -> Taken:
+    async def _same(self, step: LedgerStep) -> Taken:
         """A batch that was taken before a crash."""
         if self._replay is not None:
-            self._replay.forget(begun.replayed)
-        self._on_replay(len(begun.replayed))
-        return await self._again(begun)
+            self._replay.forget(step.replayed)
+        self._on_replay(len(step.replayed))
+        return await self._again(step)
 
-    async def _again(self, begun: BegunRecord) -> Taken:
-        fresh = await self._journal.groups(begun.fresh)
-        replayed = await self._journal.groups(begun.replayed)
+    async def _again(self, step: LedgerStep) -> Taken:
+        fresh = await self._journal.read_groups(step.fresh)
+        replayed = await self._journal.read_groups(step.replayed)
         return await asyncio.to_thread(self._pack, fresh, replayed)
 
     def _pack(self, fresh: list[Group], replayed: list[Group]) -> Taken:

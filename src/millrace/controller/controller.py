@@ -40,7 +40,6 @@ from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
 from millrace.inference.pool import EnginePool
 from millrace.journal import Journal, NoJournal
-from millrace.journal.resuming import redone_numbers
 from millrace.monitoring.files.skipped_steps import SkippedSteps
 from millrace.monitoring.monitor import SCORES, RunGauges, RunMonitor
 from millrace.scoring.advantages.estimators import PAIRS
@@ -100,8 +99,8 @@ class Controller:
         self._watcher = watcher
         self._skipped = skipped
         self._journal = journal
-        begun = redone_numbers(journal.ledger, after=cursor.version)
-        taking = max(cursor.version, journal.ledger.last_begun)  # version of the first new take
+        begun = journal.ledger.redone(after=cursor.version)
+        taking = max(cursor.version, journal.ledger.last_step)  # version of the first new take
         # Where a run must come out the same each time, all of a group begins together.
         goes_on = config.journal.enabled and config.weights.interrupt != "barrier"
         self._courses = PartialRollouts(
@@ -168,7 +167,7 @@ class Controller:
 
     async def _run(self) -> Outcome:
         await self._batches.restore(self._learner.version)
-        waiting = await self._journal.groups(list(self._journal.ledger.waiting))
+        waiting = await self._journal.read_groups(list(self._journal.ledger.waiting))
         async with asyncio.TaskGroup() as activities:
             watching = activities.create_task(self._watcher.run(self.moment))
             await self._examiner.begin(activities)
@@ -350,7 +349,9 @@ class Controller:
         judged = await self._scorers.judge(group, scoring)
         number, solve_rate = group.number, judged.solve_rate(self._config.evaluate.solved_at)
         self._tasks.observe(number, solve_rate)
-        self._journal.observed(number, solve_rate=solve_rate, draw=self._tasks.draw_of(number))
+        self._journal.record_solve_rate(
+            number, solve_rate=solve_rate, draw=self._tasks.draw_of(number)
+        )
         return await self._scorers.shape(judged)
 
     def _engine_waits_for(self) -> str:

@@ -36,7 +36,7 @@ from millrace.core.staleness import StalenessLimit, Stamps, Waiting
 from millrace.environments.rollouts.attempt import Attempt, Cancellations, Expired
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.journal import Journal, NoJournal
-from millrace.journal.records import Outcome
+from millrace.journal.ledger import Outcome
 
 S = TypeVar("S", bound=Scoring)
 
@@ -193,7 +193,7 @@ class Dispatcher(Generic[S]):
             if admitted is None:
                 group = await self._play_and_score(running)
                 running.stage = "waiting"
-                await self._journal.admitted(group)
+                await self._journal.admit_group(group)
             else:
                 group = self._still_fit(admitted, running)
             await self._admit(group)
@@ -278,13 +278,13 @@ class Dispatcher(Generic[S]):
             self._drop(number, outcome="dropped", reason="stale")
             self._num_stale += 1
             return
-        self._journal.reopened(number)
+        self._journal.reopen_task(number)
         self._open.discard(number)
         self._tries[number] = tries
         self._reissue.appendleft(number)
 
     def _drop(self, number: int, *, outcome: Outcome, reason: str) -> None:
-        self._journal.closed(number, outcome=outcome, reason=reason)
+        self._journal.close_task(number, outcome=outcome, reason=reason)
         self._close(number)
 
     def _close(self, number: int) -> None:
@@ -299,5 +299,5 @@ class Dispatcher(Generic[S]):
             number = self._next_number
             self._next_number += 1
         self._open.add(number)
-        self._journal.issued(number, draw=self._draw_of(number))
+        self._journal.issue_task(number, draw=self._draw_of(number))
         return Attempt(number, tries=self._tries.get(number, 0))

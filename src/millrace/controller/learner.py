@@ -174,7 +174,7 @@ class Learner:
     async def _save(self, *, is_last: bool) -> None:
         at = _Covered(version=self.version, position=self._journal.position)
         run_state = {"version": self.version, "journal": at.position, **self._run_state()}
-        await self._journal.settle()  # no checkpoint is ahead of it
+        await self._journal.flush()  # no checkpoint is ahead of it
         save = self._checkpointing.save_last if is_last else self._checkpointing.save
         await save(self.version, run_state=run_state, on_saved=lambda: self._begin_cover(at))
 
@@ -193,7 +193,7 @@ class Learner:
         while (covered := self._to_cover) is not None:
             self._to_cover = None
             if covered.position is not None:
-                await self._journal.cover(
+                await self._journal.discard_covered(
                     covered.version, position=covered.position, keep=self._batches.may_return
                 )
 

@@ -28,13 +28,6 @@ class StreamedTokens:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class GroupProgress:
-    """What a group was told since its last one."""
-
-    told: tuple[StreamedTokens, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KnownTokens:
     """A completion as far as it was told; finish "interrupt" = it goes on."""
 

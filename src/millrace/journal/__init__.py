@@ -1,14 +1,11 @@
-"""The journal of a run: what must survive a crash of anything, written ahead.
+"""The journal of a run: a SQLite database of everything that a crash must not lose.
 
-Promise: what was said to be durable is there after any crash, in order; what was not is there as a
-beginning of it, or not at all. Nothing read from a journal is trusted before its checksum was.
-Torch-free.
+Promise: what was reported as durable is there after any crash, in order; a change that was not is
+there as a whole or not at all. No payload is used before its checksum was verified. Torch-free.
 """
 
-from millrace.journal.absent import NoJournal
-from millrace.journal.fates import TaskStatusFile
-from millrace.journal.journal import Journal
+from millrace.journal.journal import Journal, NoJournal
 from millrace.journal.ledger import Ledger
 from millrace.journal.reading import JournalHistory, read_journal
 
-__all__ = ["Journal", "JournalHistory", "Ledger", "NoJournal", "TaskStatusFile", "read_journal"]
+__all__ = ["Journal", "JournalHistory", "Ledger", "NoJournal", "read_journal"]

@@ -1,102 +1,73 @@
-"""Records as bytes, and behind them groups, or their progress.
+"""Groups and streamed tokens as bytes: the payloads of a journal.
 
-    uint32 length of the record | the record, msgpack | the frames of what it brings, if anything
+    uint32 length | frame, for each frame of millrace.cluster.wire, little-endian
 
-Promise: decoding gives a valid record or raises JournalError, whatever bytes it is handed, and
-allocates no more than they are long. Nothing is ever unpickled.
+Promise: decoding returns a valid record or raises JournalError, whatever bytes it is given, and
+allocates no more than they are long. Nothing is unpickled. Torch-free.
 """
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import msgspec
+import xxhash
 
 from millrace.cluster.wire import Decoder, Frame, WireError, encode
 from millrace.core.errors import JournalError
-from millrace.core.partials import GroupProgress
-from millrace.core.records import Group, Task
-from millrace.journal.records import AnyRecord
+from millrace.core.records import Completion, Group, Task
 
 _LENGTH = struct.Struct("<I")
 _NO_TASK = Task(prompt="")
-_records = msgspec.msgpack.Decoder(AnyRecord)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A record as it was read."""
-
-    record: AnyRecord
-    content: memoryview  # encoded; empty for a record that brings nothing
-
-
-def encode_record(record: AnyRecord, *, content: bytes | memoryview = b"") -> list[Frame]:
-    header = msgspec.msgpack.encode(record)
-    return [_LENGTH.pack(len(header)), header, content]
-
-
-def decode_record(payload: memoryview) -> Entry:
-    header, rest = _cut(payload)
-    try:
-        return Entry(record=_records.decode(header), content=rest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise JournalError(f"What was read is not a record of a journal: {error}.") from None
+def checksum(payload: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(payload)
 
 
 def encode_group(group: Group) -> bytes:
-    """All but its task, which may hold anything, and which its number stands for."""
+    """The group without its task, which may hold any object and is known by its number."""
     try:
-        frames = encode(replace(group, task=_NO_TASK))
+        return _pack(encode(replace(group, task=_NO_TASK)))
     except WireError as error:
         raise JournalError(
             f"Group {group.number} cannot be written to the journal: {error} Or set journal.enabled"
             " to false."
         ) from None
-    return _strung(frames)
 
 
-def decode_group(data: memoryview, *, task: Task) -> Group:
+def decode_group(payload: bytes, *, task: Task) -> Group:
     try:
-        group = Decoder(Group).decode(_frames(data))
+        return replace(Decoder(Group).decode(_unpack(payload)), task=task)
     except WireError as error:
-        raise JournalError(f"What was read is not a group of a journal: {error}") from None
-    return replace(group, task=task)
+        raise JournalError(f"A payload of the journal is not a group: {error}") from None
 
 
-def encode_progress(progress: GroupProgress) -> bytes:
-    return _strung(encode(progress))
+def encode_completion(completion: Completion) -> bytes:
+    return _pack(encode(completion))
 
 
-def decode_progress(data: memoryview) -> GroupProgress:
+def decode_completion(payload: bytes) -> Completion:
     try:
-        return Decoder(GroupProgress).decode(_frames(data))
+        return Decoder(Completion).decode(_unpack(payload))
     except WireError as error:
-        raise JournalError(f"What was read is no progress of a group: {error}") from None
+        raise JournalError(f"A payload of the journal is not a completion: {error}") from None
 
 
-def _strung(frames: Sequence[Frame]) -> bytes:
-    return b"".join(part for frame in frames for part in (_LENGTH.pack(_size(frame)), frame))
+def _pack(frames: Sequence[Frame]) -> bytes:
+    sized = ((_LENGTH.pack(memoryview(frame).nbytes), frame) for frame in frames)
+    return b"".join(part for pair in sized for part in pair)
 
 
-def _frames(data: memoryview) -> list[Frame]:
+def _unpack(payload: bytes) -> list[Frame]:
     frames: list[Frame] = []
-    while len(data):
-        frame, data = _cut(data)
-        frames.append(frame)
+    rest = memoryview(payload)
+    while rest:
+        if len(rest) < _LENGTH.size:
+            raise JournalError("A payload of the journal ends in the middle of a length.")
+        (length,) = _LENGTH.unpack(rest[: _LENGTH.size])
+        end = _LENGTH.size + length
+        if end > len(rest):
+            raise JournalError(f"A payload of the journal ends before its frame of {length} bytes.")
+        frames.append(rest[_LENGTH.size : end])
+        rest = rest[end:]
     return frames
-
-
-def _cut(data: memoryview) -> tuple[memoryview, memoryview]:
-    """The first part, which its length precedes, and the rest."""
-    if len(data) < _LENGTH.size:
-        raise JournalError("What was read ends in the middle of a length.")
-    (length,) = _LENGTH.unpack(data[: _LENGTH.size])
-    end = _LENGTH.size + length
-    if end > len(data):
-        raise JournalError(f"What was read says that {length} bytes follow, and they do not.")
-    return data[_LENGTH.size : end], data[end:]
-
-
-def _size(frame: Frame) -> int:
-    return memoryview(frame).nbytes

@@ -1,41 +1,42 @@
-"""The journal while a run goes on: what happened is appended, and read again to redo it.
+"""The journal of a live run: changes are committed to a database, and read again to redo them.
 
-Promise: admitted() and begun() return when that is durable; everything else is written in order
-with them. What is not needed any more is given up once a good checkpoint covers it, so that the
-size is bounded by what waits and by the steps since the last checkpoints.
+Promise: admit_group(), append_tokens() and begin_step() return when their change is durable; all
+others are committed in order with them. A task is trained at most once. The database is bounded by
+the groups that wait and by the steps since the last checkpoints, plus one small row per task.
 
-Used from the controller's event loop. Encoding and the disk are the writer's thread.
+Called from the controller's event loop. Encoding and SQL run in the writer's thread; reading runs
+in threads with connections of their own.
 """
 
 import asyncio
+import sqlite3
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from millrace.config import JournalConfig
 from millrace.core.errors import JournalError
-from millrace.core.partials import GroupProgress
+from millrace.core.partials import StreamedTokens
 from millrace.core.records import Group, Task
-from millrace.journal.encoding import decode_group, decode_progress
-from millrace.journal.fates import TaskStatusFile
-from millrace.journal.reading import JournalHistory
-from millrace.journal.records import (
-    AdmittedRecord,
-    AnyRecord,
-    AppliedRecord,
-    BegunRecord,
-    CarriedRecord,
-    ClosedRecord,
-    IssuedRecord,
-    ObservedRecord,
-    Outcome,
-    ProgressedRecord,
-    ReopenedRecord,
+from millrace.journal.database import (
+    FORMAT_VERSION,
+    TABLES,
+    Connect,
+    connect_file,
+    open_writer,
 )
-from millrace.journal.segments import FileSink, OpenSink, RecordLocation, Segments, UnsyncedSink
-from millrace.journal.writer import Content, Writer, write_failure
+from millrace.journal.encoding import checksum, encode_completion, encode_group
+from millrace.journal.ledger import TRAINED, UNKNOWN, Ledger, LedgerStep, Observation, Outcome
+from millrace.journal.reading import JournalHistory, read_groups, read_tokens
+from millrace.journal.writer import (
+    COMMIT_INTERVAL_S,
+    Change,
+    JournalWriter,
+    set_meta,
+    write_failure,
+)
 
-TaskOf = Callable[[int, int | None], Task]  # of a number, and of what its stream had drawn for it
+TaskOf = Callable[[int, int | None], Task]  # of a number and its draw
 
 
 class Journal:
@@ -43,225 +44,309 @@ class Journal:
         self,
         folder: Path,
         *,
-        past: JournalHistory,
+        history: JournalHistory,
         task_of: TaskOf,
         settings: JournalConfig,
-        open_sink: OpenSink | None = None,
+        commit_interval_s: float = COMMIT_INTERVAL_S,
+        connect: Connect = connect_file,
     ) -> None:
-        """Goes on behind `past`; what else lies in the folder and is not part of it is removed."""
-        self.ledger = past.ledger
+        """Continues after `history`, or replaces the database if that is new."""
+        self.ledger = history.ledger
+        self._folder = folder
         self._task_of = task_of
         self._max_bytes = settings.max_bytes
-        self._places = past.places
-        self._parts = past.parts
-        self._admitting: set[int] = set()  # numbers whose groups are being written
-        self._position = past.position
-        self._sizes = dict(past.sizes)  # of the segments before those of the writer
-        self._fates = TaskStatusFile(folder)
-        sink = open_sink or (FileSink if settings.fsync else UnsyncedSink)
-        self._segments = Segments(folder, open_sink=sink)
-        self._reading = asyncio.Lock()  # what is read is not given up meanwhile
+        self._has_partials = set(history.has_partials)
+        self._position = history.position
+        self._num_problems = len(history.ledger.problems)  # on record
         try:
-            self._writer = Writer(
-                self._segments,
-                first=self._tidy(past),
-                segment_bytes=settings.segment_bytes,
-                commit_interval_s=settings.commit_interval_s,
-            )
-        except OSError as error:
+            db = open_writer(folder, fsync=settings.fsync, connect=connect)
+            if not history.is_new:
+                _check_unchanged(db, history, folder)
+            self._writer = JournalWriter(db, folder=folder, commit_interval_s=commit_interval_s)
+        except (sqlite3.Error, OSError) as error:
             raise write_failure(error, folder) from None
-        self._append(self.ledger.snapshot())
-
-    def _tidy(self, past: JournalHistory) -> int:
-        """Leave whole segments only; returns the number of the next."""
-        folder = self._segments.folder
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        ids = self._segments.ids()
-        if past.sizes and past.sizes != self._whole_sizes(ids, past):
-            raise JournalError(
-                f"The journal in {str(folder)!r} was written to while it was read; start again."
-            )
-        if past.torn is not None:
-            self._segments.cut(past.torn.segment, end=past.torn.end)
-        self._segments.remove([segment for segment in ids if segment not in past.sizes])
-        self._fates.begin(self.ledger)  # before the snapshot, which has only counts of them
-        return max(ids, default=0) + 1
-
-    def _whole_sizes(self, ids: Sequence[int], past: JournalHistory) -> dict[int, int]:
-        """Bytes by segment, without the torn end that is known."""
-        sizes = {segment: self._segments.path(segment).stat().st_size for segment in ids}
-        if past.torn is not None and past.torn.segment in sizes:
-            sizes[past.torn.segment] -= past.torn.num_bytes
-        return sizes
+        self._last = self._append(_begin(history))
 
     @property
     def num_bytes(self) -> int:
-        return sum({**self._sizes, **self._writer.sizes}.values())
+        return self._writer.num_bytes
 
     @property
     def is_too_large(self) -> bool:
-        """A checkpoint would let it shrink."""
+        """True if a checkpoint should be made so that the journal can shrink."""
         return self.num_bytes > self._max_bytes
 
     @property
     def position(self) -> int:
-        """Of the last record so far."""
+        """The number of changes so far."""
         return self._position
 
-    def issued(self, number: int, *, draw: int | None) -> None:
-        """Nothing is written where a number is tried again."""
+    def issue_task(self, number: int, *, draw: int | None) -> None:
+        """Record a new task; one that is tried again is on record."""
         if number >= self.ledger.next_number:
-            self._append(IssuedRecord(number=number, draw=draw))
-
-    def observed(self, number: int, *, solve_rate: float, draw: int | None) -> None:
-        """Nothing is written where the stream of tasks does not learn."""
-        if draw is not None:
-            self._append(ObservedRecord(number=number, solve_rate=solve_rate, draw=draw))
-
-    async def progressed(
-        self, number: int, *, tries: int, part: int, progress: GroupProgress
-    ) -> None:
-        """Of a group in flight. Returns when a crash cannot lose that any more."""
-        record = ProgressedRecord(number=number, tries=tries, part=part)
-        place = await asyncio.wrap_future(self._append(record, content=progress))
-        assert place is not None
-        if number in self.ledger.playing:
-            self._parts.add(record, place)
-
-    async def progress(self, number: int) -> list[GroupProgress]:
-        """What is known of a group that is to be played: of the try that goes on, in order."""
-        if number not in self._parts:
-            return []
-        async with self._reading:
-            places = self._parts.of(number, tries=self.ledger.tries.get(number, 0))
-            return await asyncio.to_thread(
-                lambda: [decode_progress(self._segments.read_at(place)) for place in places]
+            self.ledger.issue(number, draw=draw)
+            self._execute(
+                "INSERT INTO tasks (number, status, draw) VALUES (?, 'running', ?)", (number, draw)
             )
 
-    async def admitted(self, group: Group) -> None:
-        """Its group may be trained, now that a crash cannot lose it."""
-        self._parts.drop(group.number)
-        writing = self._append(AdmittedRecord(number=group.number), content=group)
-        self._admitting.add(group.number)
-        try:
-            place = await asyncio.wrap_future(writing)
-        finally:
-            self._admitting.discard(group.number)
-        assert place is not None
-        self._places[group.number] = place
+    def record_solve_rate(self, number: int, *, solve_rate: float, draw: int | None) -> None:
+        """Record what a curriculum learned; without a draw there is no curriculum."""
+        if draw is None:
+            return
+        row = (self._position + 1, number, draw, solve_rate)
+        self.ledger.observations.append(
+            Observation(position=row[0], number=number, draw=draw, solve_rate=solve_rate)
+        )
+        self._execute("INSERT INTO observations VALUES (?, ?, ?, ?)", row)
 
-    def reopened(self, number: int) -> None:
-        self._places.pop(number, None)
-        self._parts.drop(number)
-        self._append(ReopenedRecord(number=number))
+    async def append_tokens(
+        self, number: int, *, tries: int, tokens: Sequence[StreamedTokens]
+    ) -> None:
+        """Record tokens of a running task; those of an attempt that was given up are ignored."""
+        is_current = tries == self.ledger.tries.get(number, 0)
+        if not is_current or number not in self.ledger.running:
+            return
+        self._has_partials.add(number)
 
-    def closed(self, number: int, *, outcome: Outcome, reason: str) -> None:
-        self._parts.drop(number)
-        self._append(ClosedRecord(number=number, outcome=outcome, reason=reason))
+        def insert(db: sqlite3.Connection) -> None:
+            for one in tokens:
+                payload = encode_completion(one.part)
+                row = (number, one.request, one.digest, one.member, one.start)
+                db.execute(
+                    "INSERT INTO partials (number, request, digest, member, start, num_tokens,"
+                    " payload, checksum) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (*row, len(one.part.tokens), payload, checksum(payload)),
+                )
 
-    async def begun(
+        await asyncio.wrap_future(self._append(insert))
+
+    async def read_tokens(self, number: int) -> list[StreamedTokens]:
+        """The recorded tokens of the current attempt at a running task."""
+        if number not in self._has_partials:
+            return []
+        return await asyncio.to_thread(read_tokens, self._folder, number)
+
+    async def admit_group(self, group: Group) -> None:
+        """The group may be trained when this returns: a crash cannot lose it."""
+        number = group.number
+        self.ledger.admit(number)
+        self._has_partials.discard(number)
+        admitted = self._position + 1
+
+        def insert(db: sqlite3.Connection) -> None:
+            payload = encode_group(group)
+            db.execute(
+                "INSERT OR REPLACE INTO groups VALUES (?, ?, ?)",
+                (number, payload, checksum(payload)),
+            )
+            db.execute("DELETE FROM partials WHERE number = ?", (number,))
+            db.execute(
+                "UPDATE tasks SET status = 'waiting', admitted = ? WHERE number = ?",
+                (admitted, number),
+            )
+
+        await asyncio.wrap_future(self._append(insert))
+
+    def reopen_task(self, number: int) -> None:
+        """The tokens of its attempt have become too stale; another attempt follows."""
+        self.ledger.reopen(number)
+        self._discard(
+            number,
+            "UPDATE tasks SET status = 'running', admitted = NULL, tries = tries + 1"
+            " WHERE number = ?",
+            (number,),
+        )
+
+    def close_task(self, number: int, *, outcome: Outcome, reason: str) -> None:
+        """The task will not be trained."""
+        if not self.ledger.close(number, f"{outcome}: {reason}"):
+            self._append(lambda db: None)  # records the problem
+            return
+        self._discard(
+            number,
+            "UPDATE tasks SET status = ?, reason = ? WHERE number = ?",
+            (outcome, reason, number),
+        )
+
+    async def begin_step(
         self, version: int, *, fresh: Iterable[int], replayed: Iterable[int] = ()
     ) -> None:
-        """From here on the step that makes `version` is of these groups, whatever happens."""
-        record = BegunRecord(version=version, fresh=tuple(fresh), replayed=tuple(replayed))
-        await asyncio.wrap_future(self._append(record))
+        """When this returns, the step that makes `version` learns from these groups, in this order,
+        however often it is redone."""
+        step = LedgerStep(version=version, fresh=tuple(fresh), replayed=tuple(replayed))
+        self.ledger.begin_step(step)
 
-    def applied(self, version: int, *, was_skipped: bool) -> None:
-        self._append(AppliedRecord(version=version, was_skipped=was_skipped))
+        def insert(db: sqlite3.Connection) -> None:
+            _insert_step(db, step)
+            rows = [(number,) for number in step.fresh]
+            db.executemany("UPDATE tasks SET status = 'training' WHERE number = ?", rows)
 
-    async def groups(self, numbers: Sequence[int]) -> list[Group]:
-        """As they were admitted."""
+        await asyncio.wrap_future(self._append(insert))
+
+    def finish_step(self, version: int, *, was_skipped: bool) -> None:
+        """The trainer has reached `version`."""
+        if self.ledger.finish_step(version, was_skipped=was_skipped):
+            step = self.ledger.steps[version]
+            self._append(lambda db: _finish_step(db, step))
+
+    async def read_groups(self, numbers: Sequence[int]) -> list[Group]:
+        """Groups as they were admitted."""
+        if not numbers:
+            return []
         tasks = [self._task_of(number, self.ledger.draws.get(number)) for number in numbers]
-        async with self._reading:
-            return await asyncio.to_thread(self._read, numbers, tasks)
+        return await asyncio.to_thread(read_groups, self._folder, numbers, tasks=tasks)
 
-    async def settle(self) -> None:
-        """Returns when all that was written so far is durable."""
+    async def flush(self) -> None:
+        """Returns when all changes so far are durable."""
         await asyncio.wrap_future(self._last)
 
-    async def cover(self, version: int, *, position: int, keep: Collection[int] = ()) -> None:
-        """There is a good checkpoint of `version`, made when `position` was the last record. Give
-        up what only an older one would need; `keep` are groups that may be trained once more."""
+    async def discard_covered(
+        self, version: int, *, position: int, keep: Collection[int] = ()
+    ) -> None:
+        """There is a good checkpoint of `version`, made when the journal was at `position`. Delete
+        what only an older one would need; `keep`: groups that may be trained once more."""
         self.ledger.cover(version, position=position, keep=keep)
-        async with self._reading:
-            await self._compact()
+        kept = [step for v, step in self.ledger.steps.items() if v <= version]
+        covered_version = self.ledger.covered_version
+
+        def delete(db: sqlite3.Connection) -> None:
+            set_meta(db, "covered_version", covered_version)
+            db.execute("DELETE FROM observations WHERE position <= ?", (position,))
+            db.execute("DELETE FROM steps WHERE version <= ?", (version,))
+            db.execute("DELETE FROM step_groups WHERE version <= ?", (version,))
+            for step in kept:
+                _insert_step(db, step)
+            db.execute(
+                "DELETE FROM groups WHERE number NOT IN (SELECT number FROM step_groups UNION ALL"
+                " SELECT number FROM tasks WHERE status = 'waiting')"
+            )
+
+        await asyncio.wrap_future(self._append(delete))
 
     async def close(self) -> None:
         await self._writer.close()
 
-    def _append(
-        self, record: AnyRecord, *, content: Content = None
-    ) -> "Future[RecordLocation | None]":
+    def _execute(self, sql: str, row: Sequence[object]) -> None:
+        self._append(lambda db: db.execute(sql, row))
+
+    def _discard(self, number: int, sql: str, row: Sequence[object]) -> None:
+        """Change the status of a task whose group and tokens are not needed any more."""
+        self._has_partials.discard(number)
+
+        def change(db: sqlite3.Connection) -> None:
+            db.execute(sql, row)
+            db.execute("DELETE FROM groups WHERE number = ?", (number,))
+            db.execute("DELETE FROM partials WHERE number = ?", (number,))
+
+        self._append(change)
+
+    def _append(self, change: Change) -> "Future[None]":
         self._position += 1
-        self.ledger.fold(record, position=self._position)
-        self._last = self._writer.append(record, position=self._position, content=content)
+        self._last = self._writer.append(self._with_problems(change), position=self._position)
         return self._last
 
-    def _read(self, numbers: Sequence[int], tasks: Sequence[Task]) -> list[Group]:
-        return [
-            decode_group(self._segments.read_at(self._places[number]), task=task)
-            for number, task in zip(numbers, tasks, strict=True)
-        ]
+    def _with_problems(self, change: Change) -> Change:
+        """The change, and the contradictions that it brought to light."""
+        new = self.ledger.problems[self._num_problems :]
+        if not new:
+            return change
+        self._num_problems += len(new)
+        rows = [(self._position, text) for text in new]
 
-    async def _compact(self) -> None:
-        """Remove the segments in which little is needed, once that is elsewhere."""
-        newest = self._writer.segment
-        await self.settle()  # whose place nobody knows yet is in the newest segment, or behind it
-        live = self.ledger.live
-        self._places = {n: place for n, place in self._places.items() if n in live}
-        self._parts.keep_needed(self.ledger)
-        sizes = {**self._sizes, **self._writer.sizes}
-        needed = dict.fromkeys(sizes, 0)  # bytes by segment
-        for place in (*self._places.values(), *(place for _, place in self._parts.items())):
-            needed[place.segment] += place.length
-        dead = [s for s, size in sizes.items() if s < newest and 2 * needed[s] < size]
-        if not dead:
-            return
-        for segment in dead:
-            await self._carry(segment)
-            await self._carry_parts(segment)
-        while closed := self.ledger.take_closed():
-            await asyncio.to_thread(self._fates.write, closed)
-        # What the segments said besides is said by this, and in the fates.
-        await asyncio.wrap_future(self._append(self.ledger.snapshot()))
-        await asyncio.to_thread(self._segments.remove, dead)
-        for segment in dead:
-            self._sizes.pop(segment, None)
-            self._writer.sizes.pop(segment, None)
+        def both(db: sqlite3.Connection) -> None:
+            change(db)
+            db.executemany("INSERT INTO problems VALUES (?, ?)", rows)
 
-    async def _carry(self, segment: int) -> None:
-        """Write again what is needed of a segment."""
-        places = {n: place for n, place in self._places.items() if place.segment == segment}
-        found = await asyncio.to_thread(
-            lambda: {n: self._segments.read_at(place) for n, place in places.items()}
+        return both
+
+
+class NoJournal:
+    """Stands in for the journal of a run that has none: records nothing, and has no past."""
+
+    is_too_large = False
+    position = None  # so that no checkpoint is paired with a journal
+
+    def __init__(self) -> None:
+        self.ledger = Ledger.begin()
+
+    def issue_task(self, number: int, *, draw: int | None) -> None: ...
+
+    def record_solve_rate(self, number: int, *, solve_rate: float, draw: int | None) -> None: ...
+
+    async def append_tokens(
+        self, number: int, *, tries: int, tokens: Sequence[StreamedTokens]
+    ) -> None: ...
+
+    async def read_tokens(self, number: int) -> list[StreamedTokens]:
+        return []
+
+    async def admit_group(self, group: Group) -> None: ...
+
+    def reopen_task(self, number: int) -> None: ...
+
+    def close_task(self, number: int, *, outcome: Outcome, reason: str) -> None: ...
+
+    async def begin_step(
+        self, version: int, *, fresh: Iterable[int], replayed: Iterable[int] = ()
+    ) -> None: ...
+
+    def finish_step(self, version: int, *, was_skipped: bool) -> None: ...
+
+    async def read_groups(self, numbers: Sequence[int]) -> list[Group]:
+        assert not numbers, "nothing was recorded"
+        return []
+
+    async def flush(self) -> None: ...
+
+    async def discard_covered(
+        self, version: int, *, position: int | None, keep: Collection[int] = ()
+    ) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def _check_unchanged(db: sqlite3.Connection, history: JournalHistory, folder: Path) -> None:
+    (position,) = db.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
+    if position != history.position:
+        raise JournalError(
+            f"Another process has written to the journal in {str(folder)!r} since it was read;"
+            " start again."
         )
-        writing = {
-            number: self._append(CarriedRecord(number=number), content=content)
-            for number, content in found.items()
-            if self._is_current(number, places[number])
-        }
-        for number, future in writing.items():
-            place = await asyncio.wrap_future(future)
-            if place is not None and self._is_current(number, places[number]):
-                self._places[number] = place
 
-    async def _carry_parts(self, segment: int) -> None:
-        """Likewise what was told of groups in flight."""
-        lying = [(part, place) for part, place in self._parts.items() if place.segment == segment]
-        found = await asyncio.to_thread(
-            lambda: [self._segments.read_at(place) for _, place in lying]
-        )
-        writing = [
-            (part, place, self._append(part, content=content))
-            for (part, place), content in zip(lying, found, strict=True)
-            if self._parts.holds(part, place)
-        ]
-        for part, place, future in writing:
-            moved = await asyncio.wrap_future(future)
-            if moved is not None and self._parts.holds(part, place):
-                self._parts.add(part, moved)
 
-    def _is_current(self, number: int, place: RecordLocation) -> bool:
-        """False if it is no longer needed, or another try at it is there or on its way."""
-        is_replaced = number in self._admitting or self._places.get(number) is not place
-        return number in self.ledger.live and not is_replaced
+def _begin(history: JournalHistory) -> Change:
+    """What a checkpoint knows and the database does not."""
+    ledger, version = history.ledger, history.ledger.covered_version
+    # Collected now, because the ledger moves on before the writer's thread executes the change.
+    proven = [ledger.steps[version] for version in history.proven_steps]
+    tasks = [
+        (number, "running" if number in ledger.open else UNKNOWN)
+        for number in range(ledger.next_number if history.is_new else 0)
+    ]
+
+    def write(db: sqlite3.Connection) -> None:
+        if history.is_new:
+            for table in TABLES:
+                db.execute(f"DELETE FROM {table}")
+            set_meta(db, "format_version", FORMAT_VERSION)
+            set_meta(db, "covered_version", version)
+            db.executemany("INSERT INTO tasks (number, status) VALUES (?, ?)", tasks)
+        for step in proven:
+            _finish_step(db, step)
+
+    return write
+
+
+def _insert_step(db: sqlite3.Connection, step: LedgerStep) -> None:
+    db.execute("INSERT INTO steps VALUES (?, ?)", (step.version, step.status))
+    rows = (
+        (step.version, place, number, number in step.replayed)
+        for place, number in enumerate(step.numbers)
+    )
+    db.executemany("INSERT INTO step_groups VALUES (?, ?, ?, ?)", rows)
+
+
+def _finish_step(db: sqlite3.Connection, step: LedgerStep) -> None:
+    db.execute("UPDATE steps SET status = ? WHERE version = ?", (step.status, step.version))
+    rows = [(TRAINED, step.version, number) for number in step.fresh]
+    db.executemany("UPDATE tasks SET status = ?, version = ? WHERE number = ?", rows)

@@ -1,152 +1,199 @@
-"""What a journal says about the past of its run. Only reads: the run may still be going on.
+"""Reads a journal: the ledger, groups and streamed tokens. The run may be alive.
 
-The newest Snapshot and all that follows it make the books; groups may lie before it. Damage at the
-very end, of bytes that nobody was told to be durable, is what a crash leaves: it is left out, and
-said. Other damage is refused, unless it lies where nothing is needed any more.
+Promise: read_journal() returns one consistent state, the last that was committed, or one
+JournalError sentence. A transaction that a crash cut short was never acknowledged, and is absent.
 """
 
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.core.errors import JournalError
-from millrace.journal.encoding import decode_record
-from millrace.journal.framing import SEGMENT_MAGIC, Framed, is_torn, scan
-from millrace.journal.ledger import Ledger
-from millrace.journal.parts import PartialGroups
-from millrace.journal.records import (
-    AdmittedRecord,
-    AnyRecord,
-    CarriedRecord,
-    LedgerSnapshot,
-    ProgressedRecord,
+from millrace.core.partials import StreamedTokens
+from millrace.core.records import Group, Task
+from millrace.journal.database import (
+    FORMAT_VERSION,
+    NAME,
+    damaged,
+    has_ledger,
+    open_reader,
+    refuse_old_format,
 )
-from millrace.journal.segments import RecordLocation, Segments
-
-_TRIES = 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Torn:
-    """The end of a segment that a crash cut short."""
-
-    segment: int
-    end: int  # what lies behind it is left out
-    num_bytes: int
+from millrace.journal.encoding import checksum, decode_completion, decode_group
+from millrace.journal.ledger import TRAINED, UNKNOWN, Ledger, LedgerStep, Observation
 
 
 @dataclass(kw_only=True, slots=True)
 class JournalHistory:
-    """The books at the end of the journal, and where the groups lie that they need."""
+    """What a journal contains when a run resumes."""
 
     ledger: Ledger
-    places: dict[int, RecordLocation] = field(
-        default_factory=dict[int, RecordLocation]
-    )  # by number
-    parts: PartialGroups = field(default_factory=PartialGroups)  # of groups in flight
-    position: int = 0  # of the last record
-    sizes: dict[int, int] = field(default_factory=dict[int, int])  # bytes by segment; whole ones
-    torn: Torn | None = None
+    position: int = 0  # of the last change
+    has_partials: frozenset[int] = frozenset()  # running tasks with streamed tokens
+    is_new: bool = True  # the ledger comes from a checkpoint alone, and replaces the database
+    proven_steps: tuple[int, ...] = ()  # applied by the checkpoint, not yet in the database
+    closed: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # if listed
 
 
-def read_journal(folder: Path) -> JournalHistory | None:
-    """None where there is no journal, or a crash came before its first record was durable."""
-    for _ in range(_TRIES):
-        try:
-            return _Reading(Segments(folder)).run()
-        except FileNotFoundError:  # the run goes on, and has just given up a segment
-            continue
-    raise _refusal(folder, "its files come and go")
-
-
-class _Reading:
-    def __init__(self, segments: Segments) -> None:
-        self._segments = segments
-        self._ledger: Ledger | None = None
-        self._places: dict[int, RecordLocation] = {}
-        self._parts = PartialGroups()
-        self._position = 0
-        self._sizes: dict[int, int] = {}
-        self._damage: str | None = None  # that a later snapshot has not made good yet
-        self._torn: Torn | None = None
-
-    def run(self) -> JournalHistory | None:
-        ids = self._segments.ids()
-        for segment in ids:
-            self._read(segment, is_last=segment == ids[-1])
-        if self._damage is not None:
-            raise _refusal(self._segments.folder, self._damage)
-        if self._ledger is None and self._position == 0:
+def read_journal(
+    folder: Path, *, verify: bool = False, list_closed: bool = False
+) -> JournalHistory | None:
+    """None where there is no journal, or a crash came before its first commit. `verify`: check the
+    structure of the whole file first, which reads all of it. `list_closed`: also list the closed
+    tasks, one by one."""
+    with reading(folder) as db:
+        if db is None:
             return None
-        if self._ledger is None:
-            raise _refusal(self._segments.folder, "its beginning is missing")
-        self._check_groups(self._ledger)
-        live = self._ledger.live
-        self._parts.keep_needed(self._ledger)
-        return JournalHistory(
-            ledger=self._ledger,
-            places={number: place for number, place in self._places.items() if number in live},
-            parts=self._parts,
-            position=self._position,
-            sizes=self._sizes,
-            torn=self._torn,
-        )
-
-    def _read(self, segment: int, *, is_last: bool) -> None:
-        data = self._segments.read(segment)
-        self._sizes[segment] = len(data)
-        end = 0 if bytes(data[: len(SEGMENT_MAGIC)]) != SEGMENT_MAGIC else len(SEGMENT_MAGIC)
-        try:
-            for found in scan(data):
-                self._take(found, segment=segment)
-                end = found.end
-        except JournalError as error:  # what a checksum vouches for is not what we write
-            self._damaged(segment, f"at byte {end}: {error}")
-            return
-        if end == len(data):
-            return
-        if is_last and is_torn(data, end):
-            self._torn = Torn(segment=segment, end=end, num_bytes=len(data) - end)
-            self._sizes[segment] = end
-        else:
-            self._damaged(segment, f"is damaged at byte {end}")
-
-    def _take(self, found: Framed, *, segment: int) -> None:
-        entry = decode_record(found.payload)
-        record = entry.record
-        if isinstance(record, LedgerSnapshot):
-            self._ledger, self._damage = Ledger(record), None
-        elif self._ledger is not None:
-            self._continue(record, found, segment=segment)
-        self._position = max(self._position, found.position)
-        length = len(entry.content)
-        place = RecordLocation(segment=segment, offset=found.end - length, length=length)
-        if isinstance(record, AdmittedRecord | CarriedRecord):
-            self._places[record.number] = place
-        elif isinstance(record, ProgressedRecord):
-            self._parts.add(record, place)
-
-    def _continue(self, record: AnyRecord, found: Framed, *, segment: int) -> None:
-        assert self._ledger is not None
-        if found.position != self._position + 1:
-            self._damaged(
-                segment,
-                f"goes on with record {found.position} after {self._position}, so that a part is"
-                " missing",
+        if verify:
+            (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise damaged(folder, found)
+        meta = dict(db.execute("SELECT key, value FROM meta"))
+        if meta.get("format_version") != FORMAT_VERSION:
+            raise JournalError(
+                f"The journal in {str(folder)!r} has format {meta.get('format_version')}, and this"
+                f" version of Millrace reads format {FORMAT_VERSION}; resume with its version."
             )
-        elif self._damage is None:
-            self._ledger.fold(record, position=found.position)
-
-    def _damaged(self, segment: int, how: str) -> None:
-        self._damage = self._damage or f"{self._segments.path(segment).name} {how}"
-
-    def _check_groups(self, ledger: Ledger) -> None:
-        missing = sorted(ledger.live - self._places.keys())
+        partials = db.execute("SELECT DISTINCT number FROM partials")
+        history = JournalHistory(
+            ledger=_read_ledger(db, covered_version=meta["covered_version"]),
+            position=meta["position"],
+            is_new=False,
+            closed=_list_closed(db) if list_closed else {},
+            has_partials=frozenset(number for (number,) in partials),
+        )
+        missing = history.ledger.retained - {n for (n,) in db.execute("SELECT number FROM groups")}
         if missing:
-            raise _refusal(self._segments.folder, f"the group of number {missing[0]} is missing")
+            raise damaged(folder, f"the group of task {min(missing)} is missing")
+        return history
 
 
-def _refusal(folder: Path, damage: str) -> JournalError:
-    return JournalError(
-        f"The journal in {str(folder)!r} cannot be trusted: {damage}; bring it back from a copy, or"
-        f" remove the folder to go on from the newest checkpoint without what was done since."
+def read_groups(folder: Path, numbers: Sequence[int], *, tasks: Sequence[Task]) -> list[Group]:
+    with reading(folder) as db:
+        return [
+            decode_group(_payload(db, folder, number), task=task)
+            for number, task in zip(numbers, tasks, strict=True)
+        ]
+
+
+def read_tokens(folder: Path, number: int) -> list[StreamedTokens]:
+    """The streamed tokens of a running task, in the order of sampling."""
+    with reading(folder) as db:
+        rows = (
+            ()
+            if db is None
+            else db.execute(
+                "SELECT request, digest, member, start, payload, checksum FROM partials"
+                " WHERE number = ? ORDER BY id",
+                (number,),
+            )
+        )
+        return [
+            StreamedTokens(
+                request=request,
+                digest=digest,
+                member=member,
+                start=start,
+                part=decode_completion(_checked(payload, check, folder, f"task {number}")),
+            )
+            for request, digest, member, start, payload, check in rows
+        ]
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[sqlite3.Connection | None]:
+    """A snapshot of the database; None where there is none."""
+    refuse_old_format(folder)
+    if not (folder / NAME).is_file() or not (folder / NAME).stat().st_size:
+        yield None
+        return
+    try:
+        with closing(open_reader(folder)) as db:
+            yield db if has_ledger(db) else None
+    except sqlite3.Error as error:
+        raise damaged(folder, error) from None
+
+
+def _read_ledger(db: sqlite3.Connection, *, covered_version: int) -> Ledger:
+    ledger = Ledger(covered_version=covered_version)
+    for version, status in db.execute("SELECT version, status FROM steps ORDER BY version"):
+        numbers = db.execute(
+            "SELECT number, replayed FROM step_groups WHERE version = ? ORDER BY place", (version,)
+        ).fetchall()
+        ledger.steps[version] = LedgerStep(
+            version=version,
+            fresh=tuple(number for number, replayed in numbers if not replayed),
+            replayed=tuple(number for number, replayed in numbers if replayed),
+            is_applied=status != "begun",
+            was_skipped=status == "skipped",
+        )
+    opened = db.execute(
+        "SELECT number, status, tries FROM tasks"
+        " WHERE status IN ('running', 'waiting', 'training') ORDER BY admitted"
     )
+    for number, status, tries in opened:
+        ledger.open.add(number)
+        if status == "waiting":
+            ledger.waiting[number] = None
+        if tries:
+            ledger.tries[number] = tries
+    ledger.draws = _read_draws(db, ledger.open | ledger.retained)
+    counts = db.execute(
+        "SELECT status, reason, count(*) FROM tasks"
+        " WHERE status NOT IN ('running', 'waiting', 'training') GROUP BY status, reason"
+    )
+    ledger.totals = Counter({_total_key(status, reason): n for status, reason, n in counts})
+    (ledger.next_number,) = db.execute("SELECT ifnull(max(number), -1) + 1 FROM tasks").fetchone()
+    ledger.observations = [
+        Observation(position=position, number=number, draw=draw, solve_rate=solve_rate)
+        for position, number, draw, solve_rate in db.execute(
+            "SELECT position, number, draw, solve_rate FROM observations ORDER BY position"
+        )
+    ]
+    ledger.problems = [text for (text,) in db.execute("SELECT text FROM problems")]
+    return ledger
+
+
+def _list_closed(db: sqlite3.Connection) -> dict[str, list[int]]:
+    """Closed tasks by status and reason."""
+    closed: dict[str, list[int]] = {}
+    rows = db.execute(
+        "SELECT number, status, reason FROM tasks"
+        " WHERE status NOT IN ('running', 'waiting', 'training') ORDER BY number"
+    )
+    for number, status, reason in rows:
+        closed.setdefault(_total_key(status, reason), []).append(number)
+    return closed
+
+
+def _read_draws(db: sqlite3.Connection, numbers: set[int]) -> dict[int, int]:
+    draws: dict[int, int] = {}
+    for number in numbers:
+        row = db.execute("SELECT draw FROM tasks WHERE number = ?", (number,)).fetchone()
+        if row is not None and row[0] is not None:
+            draws[number] = row[0]
+    return draws
+
+
+def _total_key(status: str, reason: str | None) -> str:
+    return status if status in (TRAINED, UNKNOWN) else f"{status}: {reason}"
+
+
+def _payload(db: sqlite3.Connection | None, folder: Path, number: int) -> bytes:
+    row = None
+    if db is not None:
+        sql = "SELECT payload, checksum FROM groups WHERE number = ?"
+        row = db.execute(sql, (number,)).fetchone()
+    if row is None:
+        raise damaged(folder, f"the group of task {number} is missing")
+    payload, check = row
+    return _checked(payload, check, folder, f"the group of task {number}")
+
+
+def _checked(payload: bytes, check: bytes, folder: Path, what: str) -> bytes:
+    if checksum(payload) != check:
+        raise damaged(folder, f"the checksum of {what} does not match")
+    return payload

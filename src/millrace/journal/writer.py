@@ -1,75 +1,62 @@
-"""Puts records on the disk in a thread of its own, many at a time.
+"""Commits changes to the database in a thread of its own, many at a time.
 
-Promise: records are written in the order of append(), and a future resolves when its record and all
-before it are durable. One write and one sync serve everything that has gathered meanwhile. A disk
-that fails once is not asked again: all later records fail with the same sentence.
+Promise: changes are applied in the order of append(), and a future resolves when its change and all
+before it are committed. One commit serves all changes that have gathered meanwhile. After the first
+failure nothing is written any more: all later changes fail with the same sentence.
 
-append() and close() are called from one event loop; encoding, writing and syncing happen in the
-thread. Its queue is bounded by its callers: whoever appends a group, or
-progress, waits for it.
+append() and close() are called from one event loop; encoding and SQL run in the thread. Its queue
+is bounded by its callers, because whoever appends a group or tokens awaits the commit.
 """
 
 import asyncio
 import queue
+import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.cluster.wire import Frame
-from millrace.core import files as storage
 from millrace.core.errors import JournalError
-from millrace.core.partials import GroupProgress
-from millrace.core.records import Group
-from millrace.journal.encoding import encode_group, encode_progress, encode_record
-from millrace.journal.framing import SEGMENT_MAGIC, frame
-from millrace.journal.records import AnyRecord
-from millrace.journal.segments import RecordLocation, Segments
 
-Content = Group | GroupProgress | memoryview | None  # to be encoded, or encoded before
+Change = Callable[[sqlite3.Connection], object]  # executes SQL within the open transaction
+
+COMMIT_INTERVAL_S = 0.005  # how long a change waits for others that share its commit
+VACUUM_PAGES = 512  # freed per commit at most, so that no commit takes long
+MIN_FREE_PAGES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Pending:
     position: int
-    record: AnyRecord
-    content: Content
-    done: "Future[RecordLocation | None]"
+    change: Change
+    done: "Future[None]"
 
 
-class Writer:
+class JournalWriter:
     def __init__(
-        self, segments: Segments, *, first: int, segment_bytes: int, commit_interval_s: float
+        self, db: sqlite3.Connection, *, folder: Path, commit_interval_s: float = COMMIT_INTERVAL_S
     ) -> None:
-        """`first`: number of the segment to begin. `commit_interval_s`: how long a record may wait
-        for others to share a sync with."""
-        self._segments = segments
-        self._segment_bytes = segment_bytes
+        self._db = db
+        self._folder = folder
         self._commit_interval_s = commit_interval_s
         self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
-        self._failure: JournalError | None = None
-        self.segment = first  # that is being written
-        self._sink = segments.begin(first)
-        self._size = len(SEGMENT_MAGIC)
-        self._synced = 0
-        self.sizes = {first: self._size}  # bytes by segment, of those written here
+        self._failure: Exception | None = None
         self.num_commits = 0
+        self.num_bytes = 0  # in use; free pages, which later changes fill again, are not counted
+        self._measure()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def append(
-        self, record: AnyRecord, *, position: int, content: Content = None
-    ) -> "Future[RecordLocation | None]":
-        """Resolves to the place of its content, if there is any."""
-        done: Future[RecordLocation | None] = Future()
-        done.set_running_or_notify_cancel()  # who waits may give up; the record is written
-        self._queue.put(_Pending(position=position, record=record, content=content, done=done))
+    def append(self, change: Change, *, position: int) -> "Future[None]":
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # a caller may stop waiting; the change is written
+        self._queue.put(_Pending(position=position, change=change, done=done))
         return done
 
     async def close(self) -> None:
-        """Everything that was appended is written."""
+        """Returns when everything that was appended is committed."""
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -78,10 +65,10 @@ class Writer:
             while (batch := self._gather()) is not None:
                 self._commit(batch)
         finally:
-            self._sink.close()
+            self._db.close()
 
     def _gather(self) -> list[_Pending] | None:
-        """What to commit together; None = the end."""
+        """The changes to commit together; None after the last."""
         first = self._queue.get()
         if first is None:
             return None
@@ -91,7 +78,7 @@ class Writer:
         while not self._queue.empty():
             more = self._queue.get()
             if more is None:
-                self._queue.put(None)  # for the next turn
+                self._queue.put(None)  # found again by the next call
                 break
             batch.append(more)
         return batch
@@ -100,54 +87,56 @@ class Writer:
         try:
             if self._failure is not None:
                 raise self._failure
-            laid = [self._lay(pending) for pending in batch]
-            self._sink.write([part for parts, _ in laid for part in parts])
-            self._sync()
-        except (OSError, JournalError) as error:
-            is_own = isinstance(error, JournalError)
-            self._failure = error if is_own else write_failure(error, self._segments.folder)
+            self._apply(batch)
+        except Exception as error:  # noqa: BLE001 - the callers that wait raise it
+            is_disk = isinstance(error, sqlite3.OperationalError | OSError)
+            self._failure = write_failure(error, self._folder) if is_disk else error
             for pending in batch:
                 pending.done.set_exception(self._failure)
             return
-        for pending, (_, place) in zip(batch, laid, strict=True):
-            pending.done.set_result(place)
+        for pending in batch:
+            pending.done.set_result(None)
 
-    def _lay(self, pending: _Pending) -> tuple[list[Frame], RecordLocation | None]:
-        """What is to be written of it, and where what it brings will lie."""
-        content = _encoded(pending.content)
-        payload = encode_record(pending.record, content=content)
-        parts = frame(payload, position=pending.position, synced=self._synced)
-        self._size += sum(memoryview(part).nbytes for part in parts)
-        self.sizes[self.segment] = self._size
-        length = memoryview(content).nbytes
-        place = RecordLocation(segment=self.segment, offset=self._size - length, length=length)
-        return parts, place if length else None
-
-    def _sync(self) -> None:
-        self._sink.sync()
-        self._synced = self._size
+    def _apply(self, batch: Sequence[_Pending]) -> None:
+        db = self._db
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            for pending in batch:
+                pending.change(db)
+            set_meta(db, "position", batch[-1].position)
+            self._shrink()
+            db.commit()
+        except BaseException:
+            if db.in_transaction:  # SQLite itself has rolled back after some errors
+                db.rollback()
+            raise
         self.num_commits += 1
-        if self._size < self._segment_bytes:
-            return
-        sealed, self._sink = self._sink, self._segments.begin(self.segment + 1)
-        sealed.close()
-        self.segment += 1
-        self._size, self._synced = len(SEGMENT_MAGIC), 0
-        self.sizes[self.segment] = self._size
+        self._measure()
+
+    def _shrink(self) -> None:
+        """Return free pages to the file system once they are more than those in use."""
+        pages, free = _pragma(self._db, "page_count"), _pragma(self._db, "freelist_count")
+        if 2 * free > pages and free > MIN_FREE_PAGES:
+            # Python executes the first step of this statement only, which frees one page.
+            for _ in range(min(free, VACUUM_PAGES)):
+                self._db.execute("PRAGMA incremental_vacuum(1)")
+
+    def _measure(self) -> None:
+        used = _pragma(self._db, "page_count") - _pragma(self._db, "freelist_count")
+        self.num_bytes = used * _pragma(self._db, "page_size")
 
 
-def _encoded(content: Content) -> bytes | memoryview:
-    match content:
-        case Group():
-            return encode_group(content)
-        case GroupProgress():
-            return encode_progress(content)
-        case _:
-            return content or b""
+def set_meta(db: sqlite3.Connection, key: str, value: int) -> None:
+    db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
 
-def write_failure(error: OSError, folder: Path) -> JournalError:
+def _pragma(db: sqlite3.Connection, name: str) -> int:
+    return db.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+def write_failure(error: Exception, folder: Path) -> JournalError:
     return JournalError(
-        f"The journal in {str(folder)!r} could not be written ({storage.reason(error)}): make room"
-        " there, set run_dir to another disk, or journal.enabled to false, and --resume."
+        f"The journal in {str(folder)!r} could not be written ({error}): the disk is full, over its"
+        " quota, or failing. Make room there, set run_dir to another disk, or journal.enabled to"
+        " false, and --resume."
     )

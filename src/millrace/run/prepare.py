@@ -26,7 +26,7 @@ from millrace.models.directory import configured_context, load_tokenizer, text_c
 from millrace.models.lora.factors import require_peft
 from millrace.models.lora.folders import check_resident
 from millrace.run.environment import build_environment, others_of, recipe_of
-from millrace.run.resume import continued, past_of, resume_point
+from millrace.run.resume import advance_cursor, journal_history, resume_point
 from millrace.run.teacher_checks import (
     check_evaluation,
     check_models,
@@ -146,11 +146,11 @@ def prepare(
     renderer.check(all_tasks)
     _check_prompts(renderer, train_tasks, max_context=max_context)
     found, cursor = resume_point(config) if resume else (Found(), Cursor())
-    past, doubts = past_of(config, cursor, resume=resume)
+    past, doubts = journal_history(config, cursor, resume=resume)
     stream = make_stream(sources, config.tasks, seed=config.seed)
     stream.restore(cursor.tasks)
     if past is not None:
-        cursor = continued(cursor, past.ledger, stream)
+        cursor = advance_cursor(cursor, past.ledger, stream)
     prepared = PreparedRun(
         config=_with_threads(config),
         tasks=stream,

@@ -1,6 +1,6 @@
-"""Where a run goes on: its newest good checkpoint, and what its journal says beyond that.
+"""Finds where a run resumes: its newest good checkpoint, and what its journal has beyond that.
 
-Called by prepare(), before any worker starts.
+Called by prepare(), before any worker starts. Reads only.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from millrace.config import RunConfig
 from millrace.controller.controller import Cursor
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.journal import JournalHistory, Ledger
-from millrace.journal.resuming import Checkpointed, recall, reissued_numbers
+from millrace.journal.resuming import CheckpointState, resume_history
 from millrace.models.lora.folders import check_same_kind
 from millrace.monitoring.run_dir import RunDir
 from millrace.tasks.streams import TaskStream
@@ -23,14 +23,14 @@ from millrace.training.checkpoints.directory import (
 
 
 def resume_point(config: RunConfig) -> tuple[Found, Cursor]:
-    """The newest good checkpoint; a run that never wrote one starts from the beginning."""
+    """The newest good checkpoint; a run that has none yet starts from the beginning."""
     found = newest_checkpoint(Path(config.run_dir))
     checkpoint = found.directory
     if checkpoint is None:
         if found.refused:
             raise CheckpointError(
-                f"{config.run_dir} holds no checkpoint to go on from: {' '.join(found.refused)}"
-                " Bring one back from a copy, or start anew in another run_dir."
+                f"{config.run_dir} has no checkpoint to resume from: {' '.join(found.refused)}"
+                " Restore one from a copy, or start a new run in another run_dir."
             )
         return found, Cursor()
     state = read_run_state(checkpoint)
@@ -39,7 +39,7 @@ def resume_point(config: RunConfig) -> tuple[Found, Cursor]:
     is_over = RunDir(config.run_dir).is_finished or state["version"] > config.trainer.steps
     if is_over and state["version"] >= config.trainer.steps:
         raise ConfigError(
-            f"{config.run_dir} already did its {state['version']} steps; to go on, raise"
+            f"{config.run_dir} has completed its {state['version']} steps; to train further, raise"
             f" trainer.steps (now {config.trainer.steps})."
         )
     return found, Cursor(
@@ -51,33 +51,32 @@ def resume_point(config: RunConfig) -> tuple[Found, Cursor]:
     )
 
 
-def past_of(
+def journal_history(
     config: RunConfig, cursor: Cursor, *, resume: bool
 ) -> tuple[JournalHistory | None, tuple[str, ...]]:
-    """Where the journal goes on, if the run has one."""
+    """What the journal continues from, and warnings; None if the run keeps no journal."""
     if not config.journal.enabled:
         return None, ()
     if not resume:
         return JournalHistory(ledger=Ledger.begin()), ()
-    checkpoint = Checkpointed(
+    checkpoint = CheckpointState(
         version=cursor.version,
         next_number=cursor.next_number,
         unfinished=cursor.unfinished,
         position=cursor.journal,
     )
-    past, doubts = recall(RunDir(config.run_dir).journal, checkpoint)
-    return past, tuple(doubts)
+    history, warnings = resume_history(RunDir(config.run_dir).journal, checkpoint)
+    return history, tuple(warnings)
 
 
-def continued(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
-    """Where the run stands by its journal; the stream learns what it was told since the
-    checkpoint."""
-    for position, observed in ledger.observed:
-        if position > (cursor.journal or 0):
-            stream.remember(observed.number, observed.draw)
-            stream.observe(observed.number, observed.solve_rate)
-            stream.finish(observed.number)
-    reissued = reissued_numbers(ledger)
+def advance_cursor(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
+    """The cursor at the end of the journal. The task stream learns the solve rates that were
+    observed since the checkpoint."""
+    for one in ledger.observations:
+        if one.position > (cursor.journal or 0):
+            stream.remember(one.number, one.draw)
+            stream.observe(one.number, one.solve_rate)
+            stream.finish(one.number)
     for number in ledger.open & ledger.draws.keys():
         stream.remember(number, ledger.draws[number])
-    return replace(cursor, next_number=ledger.next_number, unfinished=tuple(reissued))
+    return replace(cursor, next_number=ledger.next_number, unfinished=tuple(sorted(ledger.running)))

@@ -307,7 +307,7 @@ class _Run:
             return NoJournal()
         return Journal(
             self._run_dir.journal,
-            past=self._prepared.past,
+            history=self._prepared.past,
             task_of=self._prepared.tasks.redrawn,
             settings=self._config.journal,
         )

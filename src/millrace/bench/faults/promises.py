@@ -14,7 +14,7 @@ from millrace.bench.faults.subject import GROUPS_PER_STEP, HELD_OUT, Subject
 from millrace.bench.faults.time_lost import TimeAccount
 from millrace.journal.ledger import TRAINED
 from millrace.monitoring.files.metrics import read_metrics
-from millrace.monitoring.report.ledger import read_account
+from millrace.monitoring.report.ledger import read_report
 
 NOISE_ERRORS = 3.0  # standard errors by which two accuracies may differ
 MAX_REST_SHARE = 0.15  # of the wall time, that no cause is known for
@@ -48,8 +48,8 @@ def check_work(
         holds=summary["steps"] == subject.steps and rows == list(range(1, subject.steps + 1)),
         found=f"{summary['steps']} steps, {len(rows)} rows",
     )
-    account = read_account(subject.run_dir.path)
-    ledger, troubles = account.ledger, account.check()
+    report = read_report(subject.run_dir.path)
+    ledger, troubles = report.ledger, report.check()
     yield Promise(
         what="no group is lost: each is trained, dropped with a reason, or pending",
         holds=not troubles,
@@ -62,7 +62,7 @@ def check_work(
     yield Promise(
         what="no group is trained twice",
         holds=not twice
-        and sorted(times) == account.closed[TRAINED]
+        and sorted(times) == report.closed[TRAINED]
         and len(times) == subject.steps * GROUPS_PER_STEP,
         found=f"{len(times)} groups in {len(witness.groups)} steps, {len(twice)} in two of them",
         name="groups_trained_twice",

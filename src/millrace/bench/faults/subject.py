@@ -63,7 +63,7 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
         },
         "scoring": {"workers": 1},
         "checkpoint": {"every_steps": 5, "keep": 2},
-        "journal": {"segment_bytes": 2**18, "max_bytes": 2**24, "partial_every_s": 0.25},
+        "journal": {"max_bytes": 2**24, "partial_every_s": 0.25},
         "supervision": {
             "max_restarts": 50,
             "window_s": 20.0,

@@ -22,7 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from millrace.core.completions import cut, joined
-from millrace.core.partials import GroupProgress, StreamedTokens, digest_of, put_together
+from millrace.core.partials import StreamedTokens, digest_of, put_together
 from millrace.core.records import Completion, CompletionChunk, Request
 from millrace.core.staleness import Stamps
 
@@ -33,15 +33,13 @@ class PartialRollout:
     """Of one attempt at a group."""
 
     def __init__(
-        self, known: Iterable[GroupProgress] = (), *, is_fit: IsFit = lambda _: True
+        self, known: Iterable[StreamedTokens] = (), *, is_fit: IsFit = lambda _: True
     ) -> None:
-        parts = list(known)
-        self.num_parts = len(parts)  # written down so far
         self.num_given = 0  # known tokens that were told again
         self.given = Stamps(counts={})  # of these, those that are trained
         self.outdated = Stamps(counts={})  # known, and too stale to be told again
         self._is_fit = is_fit
-        self._known = put_together(told for part in parts for told in part.told)
+        self._known = put_together(known)
         self._news: list[StreamedTokens] = []
 
     @property
@@ -55,13 +53,10 @@ class PartialRollout:
         known = [self._recall(request, member, digest) for member in range(request.n)]
         return PartialCall(request, digest=digest, known=known, note=self._news.append)
 
-    def take(self) -> GroupProgress | None:
+    def take(self) -> list[StreamedTokens]:
         """What is new; the next part to be written down."""
-        if not self._news:
-            return None
-        told = tuple(self._news)
-        self._news.clear()
-        return GroupProgress(told=told)
+        told, self._news[:] = list(self._news), []
+        return told
 
     def _recall(self, request: Request, member: int, digest: str) -> Completion | None:
         known = self._known.get((request.id, member))

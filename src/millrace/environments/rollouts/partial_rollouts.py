@@ -32,7 +32,7 @@ class PartialRollouts:
         if not self._every_s:
             yield
             return
-        known = await self._journal.progress(attempt.number)
+        known = await self._journal.read_tokens(attempt.number)
         course = attempt.course = PartialRollout(known, is_fit=is_fit)
         self._open[attempt.number] = attempt, course
         try:
@@ -53,11 +53,5 @@ class PartialRollouts:
         await asyncio.gather(*writing)
 
     async def _write(self, attempt: Attempt, course: PartialRollout) -> None:
-        progress = course.take()
-        if progress is None:
-            return
-        part = course.num_parts
-        course.num_parts += 1
-        await self._journal.progressed(
-            attempt.number, tries=attempt.tries, part=part, progress=progress
-        )
+        if tokens := course.take():
+            await self._journal.append_tokens(attempt.number, tries=attempt.tries, tokens=tokens)

@@ -1,0 +1,152 @@
+"""The SQLite database of a journal: RUN_DIR/journal/journal.db, documented in docs/journal.md.
+
+Promise: a transaction that was committed is there after any crash of a process, and with `fsync`
+after a loss of power; one that was not is absent as a whole. Readers never block the writer, and
+nothing that a reader does changes the database.
+"""
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote
+
+from millrace.core.errors import JournalError
+
+FORMAT_VERSION = 2  # 1 was a folder of *.log files
+NAME = "journal.db"
+PAGE_BYTES = 8192
+CHECKPOINT_PAGES = 2048  # the write-ahead log is copied into the database beyond this, 16 MiB
+BUSY_TIMEOUT_S = 5.0
+
+SCHEMA = """
+CREATE TABLE meta (
+  key TEXT PRIMARY KEY,          -- 'format_version', 'position', 'covered_version'
+  value INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE tasks (
+  number INTEGER PRIMARY KEY,    -- position in the run's task stream, from 0, without gaps
+  status TEXT NOT NULL,          -- running, waiting, training, trained, dropped, failed, unknown
+  reason TEXT,                   -- why it was dropped or failed
+  version INTEGER,               -- the step that trained it made this version
+  draw INTEGER,                  -- row of the dataset that a curriculum drew for it
+  tries INTEGER NOT NULL DEFAULT 0,  -- attempts before the current one; they became too stale
+  admitted INTEGER               -- position of the journal when its group was admitted
+);
+CREATE INDEX open_tasks ON tasks (number) WHERE status IN ('running', 'waiting', 'training');
+CREATE TABLE groups (
+  number INTEGER PRIMARY KEY,    -- a task that is waiting, or in a step that may be redone
+  payload BLOB NOT NULL,
+  checksum BLOB NOT NULL         -- XXH3-64 of the payload
+);
+CREATE TABLE steps (
+  version INTEGER PRIMARY KEY,   -- the version of the weights that the step makes
+  status TEXT NOT NULL           -- begun, applied, or skipped: an update of it was not finite
+);
+CREATE TABLE step_groups (
+  version INTEGER NOT NULL,
+  place INTEGER NOT NULL,        -- order within the step
+  number INTEGER NOT NULL,
+  replayed INTEGER NOT NULL,     -- 1: an earlier step has trained it, too
+  PRIMARY KEY (version, place)
+) WITHOUT ROWID;
+CREATE TABLE partials (
+  id INTEGER PRIMARY KEY,        -- in the order of sampling
+  number INTEGER NOT NULL,       -- a task that is running
+  request TEXT NOT NULL,
+  digest TEXT NOT NULL,          -- of everything that the answer depends on
+  member INTEGER NOT NULL,       -- which completion of the request
+  start INTEGER NOT NULL,        -- tokens of the completion before these
+  num_tokens INTEGER NOT NULL,
+  payload BLOB NOT NULL,
+  checksum BLOB NOT NULL
+);
+CREATE INDEX partials_of_task ON partials (number);
+CREATE TABLE observations (
+  position INTEGER PRIMARY KEY,  -- of the journal
+  number INTEGER NOT NULL,
+  draw INTEGER NOT NULL,
+  solve_rate REAL NOT NULL
+);
+CREATE TABLE problems (
+  position INTEGER NOT NULL,
+  text TEXT NOT NULL             -- a change that contradicts the ledger
+);
+"""
+TABLES = ("tasks", "groups", "steps", "step_groups", "partials", "observations", "problems")
+
+Connect = Callable[[str], sqlite3.Connection]
+
+
+def connect_file(path: str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+    )
+
+
+def open_writer(
+    folder: Path, *, fsync: bool, connect: Connect = connect_file
+) -> sqlite3.Connection:
+    """The one connection that writes; the tables exist when it returns."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    refuse_old_format(folder)
+    db = connect(str(folder / NAME))
+    try:
+        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise sqlite3.OperationalError(
+                f"the file system allows no write-ahead log, only {mode}"
+            )
+        db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        db.execute("PRAGMA secure_delete = OFF")  # a default of some builds; it writes zeros
+        db.execute(f"PRAGMA journal_size_limit = {CHECKPOINT_PAGES * PAGE_BYTES}")
+        # Without a sync per commit a loss of power may take the last commits, and nothing else.
+        db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
+        if not has_tables(db):
+            db.executescript(f"BEGIN;{SCHEMA}COMMIT;")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def open_reader(folder: Path) -> sqlite3.Connection:
+    """A read-only connection; the run may be alive."""
+    path = quote(str((folder / NAME).absolute()))
+    db = sqlite3.connect(
+        f"file:{path}?mode=ro",
+        uri=True,
+        timeout=BUSY_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    db.execute("BEGIN")  # one snapshot for all that is read
+    return db
+
+
+def has_tables(db: sqlite3.Connection) -> bool:
+    found = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
+    return found is not None
+
+
+def has_ledger(db: sqlite3.Connection) -> bool:
+    """False where a crash came before the first commit of a journal."""
+    return has_tables(db) and db.execute("SELECT 1 FROM meta").fetchone() is not None
+
+
+def refuse_old_format(folder: Path) -> None:
+    if any(folder.glob("*.log")):
+        raise JournalError(
+            f"The journal in {str(folder)!r} was written by an older version of Millrace; resume"
+            " the run with that version, or remove the folder to resume from the newest checkpoint"
+            " without the work done since."
+        )
+
+
+def damaged(folder: Path, damage: object) -> JournalError:
+    text = " ".join(str(damage).split())
+    return JournalError(
+        f"The journal in {str(folder)!r} is damaged: {text}. Restore it from a copy, or remove"
+        " the folder to resume from the newest checkpoint without the work done since."
+    )
