@@ -40,7 +40,7 @@ from millrace.scoring.scheduling.scorer_queue import ScorerQueue
 from millrace.scoring.scorer_kind import CallRules
 from millrace.scoring.shaping.shaping import build_shaping
 from millrace.tasks.curriculum import Curriculum
-from millrace.tasks.lengths import Lengths
+from millrace.tasks.lengths import LengthPredictor
 from millrace.training.group import TrainerGroup
 from millrace.training.past_steps import StepsInMemory
 
@@ -200,7 +200,7 @@ def _player(config: RunConfig, engines: EnginePool) -> Player:
         sampling=Sampling(**config.sampling.model_dump()),
         max_context=512,
         seed=0,
-        lengths=Lengths(most=config.rollout.longest_first),
+        lengths=LengthPredictor(most=config.rollout.longest_first),
     )
 
 

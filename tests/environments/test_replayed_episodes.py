@@ -84,7 +84,7 @@ async def wander(task, agent):
                 reply = await agent.chat(messages, top_k=3)
                 await asyncio.gather(*(agent.fork(reply, at=0) for _ in range(2)))
             case 2:
-                told = await agent._play.call_tool(CALL, {"lookup": TOOL})
+                told = await agent._state.call_tool(CALL, {"lookup": TOOL})
                 messages = [*messages, user(told)]
             case 3:
                 messages = [user(f"So far {len(messages)}.")]

@@ -80,7 +80,7 @@ async def test_nothing_that_another_model_says_is_trained(thread):
 @pytest.mark.parametrize(
     ("role", "sentence"),
     [
-        ({"model": "gemma"}, r"names the model 'gemma', which is none of .*there are: llama\."),
+        ({"model": "gemma"}, r"names the model 'gemma', which is not in .*defined models: llama\."),
         ({"model": "llama", "trained": True}, "the model 'llama', which is never trained"),
         ({"model": "llama", "adapter": "base"}, "adapters belong to the policy's model"),
     ],
@@ -99,7 +99,7 @@ async def test_a_role_is_taken_with_the_same_model_each_time(thread):
         agent.role("judge", model="llama")
         agent.role("judge", trained=False)
 
-    with pytest.raises(TaskError, match="was taken with adapter = None, model = 'llama' and"):
+    with pytest.raises(TaskError, match="exists with adapter = None, model = 'llama' and"):
         await play(changes, thread=thread)
 
 

@@ -216,7 +216,7 @@ async def test_a_pinned_fork_says_whether_weights_that_are_gone_computed_what_it
         again = await agent.fork(fork, at=3)  # compared with what it forks itself
         assert not again.recomputed
         expected = {"forks": 3} | ({"forks_recomputed": 1} if held == "given up" else {})
-        assert {k: v for k, v in agent._play.counts.items() if v} == expected
+        assert {k: v for k, v in agent._state.counts.items() if v} == expected
 
 
 async def test_a_fork_is_a_reply_from_which_a_conversation_goes_on():

@@ -128,7 +128,9 @@ async def test_a_command_that_is_no_program_is_told(thread):
 
 async def test_a_program_that_takes_too_long_is_ended(tmp_path, thread):
     blackbox = CommandEnvironment(program(tmp_path, "import time\ntime.sleep(1000)"), timeout_s=0.1)
-    with pytest.raises(TaskError, match=r"ended \(timeout\) before the model had said anything"):
+    with pytest.raises(
+        TaskError, match=r"ended \(timeout\) before the model sampled any trained token"
+    ):
         await play(blackbox, ChatEngine(lambda _: "hi"), thread=thread, group_size=1)
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task
-from millrace.tasks.lengths import Lengths
+from millrace.tasks.lengths import LengthPredictor
 
 
 def group_of(prompt: str, *lengths: int) -> Group:
@@ -19,21 +19,21 @@ def group_of(prompt: str, *lengths: int) -> Group:
 
 
 def test_requests_of_tasks_that_were_long_overtake_those_of_tasks_that_were_short():
-    lengths = Lengths(most=8)
-    assert lengths.overtakes(Task(prompt="long")) == 0  # nothing is known of any
+    lengths = LengthPredictor(most=8)
+    assert lengths.priority(Task(prompt="long")) == 0  # nothing is known of any
     lengths.learn(group_of("short", 2, 4))
     lengths.learn(group_of("long", 30, 50))
-    assert [lengths.overtakes(Task(prompt=p)) for p in ("short", "long", "new")] == [0, 4, 4]
+    assert [lengths.priority(Task(prompt=p)) for p in ("short", "long", "new")] == [0, 4, 4]
     for number in range(6):
         lengths.learn(group_of(f"middle {number}", 10 + number))
-    assert lengths.overtakes(Task(prompt="long")) == 7
+    assert lengths.priority(Task(prompt="long")) == 7
     lengths.learn(group_of("long", 1, 1))  # it has become short: 20.5 on average of both times
     lengths.learn(group_of("long", 1, 1))
     lengths.learn(group_of("long", 1, 1))
-    assert lengths.overtakes(Task(prompt="long")) == 1
+    assert lengths.priority(Task(prompt="long")) == 1
 
 
 def test_nobody_overtakes_where_that_is_off():
-    lengths = Lengths(most=0)
+    lengths = LengthPredictor(most=0)
     lengths.learn(group_of("long", 30))
-    assert lengths.overtakes(Task(prompt="long")) == 0
+    assert lengths.priority(Task(prompt="long")) == 0

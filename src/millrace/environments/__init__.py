@@ -1,24 +1,20 @@
-"""Episodes of many turns: what agents are, and the tools they are given.
+"""Environments: user code that talks to agents, and the exact token record of what they sampled.
 
 | module | owns |
 |---|---|
-| `record.py` | the tokens an agent saw and sampled, as a tree; a branch becomes a Rollout |
-| `conversation.py` | which messages those tokens are; the tokens of what is new |
-| `tool_calls.py` | calls in the text of a model, by model family |
-| `tools.py` | Python functions as tools: schema, execution |
-| `limits.py` | what an episode may use |
-| `play.py` | one episode while it is played: what it has used, what happened in it |
-| `tape.py` | that, in order: turns and tool results |
-| `agent.py` | what an environment talks to: chat, complete, tools, forks |
-| `cast.py` | the agents of one episode, by role |
-| `performing.py` | one episode from a user's coroutine to its reward |
-| `stage.py` | the episodes of a group, whole or as branches of one another |
-| `recipes/` | groups that are trees: pivots, levels |
-| `rules.py` | how episodes of a run are played |
-| `replay/` | recorded episodes: files, played again, edited |
-| `environment.py` | a user's coroutine, played n times side by side |
-| `loop_thread.py` | the thread on which users' coroutines run |
+| `function_environment.py` | a user's coroutine, run n times concurrently per group |
+| `episode_runner.py` | one episode from the coroutine's start to its reward; branches of episodes |
+| `agent.py`, `agent_set.py` | what an environment talks to; the agents by role |
+| `conversation.py` | messages and texts as incremental prompt tokens |
+| `token_record.py` | the tokens of an agent, as a tree; a branch becomes a Rollout |
+| `episode_state.py`, `limits.py` | what a running episode has used, and what it may use |
+| `tape.py` | the event log of an episode: turns and tool results in order |
+| `tools/` | Python functions and MCP servers as tools; tool calls by model family |
+| `rollouts/` | groups: the player, prompt rendering, partial rollouts |
+| `branching/` | groups whose episodes form trees |
+| `replay/` | recorded episodes: files, reruns without an engine, edits |
+| `adapters/` | environments of other libraries |
 
-Promise: earlier turns are never tokenised again, and every token that was sampled is trained once.
-Layer: above the stages; torch-free.
+Promise: earlier turns are never tokenised again, and every sampled token is trained exactly once.
+This package is torch-free.
 """

@@ -1,9 +1,9 @@
-"""What an environment talks to: messages or text in, replies out, every token recorded.
+"""The agent that an environment talks to: messages or text in, replies out, every token recorded.
 
     reply = await agent.chat(messages, tools=[search])
     messages += [reply.message, *await agent.call_tools(reply)]
 
-Belongs to one episode and to the event loop of the environments.
+An Agent belongs to one episode and runs on the event loop of the environments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,25 +27,27 @@ MALFORMED = "malformed_calls"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Reply:
-    text: str  # as it was sampled, without what ended it
-    message: Message  # to go on with
+    """One reply of a model."""
+
+    text: str  # as sampled, without the stop string or token
+    message: Message  # to append to the conversation
     tool_calls: tuple[ToolCall, ...] = ()
-    problems: tuple[str, ...] = ()  # with calls that could not be read; for the model
+    problems: tuple[str, ...] = ()  # malformed tool calls, described for the model
     finish: Finish
-    prompt: Prompt = field(repr=False)  # that it answers
-    inherited: str = ""  # of a fork: what it shares with the reply that was forked
+    prompt: Prompt = field(repr=False)
+    inherited: str = ""  # text that a fork shares with the forked reply
     exchange: Exchange = field(repr=False)
     tools: Mapping[str, Tool] = field(repr=False, default_factory=dict[str, Tool])
-    forked: Exchange | None = field(repr=False, default=None)  # of a fork: that of the first reply
+    forked: Exchange | None = field(repr=False, default=None)  # the exchange that was forked
 
     @property
     def wants_tools(self) -> bool:
-        """True if call_tools() has something to say to it."""
+        """True if the reply calls tools, or tried to."""
         return bool(self.tool_calls or self.problems)
 
     @property
     def num_recomputed(self) -> int:
-        """Of a fork: tokens before it whose KV other weights computed than for the first reply."""
+        """Tokens before a fork whose KV was recomputed with other weights than the original's."""
         if self.forked is None:
             return 0
         ours, theirs = self.exchange.completion.kv, self.forked.completion.kv
@@ -55,8 +57,8 @@ class Reply:
 
     @property
     def recomputed(self) -> bool:
-        """True if a fork goes on from other KV than the first reply did, because weights have
-        changed and the KV is gone. What fills no whole block is computed anew in any case."""
+        """True if a fork continues from recomputed KV, because the weights changed and the old KV
+        was evicted. A partly filled block is always recomputed and does not count."""
         kv = self.exchange.completion.kv
         return kv is not None and self.num_recomputed >= kv.block_tokens
 
@@ -65,7 +67,7 @@ class Agent:
     def __init__(
         self,
         *,
-        play: EpisodeState,
+        state: EpisodeState,
         conversation: Conversation,
         tool_format: ToolFormat,
         sampling: Sampling,
@@ -74,21 +76,21 @@ class Agent:
         model: str | None = None,
         max_context: int | None = None,
         is_trained: bool = True,
-        cast: Callable[..., "Agent"],
+        agent_named: Callable[..., "Agent"],
     ) -> None:
-        """`model`: where it is not the run's, with its longest context. `cast` gives the agents of
-        the episode by name, as Cast.agent does."""
+        """`model` and `max_context` are set for a model of environment.models. `agent_named`
+        returns the agents of the episode by name (AgentSet.agent)."""
         self.name = name
         self.adapter = adapter
         self.model = model
         self.is_trained = is_trained
-        self._play = play
+        self._state = state
         self._conversation = conversation
         self._format = tool_format
         self._sampling = sampling
-        self._cast = cast
+        self._agent_named = agent_named
         self._record = TokenRecord()
-        self._voice = Speaker(
+        self._speaker = Speaker(
             agent=name,
             adapter=adapter,
             model=model,
@@ -96,8 +98,8 @@ class Agent:
             is_trained=is_trained,
             record=self._record,
         )
-        self._num_forks = 0  # with KV of their own
-        self.tools: tuple[Tool, ...] = ()  # what the run offers the agent of an environment
+        self._num_forks = 0  # unpinned forks, each in a session of its own
+        self.tools: tuple[Tool, ...] = ()  # tools of the run's MCP servers
 
     def role(
         self,
@@ -107,28 +109,28 @@ class Agent:
         model: str | None = None,
         trained: bool | None = None,
     ) -> "Agent":
-        """Another agent of this episode, with conversations of its own; the same each time.
+        """Return the agent of this episode with that name; it keeps conversations of its own.
 
-        It is the policy, unless it names one of engine.adapters, or "base", or one of
-        environment.models. What the policy says in a role is trained unless `trained` is False;
-        what others say never is.
+        The policy plays the role, unless the role names an adapter of engine.adapters, "base", or a
+        model of environment.models. Tokens of the policy are trained unless `trained` is False;
+        tokens of other models never are.
         """
         if not name:
-            raise TaskError("agent.role was given no name; give the role one.")
+            raise TaskError("agent.role needs a name; give the role one.")
         if adapter is not None and model is not None:
             raise TaskError(
-                f"The role {name!r} has the adapter {adapter!r} and the model {model!r}, but"
-                " adapters belong to the policy's model; leave out one."
+                f"The role {name!r} names both the adapter {adapter!r} and the model {model!r}, but"
+                " adapters belong to the policy's model; remove one of them."
             )
         other = f"adapter {adapter!r}" if adapter is not None else f"model {model!r}"
         is_policy = adapter is None and model is None
         if trained and not is_policy:
             raise TaskError(
-                f"The role {name!r} has the {other}, which is never trained; leave out"
-                f" trained = True, or the {other.partition(' ')[0]}."
+                f"The role {name!r} uses the {other}, which is never trained; remove"
+                f" trained=True, or the {other.partition(' ')[0]}."
             )
         is_trained = is_policy if trained is None else trained
-        return self._cast(name, adapter=adapter, model=model, is_trained=is_trained)
+        return self._agent_named(name, adapter=adapter, model=model, is_trained=is_trained)
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -136,23 +138,25 @@ class Agent:
 
     @property
     def sampling(self) -> Sampling:
-        """How it samples where chat() is told nothing else."""
+        """Default sampling settings of chat() and complete()."""
         return self._sampling
 
     @property
     def rng(self) -> np.random.Generator:
-        """For what its environment leaves to chance: seeded by the run, the group and the number of
-        the episode, and the same in a replay. One for all agents of the episode."""
-        return self._play.rng
+        """Random generator for the environment, shared by all agents of the episode.
+
+        Its seed comes from the run, the group and the episode number; a replay repeats its draws.
+        """
+        return self._state.rng
 
     @property
     def decode(self) -> Callable[[np.ndarray], str]:
         return self._conversation.decode
 
     def end(self, ending: Ending) -> EpisodeOver:
-        """Mark the episode, for which nothing more is sampled; raise what this returns to leave its
+        """Mark the episode as ended and stop sampling; raise the returned exception to leave the
         environment."""
-        return self._play.end(ending)
+        return self._state.end(ending)
 
     async def chat(
         self,
@@ -160,9 +164,9 @@ class Agent:
         tools: Sequence[Tool | Callable[..., Any]] | None = None,
         **sampling: Any,
     ) -> Reply:
-        """The model's next message; `sampling` changes settings of [sampling] for this one.
+        """Sample the model's next message; `sampling` overrides [sampling] settings for it.
 
-        Raises EpisodeOver when the episode may not go on, which need not be caught.
+        Raises EpisodeOver when the episode reaches a limit; environments need not catch it.
         """
         rows = _checked(messages)
         by_name = tools_of(tools or ())
@@ -172,11 +176,13 @@ class Agent:
         return self._reply(rows, exchange, tools=by_name)
 
     async def complete(self, prompt: str, **sampling: Any) -> Reply:
-        """What the model writes after a text, as chat() otherwise. A prompt that begins with an
-        earlier one and its reply goes on from there."""
+        """Sample a continuation of a text; otherwise like chat().
+
+        A prompt that begins with an earlier prompt and its reply continues from their tokens.
+        """
         if not isinstance(prompt, str):
             raise TaskError(
-                f"agent.complete was given {prompt!r:.80}; give it a text, or use chat."
+                f"agent.complete needs a text, not {prompt!r:.80}; use agent.chat for messages."
             )
         beginning = self._conversation.of_text(prompt)
         exchange = await self._exchange(beginning, prompt=prompt, sampling=sampling)
@@ -185,22 +191,25 @@ class Agent:
     async def fork(
         self, reply: Reply, *, at: int = 0, pinned: bool = True, **sampling: Any
     ) -> Reply:
-        """Another reply that begins with the first `at` tokens that were sampled for this one,
-        and with what this one, if it is a fork itself, shares with another.
+        """Sample another reply that shares the first `at` sampled tokens of this one.
 
-        `pinned`: it goes to the engine that sampled these tokens, and on from their KV as it lies
-        there, which costs no prefill; with kv = "keep" also if weights have changed since. Where
-        the engine has given it up, it is computed by the weights served now, and the fork says so
-        (`recomputed`). Else it goes anywhere, and uses KV of the weights served now only. What is
-        new in it is sampled by these in either case.
+        A fork of a fork also shares what its parent inherited. A pinned fork goes to the engine
+        that sampled the shared tokens and reuses their KV there without prefill; with kv = "keep"
+        it does so even if the weights have changed since. If the engine has evicted that KV, it
+        recomputes it with its current weights and sets `recomputed`. An unpinned fork goes to any
+        engine and reuses only KV of the current weights. New tokens are always sampled with the
+        current weights.
         """
         if "response_format" in sampling:
-            raise TaskError("agent.fork was given a response_format, which begins with a reply.")
+            raise TaskError(
+                "agent.fork cannot take a response_format, which applies to a whole reply; pass it"
+                " to agent.chat."
+            )
         num_sampled = len(reply.exchange.completion.tokens)
         if not 0 <= at < num_sampled:
             raise TaskError(
-                f"agent.fork was given at = {at}, but the reply has {num_sampled} sampled tokens;"
-                f" choose one of 0 to {num_sampled - 1}."
+                f"agent.fork got at = {at}, but the reply has {num_sampled} sampled tokens; choose"
+                f" a number from 0 to {num_sampled - 1}."
             )
         beginning, kept = self._conversation.within(reply.exchange, at)
         self._num_forks += 0 if pinned else 1
@@ -212,17 +221,17 @@ class Agent:
         fork = self._reply(
             reply.prompt, exchange, inherited=inherited, tools=reply.tools, forked=reply.exchange
         )
-        self._play.counts["forks"] += 1
-        self._play.counts["forks_recomputed"] += pinned and fork.recomputed
+        self._state.counts["forks"] += 1
+        self._state.counts["forks_recomputed"] += pinned and fork.recomputed
         return fork
 
     async def call_tools(self, reply: Reply) -> list[Message]:
-        """Run what a reply calls, one after the other; returns what the model is told of it."""
+        """Run the tool calls of a reply in order; return the messages with their results."""
         messages: list[Message] = []
         for call in reply.tool_calls:
-            told = await self._play.call_tool(call, reply.tools)
-            messages.append(self._format.result(call, told))
-        self._play.counts[MALFORMED] += len(reply.problems)
+            result = await self._state.call_tool(call, reply.tools)
+            messages.append(self._format.result(call, result))
+        self._state.counts[MALFORMED] += len(reply.problems)
         if reply.problems:
             messages.append({"role": "user", "content": "\n".join(reply.problems)})
         return messages
@@ -233,7 +242,7 @@ class Agent:
         tools: Sequence[Tool | Callable[..., Any]],
         **sampling: Any,
     ) -> list[Message]:
-        """Chat and call tools until a reply calls none; returns all messages, that reply last."""
+        """Chat and call tools until a reply calls none; return all messages, that reply last."""
         rows = _checked(messages)
         while True:
             reply = await self.chat(rows, tools, **sampling)
@@ -243,7 +252,7 @@ class Agent:
             rows += await self.call_tools(reply)
 
     def rollouts(self, places: Mapping[Exchange, int] | None = None) -> tuple[Rollout, ...]:
-        """What it sampled so far, if that is trained; `places` as in TokenRecord."""
+        """Return the trained tokens sampled so far; `places` as in TokenRecord."""
         if not self.is_trained:
             return ()
         rollouts = self._record.rollouts(places)
@@ -262,7 +271,7 @@ class Agent:
         tools: Mapping[str, Tool] | None = None,
         forked: Exchange | None = None,
     ) -> Reply:
-        """Of an exchange, from which later prompts may go on now."""
+        """Parse the reply of an exchange, and register it so that later prompts can extend it."""
         tools = tools or {}
         text = inherited + exchange.completion.text
         schemas = _schemas(tools)
@@ -295,9 +304,9 @@ class Agent:
         session: str | None = None,
         pinned: bool = False,
     ) -> Exchange:
-        return await self._play.turn(
+        return await self._state.turn(
             beginning,
-            voice=self._voice,
+            speaker=self._speaker,
             prompt=prompt,
             sampling=self._settings(sampling),
             session=self.name if session is None else session,
@@ -319,17 +328,18 @@ class Agent:
         except TypeError:
             unknown = ", ".join(sorted(set(changes) - set(Sampling.__dataclass_fields__)))
             raise TaskError(
-                f"agent.chat was given {unknown}, which is no setting of [sampling]; there are"
+                f"agent.chat got {unknown}, which is not a [sampling] setting; valid settings are"
                 f" {', '.join(Sampling.__dataclass_fields__)}."
             ) from None
         if self.is_trained and changed.temperature == 0 != self._sampling.temperature:
             raise TaskError(
-                "agent.chat was given temperature = 0, which leaves nothing to learn; raise it."
+                "agent.chat got temperature = 0, but greedy tokens cannot be trained; raise the"
+                " temperature, or take a role with trained=False."
             )
         if self.is_trained and changed.grammar is not None and not changed.truncates:
             raise TaskError(
-                "A reply that must follow a response_format or tool_choice is drawn from ids that"
-                " are too many to train with; set sampling.top_k, or take a role with"
+                "A reply that is constrained by a response_format or tool_choice keeps too many"
+                " candidate ids per token to train on; set sampling.top_k, or take a role with"
                 " trained=False."
             )
         return changed
@@ -340,20 +350,20 @@ def _schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
 
 
 def _checked(messages: Sequence[Message | Reply]) -> list[Message]:
-    """As dicts; raises TaskError for what no template could render."""
+    """Return the messages as dicts; raise TaskError for one that no template can render."""
     if isinstance(messages, str) or not messages:
-        raise TaskError(f"agent.chat was given {messages!r:.80}; give it a list of messages.")
+        raise TaskError(f"agent.chat needs a list of messages, not {messages!r:.80}.")
     rows = [row.message if isinstance(row, Reply) else row for row in messages]
     for index, row in enumerate(rows):
-        # Some templates would leave out what they do not find, in silence.
-        if not isinstance(row, dict) or not isinstance(row.get("role"), str) or not _says(row):
+        # Some templates silently skip missing keys.
+        if not (isinstance(row, dict) and isinstance(row.get("role"), str) and _has_content(row)):
             raise TaskError(
-                f"Message {index} is {row!r:.80}; a message is a dict with a role and content that"
-                " is text."
+                f"Message {index} is {row!r:.80}; a message is a dict with a 'role' and a text as"
+                " its 'content'."
             )
     return rows
 
 
-def _says(message: Message) -> bool:
+def _has_content(message: Message) -> bool:
     content = message.get("content")
     return isinstance(content, str | list) or bool(content is None and message.get("tool_calls"))

@@ -1,7 +1,4 @@
-"""The agents of one episode.
-
-Belongs to the event loop of the environments.
-"""
+"""The agents of one episode, by role name. Runs on the event loop of the environments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,11 +15,11 @@ from millrace.environments.tools.calls import ToolFormat
 
 
 class AgentSet:
-    """The agents of one episode, by name; the environment is given the one without a name."""
+    """Creates and keeps the agents of one episode; the environment gets the unnamed one."""
 
     def __init__(
         self,
-        play: EpisodeState,
+        state: EpisodeState,
         *,
         renderer: Renderer,
         history: History,
@@ -30,11 +27,11 @@ class AgentSet:
         sampling: Sampling,
         others: Mapping[str, OtherModel] | None = None,
     ) -> None:
-        """`others`: models besides the run's, whose renderer and tool format the former are."""
+        """`renderer` and `tool_format` belong to the policy; `others` are environment.models."""
         self.history: History = history
         self.tool_format = tool_format
         self.sampling = sampling
-        self._play = play
+        self._state = state
         self._renderer = renderer
         self._others = others or {}
         self._agents: dict[str, Agent] = {}
@@ -47,13 +44,13 @@ class AgentSet:
         model: str | None = None,
         is_trained: bool = True,
     ) -> Agent:
-        """The same one each time."""
+        """Return the agent with this name, created on first use."""
         found = self._agents.get(name)
         if found is None:
             other = None if model is None else self._other(model, role=name)
             renderer = self._renderer if other is None else other.renderer
             found = self._agents[name] = Agent(
-                play=self._play,
+                state=self._state,
                 conversation=Conversation(renderer, history=self.history),
                 tool_format=self.tool_format if other is None else other.tool_format,
                 sampling=self.sampling,
@@ -62,12 +59,12 @@ class AgentSet:
                 model=model,
                 max_context=None if other is None else other.max_context,
                 is_trained=is_trained,
-                cast=self.agent,
+                agent_named=self.agent,
             )
         if (found.adapter, found.model, found.is_trained) != (adapter, model, is_trained):
             raise TaskError(
-                f"The role {name!r} was taken with adapter = {found.adapter!r}, model ="
-                f" {found.model!r} and trained = {found.is_trained}; take it in the same way each"
+                f"The role {name!r} exists with adapter = {found.adapter!r}, model ="
+                f" {found.model!r} and trained = {found.is_trained}; pass the same arguments every"
                 " time."
             )
         return found
@@ -77,8 +74,8 @@ class AgentSet:
             return self._others[model]
         known = ", ".join(self._others) or "none"
         raise TaskError(
-            f"The role {role!r} names the model {model!r}, which is none of environment.models;"
-            f" there are: {known}."
+            f"The role {role!r} names the model {model!r}, which is not in environment.models;"
+            f" defined models: {known}."
         )
 
     @property
@@ -87,7 +84,7 @@ class AgentSet:
 
     @property
     def others(self) -> dict[str, OtherModel]:
-        """Those that its agents are, by name."""
+        """The other models that roles of this episode use, by name."""
         named = {agent.model for agent in self.agents}
         return {name: other for name, other in self._others.items() if name in named}
 
@@ -97,7 +94,7 @@ class AgentSet:
 
     @property
     def trained(self) -> set[str]:
-        """Names of those whose tokens are trained."""
+        """Names of the agents with trained tokens."""
         return {rollout.agent for rollout in self.rollouts()}
 
     def rollouts(self, places: Mapping[Exchange, int] | None = None) -> tuple[Rollout, ...]:

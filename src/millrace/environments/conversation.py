@@ -1,18 +1,17 @@
-"""Messages and texts of an agent, and the exchanges with the engine that they are.
+"""Turns the messages and texts of an agent into prompt tokens, incrementally.
 
-A prompt that begins with an earlier one and its reply goes on from the tokens of that exchange:
-only what is new is rendered and tokenised. What begins otherwise, because the environment left out
-a turn, changed one or began anew, goes on from the longest beginning that is known, or from
-nothing: the record branches.
+A prompt that begins with an earlier prompt and its reply continues from the tokens of that
+exchange: only the new part is rendered and tokenised. If the environment dropped or changed a turn,
+the prompt continues from the longest known prefix, or from nothing, and the record branches.
 
-What is new is the difference between two renderings of the chat template, with the new messages and
-without. That is right only if the template renders what came before in the same way as it did then.
-This is checked each time. Templates break it on purpose, as those that drop the thinking of earlier
-turns; then the whole is rendered again, a branch of its own, and counted.
+The new part is the difference between two renderings of the chat template, with and without the new
+messages. This is valid only if the template renders the earlier messages as it did before, which is
+checked every time. Some templates break this on purpose, for example by dropping the thinking of
+earlier turns. Then the whole conversation is rendered again as a separate branch, and counted.
 
-Promise: where the template keeps to what it rendered, all tokens of a branch together are what it
-gives for the whole conversation, if the model writes its tokens as the tokenizer would. The token
-with which the model ended its turn stands where the template puts one.
+Promise: if the template renders earlier turns unchanged, and the model writes tokens as the
+tokenizer would, then the tokens of a branch equal the rendering of the whole conversation. The
+end-of-turn token that the model sampled takes the place of the template's.
 """
 
 import json
@@ -33,41 +32,41 @@ History = Literal["template", "sampled"]
 Schemas = Sequence[Mapping[str, Any]]
 
 RERENDERED = "rerendered"
-_SENTINEL = "\u27eareply\u27eb"  # stands for a reply whose surroundings are looked for
+_SENTINEL = "\u27eareply\u27eb"  # placeholder that locates where the template puts a reply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Beginning:
-    """Where a prompt goes on, and with which tokens."""
+    """A prompt as a known prefix and the new tokens after it."""
 
-    given: np.ndarray  # [G] int32
-    parent: Exchange | None = None
-    at: int | None = None  # of the parent's branch, where that is not its end
+    given: np.ndarray  # [G] int32; new prompt tokens
+    parent: Exchange | None = None  # exchange that the prompt continues
+    at: int | None = None  # tokens of the parent's branch to keep; None = all
 
     @property
     def start(self) -> int:
-        """Tokens before the given ones, which are on record."""
+        """Number of recorded tokens before the new ones."""
         if self.parent is None:
             return 0
         return self.parent.end if self.at is None else self.at
 
     @property
     def tokens(self) -> np.ndarray:
-        """All that the engine is to see."""
+        """All prompt tokens for the engine."""
         before = [] if self.parent is None else [self.parent.tokens(self.at)]
         return np.concatenate([*before, self.given])
 
 
 class Conversation:
-    """What one agent was told so far. Called from one event loop."""
+    """The prompts and replies of one agent so far. Used from one event loop."""
 
     def __init__(self, renderer: Renderer, *, history: History = "template") -> None:
-        """`history`: where the template would render earlier turns otherwise, do so, or go on
-        after what was sampled all the same."""
+        """`history`: if the template renders earlier turns differently, "template" starts a new
+        branch, and "sampled" continues after the sampled tokens anyway."""
         self._renderer = renderer
         self._history = history
-        self._chats: dict[bytes, Exchange] = {}  # by digest of its messages, with the reply
-        self._texts: dict[str, tuple[Exchange, int]] = {}  # and where their last text ends
+        self._chats: dict[bytes, Exchange] = {}  # by digest of all messages including the reply
+        self._texts: dict[str, tuple[Exchange, int]] = {}  # with the end of the text in tokens
         self.counts: Counter[str] = Counter()
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -98,19 +97,20 @@ class Conversation:
     def replied_to_messages(
         self, messages: Sequence[Message], exchange: Exchange, *, tools: Schemas = ()
     ) -> None:
-        """`messages` with the reply as their last one are what this exchange ends with."""
+        """Register an exchange; the last of `messages` is its reply."""
         *_, digest = _digests(messages, tools)
         self._chats[digest] = exchange
 
     def replied_to_text(self, text: str, exchange: Exchange) -> None:
-        """A text goes on before the token that ended the reply, and behind a string that did."""
+        """Register an exchange of complete(); later text follows a stop string, but replaces an
+        end-of-text token."""
         sampled = exchange.completion.tokens
         num_text = len(sampled) - _is_ended(exchange, self._renderer)
         known = text + self._renderer.decode(sampled[:num_text])
         self._texts[known] = exchange, exchange.end - len(sampled) + num_text
 
     def within(self, exchange: Exchange, num_sampled: int) -> tuple[Beginning, str]:
-        """To go on after so many of the sampled tokens, and the text they are."""
+        """Return the beginning after so many sampled tokens of an exchange, and their text."""
         at = exchange.start + len(exchange.given) + num_sampled
         text = self._renderer.decode(exchange.completion.tokens[:num_sampled])
         return Beginning(given=_array([]), parent=exchange, at=at), text
@@ -118,8 +118,8 @@ class Conversation:
     def _continuation(
         self, messages: Sequence[Message], count: int, *, exchange: Exchange, tools: Schemas
     ) -> list[int] | None:
-        """What follows the first `count` messages, the last of which is the reply that the exchange
-        ends with; None if the template would change what came before."""
+        """Return the tokens that follow the first `count` messages, the last of which is the reply
+        of `exchange`; None if the template changes its rendering of earlier messages."""
         *before, reply = messages[:count]
         new = messages[count:]
 
@@ -139,7 +139,7 @@ class Conversation:
             return None
         ids = self._renderer.ids(rest)
         has_end = bool(tail.strip()) and ids[0] in self._renderer.special_ids
-        # What the model ended its turn with stands, be it the template's own or another.
+        # Keep the end-of-turn token that the model sampled, even if the template uses another.
         return ids[1:] if has_end and _is_ended(exchange, self._renderer) else ids
 
 
@@ -151,7 +151,7 @@ def _is_ended(exchange: Exchange, renderer: Renderer) -> bool:
 
 
 def _digests(messages: Sequence[Message], tools: Schemas) -> Iterator[bytes]:
-    """Of the tools alone, then with one message after the other."""
+    """Yield running digests: of the tools alone, then after each further message."""
     rows = [tools, *messages]
     encoded = (json.dumps(row, sort_keys=True, default=repr).encode() for row in rows)
     return accumulate(encoded, lambda digest, row: blake2b(digest + row).digest())

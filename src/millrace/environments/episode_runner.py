@@ -1,17 +1,15 @@
-"""One episode from its first turn to its reward: a user's coroutine with the agents of a cast.
+"""Runs the episodes of one group, from the first turn to the reward, whole or as branches.
 
-Promise: an episode that comes to a limit is marked and ends, whatever its environment does. What
-the coroutine returns is a reward, or one TaskError sentence. Runs on the loop of the environments.
+A branch runs the environment again. Up to the branching point it gets the replies and tool results
+of the parent episode; there the model continues from the parent's KV, and everything after that is
+new. Any deterministic environment can be branched this way, at any token.
 
-Where the episodes of one group are played, whole or as branches of one another.
+Promise: an episode that reaches a limit is marked and ends, whatever its environment does. The
+coroutine's return value is a reward, or the group fails with one TaskError sentence. Shared tokens
+of a branch are trained with the parent episode. An environment that behaves differently the second
+time raises a ReplayError instead of making a wrong branch.
 
-A branch is the environment played again: up to the point where it branches off, replies and tool
-results are those of the other episode; there the model goes on from its KV, and everything behind
-is new. So any environment that is deterministic itself can be branched, at any token.
-
-Promise: what a branch shares is trained with the episode that it branched off. An environment that
-asks something else the second time makes a ReplayError, never a branch that is none.
-Called from the controller's event loop; the environments run on the thread of theirs.
+EpisodeRunner is called from the controller's event loop; environments run on their own thread.
 """
 
 import asyncio
@@ -48,27 +46,32 @@ from millrace.environments.tools.functions import Tool, ToolResult, run_tool
 EnvironmentFunction = Callable[[Task, Agent], Awaitable[Any]]
 
 
-async def perform(
+async def run_episode(
     function: EnvironmentFunction,
     task: Task,
     *,
-    play: EpisodeState,
-    cast: AgentSet,
+    state: EpisodeState,
+    agents: AgentSet,
     ended_reward: float,
     branching: Branching | None = None,
 ) -> Episode:
-    """`ended_reward`: of an episode that came to a limit. `branching`: where it is one of a tree's
-    leaves."""
+    """Run one episode to its end.
+
+    `ended_reward` is the reward of an episode that reached a limit. `branching` is the position of
+    a leaf in its tree.
+    """
     try:
-        reward = await _rewarded(function, task, play=play, cast=cast, ended_reward=ended_reward)
+        reward = await _reward_of(
+            function, task, state=state, agents=agents, ended_reward=ended_reward
+        )
     finally:
-        play.close()  # what the environment has left running gets nothing more
-    counts = {**play.counts, **cast.counts()}
+        state.close()  # tasks that the environment left running sample nothing more
+    counts = {**state.counts, **agents.counts()}
     return Episode(
-        turns=tuple(play.turns),
-        rollouts=cast.rollouts(None if branching is None else play.tape.places()),
+        turns=tuple(state.turns),
+        rollouts=agents.rollouts(None if branching is None else state.tape.places()),
         reward=reward,
-        ending=play.ending,
+        ending=state.ending,
         counts={name: count for name, count in counts.items() if count},
         branching=branching,
     )
@@ -78,65 +81,65 @@ def name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-async def _rewarded(
+async def _reward_of(
     function: EnvironmentFunction,
     task: Task,
     *,
-    play: EpisodeState,
-    cast: AgentSet,
+    state: EpisodeState,
+    agents: AgentSet,
     ended_reward: float,
 ) -> float | dict[str, float] | None:
-    """What the user's function returns."""
+    """Run the user's coroutine and check what it returns."""
     limit: asyncio.Timeout | None = None
     try:
-        async with play.timed() as limit:
-            returned = await function(task, cast.agent())
+        async with state.timed() as limit:
+            returned = await function(task, agents.agent())
     except EpisodeOver:
         return ended_reward
     except (MillraceError, Expired):
         raise
     except Exception as error:
         if limit is not None and limit.expired():
-            play.end("timeout")
+            state.end("timeout")
             return ended_reward
-        raise _raised(function, error, play) from error
-    if isinstance(returned, Mapping) and returned and cast.trained <= set(returned):
+        raise _raised(function, error, state) from error
+    if isinstance(returned, Mapping) and returned and agents.trained <= set(returned):
         return {
-            str(name): _checked(function, value, play) or 0.0 for name, value in returned.items()
+            str(name): _checked(function, value, state) or 0.0 for name, value in returned.items()
         }
-    return _checked(function, returned, play)
+    return _checked(function, returned, state)
 
 
-def _raised(function: EnvironmentFunction, error: Exception, play: EpisodeState) -> TaskError:
+def _raised(function: EnvironmentFunction, error: Exception, state: EpisodeState) -> TaskError:
     last = traceback.extract_tb(error.__traceback__)[-1]
     return TaskError(
-        f"{play.name}: environment {name_of(function)!r} raised {type(error).__name__}:"
-        f" {error} (episode {play.index}, {last.filename}:{last.lineno}); mend it."
+        f"{state.name}: environment {name_of(function)!r} raised {type(error).__name__}:"
+        f" {error} (episode {state.index}, {last.filename}:{last.lineno}); fix the environment."
     )
 
 
-def _checked(function: EnvironmentFunction, returned: Any, play: EpisodeState) -> float | None:
+def _checked(function: EnvironmentFunction, returned: Any, state: EpisodeState) -> float | None:
     if returned is None or (isinstance(returned, Real) and math.isfinite(returned)):
         return None if returned is None else float(returned)
     raise TaskError(
-        f"{play.name}: environment {name_of(function)!r} returned {returned!r:.60};"
-        " return a finite number as the reward, None to leave it to the scorers, or a dict with"
-        " a number for each role that is trained."
+        f"{state.name}: environment {name_of(function)!r} returned {returned!r:.60};"
+        " return a finite number as the reward, None to leave the reward to the scorers, or a dict"
+        " with a number for each trained role."
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Branch:
-    """What an episode begins with that is not its own."""
+    """The point of a parent episode at which another episode branches off."""
 
-    recording: Recording  # of the other one
-    turn: TurnRow  # in which it branches off
-    at: int  # after so many of the tokens sampled in it
-    family: int  # number of the first episode of the tree, in whose session the KV lies
+    recording: Recording  # of the parent
+    turn: TurnRow  # turn of the branching point
+    at: int  # sampled tokens of that turn that are shared
+    family: int  # number of the root episode, whose engine session holds the KV
 
     @property
     def shared(self) -> Recording:
-        """What was answered before that turn was."""
+        """The parent's recording up to the branching turn."""
         entries = self.recording.entries
         end = next(index for index, entry in enumerate(entries) if entry is self.turn)
         answered = [entry for entry in entries[:end] if is_answered(entry)]
@@ -144,11 +147,11 @@ class Branch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Performance:
-    """An episode that was played, and what a branch of it needs."""
+class PlayedEpisode:
+    """A finished episode, with the recording that branches of it need."""
 
     episode: Episode
-    recording: Recording | None  # of leaves of trees
+    recording: Recording | None  # None unless branches or recordings are enabled
 
 
 class EpisodeRunner:
@@ -175,20 +178,22 @@ class EpisodeRunner:
 
     async def play(
         self, index: int, *, branching: Branching | None = None, branch: Branch | None = None
-    ) -> Performance:
-        """Episode `index` of the group; of a tree, with its place in it, and if it is no root with
-        what it shares."""
+    ) -> PlayedEpisode:
+        """Play episode `index` of the group.
+
+        `branching` is its position in a tree; `branch` is its branching point unless it is a root.
+        """
         policy, home = self.policy, asyncio.get_running_loop()
 
         def sample(prompt: np.ndarray, **settings: Any) -> Coroutine[Any, Any, Completion]:
-            """From the loop of the environments to the controller's, and back."""
+            """Sample on the controller's event loop, called from the environments' loop."""
             return on_loop(home, policy.sample(prompt, **settings))
 
         source = None
         if branch is not None:
             answers = RecordedAnswers(branch.shared, renderer=self._renderer, others=self._others)
             source = _BranchSource(branch, sample=sample, answers=answers)
-        play = EpisodeState(
+        state = EpisodeState(
             name=policy.name,
             index=index,
             sample=sample if source is None else source.sample,
@@ -199,12 +204,12 @@ class EpisodeRunner:
             family=None if branch is None else branch.family,
             run_tool=run_tool if source is None else source.run_tool,
         )
-        return await self._thread.run(self._performed(play, branching=branching))
+        return await self._thread.run(self._run(state, branching=branching))
 
-    async def _performed(self, play: EpisodeState, *, branching: Branching | None) -> Performance:
+    async def _run(self, state: EpisodeState, *, branching: Branching | None) -> PlayedEpisode:
         """Runs on the loop of the environments."""
-        cast = AgentSet(
-            play,
+        agents = AgentSet(
+            state,
             renderer=self._renderer,
             history=self._rules.history,
             tool_format=self._format,
@@ -212,28 +217,27 @@ class EpisodeRunner:
             others=self._others,
         )
         known: dict[str, Any] = {
-            "play": play,
-            "cast": cast,
+            "state": state,
+            "agents": agents,
             "ended_reward": self._rules.ended_reward,
         }
-        episode = await perform(self._function, self._task, **known, branching=branching)
+        episode = await run_episode(self._function, self._task, **known, branching=branching)
         if not episode.rollouts and self.policy.is_trained:
             raise TaskError(
-                f"{play.name}: episode {play.index} of environment {name_of(self._function)!r}"
-                f" ended ({play.ending}) before the model had said anything to be trained on; call"
+                f"{state.name}: episode {state.index} of environment {name_of(self._function)!r}"
+                f" ended ({state.ending}) before the model sampled any trained token; call"
                 " agent.chat or agent.complete."
             )
         if branching is None and not self._rules.records:
-            return Performance(episode=episode, recording=None)
+            return PlayedEpisode(episode=episode, recording=None)
         recording = recording_of(episode, self._task, **known)
         if self._rules.records:
             episode = replace(episode, recording=encode(recording))
-        return Performance(episode=episode, recording=recording)
+        return PlayedEpisode(episode=episode, recording=recording)
 
 
 class _BranchSource:
-    """Answers with what is shared, then goes on with what is new. Belongs to the loop of the
-    environments."""
+    """Returns the shared replies and tool results, then samples. Runs on the environments' loop."""
 
     def __init__(self, branch: Branch, *, sample: Sample, answers: RecordedAnswers) -> None:
         self._branch = branch

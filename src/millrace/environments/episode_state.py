@@ -1,8 +1,7 @@
-"""One episode while it is played: what it has used of its turns, context and time, and what
-happened in it so far.
+"""The state of one running episode: turns, context and time used, and its event log.
 
-Promise: an episode that has come to a limit is marked with it, and nothing more is sampled for it,
-however often its environment asks. Belongs to one event loop, that of the environments.
+Promise: an episode that reached a limit is marked with that limit, and nothing more is sampled for
+it, however often its environment asks. Runs on the event loop of the environments.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ from millrace.environments.tools.functions import Tool, ToolResult, run_tool
 
 
 class Sample(Protocol):
-    """As Policy.sample, from the loop of the environments."""
+    """Policy.sample, called from the loop of the environments."""
 
     def __call__(
         self,
@@ -46,7 +45,7 @@ class Sample(Protocol):
 
 
 class RunTool(Protocol):
-    """As tools.run_tool."""
+    """The signature of tools.functions.run_tool."""
 
     def __call__(
         self, tool: Tool, arguments: Mapping[str, Any], *, timeout_s: float, max_chars: int
@@ -55,12 +54,12 @@ class RunTool(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speaker:
-    """Who speaks in a turn."""
+    """The agent that takes a turn, and the model behind it."""
 
     agent: str
     adapter: str | None
-    model: str | None  # one of environment.models; None = the run's
-    max_context: int | None  # of that model; None = the episode's
+    model: str | None  # a name in environment.models; None = the policy
+    max_context: int | None  # of that model; None = the policy's
     is_trained: bool
     record: TokenRecord
 
@@ -79,9 +78,9 @@ class EpisodeState:
         random_index: int | None = None,
         run_tool: RunTool = run_tool,
     ) -> None:
-        """`family`: number of the episode that it is a branch of, whose KV it goes on from, and
-        `random_index` of the one whose draws it repeats."""
-        self.name = name  # of its group, for messages
+        """`family` is the number of the root episode of a branch, whose KV it reuses;
+        `random_index` is the number of the episode whose random draws it repeats."""
+        self.name = name  # of the group, for error messages
         self.index = index  # within the group
         self.limits = limits
         self.max_context = max_context
@@ -96,68 +95,68 @@ class EpisodeState:
         self._run_tool = run_tool
         self._calls = itertools.count()
         self._is_closed = False
-        self._limit: asyncio.Timeout | None = None  # of the whole episode, while it is played
+        self._limit: asyncio.Timeout | None = None  # time limit of the running episode
 
     @contextlib.asynccontextmanager
     async def timed(self) -> AsyncIterator[asyncio.Timeout]:
-        """The time that the episode has; ends what runs inside when it has passed."""
+        """Cancel the enclosed block when the episode's time is up."""
         async with asyncio.timeout(self.limits.episode_timeout_s) as self._limit:
             yield self._limit
 
     def expire(self) -> None:
-        """Its time has passed now."""
+        """Make the episode time out now."""
         assert self._limit is not None
         self._limit.reschedule(asyncio.get_running_loop().time())
 
     @cached_property
     def rng(self) -> np.random.Generator:
-        """What an environment leaves to chance; the same each time the episode is played."""
+        """Random generator of the environment; a replay repeats its draws."""
         return np.random.default_rng((self.seed, self.random_index))
 
     async def turn(
         self,
         beginning: Beginning,
         *,
-        voice: Speaker,
+        speaker: Speaker,
         prompt: Prompt,
         sampling: Sampling,
         session: str,
         pinned: bool = False,
     ) -> Exchange:
-        """The model goes on after `beginning`, which is what `prompt` says; raises EpisodeOver."""
+        """Sample a reply to `prompt` with the tokens `beginning`; raise EpisodeOver at a limit."""
         self.check()
         call = next(self._calls)
         if call >= self.limits.max_turns:
             raise self.end("turns")
         tokens = beginning.tokens
-        if len(tokens) >= (voice.max_context or self.max_context):
-            raise self._too_long(len(tokens), voice)
-        with self.tape.turn(call, agent=voice.agent) as noted:
+        if len(tokens) >= (speaker.max_context or self.max_context):
+            raise self._too_long(len(tokens), speaker)
+        with self.tape.turn(call, agent=speaker.agent) as record:
             completion = await self._sampled(
                 tokens,
                 call=call,
-                voice=voice,
+                speaker=speaker,
                 sampling=sampling,
                 session=session,
                 pinned=pinned,
                 routes_from=first_routed(beginning.start),
             )
-            exchange = voice.record.add(
+            exchange = speaker.record.add(
                 beginning.given,
                 completion,
                 sampling=sampling,
                 parent=beginning.parent,
                 at=beginning.at,
             )
-            noted(exchange, prompt=prompt)
+            record(exchange, prompt=prompt)
         turn = Turn(
-            prompt=prompt, completion=completion.text, finish=completion.finish, agent=voice.agent
+            prompt=prompt, completion=completion.text, finish=completion.finish, agent=speaker.agent
         )
         self.turns.append(turn)
         return exchange
 
     async def _sampled(
-        self, tokens: np.ndarray, *, call: int, voice: Speaker, session: str, **settings: Any
+        self, tokens: np.ndarray, *, call: int, speaker: Speaker, session: str, **settings: Any
     ) -> Completion:
         limit = asyncio.timeout(self.limits.turn_timeout_s)
         try:
@@ -167,9 +166,9 @@ class EpisodeState:
                     episode=self.index,
                     call=call,
                     session=f"{self._family}/{session}",
-                    adapter=voice.adapter,
-                    model=voice.model,
-                    is_trained=voice.is_trained,
+                    adapter=speaker.adapter,
+                    model=speaker.model,
+                    is_trained=speaker.is_trained,
                     **settings,
                 )
         except TimeoutError:
@@ -178,26 +177,26 @@ class EpisodeState:
             raise self.end("timeout") from None
 
     async def call_tool(self, call: ToolCall, tools: Mapping[str, Tool]) -> str:
-        """What the model is told of it."""
+        """Run a tool call, and return the result text for the model."""
         self.check()
         self.counts["tool_calls"] += 1
         if call.name not in tools:
             self.counts["tool_errors"] += 1
-            return f"Error: there is no tool {call.name!r}; there are {', '.join(tools)}."
-        with self.tape.tool(call.name, call.arguments) as noted:
+            return f"Error: there is no tool {call.name!r}; available tools: {', '.join(tools)}."
+        with self.tape.tool(call.name, call.arguments) as record:
             result = await self._run_tool(
                 tools[call.name],
                 call.arguments,
                 timeout_s=self.limits.tool_timeout_s,
                 max_chars=self.limits.tool_result_chars,
             )
-            noted(result)
+            record(result)
         if result.fault is not None:
             self.counts[result.fault] += 1
         return result.text
 
     def check(self) -> None:
-        """Raise EpisodeOver if nothing more may happen."""
+        """Raise EpisodeOver if the episode has ended."""
         if self._is_closed:
             raise EpisodeOver(self.ending)
 
@@ -209,13 +208,13 @@ class EpisodeState:
         self.close()
         return EpisodeOver(ending)
 
-    def _too_long(self, num_tokens: int, voice: Speaker) -> Exception:
-        """A first prompt that does not fit is the task's fault, a later one the episode's end."""
+    def _too_long(self, num_tokens: int, speaker: Speaker) -> Exception:
+        """Return TaskError for a first prompt that does not fit; a later one ends the episode."""
         if self.turns:
             return self.end("length")
-        section = "engine" if voice.model is None else f"environment.models.{voice.model}"
+        section = "engine" if speaker.model is None else f"environment.models.{speaker.model}"
         return TaskError(
-            f"{self.name}: its prompt has {num_tokens} tokens, but the context holds"
-            f" {voice.max_context or self.max_context}; shorten the prompt or raise"
+            f"{self.name}: the prompt has {num_tokens} tokens, but the context holds"
+            f" {speaker.max_context or self.max_context}; shorten the prompt or raise"
             f" {section}.max_context."
         )

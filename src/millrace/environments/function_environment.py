@@ -1,15 +1,13 @@
-"""A user's coroutine as an environment: it is given a task and an agent, and returns a reward.
+"""A user's coroutine as an environment: it gets a task and an agent, and returns a reward.
 
     async def guess(task, agent):
         reply = await agent.chat([{"role": "user", "content": task.prompt}])
         return float(reply.text == task.columns["answer"])
 
-Promise: it runs n times side by side for each group, on a thread of its own. An episode that comes
-to a limit is marked and ends, whatever its environment does; one whose environment raises is left
-out. A group needs n episodes that are not: `redundancy` more are begun, and those that come last
-are given up.
-
-Environments that want to know when a run begins and ends, as those that hold connections do.
+Promise: each group runs the coroutine n times concurrently, on the thread of the environments. An
+episode that reaches a limit is marked and ends; an episode whose environment raises is left out. A
+group needs n good episodes: `redundancy` extra episodes are started, and the slowest are cancelled.
+An environment with open() and close() coroutines gets these calls at the start and end of a run.
 """
 
 import asyncio
@@ -31,7 +29,7 @@ from millrace.environments.tools.calls import format_of
 
 
 class FunctionEnvironment:
-    """core.protocols.Environment. play() is called from the controller's event loop."""
+    """Implements core.protocols.Environment; play() runs on the controller's event loop."""
 
     def __init__(
         self,
@@ -43,8 +41,8 @@ class FunctionEnvironment:
         recipe: Recipe | None = None,
         others: Mapping[str, OtherModel] | None = None,
     ) -> None:
-        """`recipe`: how a group for training is played, where that is not n times side by side.
-        `others`: models besides the policy that roles may be, by name."""
+        """`recipe` replaces n independent episodes per training group, for example by a tree.
+        `others` are the models of environment.models."""
         self._recipe = recipe
         self._function = function
         self._renderer = renderer
@@ -54,7 +52,7 @@ class FunctionEnvironment:
         self._format = format_of(rules.tool_format, template=renderer.chat_template)
 
     async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
-        stage = EpisodeRunner(
+        runner = EpisodeRunner(
             self._function,
             task=task,
             policy=policy,
@@ -65,9 +63,9 @@ class FunctionEnvironment:
             others=self._others,
         )
         if self._recipe is not None and policy.is_trained:
-            return await self._recipe.play(stage, n)
+            return await self._recipe.play(runner, n)
         num_begun = n + (self._rules.redundancy if policy.is_trained else 0)
-        running = {asyncio.create_task(stage.play(index)): index for index in range(num_begun)}
+        running = {asyncio.create_task(runner.play(index)): index for index in range(num_begun)}
         finished: dict[int, Episode] = {}
         try:
             while len(finished) < n:
@@ -92,13 +90,13 @@ class FunctionEnvironment:
 
 
 def check_function(function: Any) -> EnvironmentFunction:
-    """Raise ConfigError unless it can be called as an environment."""
+    """Raise ConfigError unless the function can be called as an environment."""
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - of an object that can be called
+        getattr(function, "__call__", None)  # noqa: B004 - a callable object
     )
     if not is_async:
         raise ConfigError(
-            f"Environment {name_of(function)!r} is no coroutine; define it with `async def"
+            f"Environment {name_of(function)!r} is not a coroutine; define it with `async def"
             " play(task, agent)`."
         )
     try:
@@ -113,15 +111,15 @@ def check_function(function: Any) -> EnvironmentFunction:
 
 @contextlib.asynccontextmanager
 async def lifetime(function: Any, *, thread: LoopThread) -> AsyncGenerator[None]:
-    """Await its open(), if it has one, and at the end its close(), on the thread that runs it."""
+    """Await the environment's open() and, at the end, close(), if it defines them."""
     try:
-        await _told(function, "open", thread=thread)
+        await _call(function, "open", thread=thread)
         yield
     finally:
-        await _told(function, "close", thread=thread)
+        await _call(function, "close", thread=thread)
 
 
-async def _told(function: Any, method: str, *, thread: LoopThread) -> None:
-    tell = getattr(function, method, None)
-    if inspect.iscoroutinefunction(tell):
-        await thread.run(tell())
+async def _call(function: Any, name: str, *, thread: LoopThread) -> None:
+    method = getattr(function, name, None)
+    if inspect.iscoroutinefunction(method):
+        await thread.run(method())

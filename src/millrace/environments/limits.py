@@ -1,7 +1,4 @@
-"""What an episode may use, and what its environment is told when it has used it up.
-
-How episodes of a run are played and when they end.
-"""
+"""Limits and rules of episodes: turns, time, tools, and what happens at a limit."""
 
 from dataclasses import dataclass, field
 
@@ -12,8 +9,7 @@ from millrace.environments.tools.calls import ToolFormatName
 
 
 class EpisodeOver(Exception):
-    """The episode has come to a limit. An environment may let it pass, or catch it to return a
-    reward."""
+    """The episode reached a limit. An environment may catch this to return a reward."""
 
     def __init__(self, ending: Ending) -> None:
         super().__init__(f"the episode has ended: {ending}")
@@ -22,7 +18,7 @@ class EpisodeOver(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeLimits:
-    max_turns: int = 32  # of all agents together
+    max_turns: int = 32  # all agents together
     episode_timeout_s: float | None = None
     turn_timeout_s: float | None = None
     tool_timeout_s: float = 30.0
@@ -31,14 +27,14 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeRules:
-    """How episodes are played and when they end."""
+    """How episodes of a run are played."""
 
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
-    redundancy: int = 0  # further episodes of a group in training, of which the last are given up
-    ended_reward: float = 0.0  # of an episode that came to a limit
+    redundancy: int = 0  # extra episodes per training group; the slowest are cancelled
+    ended_reward: float = 0.0  # reward of an episode that reached a limit
     tool_format: ToolFormatName = "auto"
     history: History = "template"
-    records: bool = False  # what happened is kept, so that it can be replayed
+    records: bool = False  # keep recordings, so that episodes can be replayed
 
 
 def rules_of(

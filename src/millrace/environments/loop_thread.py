@@ -1,8 +1,8 @@
-"""A thread with an event loop of its own, on which users' coroutines run.
+"""A thread with its own event loop, on which users' coroutines run.
 
-Promise: a coroutine that blocks its loop delays others on it, and never the loop of its caller.
-Cancelling a call cancels the coroutine. A thread that does not come to its end is left behind, and
-dies with the process.
+Promise: a coroutine that blocks delays other coroutines of this thread, never the caller's loop.
+Cancelling a call cancels the coroutine. A thread that does not end in time is
+abandoned as a daemon.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class LoopThread:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result, from another loop."""
+        """Run the coroutine on this thread, and return its result to the calling loop."""
         return await on_loop(self._loop, coroutine)
 
     def _run(self) -> None:
@@ -47,5 +47,5 @@ class LoopThread:
 
 
 async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that runs on another thread's loop."""
+    """Run a coroutine on another thread's loop, and return its result."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))

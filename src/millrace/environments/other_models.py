@@ -1,7 +1,7 @@
-"""Models besides the policy, as roles of an episode speak to them.
+"""Models of environment.models: frozen models that roles of an episode can use beside the policy.
 
-Promise: each is rendered with its own tokenizer, chat template and format of tool calls; what its
-settings say of these is checked before any of its engines starts.
+Promise: each model is rendered with its own tokenizer, chat template and tool-call format. Its
+settings are checked before any engine starts.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class OtherModel:
 
 
 def load_other_models(settings: Mapping[str, RoleModelConfig]) -> dict[str, OtherModel]:
-    """By name, without their weights; raises ConfigError."""
+    """Load tokenizers and configurations, without weights; raise ConfigError if one is wrong."""
     return {name: _loaded(name, row) for name, row in settings.items()}
 
 
@@ -47,12 +47,12 @@ def _context(settings: RoleModelConfig, *, section: str) -> int:
     wanted = settings.max_context
     if wanted is not None and limit is not None and wanted > limit:
         raise ConfigError(
-            f"{section}.max_context = {wanted} is more than the {limit} tokens that"
-            f" {settings.path!r} allows; lower it."
+            f"{section}.max_context = {wanted} exceeds the {limit} tokens that {settings.path!r}"
+            " allows; lower it."
         )
     context = wanted or limit
     if context is None:
         raise ConfigError(
-            f"Model {settings.path!r} states no longest context; set {section}.max_context."
+            f"Model {settings.path!r} does not state its context length; set {section}.max_context."
         )
     return context

@@ -44,7 +44,7 @@ from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import scaling_server
 from millrace.run.workers import RunWorkers
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
-from millrace.tasks.lengths import Lengths
+from millrace.tasks.lengths import LengthPredictor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,7 +323,7 @@ class _Run:
             sampling=Sampling(**config.sampling.model_dump()),
             max_context=prepared.max_context,
             seed=config.seed,
-            lengths=Lengths(most=config.rollout.longest_first),
+            lengths=LengthPredictor(most=config.rollout.longest_first),
             others=workers.models,
             wants_routes=config.trainer.replay_routes,
         )

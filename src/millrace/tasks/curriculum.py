@@ -1,9 +1,9 @@
-"""Tasks by measured difficulty: those that the policy solves about as often as is most instructive.
+"""Curriculum: samples tasks whose measured solve rate is near a target.
 
-A task's solve rate is a running mean over its recent groups. It is drawn with a weight that falls
-off around the target rate, like a bell; a task not seen yet counts as being at the target. A fixed
-share of the numbers ignores all that and goes through the tasks in turn, so that none is starved
-and a rate that was measured long ago is measured again.
+The solve rate of a task is a running mean over its recent groups. Sampling weights follow a
+Gaussian around the target rate; an unseen task counts as being at the target. A fixed share of the
+numbers ignores the weights and visits all tasks in turn, so that no task starves and old solve
+rates are measured again.
 """
 
 import math
@@ -15,12 +15,12 @@ import numpy as np
 from millrace.core.records import Task
 from millrace.tasks.streams import Epochs
 
-MEMORY = 0.5  # weight of what was known before a new group
-WIDTH = 0.2  # of the bell, as its standard deviation
+MEMORY = 0.5  # weight of the previous mean when a new group arrives
+WIDTH = 0.2  # standard deviation of the Gaussian
 
 
 class Curriculum:
-    """A TaskStream."""
+    """A TaskStream that prefers tasks near a target solve rate."""
 
     def __init__(
         self, tasks: Sequence[Task], *, seed: int, target: float, explore_share: float
@@ -33,21 +33,21 @@ class Curriculum:
         self._rates = np.full(len(tasks), np.nan)  # [tasks]; NaN = not seen yet
         self._weights = np.ones(len(tasks))  # [tasks]
         self._drawn: dict[int, int] = {}  # task by number, until that is finished
-        # Outcomes since the last draw. They are learned in the order of their numbers, so that it
-        # does not matter which of several groups was scored first.
-        self._news: list[tuple[int, int, float]] = []  # number, task, solve rate
+        # Scores since the last draw. They are applied in the order of their numbers, so that the
+        # order in which groups were scored does not matter.
+        self._pending: list[tuple[int, int, float]] = []  # number, task, solve rate
 
     def task(self, number: int) -> Task:
-        """The same each time it is asked, until the number is finished."""
+        """Return the same task for a number until that number is finished."""
         if number not in self._drawn:
             self._learn()
             self._drawn[number] = self._draw(number)
         return self._tasks[self._drawn[number]]
 
     def observe(self, number: int, solve_rate: float) -> None:
-        # A group that was begun under another order has no task here.
+        # A resumed group that was started with another task order was not drawn here.
         if number in self._drawn:
-            self._news.append((number, self._drawn[number], solve_rate))
+            self._pending.append((number, self._drawn[number], solve_rate))
 
     def finish(self, number: int) -> None:
         self._drawn.pop(number, None)
@@ -79,7 +79,7 @@ class Curriculum:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Rates of other tasks than these would mislead: then it begins anew."""
+        """Restore the solve rates; those of a different task list are ignored."""
         if state.get("num_tasks") != len(self._tasks):
             return
         for index, rate in state["solve_rates"].items():
@@ -87,7 +87,7 @@ class Curriculum:
         self._drawn = {int(number): index for number, index in state["drawn"].items()}
 
     def _is_known(self, draw: int | None) -> TypeGuard[int]:
-        """False if it was drawn from other tasks than these."""
+        """False for a draw from a different task list."""
         return draw is not None and draw < len(self._tasks)
 
     def _draw(self, number: int) -> int:
@@ -97,14 +97,14 @@ class Curriculum:
         rng = np.random.default_rng((self._seed, 1, number))
         reach = self._weights.cumsum()
         drawn = int(np.searchsorted(reach, rng.random() * reach[-1], side="right"))
-        return min(drawn, len(self._tasks) - 1)  # where the product was rounded up to the end
+        return min(drawn, len(self._tasks) - 1)  # the product may round up to the total
 
     def _learn(self) -> None:
-        for _, index, now in sorted(self._news):
+        for _, index, now in sorted(self._pending):
             before = float(self._rates[index])
             is_new = math.isnan(before)
             self._set_rate(index, now if is_new else MEMORY * before + (1 - MEMORY) * now)
-        self._news.clear()
+        self._pending.clear()
 
     def _set_rate(self, index: int, rate: float) -> None:
         self._rates[index] = rate

@@ -1,7 +1,6 @@
-"""What makes tasks: [tasks.generator], a table of a built-in generator or of the user's own.
+"""Task generators: plug-ins behind [tasks.generator], built in or user-defined.
 
-A generator is called without arguments and gives rows, as a function does. Its fields are the keys
-of the table.
+A generator is called without arguments and returns rows. Its fields are the keys of the table.
 """
 
 from collections.abc import Mapping
@@ -16,21 +15,23 @@ from millrace.scoring.verifiers.reasoning_gym import COLUMN, make_dataset, reaso
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Puzzles:
-    """Tasks of a dataset of reasoning_gym; the scorer "reasoning_gym" judges them."""
+    """Tasks of a reasoning_gym dataset; the scorer "reasoning_gym" verifies their answers."""
 
     __name__ = "reasoning_gym"
 
     dataset: str
-    """Its name there, as "leg_counting"."""
+    """Name of the dataset in reasoning_gym, such as "leg_counting"."""
     size: int = 500
+    """Number of tasks."""
     seed: int = 0
+    """Seed of the dataset."""
     config: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Of the dataset, as {max_animals = 4}."""
+    """Settings of the dataset, such as {max_animals = 4}."""
     system: str = "default"
-    """A system message that asks for the answer in tags: one of reasoning_gym's by its name, or a
-    text; "" = none."""
+    """System message that asks for the answer in tags: a name of reasoning_gym, or a text; "" for
+    none."""
     chat: bool = True
-    """The prompt is messages; otherwise a text, with what `system` says above it."""
+    """Whether the prompt is a list of messages; if false, a text that begins with `system`."""
 
     def __post_init__(self) -> None:
         check_text("dataset", self.dataset)
@@ -52,13 +53,13 @@ class Puzzles:
         system = reasoning_gym("utils").SYSTEM_PROMPTS.get(self.system, self.system)
         if not self.chat:
             return f"{system}\n{question}" if system else question
-        told = [{"role": "system", "content": system}] if system else []
-        return [*told, {"role": "user", "content": question}]
+        first = [{"role": "system", "content": system}] if system else []
+        return [*first, {"role": "user", "content": question}]
 
 
 GENERATORS: dict[str, type] = {"reasoning_gym": Puzzles}
 
 
 def build_generator(table: Mapping[str, Any], *, section: str) -> Any:
-    """A function that gives rows, or the rows, if a function of the user's made them at once."""
+    """Build the generator; a user's factory may also return the rows themselves."""
     return build_plugin(table, builtins=GENERATORS, default="", section=section)

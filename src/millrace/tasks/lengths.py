@@ -1,8 +1,8 @@
-"""How long the episodes of a task will be, by those that were played: the longest are let begin
-first, so that fewer are waited for at the end.
+"""Predicts episode lengths per task, so that long episodes start first.
 
-A request may overtake others in an engine's line, but only so many: none waits for ever. The order
-in which tokens are drawn does not change what is drawn. Called from the controller's event loop.
+Starting long episodes first leaves fewer stragglers. A request may skip only a bounded number of
+queued requests, so none starves. Scheduling order does not change sampled tokens: each draw has its
+own seed. Runs on the controller's event loop.
 """
 
 import bisect
@@ -14,16 +14,19 @@ import numpy as np
 from millrace.core.records import Group, Task
 
 
-class Lengths:
+class LengthPredictor:
     def __init__(self, *, most: int) -> None:
-        """`most`: others that a request of the longest task overtakes; 0 = none ever does."""
+        """`most`: queued requests that a request of the longest task may skip; 0 disables it."""
         self._most = most
-        self._means: dict[bytes, float] = {}  # tokens of an episode, by task
+        self._means: dict[bytes, float] = {}  # mean tokens per episode, by task
         self._sorted: list[float] = []
 
-    def overtakes(self, task: Task) -> int:
-        """How many others; by the share of known tasks that are shorter, and half as many as the
-        longest if nothing is known of this one."""
+    def priority(self, task: Task) -> int:
+        """Return how many queued requests this task's requests may skip.
+
+        The number grows with the share of known tasks that are shorter; an unknown task gets half
+        of the maximum.
+        """
         mean = self._means.get(_key(task))
         if not self._most or not self._sorted:
             return 0
@@ -39,7 +42,7 @@ class Lengths:
         mean = float(np.mean([sum(r.num_sampled for r in e.rollouts) for e in group.episodes]))
         if known is not None:
             del self._sorted[bisect.bisect_left(self._sorted, known)]
-            mean = (known + mean) / 2  # the policy changes: what is recent counts more
+            mean = (known + mean) / 2  # the policy changes, so recent episodes count more
         self._means[key] = mean
         bisect.insort(self._sorted, mean)
 

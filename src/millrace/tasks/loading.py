@@ -1,7 +1,8 @@
-"""Where tasks come from: files, datasets, functions, Python lists.
+"""Loads tasks from files, datasets, functions and Python lists.
 
-Promise: what load_tasks returns can be played and scored, as far as data can tell. Anything else is
-a ConfigError that names the file and line, or the task, before any worker starts.
+Promise: every task that load_tasks() returns has a usable prompt and columns that reach reward
+functions unchanged. Anything else raises a ConfigError that names the file and line, or the task,
+before any worker starts.
 """
 
 import json
@@ -23,20 +24,20 @@ RESERVED = (
     "prompts",
     "completions",
     "completion_ids",
-)  # reward functions get these by name already
-INT_RANGE = range(-(2**63), 2**64)  # what a message between processes can carry
+)  # Millrace passes these to reward functions
+INT_RANGE = range(-(2**63), 2**64)  # integers that msgpack can carry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """Which columns of a row a task is made of."""
+    """Selects the columns of a row that make a task."""
 
     prompt: str = "prompt"
-    kept: tuple[str, ...] | None = None  # besides; None = all
+    kept: tuple[str, ...] | None = None  # further columns; None keeps all
 
     @property
     def read(self) -> tuple[str, ...] | None:
-        """Columns that need to be read; None = all."""
+        """Columns to read; None reads all."""
         return None if self.kept is None else tuple(dict.fromkeys((self.prompt, *self.kept)))
 
 
@@ -188,7 +189,7 @@ def _check_columns(columns: Mapping[str, Any], *, where: str) -> None:
 
 
 def _problem(value: Any) -> str | None:
-    """Why a value would not reach a reward function as it is, or None if it would."""
+    """Explain why a value cannot reach a reward function unchanged; None if it can."""
     # Exact types: subclasses such as numpy's float64 would arrive as something else, or not at all.
     if value is None or type(value) in (bool, float):
         return None
@@ -198,7 +199,7 @@ def _problem(value: Any) -> str | None:
     if type(value) is str:
         # A lone surrogate, from JSON such as "\ud800", has no UTF-8.
         encodable = value.isascii() or value.encode(errors="replace").decode() == value
-        return None if encodable else f"{_shown(value)}, which is not valid Unicode; mend the text"
+        return None if encodable else f"{_shown(value)}, which is not valid Unicode; fix the text"
     if isinstance(value, list):
         return next(filter(None, map(_problem, value)), None)
     if isinstance(value, dict):

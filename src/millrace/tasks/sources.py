@@ -1,4 +1,4 @@
-"""From [tasks] to the stream of a run: the sources are loaded, put in order, and mixed."""
+"""Builds the task stream of a run from the [tasks] settings: load, order and mix the sources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +15,13 @@ from millrace.tasks.streams import Epochs, Mixture, Source, TaskStream
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskList:
-    name: str  # "" if it is the only one
+    name: str  # "" for a single source
     weight: float
     tasks: list[Task]
 
 
 def load_sources(settings: TasksConfig, given: Sequence[Any] | None) -> list[TaskList]:
-    """The tasks of a run, by source; `given` are those that came from Python."""
+    """Load the tasks of a run, by source; `given` are tasks passed to train()."""
     if not settings.source:
         if not (tasks := load_section(settings, given, section="tasks")):
             raise ConfigError("There are no tasks; set tasks.path, or pass tasks=[...] to train().")
@@ -39,7 +39,7 @@ def load_sources(settings: TasksConfig, given: Sequence[Any] | None) -> list[Tas
 
 
 def make_stream(sources: Sequence[TaskList], settings: TasksConfig, *, seed: int) -> TaskStream:
-    """Each source in its order, and all of them mixed by their weights."""
+    """Order each source, then mix the sources by weight."""
 
     def ordered(tasks: Sequence[Task]) -> TaskStream:
         if settings.order != "curriculum":

@@ -1,8 +1,8 @@
-"""The run's endless sequence of tasks: in turn, by difficulty, or mixed from several sources.
+"""Endless task streams: sequential, shuffled by epoch, or mixed from several sources.
 
-Promise: which task a number is depends on the tasks, the seed, the number and, with a curriculum,
-on the outcomes so far; never on time. What cannot be computed again is in state(), for a
-checkpoint. Used by the controller's loop alone.
+Promise: the task behind a number depends on the tasks, the seed, the number and, with a curriculum,
+on earlier scores; it never depends on time. State that cannot be recomputed is in state(), which
+checkpoints store. Only the controller's event loop calls a stream.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,43 +18,44 @@ class TaskStream(Protocol):
     def task(self, number: int) -> Task: ...
 
     def observe(self, number: int, solve_rate: float) -> None:
-        """The group of this number was scored; solve_rate is the share of its episodes that are
-        right."""
+        """Record the share of solved episodes in the scored group of this number."""
         ...
 
     def finish(self, number: int) -> None:
-        """This number will not be asked for again."""
+        """Forget a number that will not be requested again."""
         ...
 
     def draw_of(self, number: int) -> int | None:
-        """What decides on its task besides the number itself, if anything does."""
+        """Return the draw that chose this number's task; None if the number alone decides."""
         ...
 
     def redrawn(self, number: int, draw: int | None) -> Task:
-        """The task of a number for which this was drawn, also when it is finished."""
+        """Return the task that a recorded draw chose for a number, even a finished one."""
         ...
 
     def remember(self, number: int, draw: int | None) -> None:
-        """This was drawn for the number, which is not finished."""
+        """Restore the recorded draw of an unfinished number."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the state as JSON-compatible values."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Epochs:
-    """Epoch after epoch, in a new order each time or always in the same. Within an epoch each task
-    comes exactly once."""
+    """Repeats the tasks epoch by epoch, reshuffled or always in the same order.
+
+    Each task occurs exactly once per epoch.
+    """
 
     def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool) -> None:
         assert tasks, "a stream needs at least one task"
         self._tasks = tuple(tasks)
         self._seed = seed % 2**64  # numpy takes no negative seeds
         self._shuffle = shuffle
-        # By epoch; the newest two, as groups straddle them.
+        # Permutations of the newest two epochs: groups in flight can belong to both.
         self._orders: dict[int, np.ndarray] = {}
 
     def task(self, number: int) -> Task:
@@ -65,10 +66,10 @@ class Epochs:
         return int(self._order(epoch)[position]) if self._shuffle else position
 
     def observe(self, number: int, solve_rate: float) -> None:
-        """Outcomes change nothing here."""
+        """Scores do not change the order."""
 
     def finish(self, number: int) -> None:
-        """Nothing is kept by number."""
+        """There is no state per number."""
 
     def draw_of(self, number: int) -> int | None:
         return None
@@ -77,7 +78,7 @@ class Epochs:
         return self.task(number)
 
     def remember(self, number: int, draw: int | None) -> None:
-        """The number says it all."""
+        """There are no draws: the number alone decides."""
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -95,7 +96,7 @@ class Epochs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A stream and how much of the run it gets."""
+    """A stream with its weight in a mixture."""
 
     stream: TaskStream
     weight: float
@@ -103,13 +104,13 @@ class Source:
 
 
 class Mixture:
-    """Several streams as one, each with its share of the numbers.
+    """Interleaves several streams by weight.
 
-    Sources take turns in a cycle that is as even as it can be: at any number, none has had a whole
-    group more than its share.
+    Sources alternate in a fixed, evenly spread cycle: at any number, no source is a whole group
+    ahead of its share.
     """
 
-    CYCLE = 1000  # numbers; so weights are kept to a thousandth of their sum
+    CYCLE = 1000  # numbers; weights are rounded to 1/1000 of their sum
 
     def __init__(self, sources: Sequence[Source]) -> None:
         assert sources
@@ -121,11 +122,11 @@ class Mixture:
         ranks = np.zeros(len(self._turns), np.int64)
         for source in range(len(slots)):
             ranks[self._turns == source] = np.arange(slots[source])
-        self._ranks = ranks  # [CYCLE] how many of the same source came before it in the cycle
+        self._ranks = ranks  # [CYCLE] position among the slots of the same source
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of all numbers, by source."""
+        """The share of all numbers that each source gets."""
         return dict(zip(self._names, (slots / self.CYCLE for slots in self._slots), strict=True))
 
     def task(self, number: int) -> Task:
@@ -161,28 +162,27 @@ class Mixture:
             stream.restore(state.get(name, {}))
 
     def place(self, number: int) -> tuple[str, int]:
-        """The source of a number, and which number it is to that source."""
+        """Return the source of a number, and the number within that source."""
         cycle, slot = divmod(number, self.CYCLE)
         source = int(self._turns[slot])
         return self._names[source], cycle * self._slots[source] + int(self._ranks[slot])
 
 
 def _slots(weights: Sequence[float], *, total: int) -> list[int]:
-    """`total` shared out by weight, at least one each; what rounding leaves goes to the largest
-    remainders."""
+    """Divide `total` slots by weight, at least one each, by the largest-remainder method."""
     assert len(weights) <= total
     exact = np.array(weights, np.float64) / sum(weights) * total
     slots = np.maximum(np.floor(exact), 1).astype(int)
     while (missing := total - int(slots.sum())) != 0:
         change = 1 if missing > 0 else -1
-        # Taken from those who can spare one, given to whoever lacks most.
+        # Take a slot from a source with more than one; give it to the largest remainder.
         lack = np.where((slots > 1) | (change > 0), change * (exact - slots), -np.inf)
         slots[int(lack.argmax())] += change
     return slots.tolist()
 
 
 def _turns(slots: Sequence[int]) -> np.ndarray:
-    """Each turn goes to whoever is furthest behind its share."""
+    """Assign each turn to the source that is furthest behind its share."""
     total = sum(slots)
     shares = np.array(slots) / total
     taken = np.zeros(len(slots), np.int64)

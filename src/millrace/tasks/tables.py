@@ -1,8 +1,7 @@
-"""Rows of Parquet files and of Hugging Face datasets, on disk or on the hub.
+"""Reads rows from Parquet files and Hugging Face datasets, on disk or on the hub.
 
-Promise: only the columns that are asked for are read. What is missing (a file, a column, a split, a
-package, the hub) is a ConfigError that says what there is instead. Rows are plain Python values, as
-far as the format has them.
+Promise: only requested columns are read. A missing file, column, split, package or hub raises a
+ConfigError that lists what exists instead. Rows hold plain Python values where the format has them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,13 +10,13 @@ from typing import Any
 
 from millrace.core.errors import ConfigError
 
-Rows = Iterator[tuple[str, dict[str, Any]]]  # each with where it stands, for messages
-SAVED = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk leaves in a folder
+Rows = Iterator[tuple[str, dict[str, Any]]]  # (location for error messages, row)
+SAVED = ("dataset_info.json", "dataset_dict.json")  # files that save_to_disk writes
 _EXTRA = "which is not installed; install millrace[datasets]"
 
 
 def folder_rows(folder: Path, *, columns: Sequence[str] | None, split: str | None) -> Rows:
-    """Of what `save_to_disk` wrote, or else of all Parquet files in a folder, in their order."""
+    """Read a folder written by `save_to_disk`, or all Parquet files in it in name order."""
     if any((folder / name).is_file() for name in SAVED):
         return _saved_rows(folder, columns=columns, split=split)
     files = sorted(folder.glob("*.parquet"))
@@ -52,7 +51,7 @@ def parquet_rows(path: Path, *, columns: Sequence[str] | None) -> Rows:
 def hub_rows(
     name: str, *, columns: Sequence[str] | None, subset: str | None, split: str | None
 ) -> Rows:
-    """Of a dataset on the hub, or of its copy in the cache."""
+    """Read a dataset of the hub, or its cached copy."""
     datasets = _datasets(f"Dataset {name!r}")
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
@@ -85,7 +84,7 @@ def _dataset_rows(dataset: Any, *, columns: Sequence[str] | None, where: str) ->
 
 
 def _one_split(loaded: Any, *, split: str | None, where: str) -> Any:
-    """The dataset, or of a dataset with splits the one that was asked for."""
+    """Return the requested split, or a dataset without splits as it is."""
     if not isinstance(loaded, dict):
         if split is not None:
             raise ConfigError(f"{where!r} has no splits, but split = {split!r}; leave it out.")

@@ -1,5 +1,1 @@
-"""Environments of other libraries, played as they are.
-
-Each is an environment function that wraps what such a library has: classes for TRL's
-environment_factory, Gymnasium environments, verifiers' environments.
-"""
+"""Adapters for environments of other libraries: TRL's environment_factory and Gymnasium."""

@@ -1,10 +1,10 @@
-"""Recipes: how a group is played where its episodes are not n of a kind, whatever the environment.
+"""Branching recipes: groups whose episodes are branches of each other.
 
 | module | owns |
 |---|---|
-| `recipe.py` | what a recipe is; which there are |
-| `grove.py` | the trees of one group while they grow |
+| `recipe.py` | the Recipe protocol |
+| `registry.py` | the built-in recipes by name |
+| `scheduler.py` | grows the episode trees of one group |
 | `pivot.py` | branches at the tokens that matter most |
 | `tree.py` | branches at every level |
-| `answer.py` | the environment of runs that have none: one prompt, one completion |
 """

@@ -1,13 +1,12 @@
-"""Recorded episodes: written to files, read again, played again without an engine.
+"""Recorded episodes: write them to files, read them, and run them again without an engine.
 
 | module | owns |
 |---|---|
-| `schema.py` | what a recording holds, as JSON |
-| `recorder.py` | an episode that was played -> its recording |
-| `episodes.py` | a recording -> its episode, as it was |
-| `answers.py` | what a recording answers to an environment that asks again |
-| `rerun.py` | the environment, played again on what is recorded |
-| `edits.py` | recordings with another tool result or reward |
-| `files.py` | lines of recordings |
+| `schema.py` | the contents of a recording, as JSON |
+| `recorder.py` | makes a recording of a finished episode |
+| `episodes.py` | restores the episode of a recording |
+| `answers.py` | recorded replies and tool results for an environment that runs again |
+| `rerun.py` | runs an environment on a recording |
+| `files.py` | reads, writes and edits files of recordings |
 | `command.py` | `millrace replay` |
 """

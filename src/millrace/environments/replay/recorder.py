@@ -27,21 +27,21 @@ from millrace.environments.tools.calls import name_of
 
 
 def recording_of(
-    episode: Episode, task: Task, *, play: EpisodeState, cast: AgentSet, ended_reward: float
+    episode: Episode, task: Task, *, state: EpisodeState, agents: AgentSet, ended_reward: float
 ) -> Recording:
     return Recording(
-        name=play.name,
-        index=play.index,
-        seed=play.seed,
-        random_index=play.random_index,
+        name=state.name,
+        index=state.index,
+        seed=state.seed,
+        random_index=state.random_index,
         task=_task(task),
-        limits=play.limits,
-        max_context=play.max_context,
+        limits=state.limits,
+        max_context=state.max_context,
         ended_reward=ended_reward,
-        tool_format=name_of(cast.tool_format),
-        history=cast.history,
-        template=cast.template_settings,
-        sampling=cast.sampling,
+        tool_format=name_of(agents.tool_format),
+        history=agents.history,
+        template=agents.template_settings,
+        sampling=agents.sampling,
         agents=[
             AgentRow(
                 name=agent.name,
@@ -49,10 +49,10 @@ def recording_of(
                 model=agent.model,
                 is_trained=agent.is_trained,
             )
-            for agent in cast.agents
+            for agent in agents.agents
         ],
-        models={name: _model(other) for name, other in cast.others.items()},
-        entries=_entries(play),
+        models={name: _model(other) for name, other in agents.others.items()},
+        entries=_entries(state),
         reward=episode.reward,
         ending=episode.ending,
         counts=episode.counts,
@@ -87,8 +87,8 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _entries(play: EpisodeState) -> list[Entry]:
-    entries = play.tape.entries
+def _entries(state: EpisodeState) -> list[Entry]:
+    entries = state.tape.entries
     numbers = {e.exchange: e.number for e in entries if isinstance(e, TakenTurn)}
     rows: list[Entry] = []
     for entry in entries:

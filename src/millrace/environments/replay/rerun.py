@@ -15,7 +15,7 @@ from typing import Any
 
 from millrace.core.records import Episode, Task
 from millrace.environments.agent_set import AgentSet
-from millrace.environments.episode_runner import EnvironmentFunction, perform
+from millrace.environments.episode_runner import EnvironmentFunction, run_episode
 from millrace.environments.episode_state import EpisodeState
 from millrace.environments.other_models import OtherModel
 from millrace.environments.replay.answers import PATIENCE_S, RecordedAnswers, ReplayError
@@ -53,7 +53,7 @@ async def rerun(
             return await run_tool(tool, arguments, **limits)
         return await answers.tool_run(number, tool, arguments)
 
-    play = EpisodeState(
+    state = EpisodeState(
         name=recording.name,
         index=recording.index,
         sample=lambda prompt, *, call, **_settings: answers.turn(call, prompt),
@@ -63,9 +63,9 @@ async def rerun(
         random_index=recording.random_index,
         run_tool=repeat,
     )
-    answers.play = play
-    cast = AgentSet(
-        play,
+    answers.play = state
+    agents = AgentSet(
+        state,
         renderer=renderer,
         history=recording.history,
         tool_format=FORMATS[recording.tool_format],
@@ -73,8 +73,12 @@ async def rerun(
         others=others,
     )
     task = task_of(recording) if task is None else task
-    known: dict[str, Any] = {"play": play, "cast": cast, "ended_reward": recording.ended_reward}
-    episode = await perform(function, task, **known, branching=recording.branching)
+    known: dict[str, Any] = {
+        "state": state,
+        "agents": agents,
+        "ended_reward": recording.ended_reward,
+    }
+    episode = await run_episode(function, task, **known, branching=recording.branching)
     answers.check_complete()
     return replace(episode, recording=encode(recording_of(episode, task, **known)))
 

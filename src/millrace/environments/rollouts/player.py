@@ -35,7 +35,7 @@ from millrace.core.staleness import Stamps
 from millrace.environments.rollouts.attempt import Attempt
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.rollouts.replaying_engine import ReplayingEngine
-from millrace.tasks.lengths import Lengths
+from millrace.tasks.lengths import LengthPredictor
 
 PIECE_TOKENS = 32  # of streamed chunks; one message per token would cost as much as sampling it
 
@@ -214,14 +214,14 @@ class Player:
         sampling: Sampling,
         max_context: int,
         seed: int,
-        lengths: Lengths | None = None,
+        lengths: LengthPredictor | None = None,
         others: Mapping[str, SupportsGenerate] | None = None,
         wants_routes: bool = False,
     ) -> None:
         """`others`: engines of models besides the policy, by name. `wants_routes`: of groups for
         training, as they are replayed there."""
         self._others = others or {}
-        self._lengths = lengths or Lengths(most=0)
+        self._lengths = lengths or LengthPredictor(most=0)
         self._wants_routes = wants_routes
         self._environment = environment
         self._engine = engine
@@ -267,7 +267,7 @@ class Player:
             seed=group_seed(self._seed, number, tries=tries),
             attempt=attempt,
             scoring=scoring,
-            overtakes=self._lengths.overtakes(task),
+            overtakes=self._lengths.priority(task),
             others=others,
             reader=self._engine,
             wants_routes=self._wants_routes,
