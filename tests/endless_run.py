@@ -21,7 +21,7 @@ from millrace.cluster.messages import (
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import RunConfig, load_config
 from millrace.controller.controller import Controller, Cursor
-from millrace.core.records import Completion, Group, Sampling, Task, Verdict
+from millrace.core.records import Completion, Group, Sampling, ScorerResult, Task
 from millrace.core.spans import Span
 from millrace.core.weight_update import WeightUpdate
 from millrace.environments.rollouts.player import Player
@@ -35,9 +35,8 @@ from millrace.monitoring.run_dir import RunDir
 from millrace.scoring.advantages.estimators import build_advantages
 from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.pool import ScorerPool
-from millrace.scoring.scheduling.group_scoring import ScorerStation
 from millrace.scoring.scheduling.scorer_queue import ScorerQueue
-from millrace.scoring.scorer_kind import CallRules
+from millrace.scoring.scorer_type import CallSettings
 from millrace.scoring.shaping.shaping import build_shaping
 from millrace.tasks.curriculum import Curriculum
 from millrace.tasks.lengths import LengthPredictor
@@ -85,9 +84,9 @@ class LengthScorer:
 
     name, weight = "length", 1.0
 
-    async def score(self, group: Group) -> list[Verdict]:
+    async def score(self, group: Group) -> list[ScorerResult]:
         scores = [float(len(episode.turns[0].completion)) for episode in group.episodes]
-        return [Verdict(score=1.0 if group.number % 8 == 0 else score) for score in scores]
+        return [ScorerResult(score=1.0 if group.number % 8 == 0 else score) for score in scores]
 
 
 class TrainerWorker:
@@ -205,9 +204,9 @@ def _player(config: RunConfig, engines: EnginePool) -> Player:
 
 
 def _scorers(config: RunConfig) -> ScorerPool:
-    desk = ScorerQueue(LengthScorer(), rules=CallRules(), warn=print)
+    queue = ScorerQueue(LengthScorer(), calls=CallSettings(), warn=print)
     return ScorerPool(
-        [ScorerStation(desk=desk, gate=None)],
+        [queue],
         advantages=build_advantages({"type": "group"}),
         workers=ScorerWorkers(WorkerPool(None), num_workers=1),  # pyright: ignore
         functions={},

@@ -180,10 +180,10 @@ class FakeScoring:
 
     takes_episodes = True
 
-    def __init__(self, *, listen=lambda request: None, token_rewards=None) -> None:
+    def __init__(self, *, stream_callback=lambda request: None, token_rewards=None) -> None:
         self.added: dict[int, Episode] = {}
         self.is_closed = False
-        self.listen = listen
+        self.stream_callback = stream_callback
         self.token_rewards = token_rewards
 
     def __enter__(self) -> Self:

@@ -12,9 +12,9 @@ import pytest
 from millrace.config import load_config
 from millrace.core.records import Task
 from millrace.environments.function_environment import check_function
-from millrace.scoring.functions.scorer import Function
-from millrace.scoring.registry import check_specs, spec_of
-from millrace.scoring.scorer_kind import CallRules, ScorerKind
+from millrace.scoring.functions.function_scorer import Function
+from millrace.scoring.registry import check_scorers, resolve_scorer
+from millrace.scoring.scorer_type import CallSettings, ScorerType
 from millrace.scoring.services.http_scorer import Http
 from millrace.scoring.services.judge import Judge
 from millrace.scoring.shaping.shaping import build_shaping
@@ -159,7 +159,7 @@ def test_the_settings_in_the_page_on_reward_models_are_valid():
     for block in blocks:
         config = load_config({"model": "m", **tomllib.loads(block)})
         for row in config.scorer:
-            assert row.function or spec_of(row, section="scorer").name == row.type
+            assert row.function or resolve_scorer(row, section="scorer").name == row.type
 
 
 def test_the_settings_in_the_page_on_scoring_are_settings(monkeypatch, tmp_path):
@@ -169,8 +169,8 @@ def test_the_settings_in_the_page_on_scoring_are_settings(monkeypatch, tmp_path)
     page = text_of("scorers")
     (example,) = re.findall(r"```toml\n(.*?)```", page, re.S)
     config = load_config({"model": "m", **tomllib.loads(example)})
-    specs = [spec_of(row, section="scorer") for row in config.scorer]
-    check_specs(specs, [Task(prompt="p", columns={"answer": "a"})])
+    specs = [resolve_scorer(row, section="scorer") for row in config.scorer]
+    check_scorers(specs, [Task(prompt="p", columns={"answer": "a"})])
     assert [spec.name for spec in specs] == ["format", "judge", "style"]
 
 
@@ -186,8 +186,8 @@ def test_the_page_on_scoring_has_every_key_of_the_services_with_its_default():
 
 def test_the_page_on_scoring_tells_how_services_and_functions_are_called():
     section = text_of("scorers").split("## How scorers are called")[1]
-    services = CallRules()
-    functions = Function(function=lambda completions: []).rules(num_workers=2)
+    services = CallSettings()
+    functions = Function(function=lambda completions: []).call_settings(num_workers=2)
     for name in ("batch", "timeout_s", "retries", "backoff_s", "breaker_failures", "priority"):
         (told,) = re.findall(rf"^\| `{name}` \| (\S+) \| (\S+) \|", section, re.M)
         assert tuple(map(float, told)) == (getattr(services, name), getattr(functions, name))
@@ -198,5 +198,5 @@ def test_the_scorer_in_the_page_on_scoring_passes_its_test():
     _, scorer, test = re.findall(r"```python\n(.*?)```", page, re.S)
     names: dict[str, Any] = {"__name__": "scorers"}
     exec(scorer + test, names)
-    names["test_what_is_short_enough_scores_1"]()
-    assert isinstance(names["Brevity"](), ScorerKind)
+    names["test_short_completions_score_1"]()
+    assert isinstance(names["Brevity"](), ScorerType)

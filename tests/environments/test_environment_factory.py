@@ -14,7 +14,7 @@ from millrace.environments.adapters.scorers import seated
 from millrace.environments.episode_state import EpisodeLimits
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.attempt import Attempt
-from millrace.scoring.registry import spec_of_function
+from millrace.scoring.registry import function_scorer
 
 TASK = Task(prompt="Count to 2.", columns={"goal": 2})
 
@@ -87,7 +87,7 @@ def play():
 
 
 def with_scorers(environment, *functions):
-    specs = [spec_of_function(function) for function in functions]
+    specs = [function_scorer(function) for function in functions]
     return seated(specs, environment, tasks=[TASK])
 
 
@@ -170,7 +170,7 @@ def test_what_cannot_work_is_refused_before_the_run():
     with pytest.raises(ConfigError, match="'object' has no reset"):
         EnvironmentFactory(object)
     with pytest.raises(ConfigError, match="'reached' needs the column 'goal', which task 0"):
-        seated([spec_of_function(reached)], EnvironmentFactory(Counter), tasks=[Task(prompt="?")])
+        seated([function_scorer(reached)], EnvironmentFactory(Counter), tasks=[Task(prompt="?")])
     (spec,), _ = with_scorers(None, reached)
     with pytest.raises(ConfigError, match=r"needs 'environments', which there are only with"):
         spec.kind.check([TASK], name="reached")

@@ -114,14 +114,17 @@ async def test_who_wants_to_hears_what_a_group_samples_and_an_evaluation_is_not_
     player = make_player(engine)
     asked = []
 
-    def listen(request):
+    def stream_callback(request):
         asked.append(request)
         return listener if len(asked) == 1 else None
 
     for number in (5, 6):
         attempt = Attempt(number)
         await player.try_group(
-            Task(prompt="x"), attempt=attempt, group_size=2, scoring=FakeScoring(listen=listen)
+            Task(prompt="x"),
+            attempt=attempt,
+            group_size=2,
+            scoring=FakeScoring(stream_callback=stream_callback),
         )
     await player.play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
     assert [request.id for request in asked] == [r.id for r in engine.requests[:2]]

@@ -104,7 +104,7 @@ async def sleeps_async(completions):
 
 async def raises_async(completions):
     await asyncio.sleep(0)
-    raise KeyError("verdict")
+    raise KeyError("result")
 
 
 async def leaves_async(completions):

@@ -12,12 +12,12 @@ from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import load_config
 from millrace.scoring.advantages.estimators import GroupAdvantages
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
-from millrace.scoring.registry import check_specs, spec_of
+from millrace.scoring.registry import check_scorers, resolve_scorer
 
-__all__ = ["Service", "group", "open_pool", "running", "scores_of"]
+__all__ = ["FakeService", "group", "open_pool", "running", "scores_of"]
 
 
-class Service:
+class FakeService:
     """`reply` makes the answer to each request from its body; a list is used up first."""
 
     def __init__(self, reply: Callable[[dict[str, Any]], Any]) -> None:
@@ -40,7 +40,7 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def running(service: Service, *, port: int = 0) -> AsyncIterator[Service]:
+async def running(service: FakeService, *, port: int = 0) -> AsyncIterator[FakeService]:
     app = web.Application()
     app.router.add_post("/{tail:.*}", service.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -64,8 +64,8 @@ async def open_pool(
 ) -> AsyncIterator:
     """A pool of such [[scorer]] tables."""
     config = load_config({"model": "m", "scorer": list(tables)})
-    specs = [spec_of(row, section=f"scorer.{i}") for i, row in enumerate(config.scorer)]
-    check_specs(specs, tasks)
+    specs = [resolve_scorer(row, section=f"scorer.{i}") for i, row in enumerate(config.scorer)]
+    check_scorers(specs, tasks)
     async with WorkerPool(launch) as worker_pool:
         pool = build_scorer_pool(
             specs,
@@ -81,4 +81,4 @@ async def open_pool(
 
 
 async def scores_of(pool: ScorerPool, *texts: str, number: int = 0) -> list[float]:
-    return [score.total for score in (await pool.judge(group(*texts, number=number))).scores]
+    return [score.total for score in (await pool.score(group(*texts, number=number))).scores]

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from millrace.core.records import Episode, Group, Task, Turn, Verdict
+from millrace.core.records import Episode, Group, ScorerResult, Task, Turn
 
 
 def episode(text: str) -> Episode:
@@ -30,7 +30,7 @@ class ScriptedScorer:
         self.fails: Callable[[Group], Exception | None] = lambda group: None
         self.num_cancelled = 0
 
-    async def score(self, group: Group) -> list[Verdict]:
+    async def score(self, group: Group) -> list[ScorerResult]:
         self.calls.append([text_of(episode) for episode in group.episodes])
         try:
             await self.let.wait()
@@ -39,7 +39,7 @@ class ScriptedScorer:
             raise
         if (error := self.fails(group)) is not None:
             raise error
-        return [Verdict(score=float(len(text_of(episode)))) for episode in group.episodes]
+        return [ScorerResult(score=float(len(text_of(episode)))) for episode in group.episodes]
 
 
 async def settle() -> None:

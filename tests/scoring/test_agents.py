@@ -66,10 +66,10 @@ def test_what_the_scorers_say_goes_to_all_agents():
         name = "shared"
         weight = 2.0
 
-    from millrace.core.records import Verdict
+    from millrace.core.records import ScorerResult
 
     group = group_of({"a": 1.0, "b": 3.0})
-    (score,) = combine(group, [[Verdict(score=0.5)]], scorers=[Shared()]).scores  # type: ignore[list-item]
+    (score,) = combine(group, [[ScorerResult(score=0.5)]], scorers=[Shared()]).scores  # type: ignore[list-item]
     assert score.by_agent == {"a": 2.0, "b": 4.0}
     assert score.total == 3.0
 

@@ -1,4 +1,4 @@
-"""What several scorers say about a group becomes one score per episode, and notes in its
+"""What several scorers say about a group becomes one score per episode, and token_scores in its
 rollouts."""
 
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from millrace.core.errors import ScoreError
-from millrace.core.records import Episode, Group, Notes, Rollout, Sampling, Task, Verdict
+from millrace.core.records import Episode, Group, Rollout, Sampling, ScorerResult, Task, TokenScores
 from millrace.scoring.shaping.combine import combine
 
 
@@ -16,8 +16,8 @@ class Named:
     name: str
     weight: float = 1.0
 
-    async def score(self, group: Group) -> list[Verdict]:
-        raise AssertionError("its verdicts are given")
+    async def score(self, group: Group) -> list[ScorerResult]:
+        raise AssertionError("its results are given")
 
 
 def one_episode() -> Group:
@@ -33,13 +33,13 @@ def one_episode() -> Group:
     )
 
 
-def rewards(*values: float) -> Verdict:
-    return Verdict(notes=(Notes(rewards=np.array(values, np.float32)),))
+def rewards(*values: float) -> ScorerResult:
+    return ScorerResult(token_scores=(TokenScores(rewards=np.array(values, np.float32)),))
 
 
 def test_scores_and_rewards_of_tokens_are_weighted_and_added():
     scorers = [Named("a"), Named("b", 0.5), Named("steps", 2.0)]
-    columns = [[Verdict(score=1.0)], [Verdict(score=4.0)], [rewards(0, 1, -1)]]
+    columns = [[ScorerResult(score=1.0)], [ScorerResult(score=4.0)], [rewards(0, 1, -1)]]
     combined = combine(one_episode(), columns, scorers=scorers)
     assert combined.scores[0].total == 3.0
     assert combined.scores[0].parts == {"a": 1.0, "b": 4.0, "steps": None}
@@ -53,20 +53,22 @@ def test_scores_and_rewards_of_tokens_are_weighted_and_added():
 def test_what_gives_no_scores_is_no_part_of_them():
     @dataclass
     class Noting(Named):
-        only_notes: bool = True
+        token_scores_only: bool = True
 
-    scorers = [Named("a"), Noting("teacher"), Noting("steps", only_notes=False)]
-    columns = [[Verdict(score=1.0)], [rewards(0, 0, 0)], [Verdict(score=2.0)]]
+    scorers = [Named("a"), Noting("teacher"), Noting("steps", token_scores_only=False)]
+    columns = [[ScorerResult(score=1.0)], [rewards(0, 0, 0)], [ScorerResult(score=2.0)]]
     (score,) = combine(one_episode(), columns, scorers=scorers).scores
     assert score.parts == {"a": 1.0, "steps": 2.0}
 
 
 def test_an_episode_that_nobody_said_anything_about_is_an_error():
     with pytest.raises(ScoreError, match="No scorer applied to episode 0 of group 7"):
-        combine(one_episode(), [[Verdict()]], scorers=[Named("a")])
+        combine(one_episode(), [[ScorerResult()]], scorers=[Named("a")])
 
 
 def test_two_references_for_one_rollout_are_refused():
-    reference = Verdict(notes=(Notes(reference_logprobs=np.zeros(3, np.float32)),))
-    with pytest.raises(ScoreError, match="'two' gives reference_logprobs"):
+    reference = ScorerResult(
+        token_scores=(TokenScores(reference_logprobs=np.zeros(3, np.float32)),)
+    )
+    with pytest.raises(ScoreError, match="'two' returns reference_logprobs"):
         combine(one_episode(), [[reference], [reference]], scorers=[Named("one"), Named("two")])

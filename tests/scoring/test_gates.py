@@ -1,7 +1,7 @@
 import pytest
 
 from millrace.core.errors import ConfigError
-from millrace.core.records import Verdict
+from millrace.core.records import ScorerResult
 from millrace.scoring.scheduling.gates import ScoreGate, check_gates, parse_gate
 
 
@@ -23,9 +23,9 @@ def gate(text):
 def test_a_gate_compares_the_other_scorers_score(text, passing, failing):
     found = gate(text)
     assert found.scorer == "format"
-    assert found.passes(Verdict(score=passing))
-    assert not found.passes(Verdict(score=failing))
-    assert not found.passes(Verdict())
+    assert found.passes(ScorerResult(score=passing))
+    assert not found.passes(ScorerResult(score=failing))
+    assert not found.passes(ScorerResult())
 
 
 def test_a_name_may_hold_blanks():
@@ -34,15 +34,17 @@ def test_a_name_may_hold_blanks():
 
 @pytest.mark.parametrize("text", ["format", "format >= one", ">= 1", "format => 1", ""])
 def test_what_is_no_condition_is_refused(text):
-    with pytest.raises(ConfigError, match=r"'scorer.0.when' = .* is no condition; write"):
+    with pytest.raises(ConfigError, match=r"'scorer.0.when' = .* is not a condition; write"):
         gate(text)
 
 
 def test_unknown_names_and_circles_are_refused():
-    with pytest.raises(ConfigError, match="'b' waits for 'c', which is no scorer; there are: a, b"):
+    with pytest.raises(
+        ConfigError, match="'b' waits for 'c', which is not a scorer; the scorers are: a, b"
+    ):
         check_gates({"a": None, "b": gate("c > 0")})
-    with pytest.raises(ConfigError, match="wait for each other: a for b for a; leave out"):
+    with pytest.raises(ConfigError, match="wait for each other: a -> b -> a; remove"):
         check_gates({"c": gate("a > 0"), "a": gate("b > 0"), "b": gate("a > 0")})
-    with pytest.raises(ConfigError, match="wait for each other: a for a"):
+    with pytest.raises(ConfigError, match="wait for each other: a -> a"):
         check_gates({"a": gate("a > 0")})
     check_gates({"a": None, "b": gate("a > 0"), "c": gate("b > 0")})

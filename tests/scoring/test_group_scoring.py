@@ -12,46 +12,44 @@ from in_process_engine import InProcessEngine
 from scripted_scorer import ScriptedScorer, group, settle
 
 from millrace.core.errors import ScoreError
-from millrace.core.records import Notes, Request, Sampling, Task, Verdict
+from millrace.core.records import Request, Sampling, ScorerResult, Task, TokenScores
 from millrace.environments.rollouts.attempt import Attempt
 from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.rollouts.single_turn import SingleTurn
 from millrace.inference.pool import EnginePool
 from millrace.scoring.scheduling.gates import parse_gate
-from millrace.scoring.scheduling.group_scoring import GroupScoring, ScorerStation
-from millrace.scoring.scheduling.scorer_queue import ScorerQueue, ScoreTicket
-from millrace.scoring.scorer_kind import CallRules
+from millrace.scoring.scheduling.group_scoring import GroupScoring
+from millrace.scoring.scheduling.scorer_queue import GroupRef, ScorerQueue
+from millrace.scoring.scorer_type import CallSettings
 
 
-def station(scorer, *, when=None, **rules):
+def queue(scorer, *, when=None, **calls):
     gate = None if when is None else parse_gate(when, section="scorer")
-    return ScorerStation(
-        desk=ScorerQueue(scorer, rules=CallRules(**rules), warn=pytest.fail), gate=gate
-    )
+    return ScorerQueue(scorer, calls=CallSettings(**calls), gate=gate, warn=pytest.fail)
 
 
-def scoring(*stations, number=0):
-    by_name = {station.desk.scorer.name: station for station in stations}
-    ticket = ScoreTicket(order=number, number=number, task=group().task)
-    return GroupScoring(by_name, ticket=ticket)
+def scoring(*queues, number=0):
+    by_name = {queue.scorer.name: queue for queue in queues}
+    ref = GroupRef(order=number, number=number, task=group().task)
+    return GroupScoring(by_name, group=ref)
 
 
 def numbers(columns):
-    return [[verdict.score for verdict in column] for column in columns]
+    return [[result.score for result in column] for column in columns]
 
 
 async def test_an_episode_is_judged_while_its_siblings_are_still_generating():
     single, whole = ScriptedScorer("single"), ScriptedScorer("whole")
     played = group("a", "bb", "ccc")
-    with scoring(station(single), station(whole, batch=0)) as going:
+    with scoring(queue(single), queue(whole, batch=0)) as going:
         going.add(1, played.episodes[1])
         await settle()
         assert single.calls == [["bb"]]
         assert whole.calls == []
         going.add(0, played.episodes[0])
         going.add(2, played.episodes[2])
-        columns = await going.verdicts(played)
+        columns = await going.results(played)
     assert numbers(columns) == [[1.0, 2.0, 3.0]] * 2
     assert single.calls == [["bb"], ["a"], ["ccc"]]
     assert whole.calls == [["a", "bb", "ccc"]]
@@ -59,28 +57,28 @@ async def test_an_episode_is_judged_while_its_siblings_are_still_generating():
 
 async def test_episodes_that_nobody_announced_are_judged_with_the_group():
     single = ScriptedScorer()
-    with scoring(station(single)) as going:
-        assert numbers(await going.verdicts(group("a", "bb"))) == [[1.0, 2.0]]
+    with scoring(queue(single)) as going:
+        assert numbers(await going.results(group("a", "bb"))) == [[1.0, 2.0]]
 
 
 async def test_an_episode_that_the_group_did_without_holds_up_nobody():
     ranker, judge = ScriptedScorer("ranker"), ScriptedScorer("judge")
     played = group("a", "bb", "ccc")
     kept = replace(played, episodes=(played.episodes[0], played.episodes[2]))
-    with scoring(station(ranker, batch=0), station(judge, when="ranker > 0")) as going:
+    with scoring(queue(ranker, batch=0), queue(judge, when="ranker > 0")) as going:
         for index, episode in enumerate(played.episodes):
             going.add(index, episode)
-        columns = await asyncio.wait_for(going.verdicts(kept), 5)
+        columns = await asyncio.wait_for(going.results(kept), 5)
     assert numbers(columns) == [[1.0, 3.0]] * 2
 
 
 async def test_a_slow_scorer_delays_only_its_own_groups():
     slow, fast = ScriptedScorer("slow"), ScriptedScorer("fast")
     slow.let.clear()
-    both, lone = (station(slow), station(fast)), station(fast)
+    both, lone = (queue(slow), queue(fast)), queue(fast)
     with scoring(*both) as waiting, scoring(lone, number=1) as going:
-        held = asyncio.create_task(waiting.verdicts(group("a")))
-        assert numbers(await going.verdicts(group("bb"))) == [[2.0]]
+        held = asyncio.create_task(waiting.results(group("a")))
+        assert numbers(await going.results(group("bb"))) == [[2.0]]
         assert not held.done()
         slow.let.set()
         assert numbers(await held) == [[1.0], [1.0]]
@@ -88,22 +86,22 @@ async def test_a_slow_scorer_delays_only_its_own_groups():
 
 async def test_behind_a_gate_only_what_passed_is_judged_each_as_soon_as_it_has():
     format_, judge = ScriptedScorer("format"), ScriptedScorer("judge")
-    judging = station(judge, when="format >= 2")
+    judging = queue(judge, when="format >= 2")
     played = group("a", "bb", "ccc")
-    with scoring(judging, station(format_)) as going:
+    with scoring(judging, queue(format_)) as going:
         going.add(2, played.episodes[2])
         await settle()
         assert judge.calls == [["ccc"]]
-        columns = await going.verdicts(played)
+        columns = await going.results(played)
     assert numbers(columns) == [[None, 2.0, 3.0], [1.0, 2.0, 3.0]]
     assert judge.calls == [["ccc"], ["bb"]]
-    assert judging.desk.load().skipped == 1
+    assert judging.load().skipped == 1
 
 
 async def test_a_scorer_that_compares_a_group_gets_those_that_passed_together():
     format_, ranker = ScriptedScorer("format"), ScriptedScorer("ranker")
-    with scoring(station(format_), station(ranker, when="format < 3", batch=0)) as going:
-        columns = await going.verdicts(group("a", "bbb", "cc"))
+    with scoring(queue(format_), queue(ranker, when="format < 3", batch=0)) as going:
+        columns = await going.results(group("a", "bbb", "cc"))
     assert numbers(columns) == [[1.0, 3.0, 2.0], [1.0, None, 2.0]]
     assert ranker.calls == [["a", "cc"]]
 
@@ -111,18 +109,18 @@ async def test_a_scorer_that_compares_a_group_gets_those_that_passed_together():
 async def test_gates_behind_gates_and_behind_whole_groups():
     first, second, third = (ScriptedScorer(name) for name in ("first", "second", "third"))
     with scoring(
-        station(third, when="second > 0"),
-        station(second, when="first > 1"),
-        station(first, batch=0),
+        queue(third, when="second > 0"),
+        queue(second, when="first > 1"),
+        queue(first, batch=0),
     ) as going:
-        columns = await going.verdicts(group("a", "bb"))
+        columns = await going.results(group("a", "bb"))
     assert numbers(columns) == [[None, 2.0], [None, 2.0], [1.0, 2.0]]
 
 
 async def test_nobody_is_asked_where_no_episode_passed():
     format_, judge = ScriptedScorer("format"), ScriptedScorer("judge")
-    with scoring(station(format_), station(judge, when="format > 9", batch=0)) as going:
-        columns = await going.verdicts(group("a", "b"))
+    with scoring(queue(format_), queue(judge, when="format > 9", batch=0)) as going:
+        columns = await going.results(group("a", "b"))
     assert numbers(columns) == [[1.0, 1.0], [None, None]]
     assert judge.calls == []
 
@@ -131,9 +129,9 @@ async def test_one_that_fails_fails_the_group_at_once_and_ends_the_others():
     bad, slow, behind = ScriptedScorer("bad"), ScriptedScorer("slow"), ScriptedScorer("behind")
     bad.fails = lambda group: ScoreError("no")
     slow.let.clear()
-    stations = station(bad), station(slow), station(behind, when="slow > 0")
-    with scoring(*stations) as going, pytest.raises(ScoreError, match="no"):
-        await going.verdicts(group("a", "b"))
+    queues = queue(bad), queue(slow), queue(behind, when="slow > 0")
+    with scoring(*queues) as going, pytest.raises(ScoreError, match="no"):
+        await going.results(group("a", "b"))
     await settle()
     assert slow.num_cancelled == 2
     assert behind.calls == []
@@ -143,15 +141,15 @@ async def test_a_group_that_is_given_up_withdraws_its_episodes_and_leaves_no_err
     bad, slow = ScriptedScorer("bad"), ScriptedScorer("slow")
     bad.fails = lambda group: ScoreError("nobody hears of it")
     slow.let.clear()
-    stations = station(bad), station(slow)
-    with scoring(*stations) as going:
+    queues = queue(bad), queue(slow)
+    with scoring(*queues) as going:
         going.add(0, group("a").episodes[0])
         await settle()
     await settle()
     del going
     gc.collect()
     assert slow.num_cancelled == 1
-    assert stations[1].desk.load().in_flight == 0
+    assert queues[1].load().in_flight == 0
     assert caplog.records == []
 
 
@@ -162,7 +160,7 @@ class EarlyScorer(ScriptedScorer):
         super().__init__(name)
         self.heard = Listener()
 
-    def listen(self, request, *, task):
+    def stream_callback(self, request, *, task):
         return self.heard if request.n == 1 else None
 
 
@@ -170,11 +168,11 @@ async def test_scorers_that_begin_early_hear_what_is_sampled_unless_a_gate_is_be
     early, gated = EarlyScorer("early"), EarlyScorer("gated")
     request = Request(id="r", prompt=np.zeros(1, np.int32), sampling=Sampling())
     piece = make_piece(make_completion("12"))
-    with scoring(station(early), station(gated, when="early >= 1"), station(ScriptedScorer())) as s:
-        tell = s.listen(request)
+    with scoring(queue(early), queue(gated, when="early >= 1"), queue(ScriptedScorer())) as s:
+        tell = s.stream_callback(request)
         assert tell is not None
         tell(piece)
-        assert s.listen(replace(request, n=2)) is None
+        assert s.stream_callback(replace(request, n=2)) is None
     assert (early.heard.pieces, gated.heard.pieces) == ([piece], [])
 
 
@@ -196,13 +194,13 @@ async def test_a_short_completion_is_judged_before_the_long_one_of_its_group_has
         seed=0,
     )
     task, attempt = Task(prompt="abcdef"), Attempt(0)
-    with scoring(station(scorer)) as going:
+    with scoring(queue(scorer)) as going:
         assert going.takes_episodes
         playing = asyncio.create_task(
             player.try_group(task, attempt=attempt, group_size=4, scoring=going)
         )
         played = await playing
-        await going.verdicts(played)
+        await going.results(played)
     lengths = [rollout.num_sampled for rollout in played.rollouts]
     assert min(lengths) + 20 < max(lengths), "or this test shows nothing"
     assert ended[0] is False
@@ -212,7 +210,7 @@ async def test_a_short_completion_is_judged_before_the_long_one_of_its_group_has
 
 
 async def test_a_group_whose_scorers_all_compare_it_has_no_use_for_single_episodes():
-    with scoring(station(ScriptedScorer(), batch=0)) as going:
+    with scoring(queue(ScriptedScorer(), batch=0)) as going:
         assert not going.takes_episodes
 
 
@@ -220,25 +218,25 @@ class Noting(ScriptedScorer):
     """Rewards the last token of each rollout by 1."""
 
     async def score(self, group):
-        notes = []
+        token_scores = []
         for rollout in group.rollouts:
             rewards = np.zeros(len(rollout.tokens), np.float32)
             rewards[-1] = 1.0
-            notes.append(Notes(rewards=rewards))
+            token_scores.append(TokenScores(rewards=rewards))
         await super().score(group)
-        return [Verdict(notes=tuple(notes))]
+        return [ScorerResult(token_scores=tuple(token_scores))]
 
 
 async def test_rewards_of_single_tokens_are_told_while_siblings_are_still_generating():
-    stations = (
-        station(Noting("steps", weight=0.5)),
-        station(Noting("more", weight=2.0)),
-        station(ScriptedScorer("whole"), batch=0),
-        station(ScriptedScorer("late"), when="whole > 0"),  # its gate wants the whole group
+    queues = (
+        queue(Noting("steps", weight=0.5)),
+        queue(Noting("more", weight=2.0)),
+        queue(ScriptedScorer("whole"), batch=0),
+        queue(ScriptedScorer("late"), when="whole > 0"),  # its gate wants the whole group
     )
     first, second = make_rollout(), make_rollout(sampled_tokens=2)
     episode = replace(group("a").episodes[0], rollouts=(first, second))
-    with scoring(*stations) as going:
+    with scoring(*queues) as going:
         going.add(3, episode)
         rewards = await asyncio.wait_for(going.token_rewards(3), 5)
     assert [each.tolist() for each in rewards] == [[0.0] * 6 + [2.5], [0.0] * 4 + [2.5]]
@@ -247,7 +245,7 @@ async def test_rewards_of_single_tokens_are_told_while_siblings_are_still_genera
 async def test_who_asks_for_rewards_is_told_when_a_scorer_fails():
     failing = Noting("steps")
     failing.fails = lambda group: ScoreError("no")
-    with scoring(station(failing)) as going:
+    with scoring(queue(failing)) as going:
         going.add(0, replace(group("a").episodes[0], rollouts=(make_rollout(),)))
         with pytest.raises(ScoreError, match="no"):
             await going.token_rewards(0)

@@ -6,12 +6,12 @@ from email.utils import formatdate
 
 import pytest
 from aiohttp import web
-from scoring_service import Service, group, open_pool, running, scores_of
+from scoring_service import FakeService, group, open_pool, running, scores_of
 
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Task
-from millrace.scoring.registry import check_specs, spec_of
+from millrace.scoring.registry import check_scorers, resolve_scorer
 from millrace.scoring.services.endpoint import retry_after_s
 
 QUICK = {"backoff_s": 0.001, "breaker_s": 0.01}
@@ -23,7 +23,7 @@ def lengths(body):
 
 @pytest.fixture
 async def service():
-    async with running(Service(lengths)) as service:
+    async with running(FakeService(lengths)) as service:
         yield service
 
 
@@ -57,7 +57,7 @@ async def test_a_score_of_null_is_left_out(service, tmp_path):
 async def test_behind_a_gate_a_service_is_asked_about_what_passed_only(service, tmp_path):
     tables = table(service, name="judge", when="format > 1"), table(service, name="format")
     async with open_pool(*tables, folder=tmp_path) as pool:
-        scores = (await pool.judge(group("x", "yy"))).scores
+        scores = (await pool.score(group("x", "yy"))).scores
         assert pool.loads()["judge"].skipped == 1
     assert [score.parts for score in scores] == [
         {"judge": None, "format": 1.0},
@@ -106,7 +106,7 @@ async def test_what_may_pass_is_tried_again_and_nothing_is_lost(service, tmp_pat
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ('{"scores": [1.0', 'answered no JSON: {"scores": [1.0 (tried 3 times).'),
+        ('{"scores": [1.0', 'did not answer with JSON: {"scores": [1.0 (tried 3 times).'),
         ('{"scores": [NaN]}', "nan (float) for completion 0"),
         ({"scores": []}, "returned 0 values for 1 completions"),
     ],
@@ -196,7 +196,7 @@ async def test_while_the_endpoint_is_down_groups_wait_and_with_it_back_they_all_
 
 
 async def test_an_endpoint_that_goes_and_comes_back_costs_nothing(tmp_path):
-    async with running(Service(lengths)) as service:
+    async with running(FakeService(lengths)) as service:
         port = int(service.url.rpartition(":")[2])
     async with open_pool(table(service), folder=tmp_path, warn=lambda sentence: None) as pool:
         waiting = asyncio.create_task(scores_of(pool, "a"))
@@ -251,7 +251,7 @@ async def test_secrets_come_from_the_environment_and_show_nowhere(service, tmp_p
         ({"url": "service:80"}, r"'http' has url = 'service:80'; write 'http://HOST"),
         ({"url": "http://h:port"}, r"'http' has url = 'http://h:port'; write 'http://HOST"),
         ({"url": "http://me:pass@host/"}, "has a user or password in its url; send them"),
-        ({"url": 3}, "Section 'scorer.0' does not fit: url = 3 must be a text"),
+        ({"url": 3}, "Section 'scorer.0' does not fit: url = 3 must be a non-empty string"),
         ({}, "Section 'scorer.0' does not fit: .*'url'"),
         ({"url": "http://h", "header": {}}, "'scorer.0.header' of 'http'; did you mean 'headers'"),
         ({"url": "http://h", "headers": {"X": "env:NO_SUCH"}}, "environment variable 'NO_SUCH'"),
@@ -262,17 +262,17 @@ async def test_secrets_come_from_the_environment_and_show_nowhere(service, tmp_p
 def test_what_is_wrong_is_said_before_anything_is_sent(settings, sentence):
     config = load_config({"model": "m", "scorer": [{"type": "http", **settings}]})
     with pytest.raises(ConfigError, match=sentence) as caught:
-        check_specs([spec_of(config.scorer[0], section="scorer.0")], ())
+        check_scorers([resolve_scorer(config.scorer[0], section="scorer.0")], ())
     assert "s3" not in str(caught.value)
     assert "pass@" not in str(caught.value)
 
 
 def test_a_task_that_json_cannot_say_is_refused():
     config = load_config({"model": "m", "scorer": [{"type": "http", "url": "http://h"}]})
-    spec = spec_of(config.scorer[0], section="scorer.0")
+    spec = resolve_scorer(config.scorer[0], section="scorer.0")
     task = Task(prompt="p", columns={"when": object()})
-    with pytest.raises(ConfigError, match=r"'http' sends tasks as JSON, and task 1 holds what"):
-        check_specs([spec], [Task(prompt="p"), task])
+    with pytest.raises(ConfigError, match=r"'http' sends tasks as JSON, but task 1 cannot"):
+        check_scorers([spec], [Task(prompt="p"), task])
 
 
 async def test_episodes_reach_a_service_as_they_finish(service, tmp_path):
@@ -283,5 +283,5 @@ async def test_episodes_reach_a_service_as_they_finish(service, tmp_path):
             while not service.bodies:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             scoring.add(0, played.episodes[0])
-            judged = await pool.judge(played, scoring)
+            judged = await pool.score(played, scoring)
     assert [score.total for score in judged.scores] == [1.0, 2.0]

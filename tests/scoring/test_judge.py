@@ -4,22 +4,22 @@ import asyncio
 import json
 
 import pytest
-from scoring_service import Service, open_pool, running, scores_of
+from scoring_service import FakeService, open_pool, running, scores_of
 from scripted_scorer import episode
 
 from millrace.cluster.hub import Hub
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Group, Task
-from millrace.scoring.registry import check_specs, spec_of
+from millrace.scoring.registry import check_scorers, resolve_scorer
 from millrace.scoring.services import judge_text as judge_reply
+from millrace.scoring.services.judge import ScoreCache, cache_key
 from millrace.scoring.services.judge_text import (
     PatternReader,
     check_template,
     fill_template,
     read_key,
 )
-from millrace.scoring.services.score_cache import ScoreCache, key_of
 
 QUICK = {"backoff_s": 0.001, "breaker_s": 0.01}
 
@@ -36,7 +36,7 @@ def by_length(body):
 
 @pytest.fixture
 async def service():
-    async with running(Service(by_length)) as service:
+    async with running(FakeService(by_length)) as service:
         yield service
 
 
@@ -102,8 +102,8 @@ def test_of_too_many_scores_those_longest_out_of_use_are_forgotten():
 
 
 def test_a_key_depends_on_the_content_and_not_on_its_order():
-    assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
-    assert key_of({"a": 1}) != key_of({"a": 2})
+    assert cache_key({"a": 1, "b": 2}) == cache_key({"b": 2, "a": 1})
+    assert cache_key({"a": 1}) != cache_key({"a": 2})
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ async def test_a_reply_without_a_score_is_asked_for_again_and_costs_the_group_at
         ('{"score": 3}', 3),
         ('First {"score": 1}, no: ```json\n{"why": "{", "score": 0.5}\n```', 0.5),
         ('{"score": 1} and {"other": 2}', 1),
-        ('{"verdict": {"score": 4}}', 4),
+        ('{"result": {"score": 4}}', 4),
         ("{{{ score", None),
         ('{"a":' * 10_000, None),
         ("", None),
@@ -156,7 +156,7 @@ def test_a_pattern_reads_the_number_of_its_last_match():
 async def test_a_pattern_that_never_ends_costs_its_group_and_not_the_controller(
     service, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(judge_reply, "MATCH_S", 1.0)
+    monkeypatch.setattr(judge_reply, "MATCH_TIMEOUT_S", 1.0)
     service.reply = lambda body: says(body["messages"][-1]["content"])
     endless = "a" * 40
     async with Hub(log_dir=tmp_path, on_event=lambda *_: None) as hub:
@@ -189,8 +189,8 @@ def test_a_chat_is_told_with_its_roles():
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        ("{prompt}", r"'judge' has a prompt without \{completion\}, so it judges nothing"),
-        ("{completion} {anser}", r"\{anser\} in its prompt, which task 0 has no column"),
+        ("{prompt}", r"'judge' has a prompt without \{completion\}, so the judge would not see"),
+        ("{completion} {anser}", r"\{anser\} in its prompt, but task 0 has no such column"),
     ],
 )
 def test_a_template_that_cannot_be_filled_is_refused(template, sentence):
@@ -203,10 +203,10 @@ def test_a_template_that_cannot_be_filled_is_refused(template, sentence):
     [
         ({"key": None}, "set either key, as in 'score', or pattern"),
         ({"pattern": "(a)", "key": "score"}, "set either key, as in 'score', or pattern"),
-        ({"pattern": "(", "key": None}, "'judge' has a wrong pattern: "),
+        ({"pattern": "(", "key": None}, "'judge' has an invalid pattern: "),
         ({"pattern": "a", "key": None}, "a pattern without a group"),
-        ({"cache": -1}, "cache = -1 must be an integer, 0 or more"),
-        ({"model": 4}, "model = 4 must be a text"),
+        ({"cache": -1}, "cache = -1 must be an integer, at least 0"),
+        ({"model": 4}, "model = 4 must be a non-empty string"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_sent(settings, sentence):
@@ -215,11 +215,11 @@ def test_what_is_wrong_is_said_before_anything_is_sent(settings, sentence):
     row = {name: value for name, value in row.items() if value is not None}
     config = load_config({"model": "m", "scorer": [row]})
     with pytest.raises(ConfigError, match=sentence):
-        check_specs([spec_of(config.scorer[0], section="scorer.0")], ())
+        check_scorers([resolve_scorer(config.scorer[0], section="scorer.0")], ())
 
 
 async def test_columns_of_the_task_are_in_the_question(service, tmp_path):
     settings = table(service, prompt="{answer}? {hint}: {completion}")
     async with open_pool(settings, folder=tmp_path, tasks=[TASK]) as pool:
-        await pool.judge(Group(number=0, task=TASK, episodes=(episode("two"),)))
+        await pool.score(Group(number=0, task=TASK, episodes=(episode("two"),)))
     assert service.bodies[0]["messages"][0]["content"] == "2? a {answer}: two"

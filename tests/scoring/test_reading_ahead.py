@@ -41,7 +41,7 @@ class Rig:
         reader = StepReader(self.process, tokenizer=tokenizer, takes_ids=True, timeout_s=1.0)
         self.ahead = ReadAhead(reader, steps=STEPS, tokenizer=tokenizer, min_tokens=min_tokens)
         request = Request(id="r", prompt=ids("p="), sampling=Sampling(), n=n)
-        self._hear = self.ahead.listen(request, prompt="p=")
+        self._hear = self.ahead.stream_callback(request, prompt="p=")
 
     async def hear(self, text: str, *, member: int = 0, finish=None) -> None:
         zeros = np.zeros(len(text))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from architectures import VOCAB, tiny_model
 from engine_rig import letter_tokenizer, save_model
-from scoring_service import Service, running
+from scoring_service import FakeService, running
 
 from millrace.core.errors import ConfigError, ScoreError, TransientScoreError
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
@@ -81,7 +81,7 @@ async def asking(url: str, monkeypatch: pytest.MonkeyPatch, *, num_top: int = 3)
     headers = {"Authorization": "Bearer env:TEACHER_KEY"}
     endpoint = Endpoint(url, headers=headers, timeout_s=9, scorer="teacher")
     teacher = RemoteTeacher(
-        "teacher", endpoint=endpoint, vocabulary=VOCABULARY, num_known=VOCAB, num_top=num_top
+        "teacher", endpoint=endpoint, vocabulary=VOCABULARY, vocab_size=VOCAB, num_top=num_top
     )
     try:
         yield teacher
@@ -131,7 +131,9 @@ async def test_a_model_with_another_tokenizer_is_refused_when_the_run_starts(mon
         serving(LocalReader(), vocabulary="another") as url,
         asking(url, monkeypatch) as teacher,
     ):
-        with pytest.raises(ConfigError, match="'teacher': the model at its url has another token"):
+        with pytest.raises(
+            ConfigError, match="'teacher': the tokenizer of the model at its url differs"
+        ):
             await teacher.start()
 
 
@@ -178,18 +180,18 @@ TOLD = {"logprobs": ZERO, "top_ids": "", "top_logprobs": "", "version": None}
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ({}, "something else: Object missing required field `vocabulary`"),
-        ({**FACTS, "passages": []}, "answered about 0 passages of 1"),
+        ({}, "an invalid answer: Object missing required field `vocabulary`"),
+        ({**FACTS, "passages": []}, "answered for 0 sequences instead of 1"),
         ({**FACTS, "passages": [{**TOLD, "logprobs": 3}]}, "Expected `str`, got `int`"),
-        ({**FACTS, "passages": [{**TOLD, "logprobs": "?"}]}, "an array that is none"),
-        ({**FACTS, "passages": [{**TOLD, "logprobs": ZERO[:-2]}]}, "an array that is none"),
+        ({**FACTS, "passages": [{**TOLD, "logprobs": "?"}]}, "an invalid array"),
+        ({**FACTS, "passages": [{**TOLD, "logprobs": ZERO[:-2]}]}, "an invalid array"),
         ({**FACTS, "passages": [{**TOLD, "logprobs": ""}]}, "0 numbers instead of 1"),
         ({**FACTS, "passages": [{**TOLD, "logprobs": NAN}]}, "logprobs that are not finite"),
     ],
 )
 async def test_an_answer_that_is_none_is_asked_for_again(monkeypatch, answer, said):
     passage = ScoreRequest(tokens=np.full(8, 3, np.int32), positions=np.array([4], np.int32))
-    service = Service(lambda _: answer)
+    service = FakeService(lambda _: answer)
     service.first.append({**FACTS, "passages": []})  # when it starts
     async with running(service), asking(service.url, monkeypatch) as teacher:
         await teacher.start()

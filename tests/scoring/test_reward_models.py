@@ -13,13 +13,13 @@ from millrace.config import ScorerConfig
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task, Turn
 from millrace.scoring.advantages.estimators import ReturnAdvantages
-from millrace.scoring.registry import spec_of
+from millrace.scoring.registry import resolve_scorer
 from millrace.scoring.reward_models.process import StepReader
 from millrace.scoring.reward_models.process_reward_model import ProcessRewardScorer
+from millrace.scoring.reward_models.reading_encoder import ReadingEncoder
 from millrace.scoring.reward_models.reward_model import RewardModel, RewardModelScorer
 from millrace.scoring.reward_models.settings import ModelSettings
 from millrace.scoring.reward_models.steps import build_steps
-from millrace.scoring.reward_models.texts import Texts
 from millrace.scoring.shaping.combine import combine
 
 BY_EQUALS = build_steps({"by": "delimiter", "delimiter": "="}, section="scorer.steps")
@@ -75,12 +75,12 @@ async def test_step_values_become_rewards_at_the_last_token_of_each_step(tokeniz
     process = Process([0.25, 1.0, 0.5])
     scorer = make_scorer(tokenizer, process)
     group = group_of(tokenizer, ("3=4=<eos>", True), ("ab", False), ("5<eos>", True))
-    (verdict,) = await scorer.score(group)
-    assert verdict.score is None
-    (notes,) = verdict.notes
+    (result,) = await scorer.score(group)
+    assert result.score is None
+    (token_scores,) = result.token_scores
     #       1  +  2  =  3  =     4  =  eos  a  b  5  eos
     given = [0, 0, 0, 0, 0, 0.25, 0, 1.0, 0, 0, 0, 0, 0.5]
-    np.testing.assert_array_equal(notes.rewards, np.array(given, np.float32))
+    np.testing.assert_array_equal(token_scores.rewards, np.array(given, np.float32))
     (reading,) = process.readings
     assert reading.ends == [5, 7, 12]
     assert tokenizer.decode(reading.tokens.tolist()) == "1+2=3=4=<eos>ab5<eos>"
@@ -92,9 +92,9 @@ async def test_differences_add_up_to_the_last_value_and_an_aggregate_is_the_scor
 ):
     process = Process([0.5, -1.0, 2.0])
     scorer = make_scorer(tokenizer, process, reduce="difference", aggregate=aggregate)
-    (verdict,) = await scorer.score(group_of(tokenizer, ("3=4=5", True)))
-    assert verdict.score == score
-    rewards = verdict.notes[0].rewards
+    (result,) = await scorer.score(group_of(tokenizer, ("3=4=5", True)))
+    assert result.score == score
+    rewards = result.token_scores[0].rewards
     assert rewards[rewards != 0].tolist() == [0.5, -1.5, 3.0]
 
 
@@ -121,20 +121,22 @@ async def test_what_is_not_finite_costs_its_group(tokenizer):
     scorer = RewardModelScorer(
         "quality", weight=1.0, timeout_s=1.0, takes_ids=False, process=Process([float("nan")])
     )
-    with pytest.raises(ScoreError, match=r"'quality' says nan about group 3; try dtype"):
+    with pytest.raises(ScoreError, match=r"'quality' returned nan for group 3; try dtype"):
         await scorer.score(group_of(tokenizer, ("3", True)))
 
 
 def test_text_is_laid_in_the_models_own_tokens(tokenizer):
-    steps = Texts(tokenizer, template="text", is_whole=False, separator="*")
-    tokens, ends = steps.lay(StepReading(prompt="1+", pieces=["2", "ab"]))
+    steps = ReadingEncoder(tokenizer, template="text", is_whole=False, separator="*")
+    tokens, ends = steps.encode(StepReading(prompt="1+", pieces=["2", "ab"]))
     assert tokenizer.decode(tokens) == "1+2*ab*"
     assert ends == [3, 6]
-    of_ids = Texts(tokenizer, template="ids", is_whole=False, separator="*")
+    of_ids = ReadingEncoder(tokenizer, template="ids", is_whole=False, separator="*")
     given = StepReading(tokens=np.array(tokenizer.encode("1+2ab"), np.int32), ends=[2, 4])
-    assert tokenizer.decode(of_ids.lay(given)[0]) == "1+2*ab*"
-    whole = Texts(tokenizer, template="auto", is_whole=True, separator=None)
-    tokens, ends = whole.lay(StepReading(prompt=[{"role": "user", "content": "1+"}], pieces=["2"]))
+    assert tokenizer.decode(of_ids.encode(given)[0]) == "1+2*ab*"
+    whole = ReadingEncoder(tokenizer, template="auto", is_whole=True, separator=None)
+    tokens, ends = whole.encode(
+        StepReading(prompt=[{"role": "user", "content": "1+"}], pieces=["2"])
+    )
     assert tokenizer.decode(tokens, skip_special_tokens=True) == "1+2"
     assert ends == [len(tokens) - 1]
 
@@ -147,11 +149,11 @@ def test_a_chat_goes_through_the_template_of_the_models_own_tokenizer(tokenizer)
         "{% endfor %}"
         "{% if add_generation_prompt %}a{% endif %}",
     ):
-        whole = Texts(tokenizer, template="auto", is_whole=True, separator=None)
-        tokens, _ = whole.lay(StepReading(prompt=chat, pieces=["2"]))
+        whole = ReadingEncoder(tokenizer, template="auto", is_whole=True, separator=None)
+        tokens, _ = whole.encode(StepReading(prompt=chat, pieces=["2"]))
         assert tokenizer.decode(tokens, skip_special_tokens=True) == "1=a2="
-        steps = Texts(tokenizer, template="chat", is_whole=False, separator=None)
-        tokens, ends = steps.lay(StepReading(prompt="1", pieces=["2", "3"]))
+        steps = ReadingEncoder(tokenizer, template="chat", is_whole=False, separator=None)
+        tokens, ends = steps.encode(StepReading(prompt="1", pieces=["2", "3"]))
         assert tokenizer.decode(tokens, skip_special_tokens=True) == "1=a23"
         assert ends == [len(tokens) - 2, len(tokens) - 1]
 
@@ -167,20 +169,20 @@ def _template(tokenizer, template: str):
 
 def test_tables_of_both_kinds_are_checked_before_anything_starts(tmp_path, policy, tokenizer):
     def check(**table):
-        spec = spec_of(ScorerConfig(**table), section="scorer.0")
-        spec.kind.check([], name=spec.name)
+        spec = resolve_scorer(ScorerConfig(**table), section="scorer.0")
+        spec.type.check([], name=spec.name)
 
     model = str(make_tiny_classifier(tmp_path / "rm", head="sequence", num_labels=2))
     with pytest.raises(ConfigError, match=r"has 2 labels \(0 = 'LABEL_0', 1 = .*; set label to"):
         check(type="reward_model", model=model)
     check(type="reward_model", model=model, label=1)
-    with pytest.raises(ConfigError, match=r"label = 2 does not name one of several labels"):
+    with pytest.raises(ConfigError, match=r"label = 2 does not exist in model"):
         check(type="reward_model", model=model, label=2)
     with pytest.raises(ConfigError, match=r"max_length = 999 is more than the 128 tokens"):
         check(type="reward_model", model=model, label=1, max_length=999)
-    with pytest.raises(ConfigError, match=r"has no chat template; set it to 'text'"):
+    with pytest.raises(ConfigError, match=r"has no chat template; set template to 'text'"):
         check(type="reward_model", model=model, label=1, template="chat")
-    with pytest.raises(ConfigError, match=r"reduce = 'sum' must be one of 'value', 'difference'"):
+    with pytest.raises(ConfigError, match=r"reduce = 'sum' must be 'value' or 'difference'"):
         check(type="process_reward_model", model=model, reduce="sum")
     with pytest.raises(ConfigError, match=r"'scorer.0.lable'.*did you mean 'label'"):
         check(type="reward_model", model=model, lable=1)
@@ -189,5 +191,5 @@ def test_tables_of_both_kinds_are_checked_before_anything_starts(tmp_path, polic
     assert RewardModel(model=model).has_same_tokens(tokenizer)
     other = AutoTokenizer.from_pretrained(policy)
     other.add_tokens(["<step>"])
-    with pytest.raises(ConfigError, match=r"the tokenizer of .* is another; set template"):
+    with pytest.raises(ConfigError, match=r"the tokenizer of .* differs; set template"):
         ModelSettings(model=model).require_same_tokens(other, scorer="quality")

@@ -18,7 +18,7 @@ from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task
 from millrace.scoring.advantages.estimators import BatchAdvantages, GroupAdvantages
 from millrace.scoring.functions import workers as scorer_workers
 from millrace.scoring.pool import build_scorer_pool
-from millrace.scoring.registry import ScorerSpec, check_specs, spec_of_function
+from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer
 from millrace.scoring.shaping.shaping import build_shaping
 from millrace.scoring.verifiers import Numeric, PythonTests, ReasoningGym
 from millrace.tasks.generators import Puzzles
@@ -42,12 +42,16 @@ def group(*completions: str, number: int = 12, prompt="1+1=", **columns) -> Grou
 
 
 def function_spec(function, *, name=None, weight=1.0, **settings) -> ScorerSpec:
-    named = spec_of_function(function, name=name)
-    return replace(named, weight=weight, settings=settings)
+    named = function_scorer(function, name=name)
+    return replace(named, weight=weight, overrides=settings)
 
 
 def spec(function: str, **settings) -> ScorerSpec:
     return function_spec(f"rewards_for_tests:{function}", **settings)
+
+
+async def shaped(pool, played: Group) -> Group:
+    return await pool.shape(await pool.score(played))
 
 
 def scorer_processes() -> list[psutil.Process]:
@@ -97,7 +101,7 @@ async def open_pool(tmp_path):
 
 async def test_weighted_scores_and_advantages_come_back_with_the_group(open_pool, tmp_path):
     pool = await open_pool(spec("exact", weight=2.0), spec("length", name="size", weight=0.5))
-    scored = await pool.score(group("2", "33", answer="2"))
+    scored = await shaped(pool, group("2", "33", answer="2"))
     assert scored.scores == (
         Score(total=2.5, parts={"exact": 1.0, "size": 1.0}),
         Score(total=1.0, parts={"exact": 0.0, "size": 2.0}),
@@ -125,7 +129,7 @@ async def test_a_group_is_penalized_selected_and_filtered_and_advantages_are_of_
         scorers=["exact"],
     )
     pool = await open_pool(spec("exact"), shaping=shaping)
-    scored = await pool.score(group("2", "33", "4", answer="2"))
+    scored = await shaped(pool, group("2", "33", "4", answer="2"))
     assert [score.parts for score in scored.scores] == [
         {"exact": 1.0, "linear": -0.5},
         {"exact": 0.0, "linear": -0.5},
@@ -134,14 +138,16 @@ async def test_a_group_is_penalized_selected_and_filtered_and_advantages_are_of_
     np.testing.assert_allclose(scored.advantages, [0.5**0.5, -(0.5**0.5)], rtol=1e-3)
     assert pool.tokens_wasted == {"unselected": 2}
     with pytest.raises(Filtered, match="zero_variance"):
-        await pool.score(group("2", "2", answer="2"))
+        await shaped(pool, group("2", "2", answer="2"))
     assert pool.tokens_wasted == {"unselected": 2, "zero_variance": 4}
 
 
 async def test_chat_tasks_are_shown_as_messages(open_pool):
     pool = await open_pool(spec("echo_shapes"))
     chat = [{"role": "user", "content": "1+1?"}]
-    scored = await pool.score(group("2", "33", prompt=chat, answer="2", meta={"level": [1, None]}))
+    scored = await shaped(
+        pool, group("2", "33", prompt=chat, answer="2", meta={"level": [1, None]})
+    )
     assert [score.total for score in scored.scores] == [1.0, 1.0]
 
 
@@ -153,13 +159,13 @@ async def test_verifiers_score_in_the_workers_and_leave_nothing_behind(open_pool
         function_spec(hasty, name="hasty", timeout_s=2.0),
     )
     pair = [["", "2"]]
-    scored = await pool.score(group("print(2)", "print(3)", answer="2", tests=pair, hasty=None))
+    scored = await shaped(pool, group("print(2)", "print(3)", answer="2", tests=pair, hasty=None))
     assert scored.scores == (
         Score(total=2.0, parts={"numeric": 1.0, "python_tests": 1.0, "hasty": None}),
         Score(total=0.0, parts={"numeric": 0.0, "python_tests": 0.0, "hasty": None}),
     )
     endless = group("while True: 2", answer="2", tests=None, hasty=pair, number=2)
-    scoring = asyncio.create_task(pool.score(endless))
+    scoring = asyncio.create_task(shaped(pool, endless))
     async with asyncio.timeout(20):
         while len(judges := judge_processes()) < 2:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.01)
@@ -174,13 +180,13 @@ async def test_answers_to_puzzles_are_scored_in_the_workers(open_pool):
     (task,) = load_tasks(Puzzles(dataset="leg_counting", size=1))
     pool = await open_pool(function_spec(ReasoningGym()))
     right = f"<answer>{task.columns['answer']}</answer>"
-    scored = await pool.score(group(right, "no idea", prompt=task.prompt, **task.columns))
+    scored = await shaped(pool, group(right, "no idea", prompt=task.prompt, **task.columns))
     assert [score.total for score in scored.scores] == [1.0, 0.0]
 
 
 async def test_none_is_left_out_of_the_total(open_pool):
     pool = await open_pool(spec("only_short"), spec("length"))
-    scored = await pool.score(group("2", "33"))
+    scored = await shaped(pool, group("2", "33"))
     assert scored.scores == (
         Score(total=2.0, parts={"only_short": 1.0, "length": 1.0}),
         Score(total=2.0, parts={"only_short": None, "length": 2.0}),
@@ -192,14 +198,14 @@ async def test_an_episode_to_which_no_scorer_applies_is_an_error(open_pool):
     with pytest.raises(
         ScoreError, match="No scorer applied to episode 1 of group 12: all of only_sho"
     ):
-        await pool.score(group("2", "33"))
+        await shaped(pool, group("2", "33"))
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
         ("raises", r"(?m)^Reward 'raises' raised ValueError: cannot judge this \(group 12\)\.$"),
-        ("raises_async", r"(?m)^Reward 'raises_async' raised KeyError: 'verdict' \(group 12\)\.$"),
+        ("raises_async", r"(?m)^Reward 'raises_async' raised KeyError: 'result' \(group 12\)\.$"),
         ("leaves_async", r"(?m)^Reward 'leaves_async' raised SystemExit: 1 \(group 12\)\.$"),
         (
             "too_few",
@@ -214,11 +220,11 @@ async def test_an_episode_to_which_no_scorer_applies_is_an_error(open_pool):
 async def test_a_failing_function_costs_its_group_and_not_its_worker(open_pool, name, sentence):
     pool = await open_pool(spec(name), spec("length"))
     with pytest.raises(ScoreError, match=sentence) as caught:
-        await pool.score(group("2", "33"))
+        await shaped(pool, group("2", "33"))
     if name.startswith("raises"):
         assert "rewards_for_tests.py" in "".join(caught.value.__notes__)
     with pytest.raises(ScoreError, match=sentence):
-        await pool.score(group("2", "33"))
+        await shaped(pool, group("2", "33"))
     load = pool.loads()[name]
     assert (load.failures, load.calls, load.episodes) == (2, 2, 0)
     assert pool.workers_lost == 0
@@ -239,10 +245,10 @@ async def test_a_failing_function_costs_its_group_and_not_its_worker(open_pool, 
 async def test_a_function_that_takes_its_worker_down_costs_one_group(open_pool, name, sentence):
     timeout_s = 0.5 if name == "hangs_on_x" else 30.0
     pool = await open_pool(spec(name, timeout_s=timeout_s, retries=0))
-    bad = asyncio.create_task(pool.score(group("x", "x")))
+    bad = asyncio.create_task(shaped(pool, group("x", "x")))
     await asyncio.sleep(0.05)
     # These wait for the only worker, and then for the one that replaces it.
-    good = [asyncio.create_task(pool.score(group("a", "b", number=n))) for n in range(3)]
+    good = [asyncio.create_task(shaped(pool, group("a", "b", number=n))) for n in range(3)]
     with pytest.raises(ScoreError, match=sentence):
         await bad
     for scored in await asyncio.gather(*good):
@@ -256,14 +262,17 @@ async def test_a_worker_that_dies_while_idle_is_replaced_and_costs_nothing(open_
     (process,) = scorer_processes()
     process.kill()
     await asyncio.sleep(0.2)
-    assert [score.total for score in (await pool.score(group("a", "bb"))).scores] == [1.0, 2.0]
+    assert [score.total for score in (await shaped(pool, group("a", "bb"))).scores] == [
+        1.0,
+        2.0,
+    ]
     assert pool.workers_lost == 1
     assert pool.loads()["length"].retries == 0
 
 
 async def test_a_worker_that_is_killed_at_work_costs_a_second_try(open_pool):
     pool = await open_pool(spec("sleeps"))
-    scoring = asyncio.create_task(pool.score(group("0.5", "0.5")))
+    scoring = asyncio.create_task(shaped(pool, group("0.5", "0.5")))
     await asyncio.sleep(0.1)
     (process,) = scorer_processes()
     process.kill()
@@ -286,7 +295,7 @@ async def test_a_blocking_function_does_not_block_the_loop(open_pool):
             last = now
 
     ticking = asyncio.create_task(tick())
-    await pool.score(group("0.8", "0.8"))
+    await shaped(pool, group("0.8", "0.8"))
     ticking.cancel()
     assert len(gaps) > 20
     assert max(gaps) < 0.6
@@ -295,7 +304,7 @@ async def test_a_blocking_function_does_not_block_the_loop(open_pool):
 async def test_sync_functions_run_one_at_a_time_on_each_worker(open_pool):
     pool = await open_pool(spec("sleeps"), num_workers=2)
     start = time.monotonic()
-    scoring = [asyncio.create_task(pool.score(group("0.3", "0.3", number=n))) for n in range(4)]
+    scoring = [asyncio.create_task(shaped(pool, group("0.3", "0.3", number=n))) for n in range(4)]
     await asyncio.sleep(0.1)
     load = pool.loads()["sleeps"]
     assert (load.concurrency, load.in_flight, load.waiting) == (2, 2, 2 * 2)
@@ -323,7 +332,7 @@ async def test_calls_of_higher_priority_get_the_next_free_worker(open_pool, tmp_
 async def test_async_functions_share_a_worker(open_pool):
     pool = await open_pool(spec("sleeps_async"), num_workers=2)
     start = time.monotonic()
-    scored = await asyncio.gather(*(pool.score(group("0.5", "0.5", number=n)) for n in range(20)))
+    scored = await asyncio.gather(*(shaped(pool, group("0.5", "0.5", number=n)) for n in range(20)))
     assert time.monotonic() - start < 5.0  # one after the other: 10 s
     assert len({score.total for one in scored for score in one.scores}) == 1  # one process id
 
@@ -331,7 +340,7 @@ async def test_async_functions_share_a_worker(open_pool):
 async def test_more_async_calls_than_fit_wait_for_a_place(open_pool, monkeypatch):
     monkeypatch.setattr(scorer_workers, "CALLS_PER_WORKER", 2)
     pool = await open_pool(spec("sleeps_async", concurrency=9), num_workers=2)
-    scoring = [asyncio.create_task(pool.score(group("0.3", number=n))) for n in range(6)]
+    scoring = [asyncio.create_task(shaped(pool, group("0.3", number=n))) for n in range(6)]
     await asyncio.sleep(0.1)
     workers = pool.scorers[0]._workers
     assert (workers.num_busy, workers.num_waiting) == (2, 2)
@@ -359,8 +368,8 @@ async def test_a_stream_of_async_calls_does_not_starve_a_sync_one(open_pool):
 
     coming = asyncio.create_task(keep_coming())
     await asyncio.sleep(0.1)
-    (verdict,) = await sync.score(group("0.1"))
-    assert verdict.score == 0.1
+    (result,) = await sync.score(group("0.1"))
+    assert result.score == 0.1
     assert not coming.done()  # without its turn it would have waited for the last of them
     coming.cancel()
     await asyncio.gather(*stream)
@@ -374,9 +383,9 @@ async def test_calls_that_share_a_worker_survive_the_one_that_takes_it_down(
     open_pool, bad, sentence
 ):
     pool = await open_pool(spec("misbehaves_async", timeout_s=1.5, retries=0))
-    culprit = asyncio.create_task(pool.score(group(bad, number=9)))
+    culprit = asyncio.create_task(shaped(pool, group(bad, number=9)))
     await asyncio.sleep(1.2 if bad == "o" else 0.0)  # the others run when its time is over
-    others = [asyncio.create_task(pool.score(group("a", number=n))) for n in range(2)]
+    others = [asyncio.create_task(shaped(pool, group("a", number=n))) for n in range(2)]
     with pytest.raises(ScoreError, match=sentence):
         await culprit
     assert [one.scores[0].total for one in await asyncio.gather(*others)] == [1.0, 1.0]
@@ -385,13 +394,13 @@ async def test_calls_that_share_a_worker_survive_the_one_that_takes_it_down(
 
 async def test_a_cancelled_caller_leaves_the_worker_in_order(open_pool):
     pool = await open_pool(spec("sleeps"))
-    running = asyncio.create_task(pool.score(group("0.4")))
-    waiting = asyncio.create_task(pool.score(group("5")))
+    running = asyncio.create_task(shaped(pool, group("0.4")))
+    waiting = asyncio.create_task(shaped(pool, group("5")))
     await asyncio.sleep(0.1)
     running.cancel()
     waiting.cancel()
     start = time.monotonic()
-    scored = await pool.score(group("0.01"))
+    scored = await shaped(pool, group("0.01"))
     assert time.monotonic() - start > 0.2  # after the abandoned call, on the same worker
     assert scored.scores[0].total == 0.01
     load = pool.loads()["sleeps"]
@@ -400,7 +409,7 @@ async def test_a_cancelled_caller_leaves_the_worker_in_order(open_pool):
 
 async def test_sync_functions_may_use_signals_and_a_loop_of_their_own(open_pool):
     pool = await open_pool(spec("own_loop_and_signals"))
-    assert (await pool.score(group("a"))).scores[0].total == 1.0
+    assert (await shaped(pool, group("a"))).scores[0].total == 1.0
 
 
 async def test_closures_and_lambdas_run_in_the_workers(open_pool):
@@ -419,14 +428,14 @@ async def test_closures_and_lambdas_run_in_the_workers(open_pool):
         # Nothing tells that it is async but its result.
         function_spec(lambda completions: judge(completions), name="judge"),
     )
-    scored = await pool.score(group("a", "bb"))
+    scored = await shaped(pool, group("a", "bb"))
     assert pool.names == ("closure", "lambda", "judge")
     assert [score.total for score in scored.scores] == [7.5, 8.5]
 
 
 async def test_the_timeline_shows_what_a_worker_runs(open_pool):
     pool = await open_pool(spec("sleeps"))
-    await pool.score(group("0.6"))
+    await shaped(pool, group("0.6"))
     await asyncio.sleep(0.4)
     spans = [
         span
@@ -442,8 +451,8 @@ async def test_the_timeline_shows_what_a_worker_runs(open_pool):
 
 async def test_closing_while_a_function_hangs_leaves_no_process(open_pool):
     pool = await open_pool(spec("hangs_on_x"), num_workers=2)
-    hanging = asyncio.create_task(pool.score(group("x")))
-    queued = [asyncio.create_task(pool.score(group("x", number=n))) for n in range(3)]
+    hanging = asyncio.create_task(shaped(pool, group("x")))
+    queued = [asyncio.create_task(shaped(pool, group("x", number=n))) for n in range(3)]
     await asyncio.sleep(0.1)
     processes = scorer_processes()
     assert len(processes) == 2
@@ -454,7 +463,7 @@ async def test_closing_while_a_function_hangs_leaves_no_process(open_pool):
     for outcome in await asyncio.gather(hanging, *queued, return_exceptions=True):
         assert isinstance(outcome, RunFailed | ScoreError)
     with pytest.raises(RunFailed, match="The scorers are closed"):
-        await pool.score(group("a"))
+        await shaped(pool, group("a"))
 
 
 async def test_a_pool_whose_workers_cannot_be_replaced_ends_the_run(open_pool, tmp_path):
@@ -462,19 +471,22 @@ async def test_a_pool_whose_workers_cannot_be_replaced_ends_the_run(open_pool, t
     file.write_text("import os\ndef crash(completions):\n    os._exit(1)\n")
     pool = await open_pool(function_spec(f"{file}:crash", retries=0))
     file.unlink()
-    first = asyncio.create_task(pool.score(group("a")))
-    second = asyncio.create_task(pool.score(group("b")))
+    first = asyncio.create_task(shaped(pool, group("a")))
+    second = asyncio.create_task(shaped(pool, group("b")))
     with pytest.raises(ScoreError, match="'crash' lost its process"):
         await first
     with pytest.raises(RunFailed, match=r"No scorer process is left: .*fleeting_rewards.py"):
         await second
     with pytest.raises(RunFailed, match="No scorer process is left"):
-        await pool.score(group("c"))
+        await shaped(pool, group("c"))
 
 
 async def test_advantages_across_a_step_are_known_once_its_groups_are(open_pool):
     pool = await open_pool(spec("length"), advantages=BatchAdvantages(epsilon=0.0))
-    groups = [await pool.score(group("a", "aaa")), await pool.score(group("aaaaa", "aaa"))]
+    groups = [
+        await shaped(pool, group("a", "aaa")),
+        await shaped(pool, group("aaaaa", "aaa")),
+    ]
     assert [g.advantages.tolist() for g in groups] == [[1.0, 3.0], [5.0, 3.0]]
     found = pool.in_batch(groups)
     # Mean 3; squares 4, 0, 4, 0 over 3.
@@ -490,21 +502,21 @@ async def test_an_estimator_that_raises_costs_the_group(open_pool):
         return [1 / 0]
 
     pool = await open_pool(spec("length"), advantages=halves)
-    with pytest.raises(ScoreError, match=r"halves' raised ZeroDivisionError: .*; mend the func"):
-        await pool.score(group("a"))
+    with pytest.raises(ScoreError, match=r"halves' raised ZeroDivisionError: .*; fix the func"):
+        await shaped(pool, group("a"))
 
 
 async def test_advantages_must_be_finite_and_one_per_episode(open_pool):
     too_many = await open_pool(spec("length"), advantages=lambda group: np.zeros(3))
     with pytest.raises(ScoreError, match=r"advantages of group 12 are .*each of its 1 episodes"):
-        await too_many.score(group("a"))
+        await shaped(too_many, group("a"))
 
 
 @pytest.mark.parametrize(
     ("specs", "sentence"),
     [
-        ([], r"There is no scorer; add a \[\[scorer\]\] table"),
-        ([spec("exact"), spec("exact")], "Two scorers are named 'exact'; give each a name"),
+        ([], r"The run has no scorer; add a \[\[scorer\]\] table"),
+        ([spec("exact"), spec("exact")], "Two scorers are named 'exact'; give each a different"),
         ([spec("exakt", name="exact")], "has no 'exakt'"),
     ],
 )
@@ -522,4 +534,4 @@ def test_what_can_be_known_before_start_is_refused_then(specs, sentence, tmp_pat
 
 def test_a_column_that_tasks_lack_is_known_before_start():
     with pytest.raises(ConfigError, match="Reward 'exact' needs the column 'answer'"):
-        check_specs([spec("length"), spec("exact")], [Task(prompt="a")])
+        check_scorers([spec("length"), spec("exact")], [Task(prompt="a")])

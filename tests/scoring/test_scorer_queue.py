@@ -8,38 +8,38 @@ from scripted_scorer import ScriptedScorer, episode, settle
 
 from millrace.core.errors import RunFailed, ScoreError, TransientScoreError
 from millrace.core.records import Task
-from millrace.scoring.scheduling.scorer_queue import ScorerQueue, ScoreTicket
-from millrace.scoring.scorer_kind import CallRules
+from millrace.scoring.scheduling.scorer_queue import GroupRef, ScorerQueue
+from millrace.scoring.scorer_type import CallSettings
 
 
 class Bench:
-    """A desk whose pauses end when the test says so, or at once."""
+    """A queue whose backoff pauses end at once."""
 
-    def __init__(self, *, now=None, **rules):
+    def __init__(self, *, now=None, **calls):
         self.scorer = ScriptedScorer()
         self.warnings, self.pauses = [], []
         self.now_s = 0.0
-        self.desk = ScorerQueue(
+        self.queue = ScorerQueue(
             self.scorer,
-            rules=CallRules(**rules),
+            calls=CallSettings(**calls),
             warn=self.warnings.append,
             now=now or (lambda: self.now_s),
             sleep=self._sleep,
             draw=lambda: 1.0,
         )
-        self._tickets = {}
+        self._groups = {}
 
     async def _sleep(self, pause_s):
         self.pauses.append(pause_s)
         await asyncio.sleep(0)
 
-    def ask(self, *texts, group=0):
-        ticket = ScoreTicket(order=group, number=group, task=Task(prompt="p"))
-        ticket = self._tickets.setdefault(group, ticket)
-        return asyncio.create_task(self.desk.judge([episode(t) for t in texts], ticket=ticket))
+    def submit(self, *texts, group=0):
+        ref = GroupRef(order=group, number=group, task=Task(prompt="p"))
+        ref = self._groups.setdefault(group, ref)
+        return asyncio.create_task(self.queue.score([episode(t) for t in texts], group=ref))
 
     async def scores(self, *texts, group=0):
-        return [verdict.score for verdict in await self.ask(*texts, group=group)]
+        return [result.score for result in await self.submit(*texts, group=group)]
 
 
 def down(message="down", **about):
@@ -49,12 +49,12 @@ def down(message="down", **about):
 async def test_no_more_calls_are_in_flight_than_allowed_and_older_groups_go_first():
     bench = Bench(concurrency=2)
     bench.scorer.let.clear()
-    asks = [bench.ask(f"g{n}", group=n) for n in (5, 6)]
+    asks = [bench.submit(f"g{n}", group=n) for n in (5, 6)]
     await settle()
-    asks += [bench.ask(f"g{n}", group=n) for n in (9, 1)]
+    asks += [bench.submit(f"g{n}", group=n) for n in (9, 1)]
     await settle()
     assert bench.scorer.calls == [["g5"], ["g6"]]
-    load = bench.desk.load()
+    load = bench.queue.load()
     assert (load.in_flight, load.concurrency, load.waiting) == (2, 2, 2)
     bench.scorer.let.set()
     await asyncio.gather(*asks)
@@ -64,10 +64,10 @@ async def test_no_more_calls_are_in_flight_than_allowed_and_older_groups_go_firs
 async def test_episodes_of_a_group_that_wait_share_a_call_up_to_the_batch_and_no_others_do():
     bench = Bench(concurrency=1, batch=3)
     bench.scorer.let.clear()
-    asks = [bench.ask("first")]
+    asks = [bench.submit("first")]
     await settle()
-    asks += [bench.ask(text) for text in "abcd"]
-    asks += [bench.ask("x", group=1)]
+    asks += [bench.submit(text) for text in "abcd"]
+    asks += [bench.submit("x", group=1)]
     await settle()
     bench.scorer.let.set()
     await asyncio.gather(*asks)
@@ -77,7 +77,7 @@ async def test_episodes_of_a_group_that_wait_share_a_call_up_to_the_batch_and_no
 
 async def test_with_a_batch_of_0_what_is_asked_together_stays_together():
     bench = Bench(batch=0)
-    assert bench.desk.takes_groups
+    assert bench.queue.takes_groups
     assert await bench.scores("a", "bb", "ccc") == [1.0, 2.0, 3.0]
     assert bench.scorer.calls == [["a", "bb", "ccc"]]
 
@@ -85,15 +85,15 @@ async def test_with_a_batch_of_0_what_is_asked_together_stays_together():
 async def test_busy_and_waiting_time_add_up():
     bench = Bench(concurrency=1)
     bench.scorer.let.clear()
-    asks = [bench.ask("a"), bench.ask("b", group=1), bench.ask("c", group=2)]
+    asks = [bench.submit("a"), bench.submit("b", group=1), bench.submit("c", group=2)]
     await settle()
     bench.now_s += 2.0
-    load = bench.desk.load()
+    load = bench.queue.load()
     assert (load.busy_s, load.waiting_s) == (2.0, 4.0)
     bench.scorer.let.set()
     await asyncio.gather(*asks)
     bench.now_s += 5.0
-    load = bench.desk.load()
+    load = bench.queue.load()
     assert (load.busy_s, load.waiting_s, load.episodes) == (2.0, 4.0, 3)
 
 
@@ -103,7 +103,7 @@ async def test_what_fails_for_the_moment_is_tried_again_after_pauses_that_double
     bench.scorer.fails = lambda group: errors.pop(0)
     assert await bench.scores("a") == [1.0]
     assert bench.pauses == [0.5, 1.0, 2.0]
-    load = bench.desk.load()
+    load = bench.queue.load()
     assert (load.calls, load.retries, load.failures, load.waiting) == (4, 3, 0, 0)
 
 
@@ -120,7 +120,7 @@ async def test_when_the_retries_are_used_up_the_group_fails_with_the_last_reason
     bench.scorer.fails = lambda group: TransientScoreError("Judge says nothing.")
     with pytest.raises(ScoreError, match=r"^Judge says nothing \(tried 3 times\)\.$"):
         await bench.scores("a")
-    load = bench.desk.load()
+    load = bench.queue.load()
     assert (load.calls, load.retries, load.failures) == (3, 2, 1)
 
 
@@ -130,7 +130,7 @@ async def test_what_is_wrong_for_good_is_not_tried_again():
     with pytest.raises(ScoreError, match="no such model"):
         await bench.scores("a")
     assert len(bench.scorer.calls) == 1
-    assert bench.desk.load().failures == 1
+    assert bench.queue.load().failures == 1
 
 
 async def test_while_nobody_can_be_asked_calls_wait_and_none_is_lost():
@@ -143,28 +143,28 @@ async def test_while_nobody_can_be_asked_calls_wait_and_none_is_lost():
         return down("connection refused") if probes < 30 else None
 
     bench.scorer.fails = fails
-    asks = [bench.ask(f"g{n}", group=n) for n in range(9)]
-    verdicts = await asyncio.wait_for(asyncio.gather(*asks), 20)
-    assert [verdict.score for (verdict,) in verdicts] == [2.0] * 9
-    load = bench.desk.load()
+    asks = [bench.submit(f"g{n}", group=n) for n in range(9)]
+    results = await asyncio.wait_for(asyncio.gather(*asks), 20)
+    assert [result.score for (result,) in results] == [2.0] * 9
+    load = bench.queue.load()
     assert (load.episodes, load.failures, load.breaker_opened) == (9, 0, 1)
     assert not load.is_held
     (warning,) = bench.warnings
-    assert "'scripted' cannot be asked" in warning
+    assert "'scripted' is unreachable" in warning
     assert "connection refused" in warning
 
 
 async def test_while_the_breaker_is_open_one_call_goes_first():
     bench = Bench(concurrency=8, breaker_failures=1, breaker_s=1e-3)
     bench.scorer.fails = lambda group: down()
-    asks = [bench.ask("g0")]
+    asks = [bench.submit("g0")]
     await settle()
-    assert bench.desk.load().is_held
+    assert bench.queue.load().is_held
     bench.scorer.let.clear()
     bench.now_s += 1.0
-    asks += [bench.ask(f"g{n}", group=n) for n in range(1, 5)]
+    asks += [bench.submit(f"g{n}", group=n) for n in range(1, 5)]
     await settle()
-    assert (bench.desk.load().in_flight, bench.desk.load().waiting) == (1, 4)
+    assert (bench.queue.load().in_flight, bench.queue.load().waiting) == (1, 4)
     bench.scorer.fails = lambda group: None
     bench.scorer.let.set()
     await asyncio.gather(*asks)
@@ -173,9 +173,9 @@ async def test_while_the_breaker_is_open_one_call_goes_first():
 async def test_a_call_that_brings_the_scorer_down_each_time_gives_way_to_others_and_fails_at_last():
     bench = Bench(now=monotonic, concurrency=1, retries=2, breaker_failures=2, breaker_s=1e-3)
     bench.scorer.fails = lambda group: down("500") if group.number == 0 else None
-    poison = bench.ask("x")
+    poison = bench.submit("x")
     await settle()
-    good = [bench.ask("a", group=n) for n in range(1, 20)]
+    good = [bench.submit("a", group=n) for n in range(1, 20)]
     await asyncio.wait_for(asyncio.gather(*good), 20)
     for number in range(20, 40):
         await asyncio.wait_for(bench.scores("a", group=number), 20)
@@ -186,28 +186,32 @@ async def test_a_call_that_brings_the_scorer_down_each_time_gives_way_to_others_
 async def test_withdrawn_episodes_leave_the_line_and_their_call_is_cancelled():
     bench = Bench(concurrency=1, batch=2)
     bench.scorer.let.clear()
-    running, waiting, kept = bench.ask("a"), bench.ask("b", group=1), bench.ask("c", group=1)
+    running, waiting, kept = (
+        bench.submit("a"),
+        bench.submit("b", group=1),
+        bench.submit("c", group=1),
+    )
     await settle()
     running.cancel()
     waiting.cancel()
     await settle()
     assert bench.scorer.num_cancelled == 1
     bench.scorer.let.set()
-    assert [verdict.score for verdict in await kept] == [1.0]
+    assert [result.score for result in await kept] == [1.0]
     assert bench.scorer.calls == [["a"], ["c"]]
-    load = bench.desk.load()
+    load = bench.queue.load()
     assert (load.in_flight, load.waiting) == (0, 0)
 
 
 async def test_a_call_that_is_withdrawn_in_the_moment_it_begins_leaves_its_place_to_others():
     bench = Bench(concurrency=1)
     bench.scorer.let.clear()
-    first, second = bench.ask("a"), bench.ask("b", group=1)
+    first, second = bench.submit("a"), bench.submit("b", group=1)
     await settle()
     bench.scorer.let.set()  # the first call ends, so the second begins,
     second.cancel()  # while nobody wants it any more
     await asyncio.gather(first, second, return_exceptions=True)
-    assert bench.desk.load().in_flight == 0
+    assert bench.queue.load().in_flight == 0
     assert await bench.scores("c", group=2) == [1.0]
     assert bench.scorer.calls == [["a"], ["c"]]
 
@@ -220,28 +224,28 @@ async def test_one_that_is_withdrawn_before_its_next_try_is_not_tried_again():
         pausing.set()
         await asyncio.Event().wait()
 
-    bench.desk._sleep = sleep
+    bench.queue._sleep = sleep
     bench.scorer.fails = lambda group: TransientScoreError("later")
-    ask = bench.ask("a")
+    ask = bench.submit("a")
     await pausing.wait()
-    assert bench.desk.load().waiting == 1
+    assert bench.queue.load().waiting == 1
     ask.cancel()
     await settle()
     assert len(bench.scorer.calls) == 1
-    assert bench.desk.load().waiting == 0
+    assert bench.queue.load().waiting == 0
 
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_whenever_a_call_is_withdrawn_the_next_one_has_its_place(turns):
     bench = Bench(concurrency=1, breaker_failures=1, breaker_s=1.0)
     bench.scorer.fails = lambda group: down() if group.number == 0 else None
-    failing = bench.ask("x")
+    failing = bench.submit("x")
     await settle()
-    assert bench.desk.load().is_held
+    assert bench.queue.load().is_held
     failing.cancel()
     bench.now_s += 1.0  # whoever comes now goes first
     bench.scorer.let.clear()
-    withdrawn = bench.ask("a", group=1)
+    withdrawn = bench.submit("a", group=1)
     for _ in range(turns):
         await asyncio.sleep(0)
     withdrawn.cancel()
@@ -249,7 +253,7 @@ async def test_whenever_a_call_is_withdrawn_the_next_one_has_its_place(turns):
     bench.scorer.let.set()
     await settle()
     assert await asyncio.wait_for(bench.scores("b", group=2), 5) == [1.0]
-    assert bench.desk.load().in_flight == 0
+    assert bench.queue.load().in_flight == 0
 
 
 async def test_a_fault_of_ours_is_raised_as_it_is():
@@ -262,9 +266,9 @@ async def test_a_fault_of_ours_is_raised_as_it_is():
 async def test_closing_tells_all_that_wait():
     bench = Bench(concurrency=1)
     bench.scorer.let.clear()
-    asks = [bench.ask("a"), bench.ask("b", group=1)]
+    asks = [bench.submit("a"), bench.submit("b", group=1)]
     await settle()
-    await bench.desk.close()
+    await bench.queue.close()
     for outcome in await asyncio.gather(*asks, return_exceptions=True):
         assert isinstance(outcome, RunFailed)
     with pytest.raises(RunFailed, match="closed"):
@@ -279,5 +283,5 @@ async def test_a_scorer_that_does_not_judge_each_episode_costs_the_group():
         return (await judge(group))[:1]
 
     bench.scorer.score = judge_one
-    with pytest.raises(ScoreError, match="'scripted' gave 1 verdicts on 2 episodes of group 0"):
+    with pytest.raises(ScoreError, match="'scripted' returned 1 results for 2 episodes of group 0"):
         await bench.scores("a", "b")

@@ -15,7 +15,7 @@ from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task, Turn
 from millrace.scoring.advantages.estimators import GroupAdvantages
 from millrace.scoring.pool import build_scorer_pool
-from millrace.scoring.registry import spec_of_function
+from millrace.scoring.registry import function_scorer
 
 def in_main(completions):
     return [SCALE * value for value in helper(completions)]
@@ -41,7 +41,7 @@ def group():
 async def main(folder):
     async with Hub(log_dir=folder, on_event=lambda *_: None) as hub, WorkerPool(hub.launch) as pool:
         scorers = build_scorer_pool(
-            [spec_of_function(f) for f in (in_main, in_main_async, make(0.25), imported)],
+            [function_scorer(f) for f in (in_main, in_main_async, make(0.25), imported)],
             advantages=GroupAdvantages(), num_workers=1, private=folder / "rewards",
             folder=folder / "scorers", worker_pool=pool)
         async with scorers:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from scoring_service import Service, open_pool, running, scores_of
+from scoring_service import FakeService, open_pool, running, scores_of
 
 from millrace.config import load_config
 from millrace.core.errors import ScoreError
@@ -40,7 +40,7 @@ def texts_in(folder: Path) -> list[str]:
 async def test_no_secret_is_left_in_a_run_or_said(kind, misdeed, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PLANTED_KEY", SECRET)
     said: list[str] = []
-    async with running(Service(lambda body: misdeed)) as service:
+    async with running(FakeService(lambda body: misdeed)) as service:
         table = {**kind, **QUICK, "url": service.url, "headers": HEADERS}
         config = load_config({"model": "m", "run_dir": str(tmp_path / "run"), "scorer": [table]})
         run_dir = RunDir(config.run_dir)

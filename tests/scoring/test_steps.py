@@ -137,8 +137,8 @@ def test_turns_are_cut_by_themselves():
     ("table", "sentence"),
     [
         ({"by": "delimeter"}, "did you mean 'delimiter'"),
-        ({"by": "delimiter", "delimiter": ""}, "delimiter = '' must be a text that is not empty"),
-        ({"by": "entropy"}, "need a threshold or a quantile"),
+        ({"by": "delimiter", "delimiter": ""}, "delimiter = '' must be a non-empty string"),
+        ({"by": "entropy"}, "set either threshold or quantile"),
         ({"by": "entropy", "quantile": 2}, "quantile = 2 must be between 0 and 1"),
     ],
 )

@@ -29,8 +29,8 @@ from millrace.config import load_config
 from millrace.core.errors import ConfigError, MillraceError, WeightError
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
 from millrace.scoring.teachers import worker as teacher_worker
-from millrace.scoring.teachers.history import Following
-from millrace.scoring.teachers.settings import ReaderSettings
+from millrace.scoring.teachers.history import HistorySettings
+from millrace.scoring.teachers.settings import LogprobModelSettings
 from millrace.weights.sender import make_sender
 
 NUM_PROMPT, NUM_SAMPLED = 8, 24
@@ -42,11 +42,13 @@ async def hub(tmp_path: Path) -> AsyncIterator[Hub]:
         yield hub
 
 
-def start_message(path: Path, *, following: Following | None = None, **settings) -> StartTeacher:
+def start_message(
+    path: Path, *, following: HistorySettings | None = None, **settings
+) -> StartTeacher:
     config = load_config({"model": str(path)})
     return StartTeacher(
         config=config.model_dump(mode="json"),
-        settings=asdict(ReaderSettings(device="cpu", threads=1, **settings)),
+        settings=asdict(LogprobModelSettings(device="cpu", threads=1, **settings)),
         model_path=str(path),
         following=None if following is None else asdict(following),
         version=None if following is None else 0,
@@ -115,7 +117,9 @@ def test_a_teacher_answers_many_at_once_and_refuses_what_it_cannot_do(link, tmp_
 
 def test_a_teacher_follows_the_average_and_survives_weights_it_cannot_use(link, tmp_path):
     save_model(tmp_path / "model")
-    link.call(start_message(tmp_path / "model", following=Following(ema=0.5, every=2))).result()
+    link.call(
+        start_message(tmp_path / "model", following=HistorySettings(ema=0.5, every=2))
+    ).result()
     sender = make_sender("shm", dtype=torch.float32)
     first, second = (sender.publish(v, weights(seed=v)) for v in (1, 2))
     assert (
@@ -139,7 +143,7 @@ def test_a_teacher_follows_the_average_and_survives_weights_it_cannot_use(link, 
 async def test_a_swap_in_the_middle_of_scoring_never_mixes_versions_in_a_sequence(hub, tmp_path):
     save_model(tmp_path / "model")
     teacher = await start_teacher(
-        hub, tmp_path / "model", following=Following(lag=0), pass_tokens=64
+        hub, tmp_path / "model", following=HistorySettings(lag=0), pass_tokens=64
     )
     sender = make_sender("shm", dtype=torch.float32)
     versions = range(1, 5)
@@ -173,7 +177,9 @@ async def test_a_swap_in_the_middle_of_scoring_never_mixes_versions_in_a_sequenc
     assert told[-1][0].version == versions[-1]
 
 
-@pytest.mark.parametrize("following", [Following(ema=0.5), Following(lag=0)], ids=["ema", "lag"])
+@pytest.mark.parametrize(
+    "following", [HistorySettings(ema=0.5), HistorySettings(lag=0)], ids=["ema", "lag"]
+)
 def test_who_takes_the_place_of_a_self_teacher_goes_on_from_what_it_was(tmp_path, following):
     save_model(tmp_path / "model")
     past = str(tmp_path / "scorers" / "teacher.safetensors")
@@ -202,7 +208,7 @@ def test_a_past_that_cannot_be_written_costs_nothing_but_itself(link, tmp_path, 
     save_model(tmp_path / "model")
     (tmp_path / "scorers").write_text("a file where a folder is wanted")
     past = str(tmp_path / "scorers" / "teacher.safetensors")
-    start = start_message(tmp_path / "model", following=Following(lag=0))
+    start = start_message(tmp_path / "model", following=HistorySettings(lag=0))
     link.call(msgspec.structs.replace(start, past=past)).result()
     sender = make_sender("shm", dtype=torch.float32)
     for version in (1, 2):

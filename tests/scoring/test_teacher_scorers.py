@@ -14,8 +14,9 @@ from millrace.core.records import Group, Prompt, Task
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
 from millrace.core.weight_update import WeightUpdate
 from millrace.scoring.teachers.process import TeacherProcess
-from millrace.scoring.teachers.scorers import ReferenceScorer, TeacherScorer, hinted_prompt
-from millrace.scoring.teachers.settings import TeachingSettings
+from millrace.scoring.teachers.reference import ReferenceScorer
+from millrace.scoring.teachers.settings import TeacherSettings
+from millrace.scoring.teachers.teacher import TeacherScorer, hinted_prompt
 
 
 class FormulaProcess:
@@ -50,7 +51,7 @@ def render(prompt: Prompt) -> np.ndarray:
 def teacher(process: FormulaProcess, *, max_context: int = 100, **settings) -> TeacherScorer:
     return TeacherScorer(
         process,  # pyright: ignore[reportArgumentType]
-        TeachingSettings(**settings),
+        TeacherSettings(**settings),
         weight=1.0,
         timeout_s=9.0,
         max_context=max_context,
@@ -65,10 +66,10 @@ def with_task(group: Group, **task) -> Group:
 async def test_a_teacher_notes_what_it_says_of_the_sampled_tokens_and_its_version():
     process = FormulaProcess(version=4)
     group = make_group(size=2)
-    verdicts = await teacher(process, top_k=3, temperature=0.5).score(group)
-    assert [verdict.score for verdict in verdicts] == [None, None]
-    for rollout, verdict in zip(group.rollouts, verdicts, strict=True):
-        teaching = verdict.notes[0].teaching
+    results = await teacher(process, top_k=3, temperature=0.5).score(group)
+    assert [result.score for result in results] == [None, None]
+    for rollout, result in zip(group.rollouts, results, strict=True):
+        teaching = result.token_scores[0].teacher
         assert teaching is not None
         assert teaching.version == 4
         places = np.arange(len(rollout.tokens))
@@ -85,12 +86,12 @@ async def test_a_hint_is_read_instead_of_the_prompt_before_the_very_same_tokens(
     process = FormulaProcess()
     group = with_task(make_group(size=1), prompt="abc", columns={"answer": "{x}"})
     hinted = teacher(process, hint="answer", template="{hint}!{prompt}")
-    (verdict,) = await hinted.score(group)
+    (result,) = await hinted.score(group)
     (request,), (rollout,) = process.asked, group.rollouts
     sampled = rollout.tokens[rollout.mask]
     assert "".join(map(chr, request.tokens[: -len(sampled)])) == "{x}!abc"
     assert request.tokens[request.positions].tolist() == sampled.tolist()
-    teaching = verdict.notes[0].teaching
+    teaching = result.token_scores[0].teacher
     assert teaching is not None
     places = np.arange(7, 7 + len(sampled))  # behind the longer prompt
     expected = (-sampled - places / 100).astype(np.float32)
@@ -100,7 +101,7 @@ async def test_a_hint_is_read_instead_of_the_prompt_before_the_very_same_tokens(
 def test_the_hint_of_a_chat_goes_into_its_last_message():
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     task = Task(prompt=messages, columns={"answer": "42"})
-    hinted = hinted_prompt(task, TeachingSettings(hint="answer", template="{prompt} ({hint})"))
+    hinted = hinted_prompt(task, TeacherSettings(hint="answer", template="{prompt} ({hint})"))
     assert hinted == [messages[0], {"role": "user", "content": "u (42)"}]
     assert messages[1]["content"] == "u"
 
@@ -119,13 +120,13 @@ def test_the_hint_of_a_chat_goes_into_its_last_message():
 async def test_a_teacher_says_nothing_of_tasks_that_are_not_its_own(settings, task, is_taught):
     process = FormulaProcess()
     group = with_task(make_group(size=2), prompt="p", **task)
-    verdicts = await teacher(process, **settings).score(group)
-    assert [bool(verdict.notes) for verdict in verdicts] == [is_taught] * 2
+    results = await teacher(process, **settings).score(group)
+    assert [bool(result.token_scores) for result in results] == [is_taught] * 2
     assert bool(process.asked) == is_taught
 
 
 async def test_what_is_too_long_for_the_teacher_costs_its_group():
-    with pytest.raises(ScoreError, match="reads 5 tokens; group 0 has 6"):
+    with pytest.raises(ScoreError, match="reads at most 5 tokens, and group 0 has 6"):
         await teacher(FormulaProcess(), max_context=5).score(make_group())
 
 
@@ -133,13 +134,13 @@ async def test_a_reference_is_asked_in_the_distribution_that_was_sampled_from():
     process = FormulaProcess()
     group = make_group(size=2, kept=True, temperature=0.7)
     scorer = ReferenceScorer(process, weight=1.0, timeout_s=9.0, max_context=99)  # pyright: ignore[reportArgumentType]
-    verdicts = await scorer.score(group)
-    for rollout, verdict, request in zip(group.rollouts, verdicts, process.asked, strict=True):
+    results = await scorer.score(group)
+    for rollout, result, request in zip(group.rollouts, results, process.asked, strict=True):
         assert request.temperature == 0.7
         assert request.kept is not None
         rows = np.split(request.kept.ids, request.kept.offsets[1:-1])
         assert [row[0] for row in rows] == rollout.tokens[rollout.mask].tolist()
-        found = verdict.notes[0].reference_logprobs
+        found = result.token_scores[0].reference_logprobs
         assert found is not None
         assert (found[~rollout.mask] == 0).all()
         assert (found[rollout.mask] < 0).all()

@@ -13,7 +13,7 @@ FORGERIES = {
     "leaves politely": "import sys\nsys.exit(0)",
     "leaves when called": "import os\ndef f(x): os._exit(0)",
     "leaves by an exception": "def f(x): raise SystemExit(0)",
-    "prints verdicts": """
+    "prints results": """
 import json, os, struct
 data = json.dumps({"ok": True}).encode()
 for fd in range(64):

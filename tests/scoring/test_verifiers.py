@@ -14,7 +14,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Task
 from millrace.run.prepare import _scorers
 from millrace.scoring.functions.signature import inspect_reward
-from millrace.scoring.registry import check_specs
+from millrace.scoring.registry import check_scorers
 from millrace.scoring.verifiers import VERIFIERS, build_verifier
 from millrace.scoring.verifiers.numeric import last_number
 
@@ -278,9 +278,9 @@ def test_a_verifier_names_itself_and_the_column_it_needs():
     )
     specs = _scorers(config.scorer, None)
     assert [spec.name for spec in specs] == ["numeric", "exact"]
-    check_specs(specs, [Task(prompt="p", columns={"n": 3, "answer": "3"})])
+    check_scorers(specs, [Task(prompt="p", columns={"n": 3, "answer": "3"})])
     with pytest.raises(ConfigError, match="Reward 'numeric' needs the column 'n', which task 0"):
-        check_specs(specs, [Task(prompt="p", columns={"answer": "3"})])
+        check_scorers(specs, [Task(prompt="p", columns={"answer": "3"})])
 
 
 @pytest.mark.parametrize("kind", VERIFIERS)

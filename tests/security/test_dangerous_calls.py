@@ -26,8 +26,8 @@ UNSAFE_CALLS = {"os.system", "os.popen", "np.load", "numpy.load", "pd.read_pickl
 ALLOWED = {
     # A reward function of the user's own script or notebook goes to the run's own scorer process in
     # a private file in a private folder; load_function() checks owner and mode before it reads.
-    "scoring/functions/handover.py: import pickle",
-    "scoring/functions/handover.py: import cloudpickle",
+    "scoring/functions/shipping.py: import pickle",
+    "scoring/functions/shipping.py: import cloudpickle",
     # Only the name of the exception, for torch.load(weights_only=True).
     "training/trainer.py: import pickle",
     # What the sandbox is for: both processes are locked down before they get to it.

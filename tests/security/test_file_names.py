@@ -15,7 +15,7 @@ from millrace.cluster.messages import JoinPlace
 from millrace.config import load_config
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.files import check_file_name
-from millrace.scoring.registry import check_specs, spec_of
+from millrace.scoring.registry import check_scorers, resolve_scorer
 from millrace.training.checkpoints.directory import prune_checkpoints
 
 LEADING_AWAY = ["../x", "/etc/x", "a/b", "..", ".", "", "a\\b", "a\nb", "x" * 300, "a\x00b"]
@@ -30,7 +30,7 @@ def test_a_scorer_whose_name_leads_away_is_refused_before_anything_starts(name):
     table = {"type": "http", "url": "http://h", "name": name or "."}
     config = load_config({"model": "m", "scorer": [table]})
     with pytest.raises(ConfigError, match=r"^A scorer has the name .*; files of the run are") as e:
-        check_specs([spec_of(config.scorer[0], section="scorer.0")], ())
+        check_scorers([resolve_scorer(config.scorer[0], section="scorer.0")], ())
     assert "\n" not in str(e.value)
 
 

@@ -8,10 +8,10 @@ import torch
 from architectures import VOCAB, tiny_model
 from batches import batch_of, random_rollout, trainer_of
 
-from millrace.core.records import Rollout, Teaching
+from millrace.core.records import Rollout, TeacherLogprobs
+from millrace.core.score_requests import score_request_for
 from millrace.inference.embedded.scoring import ScoringEngine
 from millrace.models.attention.packed import PACKED_ATTENTION
-from millrace.scoring.teachers.scorers import score_request_for
 from millrace.training.losses.recipes import build_loss
 from millrace.training.packing.splitting import halves
 
@@ -32,7 +32,7 @@ def taught_rollouts(*, num_topk: int, num: int = 4) -> list[Rollout]:
     return [
         dataclasses.replace(
             rollout,
-            teaching=Teaching(
+            teacher=TeacherLogprobs(
                 logprobs=spread(one.logprobs, rollout),
                 top_ids=spread(one.top_ids, rollout),
                 top_logprobs=spread(one.top_logprobs, rollout),
@@ -73,7 +73,7 @@ def test_steps_bring_the_policy_nearer_to_its_teacher(distil):
     batch = batch_of(taught_rollouts(num_topk=8))
     loss = build_loss({"type": "distil", "distil": distil}, max_new_tokens=6)
     trainer = trainer_of(tiny_model("qwen3"), loss=loss, learning_rate=3e-3)
-    metric = "teacher/kl" if distil == "reverse_kl" else "teacher/divergence"
+    metric = "teacher_kl" if distil == "reverse_kl" else "teacher_distance"
     found = [abs(trainer.step(batch)[metric]) for _ in range(30)]
     assert found[-1] < 0.5 * found[0]
 

@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.microbatch import Microbatch
-from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Teaching, Turn
+from millrace.core.records import (
+    Episode,
+    Group,
+    Rollout,
+    Sampling,
+    Score,
+    Task,
+    TeacherLogprobs,
+    Turn,
+)
 from millrace.training.packing.bins import fill_bins, fill_rank_bins
 from millrace.training.packing.packer import MIN_SHARED_TOKENS, pack, pack_minibatches
 
@@ -361,12 +370,12 @@ def test_what_teachers_say_goes_with_the_trained_tokens_and_nan_where_nobody_tea
     rollouts = []
     for number, rollout in enumerate(group.rollouts):
         length = len(rollout.tokens)
-        teaching = Teaching(
+        teaching = TeacherLogprobs(
             logprobs=-rng.random(length, np.float32),
             top_ids=rng.permuted(np.tile(np.arange(9, dtype=np.int32), (length, 1)), axis=1)[:, :2],
             top_logprobs=-rng.random((length, 2), np.float32),
         )
-        rollouts.append(dataclasses.replace(rollout, teaching=None if number == 1 else teaching))
+        rollouts.append(dataclasses.replace(rollout, teacher=None if number == 1 else teaching))
     episodes = [
         dataclasses.replace(episode, rollouts=(rollout,))
         for episode, rollout in zip(group.episodes, rollouts, strict=True)
@@ -378,12 +387,12 @@ def test_what_teachers_say_goes_with_the_trained_tokens_and_nan_where_nobody_tea
     by_tokens = {r.tokens[r.mask].tobytes(): r for r in rollouts}
     for rows in found.values():
         rollout = by_tokens[packed.targets[rows].tobytes()]
-        if rollout.teaching is None:
+        if rollout.teacher is None:
             assert np.isnan(packed.teacher_logprobs[rows]).all()
             assert np.isnan(packed.topk_logprobs[rows]).all()
             assert (np.diff(packed.topk_ids[rows], axis=1) > 0).all()  # still different ones
             continue
-        expected = rollout.teaching
+        expected = rollout.teacher
         assert packed.teacher_logprobs[rows].tolist() == expected.logprobs[rollout.mask].tolist()
         assert packed.topk_ids[rows].tolist() == expected.top_ids[rollout.mask].tolist()
         assert packed.topk_logprobs[rows].tolist() == expected.top_logprobs[rollout.mask].tolist()

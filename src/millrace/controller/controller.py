@@ -148,14 +148,14 @@ class Controller:
             config.weights.notify, timeout_s=config.weights.timeout_s, warn=watcher.warn
         )
         self._notified = self._broadcaster.subscribe(self._notifier.receive)
-        for follower in scorers.followers:
-            self._broadcaster.subscribe(follower.swap)
+        for scorer in scorers.version_subscribers:
+            self._broadcaster.subscribe(scorer.swap)
         self._held_out = EvalSet(
             held_out,
             config=config,
             player=player,
             engine=evaluators or engines,
-            score=scorers.examine,
+            score=scorers.evaluate,
             at_once=engines.at_once if is_synchronous else None,
         )
         self._examiner = self._make_examiner(version=cursor.version)
@@ -346,7 +346,7 @@ class Controller:
         )
 
     async def _score(self, group: Group, scoring: GroupScoring) -> Group:
-        judged = await self._scorers.judge(group, scoring)
+        judged = await self._scorers.score(group, scoring)
         number, solve_rate = group.number, judged.solve_rate(self._config.evaluate.solved_at)
         self._tasks.observe(number, solve_rate)
         self._journal.record_solve_rate(

@@ -30,7 +30,7 @@ from millrace.controller.drops import (
     Waste,
 )
 from millrace.core.errors import Filtered, RunFailed, ScoreError, TaskError
-from millrace.core.protocols import Scoring
+from millrace.core.protocols import ScoringSession
 from millrace.core.records import Group, Task
 from millrace.core.staleness import StalenessLimit, Stamps, Waiting
 from millrace.environments.rollouts.attempt import Attempt, Cancellations, Expired
@@ -38,7 +38,7 @@ from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.journal import Journal, NoJournal
 from millrace.journal.ledger import Outcome
 
-S = TypeVar("S", bound=Scoring)
+S = TypeVar("S", bound=ScoringSession)
 
 WINDOW = 100  # groups whose failures are weighed
 FEWEST = 20  # outcomes before the share means anything

@@ -15,9 +15,9 @@ from millrace.core.records import (
     Request,
     Rollout,
     Sampling,
+    ScorerResult,
     Task,
     Turn,
-    Verdict,
 )
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
 from millrace.core.staleness import Waiting
@@ -104,69 +104,72 @@ class Engine(SupportsGenerate, SupportsScore, Protocol):
 
 
 class Scorer(Protocol):
-    """Judges the episodes of one group."""
+    """Scores the episodes of one group."""
 
     name: str
-    weight: float  # of its scores, and of its rewards for single tokens
+    weight: float  # factor for its scores and its token rewards
 
-    async def score(self, group: Group) -> list[Verdict]:
-        """One for each episode; raises ScoreError."""
+    async def score(self, group: Group) -> list[ScorerResult]:
+        """Return one result per episode, in order. Raises ScoreError."""
         ...
 
 
 @runtime_checkable
-class SegmentScorer(Protocol):
-    """A scorer that begins to judge episodes while they are being generated. It is asked for the
-    verdict like any other, and has less left to do then."""
+class StreamingScorer(Protocol):
+    """A scorer that starts to work while episodes are still being generated.
 
-    def listen(self, request: Request, *, task: Task) -> OnTokens | None:
-        """Hears what a request of a running episode samples; None = does not want to."""
+    score() is called as for any other scorer and reuses what is already computed.
+    """
+
+    def stream_callback(self, request: Request, *, task: Task) -> OnTokens | None:
+        """Return the receiver of the tokens of `request`, or None to skip the request."""
         ...
 
 
 @runtime_checkable
-class Service(Protocol):
-    """A scorer that holds a process, a connection or a file while the run lasts."""
+class StartableScorer(Protocol):
+    """A scorer that holds a process, a connection or a file during the run."""
 
     async def start(self) -> None:
-        """Raises MillraceError if it cannot be used."""
+        """Raises MillraceError if the scorer cannot be used."""
         ...
 
     async def close(self) -> None:
-        """Also after a start that failed."""
+        """Also called after a failed start()."""
         ...
 
 
 @runtime_checkable
-class Replaced(Protocol):
-    """A scorer with a process of its own that is replaced when it is lost."""
+class RestartingScorer(Protocol):
+    """A scorer that replaces its own process when that process dies."""
 
     @property
     def num_lost(self) -> int: ...
 
 
 @runtime_checkable
-class NotesOnly(Protocol):
-    """A scorer that may give no scores, but notes to learn from: evaluations do without it."""
+class TokenLevelScorer(Protocol):
+    """A scorer that returns token scores, and episode scores only if its flag is False."""
 
-    only_notes: bool
+    token_scores_only: bool
 
 
 def gives_scores(scorer: Scorer) -> bool:
-    return not (isinstance(scorer, NotesOnly) and scorer.only_notes)
+    """True if the scorer returns episode scores. Evaluations skip all others."""
+    return not (isinstance(scorer, TokenLevelScorer) and scorer.token_scores_only)
 
 
 @runtime_checkable
-class Follower(Protocol):
-    """A scorer that is made of the policy's own versions."""
+class VersionSubscriber(Protocol):
+    """A scorer that receives each new version of the policy, such as a self-teacher."""
 
     async def swap(self, update: WeightUpdate) -> int:
-        """Returns when the bytes of this version are not needed any more."""
+        """Return the version in use once the bytes of this update may be reused."""
         ...
 
 
-class Scoring(Protocol):
-    """One group on its way through all scorers; left with its `with` block."""
+class ScoringSession(Protocol):
+    """The scoring of one group while its episodes finish. Leaving the `with` block cancels it."""
 
     def __enter__(self) -> Self: ...
 
@@ -178,56 +181,55 @@ class Scoring(Protocol):
         ...
 
     def add(self, index: int, episode: Episode) -> None:
-        """An episode is finished, and may be judged while others are not; `index` is its place in
-        the group."""
+        """Start to score a finished episode; `index` is its position in the group."""
         ...
 
-    def listen(self, request: Request) -> OnTokens | None:
-        """Hears what a request for one of its episodes samples, if some scorer begins with that."""
+    def stream_callback(self, request: Request) -> OnTokens | None:
+        """Return the receiver of the tokens of `request`, or None if no scorer streams."""
         ...
 
     async def token_rewards(self, index: int) -> list[np.ndarray]:
-        """See Policy; of an episode that was added."""
+        """Return the token rewards of an added episode, as Policy.token_rewards does."""
         ...
 
 
 class Advantages(Protocol):
-    """Says how much better than expected the episodes of a scored group were."""
+    """Estimates the advantage of each episode of a scored group."""
 
     def __call__(self, group: Group) -> Sequence[float] | Sequence[np.ndarray] | np.ndarray:
-        """A number for each episode, or an array [L] for each rollout."""
+        """Return a number per episode, or an array [L] per rollout."""
         ...
 
 
 @runtime_checkable
 class AdvantagesOverBatch(Protocol):
-    """An estimator that also looks across the groups of one step, when they are trained."""
+    """An estimator that also normalises across all groups of one training step."""
 
     def over_batch(self, groups: Sequence[Group]) -> Sequence[Any]:
-        """For each group what __call__ would return."""
+        """Return for each group what __call__ would return."""
         ...
 
 
 @runtime_checkable
 class AdvantagesByAgent(Protocol):
-    """An estimator that compares the agents of an episode with themselves on its own."""
+    """An estimator that handles several agents per episode by itself."""
 
-    knows_agents: bool
+    handles_agents: bool
 
 
 class Selection(Protocol):
-    """Says which episodes of a scored group are trained, where more were played."""
+    """Selects the episodes to train from a scored group that has more than needed."""
 
     def __call__(self, group: Group, *, keep: int, rng: np.random.Generator) -> Sequence[int]:
-        """Indices of `keep` different episodes."""
+        """Return `keep` different episode indices."""
         ...
 
 
 class Filter(Protocol):
-    """Looks at a scored group with its advantages before it is trained."""
+    """Drops or masks a scored group with advantages before it is trained."""
 
     def __call__(self, group: Group) -> Group | None:
-        """The group, perhaps with fewer tokens in its masks; None = drop it."""
+        """Return the group, possibly with fewer tokens in its masks; None drops it."""
         ...
 
 
@@ -248,7 +250,7 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class NeedsColumns(Protocol):
-    """A reward function whose signature does not tell which columns it cannot do without."""
+    """A reward function that lists required task columns that its signature does not show."""
 
     @property
     def needed_columns(self) -> tuple[str, ...]: ...

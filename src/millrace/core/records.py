@@ -143,13 +143,13 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Teaching:
-    """What a teacher says about the tokens of a rollout."""
+class TeacherLogprobs:
+    """A teacher's logprobs for the tokens of one rollout."""
 
-    logprobs: np.ndarray  # [L] float32; of each token; 0.0 where the rollout's mask is False
-    top_ids: np.ndarray | None = None  # [L, K] int32; the teacher's likeliest tokens there
+    logprobs: np.ndarray  # [L] float32; 0.0 where the rollout's mask is False
+    top_ids: np.ndarray | None = None  # [L, K] int32; the teacher's top-k tokens
     top_logprobs: np.ndarray | None = None  # [L, K] float32
-    version: int | None = None  # of a teacher that follows the policy; None = it never changes
+    version: int | None = None  # policy version of a self-teacher; None for a fixed teacher
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -167,7 +167,7 @@ class Rollout:
     routes: np.ndarray | None = None
     rewards: np.ndarray | None = None  # [L] float32; of single tokens, besides the episode's score
     reference_logprobs: np.ndarray | None = None  # [L] float32; of a model to stay close to
-    teaching: Teaching | None = None
+    teacher: TeacherLogprobs | None = None
     agent: str = ""  # that sampled it, where an episode has several
     # [L] int32; how many tokens its episode had sampled before each sampled one, -1 elsewhere. Of
     # episodes that are branches of one another.
@@ -227,37 +227,38 @@ class Episode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Notes:
-    """What a scorer says about single tokens of a rollout; goes into its fields of these names."""
+class TokenScores:
+    """One scorer's output for the tokens of one rollout. Copied to the Rollout fields of the same
+    name."""
 
     rewards: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
-    teaching: Teaching | None = None
+    teacher: TeacherLogprobs | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Verdict:
-    """One scorer's judgement of one episode."""
+class ScorerResult:
+    """One scorer's output for one episode."""
 
     score: float | None = None  # None = not applicable
-    notes: tuple[Notes, ...] = ()  # one for each of its rollouts, or none
+    token_scores: tuple[TokenScores, ...] = ()  # one per rollout, or empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """All scorers' judgement of one episode: the weighted total, and what it is made of."""
+    """The combined score of one episode: the weighted total and its parts."""
 
     total: float
     parts: dict[str, float | None]  # by scorer name; None = not applicable
-    unpenalized: float | None = None  # the total without length penalties, where there are any
-    # Where agents are rewarded apart: their own totals, of which `total` is the mean.
+    unpenalized: float | None = None  # total before length penalties; None = there are none
+    # Totals per agent if agents are rewarded separately; `total` is their mean.
     by_agent: dict[str, float] = field(default_factory=dict[str, float])
 
     def of_agent(self, name: str) -> float:
         return self.by_agent.get(name, self.total)
 
     def is_solved(self, solved_at: float) -> bool:
-        """A right answer that was too long is still right."""
+        """Compare the total before length penalties: a correct long answer is still correct."""
         return (self.total if self.unpenalized is None else self.unpenalized) >= solved_at
 
 

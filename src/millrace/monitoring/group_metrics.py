@@ -93,6 +93,6 @@ def _staleness_metrics(groups: Sequence[Group], *, version: int) -> dict[str, An
 
 def _teacher_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     """The mean policy version of a teacher that is an earlier policy."""
-    taught = [r.teaching for group in groups for r in group.rollouts if r.teaching is not None]
-    versions = [teaching.version for teaching in taught if teaching.version is not None]
+    teachers = [r.teacher for group in groups for r in group.rollouts if r.teacher is not None]
+    versions = [teacher.version for teacher in teachers if teacher.version is not None]
     return {"teacher": {"version": float(np.mean(versions))}} if versions else {}

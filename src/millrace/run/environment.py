@@ -18,8 +18,8 @@ from millrace.environments.other_models import OtherModel, load_other_models
 from millrace.environments.rollouts.single_turn import answer
 from millrace.environments.tools.environment import WithServers, use_tools
 from millrace.environments.tools.mcp_server import McpServer
-from millrace.scoring.functions.handover import resolve_function
-from millrace.scoring.registry import ScorerSpec, may_reward_tokens
+from millrace.scoring.functions.shipping import resolve_function
+from millrace.scoring.registry import ScorerSpec
 from millrace.serving.programs.command_environment import PROGRAM_TIMEOUT_S, CommandEnvironment
 
 
@@ -69,7 +69,7 @@ def recipe_of(config: RunConfig, specs: Sequence[ScorerSpec]) -> Recipe | None:
     recipe = build_recipe(table)
     recipe.check(rollout.group_size + rollout.oversample)
     by_value = isinstance(recipe, Pivot) and recipe.by == "value"
-    if by_value and not any(may_reward_tokens(spec.kind) for spec in specs):
+    if by_value and not any(spec.may_reward_tokens for spec in specs):
         raise ConfigError(
             "environment.recipe.by = 'value' needs a scorer that rewards single tokens, and there"
             " is none; add a [[scorer]] of type 'process_reward_model', or set it to 'entropy'."

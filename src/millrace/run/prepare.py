@@ -34,8 +34,8 @@ from millrace.run.teacher_checks import (
     with_distillation,
 )
 from millrace.scoring.advantages.estimators import CRITIC, PAIRS, TREE, build_advantages
-from millrace.scoring.registry import ScorerSpec, check_specs, spec_of, spec_of_function
-from millrace.scoring.scorer_kind import RunFacts
+from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer, resolve_scorer
+from millrace.scoring.scorer_type import RunInfo
 from millrace.scoring.shaping.selection import ROC
 from millrace.scoring.shaping.shaping import Shaping, build_shaping
 from millrace.tasks.sources import load_section, load_sources, make_stream
@@ -83,11 +83,11 @@ class PreparedRun:
         return str(self.checkpoint) if is_adapter else None
 
     @property
-    def facts(self) -> RunFacts:
+    def facts(self) -> RunInfo:
         """What scorers may want to know."""
         model = self.config.model
         found = text_config(model.path, trust_remote_code=model.trust_remote_code)
-        return RunFacts(
+        return RunInfo(
             config=self.config,
             tokenizer=self.tokenizer,
             vocab_size=found.vocab_size,
@@ -125,7 +125,7 @@ def prepare(
     all_tasks = [*train_tasks, *held_out]
     specs, played = seated(specs, build_environment(config, environment), tasks=all_tasks)
     rewards = environment is not None or config.environment.may_reward
-    check_specs(specs, all_tasks, may_be_none=rewards)
+    check_scorers(specs, all_tasks, may_be_empty=rewards)
     check_evaluation(specs, num_held_out=len(held_out))
     config = with_distillation(_with_advantages(config), specs)
     check_room(
@@ -176,8 +176,10 @@ def prepare(
 def _scorers(
     settings: Sequence[ScorerConfig], given: Sequence[Callable[..., Any]] | None
 ) -> tuple[ScorerSpec, ...]:
-    configured = [spec_of(row, section=f"scorer.{index}") for index, row in enumerate(settings)]
-    return (*configured, *(spec_of_function(function) for function in given or ()))
+    configured = [
+        resolve_scorer(row, section=f"scorer.{index}") for index, row in enumerate(settings)
+    ]
+    return (*configured, *(function_scorer(function) for function in given or ()))
 
 
 def _shaping(config: RunConfig, *, scorers: Sequence[str]) -> Shaping:

@@ -12,9 +12,10 @@ from millrace.core.records import Sampling
 from millrace.scoring.advantages.estimators import PAIRS
 from millrace.scoring.registry import ScorerSpec
 from millrace.scoring.reward_models.process_reward_model import ProcessRewardModel
-from millrace.scoring.scorer_kind import RunFacts
-from millrace.scoring.teachers.kinds import Reference, SelfTeacher, Teacher
-from millrace.scoring.teachers.settings import ReaderSettings
+from millrace.scoring.scorer_type import RunInfo
+from millrace.scoring.teachers.reference import Reference
+from millrace.scoring.teachers.settings import LogprobModelSettings
+from millrace.scoring.teachers.teacher import SelfTeacher, Teacher
 from millrace.training.losses.loss import Loss
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.losses.preference import PreferenceLoss
@@ -52,14 +53,14 @@ def check_teaching(config: RunConfig, specs: Sequence[ScorerSpec], *, loss: Loss
             " pairs alone; choose another loss, or leave the teacher out."
         )
     _check_reference(specs, loss)
-    if teachers and len(specs) == sum(isinstance(s.kind, ReaderSettings) for s in specs):
+    if teachers and len(specs) == sum(isinstance(s.type, LogprobModelSettings) for s in specs):
         _check_without_scores(config, teacher=teachers[0][0].name)
 
 
-def check_models(specs: Sequence[ScorerSpec], run: RunFacts) -> None:
+def check_models(specs: Sequence[ScorerSpec], run: RunInfo) -> None:
     for spec in specs:
-        if isinstance(spec.kind, Teacher | SelfTeacher | Reference):
-            spec.kind.check_model(run, name=spec.name)
+        if isinstance(spec.type, Teacher | SelfTeacher | Reference):
+            spec.type.check_model(run, name=spec.name)
 
 
 def check_evaluation(specs: Sequence[ScorerSpec], *, num_held_out: int) -> None:
@@ -73,9 +74,9 @@ def check_evaluation(specs: Sequence[ScorerSpec], *, num_held_out: int) -> None:
 
 
 def _gives_scores(spec: ScorerSpec) -> bool:
-    if isinstance(spec.kind, ProcessRewardModel):
-        return spec.kind.score is not None
-    return not isinstance(spec.kind, ReaderSettings)
+    if isinstance(spec.type, ProcessRewardModel):
+        return spec.type.score is not None
+    return not isinstance(spec.type, LogprobModelSettings)
 
 
 def _check_distillation(
@@ -111,7 +112,7 @@ def _check_distillation(
 
 
 def _check_reference(specs: Sequence[ScorerSpec], loss: Loss) -> None:
-    references = [spec.name for spec in specs if isinstance(spec.kind, Reference)]
+    references = [spec.name for spec in specs if isinstance(spec.type, Reference)]
     if len(references) > 1:
         raise ConfigError(
             f"Scorers {references[0]!r} and {references[1]!r} are both a reference, and a policy"
@@ -157,7 +158,7 @@ def _check_without_scores(config: RunConfig, *, teacher: str) -> None:
 
 
 def _teachers(specs: Sequence[ScorerSpec]) -> list[tuple[ScorerSpec, Teacher | SelfTeacher]]:
-    return [(s, s.kind) for s in specs if isinstance(s.kind, Teacher | SelfTeacher)]
+    return [(s, s.type) for s in specs if isinstance(s.type, Teacher | SelfTeacher)]
 
 
 def _learning(spec: ScorerSpec, kind: Teacher | SelfTeacher) -> dict[str, object]:

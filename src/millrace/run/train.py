@@ -296,7 +296,7 @@ class _Run:
             folder=self._run_dir.scorers,
             start_timeout_s=self._config.cluster.start_timeout_s,
             warn=self._watcher.warn,
-            may_be_none=self._prepared.environment is not None,
+            may_be_empty=self._prepared.environment is not None,
             run=self._prepared.facts,
         )
 

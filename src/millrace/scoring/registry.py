@@ -1,8 +1,8 @@
-"""The one place where a [[scorer]] table becomes a scorer.
+"""Turns [[scorer]] tables and Python functions into scorers.
 
-A new kind is one module with a dataclass (see scorer_kind.py) and one line in KINDS. A user's own,
-`type = "module:Name"`, needs not even that: it is a kind if it has the methods of one, and a reward
-function otherwise.
+A new built-in type is one module with a dataclass (see scorer_type.py) and one line in
+SCORER_TYPES. A user's own type needs no registration: `type = "module:Name"` names a class. If the
+class has the methods of a ScorerType, it is one; otherwise it is a reward function.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +15,18 @@ from millrace.core.files import check_file_name
 from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Scorer
 from millrace.core.records import Task
-from millrace.scoring.functions.scorer import Function
+from millrace.scoring.functions.function_scorer import Function
 from millrace.scoring.reward_models.process_reward_model import ProcessRewardModel
 from millrace.scoring.reward_models.reward_model import RewardModel
 from millrace.scoring.scheduling.gates import ScoreGate, check_gates, parse_gate
-from millrace.scoring.scorer_kind import CallRules, ScorerKind, ScorerTools
+from millrace.scoring.scorer_type import CallSettings, ScorerContext, ScorerType
 from millrace.scoring.services.http_scorer import Http
 from millrace.scoring.services.judge import Judge
-from millrace.scoring.teachers.kinds import Reference, SelfTeacher, Teacher
+from millrace.scoring.teachers.reference import Reference
+from millrace.scoring.teachers.teacher import SelfTeacher, Teacher
 from millrace.scoring.verifiers import VERIFIERS
 
-KINDS: dict[str, type] = {
+SCORER_TYPES: dict[str, type] = {
     "http": Http,
     "judge": Judge,
     "reward_model": RewardModel,
@@ -38,69 +39,66 @@ KINDS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScorerSpec:
-    """One scorer of a run: what it is, and what every scorer has."""
+    """One scorer of a run: its type, and the settings that all scorers have."""
 
-    kind: ScorerKind
+    type: ScorerType
     name: str
     weight: float = 1.0
     gate: ScoreGate | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of CallRules
+    overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of CallSettings
 
-    def rules(self, *, num_workers: int) -> CallRules:
-        return replace(self.kind.rules(num_workers=num_workers), **self.settings)
+    def call_settings(self, *, num_workers: int) -> CallSettings:
+        return replace(self.type.call_settings(num_workers=num_workers), **self.overrides)
 
-    def make(self, tools: ScorerTools, *, rules: CallRules) -> Scorer:
-        return self.kind.make(name=self.name, weight=self.weight, rules=rules, tools=tools)
+    def build(self, context: ScorerContext, *, calls: CallSettings) -> Scorer:
+        return self.type.build(name=self.name, weight=self.weight, calls=calls, context=context)
+
+    @property
+    def may_reward_tokens(self) -> bool:
+        """True if the scorer may return token rewards. A user's own type always may."""
+        known = (Function, *SCORER_TYPES.values(), *VERIFIERS.values())
+        return isinstance(self.type, ProcessRewardModel) or not isinstance(self.type, known)
 
 
-def spec_of(row: ScorerConfig, *, section: str) -> ScorerSpec:
-    """What a [[scorer]] table describes; raises ConfigError."""
-    kind = (
-        Function(function=row.function)
-        if row.function is not None
-        else _kind_of(row.own, section=section)
-    )
+def resolve_scorer(row: ScorerConfig, *, section: str) -> ScorerSpec:
+    """Resolve one [[scorer]] table; raises ConfigError."""
+    if row.function is not None:
+        scorer_type: ScorerType = Function(function=row.function)
+    else:
+        types = {**VERIFIERS, **SCORER_TYPES}
+        built = build_plugin(row.own, builtins=types, default="", section=section)
+        scorer_type = built if isinstance(built, ScorerType) else Function(function=built)
     return ScorerSpec(
-        kind=kind,
-        name=row.name or kind.default_name,
+        type=scorer_type,
+        name=row.name or scorer_type.default_name,
         weight=row.weight,
         gate=None if row.when is None else parse_gate(row.when, section=section),
-        settings=row.rules,
+        overrides=row.rules,
     )
 
 
-def spec_of_function(function: str | Callable[..., Any], *, name: str | None = None) -> ScorerSpec:
-    kind = Function(function=function)
-    return ScorerSpec(kind=kind, name=name or kind.default_name)
+def function_scorer(function: str | Callable[..., Any], *, name: str | None = None) -> ScorerSpec:
+    """The scorer for a reward function that is passed to train() or named on the command line."""
+    scorer_type = Function(function=function)
+    return ScorerSpec(type=scorer_type, name=name or scorer_type.default_name)
 
 
-def may_reward_tokens(kind: ScorerKind) -> bool:
-    """Whether it may say something about single tokens, as far as that can be known: a user's own
-    may."""
-    known = (Function, *KINDS.values(), *VERIFIERS.values())
-    return isinstance(kind, ProcessRewardModel) or not isinstance(kind, known)
-
-
-def check_specs(
-    specs: Sequence[ScorerSpec], tasks: Sequence[Task], *, may_be_none: bool = False
+def check_scorers(
+    specs: Sequence[ScorerSpec], tasks: Sequence[Task], *, may_be_empty: bool = False
 ) -> None:
-    """Raise ConfigError for what can be known to be wrong before any worker starts. There
-    `may_be_none` where an environment rewards."""
+    """Raise ConfigError for mistakes that can be found before any worker starts.
+
+    `may_be_empty`: the environment gives rewards, so no scorer is required.
+    """
     names = [spec.name for spec in specs]
-    if not names and not may_be_none:
+    if not names and not may_be_empty:
         raise ConfigError(
-            "There is no scorer; add a [[scorer]] table, or pass scorers=[...] to train()."
+            "The run has no scorer; add a [[scorer]] table, or pass scorers=[...] to train()."
         )
     for name in names:
         check_file_name(name, of="A scorer")
         if names.count(name) > 1:
-            raise ConfigError(f"Two scorers are named {name!r}; give each a name of its own.")
+            raise ConfigError(f"Two scorers are named {name!r}; give each a different name.")
     check_gates({spec.name: spec.gate for spec in specs})
     for spec in specs:
-        spec.kind.check(tasks, name=spec.name)
-
-
-def _kind_of(table: Mapping[str, Any], *, section: str) -> ScorerKind:
-    builtins = {**VERIFIERS, **KINDS}
-    built = build_plugin(table, builtins=builtins, default="", section=section)
-    return built if isinstance(built, ScorerKind) else Function(function=built)
+        spec.type.check(tasks, name=spec.name)

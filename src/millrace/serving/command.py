@@ -21,7 +21,7 @@ from millrace.config import RunConfig
 from millrace.core.errors import ConfigError, first_cause
 from millrace.environments.tools.calls import format_of
 from millrace.scoring.teachers.process import TeacherProcess
-from millrace.scoring.teachers.settings import ReaderSettings
+from millrace.scoring.teachers.settings import LogprobModelSettings
 from millrace.serving.api.score import NoEngine, Readers, ReadModel
 from millrace.serving.engines import Engines
 from millrace.serving.listening import listening
@@ -105,7 +105,7 @@ async def _reading(
     from millrace.models.directory import vocabulary_checksum
 
     engine, num_tokens = settings.config.engine, max(tokenizer.get_vocab().values()) + 1
-    reader = ReaderSettings(
+    reader = LogprobModelSettings(
         device=engine.device, dtype=engine.dtype, threads=engine.threads or 1
     ).plain()
     start = StartTeacher(

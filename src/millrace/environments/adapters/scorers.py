@@ -6,8 +6,8 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Task
 from millrace.environments.adapters.environment_factory import EnvironmentFactory, Reward
 from millrace.environments.function_environment import EnvironmentFunction
-from millrace.scoring.functions.handover import resolve_function
-from millrace.scoring.functions.scorer import Function
+from millrace.scoring.functions.function_scorer import Function
+from millrace.scoring.functions.shipping import resolve_function
 from millrace.scoring.functions.signature import ENVIRONMENTS, RewardFunction, inspect_reward
 from millrace.scoring.registry import ScorerSpec
 
@@ -39,6 +39,6 @@ def seated(
 
 
 def _function_of(spec: ScorerSpec) -> RewardFunction | None:
-    if not isinstance(spec.kind, Function):
+    if not isinstance(spec.type, Function):
         return None
-    return inspect_reward(resolve_function(spec.kind.function), name=spec.name)
+    return inspect_reward(resolve_function(spec.type.function), name=spec.name)

@@ -34,9 +34,9 @@ from millrace.environments.replay.rerun import rerun
 from millrace.environments.replay.schema import Recording
 from millrace.models.directory import load_tokenizer
 from millrace.scoring.advantages.estimators import GroupAdvantages
-from millrace.scoring.functions.handover import resolve_function
+from millrace.scoring.functions.shipping import resolve_function
 from millrace.scoring.pool import build_scorer_pool
-from millrace.scoring.registry import ScorerSpec, spec_of, spec_of_function
+from millrace.scoring.registry import ScorerSpec, function_scorer, resolve_scorer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,12 +115,16 @@ async def _played(
 
 def _specs(options: ReplayOptions) -> list[ScorerSpec]:
     specs = [
-        spec_of_function(name) if ":" in name else spec_of(ScorerConfig(type=name), section="score")
+        function_scorer(name)
+        if ":" in name
+        else resolve_scorer(ScorerConfig(type=name), section="score")
         for name in options.scores
     ]
     if options.config is not None:
         tables = load_config(options.config).scorer
-        specs += [spec_of(row, section=f"scorer.{index}") for index, row in enumerate(tables)]
+        specs += [
+            resolve_scorer(row, section=f"scorer.{index}") for index, row in enumerate(tables)
+        ]
     return specs
 
 
@@ -141,12 +145,12 @@ async def _scored(lines: Sequence[Line], specs: Sequence[ScorerSpec]) -> list[Li
             worker_pool=worker_pool,
             private=folder,
             folder=folder,
-            may_be_none=True,
+            may_be_empty=True,
         )
         await stack.enter_async_context(pool)
         scores: dict[int, Score] = {}
         for number, members in enumerate(groups.values()):
-            judged = await pool.judge(_group(number, members))
+            judged = await pool.score(_group(number, members))
             scores |= {id(m): score for m, score in zip(members, judged.scores, strict=True)}
     return [
         msgspec.structs.replace(

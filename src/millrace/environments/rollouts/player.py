@@ -15,7 +15,7 @@ from millrace.core.protocols import (
     Environment,
     OnReply,
     OnTokens,
-    Scoring,
+    ScoringSession,
     SupportsGenerate,
     SupportsScore,
 )
@@ -53,7 +53,7 @@ class GroupPolicy:
         name: str,
         seed: int,
         attempt: Attempt | None = None,
-        scoring: Scoring | None = None,
+        scoring: ScoringSession | None = None,
         overtakes: int = 0,
         others: Mapping[str, SupportsGenerate] | None = None,
         reader: SupportsScore | None = None,
@@ -197,11 +197,11 @@ class GroupPolicy:
             self._scoring.add(index, episode)
 
     def _streamed(self, request: Request) -> tuple[Request, OnTokens | None]:
-        """The request and the scorers' listener for its tokens, if one wants them."""
-        listener = None if self._scoring is None else self._scoring.listen(request)
-        if listener is None:
+        """The request, and the scorers' receiver of its tokens, if there is one."""
+        on_tokens = None if self._scoring is None else self._scoring.stream_callback(request)
+        if on_tokens is None:
             return request, None
-        return replace(request, piece_tokens=PIECE_TOKENS), listener
+        return replace(request, piece_tokens=PIECE_TOKENS), on_tokens
 
 
 class Player:
@@ -245,7 +245,12 @@ class Player:
         )
 
     async def try_group(
-        self, task: Task, *, attempt: Attempt, group_size: int, scoring: Scoring | None = None
+        self,
+        task: Task,
+        *,
+        attempt: Attempt,
+        group_size: int,
+        scoring: ScoringSession | None = None,
     ) -> Group:
         """A group for training; each attempt draws with its own seed. `scoring` receives tokens
         while they are sampled and episodes when they finish. Raises Expired when the group's

@@ -34,7 +34,7 @@ class TreeAdvantages:
     weigh_shared: bool = True
     """Multiply by the number of episodes that share a token."""
 
-    knows_agents = True  # it compares each with itself; see scoring/agents.py
+    handles_agents = True  # it compares each with itself; see scoring/agents.py
 
     def __post_init__(self) -> None:
         for name in ("normalize_std", "weigh_shared"):

@@ -1,10 +1,10 @@
-"""What a reward function is: the TRL signature, sync or async, and what it may return.
+"""Reward functions: the TRL signature, sync or async, and the check of what they return.
 
     def exact(prompts, completions, completion_ids, answer, **kwargs) -> list[float | None]
 
-Promise: a function gets keyword arguments only, and only those that it takes. It returns one finite
-number or None per completion; anything else is a ScoreError that says what came instead. Nothing
-here starts a process: the controller inspects functions with it, scorer processes run them.
+Promise: a function gets keyword arguments only, and only those in its signature. It returns one
+finite number or None per completion; anything else is a ScoreError that shows the value. The
+controller inspects functions with this module; scorer processes run them.
 """
 
 import inspect
@@ -18,22 +18,22 @@ from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.protocols import NeedsColumns
 from millrace.core.records import Prompt, Task
 
-RESERVED = ("prompts", "completions", "completion_ids")  # what every reward function is offered
-ENVIRONMENTS = "environments"  # passed where these are: see adapters/environment_factory.py
-NOT_PASSED = ("trainer_state", "log_extra", "log_metric")  # what TRL offers besides
+RESERVED = ("prompts", "completions", "completion_ids")  # offered to every reward function
+ENVIRONMENTS = "environments"  # passed only by environments/adapters/environment_factory.py
+NOT_PASSED = ("trainer_state", "log_extra", "log_metric")  # passed by TRL, not by Millrace
 REMEDY = "return a list with one number per completion, or None where the reward does not apply"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardFunction:
-    """A user's callable, and what its signature says about it. Inspected once, called often."""
+    """A user's callable and its inspected signature."""
 
     name: str
     call: Callable[..., Any]
-    takes: frozenset[str] | None  # argument names; None = everything, it has **kwargs
+    takes: frozenset[str] | None  # argument names; None = everything, through **kwargs
     needs: frozenset[str]  # argument names without a default
     is_async: bool
-    wants_environments: bool = False  # by name, not as part of **kwargs
+    wants_environments: bool = False  # named in the signature, not through **kwargs
 
     def __call__(
         self,
@@ -43,7 +43,7 @@ class RewardFunction:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> Any:
-        """Whatever the user's code returns (an awaitable, if it is async), unchecked."""
+        """Return the unchecked result of the user's code; an awaitable if it is async."""
         offered = {
             **columns,
             "prompts": prompts,
@@ -55,7 +55,7 @@ class RewardFunction:
         return self.call(**offered)
 
     def check_columns(self, tasks: Sequence[Task], *, has_environments: bool = False) -> None:
-        """Raise ConfigError if some task lacks a column that the function cannot do without."""
+        """Raise ConfigError if a task lacks a column that the function requires."""
         for name in sorted(self.needs.intersection(NOT_PASSED)):
             raise ConfigError(
                 f"Reward {self.name!r} needs {name!r}, which TRL passes and Millrace does not (see"
@@ -63,10 +63,9 @@ class RewardFunction:
             )
         if ENVIRONMENTS in self.needs and not has_environments:
             raise ConfigError(
-                f"Reward {self.name!r} needs 'environments', which there are only with"
-                " environment=mr.EnvironmentFactory(...) (see docs/how-to/other-environments.md);"
-                " give the parameter"
-                " a default."
+                f"Reward {self.name!r} needs 'environments', which only"
+                " environment=mr.EnvironmentFactory(...) provides (see"
+                " docs/how-to/other-environments.md); give the parameter a default."
             )
         needed = sorted(self.needs.difference(RESERVED, [ENVIRONMENTS]))
         for index, task in enumerate(tasks if needed else ()):
@@ -82,7 +81,7 @@ def inspect_reward(function: Callable[..., Any], *, name: str) -> RewardFunction
     """Read a callable's signature; raises ConfigError if it cannot be called with keywords."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some callables written in C do not tell
+    except ValueError:  # some callables written in C have no signature
         parameters = [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
@@ -107,10 +106,10 @@ def inspect_reward(function: Callable[..., Any], *, name: str) -> RewardFunction
 
 
 def check_rewards(value: Any, *, name: str, num_completions: int) -> list[float | None]:
-    """What a reward function returned, as plain floats; raises ScoreError if it is not a reward."""
-    rewards = _without_arrays(value)
+    """Convert the result of a reward function to floats; raises ScoreError if it is invalid."""
+    rewards = _to_plain(value)
     if not isinstance(rewards, list | tuple):
-        raise ScoreError(f"Reward {name!r} returned {_shown(value)}; {REMEDY}.")
+        raise ScoreError(f"Reward {name!r} returned {_shortened(value)}; {REMEDY}.")
     if len(rewards) != num_completions:
         raise ScoreError(
             f"Reward {name!r} returned {len(rewards)} values for {num_completions} completions;"
@@ -120,25 +119,27 @@ def check_rewards(value: Any, *, name: str, num_completions: int) -> list[float 
 
 
 def _reward(value: Any, *, name: str, index: int) -> float | None:
-    number = _without_arrays(value)
+    number = _to_plain(value)
     if number is None:
         return None
     if isinstance(number, Real):  # also bool, Fraction and numpy's scalars
         try:
             reward = float(number)
-        except OverflowError:  # an int beyond all floats
+        except OverflowError:  # an int too large for a float
             reward = math.inf
         if math.isfinite(reward):
             return reward
-    raise ScoreError(f"Reward {name!r} returned {_shown(value)} for completion {index}; {REMEDY}.")
+    raise ScoreError(
+        f"Reward {name!r} returned {_shortened(value)} for completion {index}; {REMEDY}."
+    )
 
 
-def _without_arrays(value: Any) -> Any:
-    """numpy, torch and other arrays and scalars as plain Python, without importing any of them."""
+def _to_plain(value: Any) -> Any:
+    """Convert numpy, torch and similar arrays and scalars, without importing those packages."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return f"{text} ({type(value).__name__})"

@@ -18,7 +18,7 @@ from millrace.cluster.link import Link, WorkerCall, run_worker
 from millrace.cluster.messages import GroupScored, ScoreGroup, StartScorer, Stop, WorkerProgress
 from millrace.core.errors import ScoreError
 from millrace.core.spans import Timeline
-from millrace.scoring.functions.handover import load_function
+from millrace.scoring.functions.shipping import load_function
 from millrace.scoring.functions.signature import RewardFunction, check_rewards, inspect_reward
 
 PROGRESS_S = 0.25

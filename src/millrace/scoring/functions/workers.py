@@ -112,7 +112,7 @@ class ScorerWorkers:
     async def start(self, functions: Mapping[str, str]) -> None:
         """Start all processes, or none where there is no function; raises the first error.
 
-        `functions`: name -> where a scorer process finds it, see handover.py.
+        `functions`: name -> where a scorer process finds it, see shipping.py.
         """
         if not functions:
             return

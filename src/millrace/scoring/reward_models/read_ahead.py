@@ -1,12 +1,12 @@
-"""Steps are read as soon as they are finished, while the rest is still being generated.
+"""Reads finished steps while the rest of their sequence is still being generated.
 
-What a step is worth depends on the tokens up to its end and on nothing else, so that is what values
-are remembered by: whoever asks for a sequence later finds what was begun, or asks anew.
+The value of a step depends only on the tokens up to its end, so values are stored by a digest of
+these tokens. A later lookup finds values that were read or are being read, or none.
 
-Runs on the controller's event loop. Of each sequence one call is under way; steps that finish
-meanwhile go together in the next. Steps wait until some tokens have come together, because many
-small passes cost more than few; once they are sent, they are answered. Bounds: MAX_REMEMBERED
-values, the oldest are forgotten; a request that is given up leaves at most one call under way.
+Runs on the controller's event loop. Each sequence has one call in flight; steps that finish
+meanwhile share the next call. Steps wait until `min_tokens` new tokens have arrived, because many
+small passes cost more than few. Bounds: MAX_STORED values, the oldest are dropped; a cancelled
+request leaves at most one call in flight.
 """
 
 import asyncio
@@ -22,25 +22,25 @@ from millrace.core.errors import MillraceError
 from millrace.core.protocols import OnTokens
 from millrace.core.records import CompletionChunk, Prompt, Request
 from millrace.scoring.reward_models.process import StepReader
-from millrace.scoring.reward_models.steps import Cutter, Steps
+from millrace.scoring.reward_models.steps import StepCutter, Steps
 
-MAX_REMEMBERED = 65_536
+MAX_STORED = 65_536
 
 
 @dataclass(slots=True, eq=False)
-class _Growing:
-    """One completion of a request."""
+class _Stream:
+    """One completion of a request while it is generated."""
 
     prompt: Prompt
     num_prompt: int
-    cutter: Cutter
-    tokens: list[int]  # with the prompt's
-    held: list[int] = field(default_factory=list[int])  # ends of steps that wait for more of them
-    ends: list[int] = field(default_factory=list[int])  # of those that are read, or will be at once
-    answers: list[asyncio.Future[float]] = field(default_factory=list[asyncio.Future[float]])
-    num_known: int = 0  # steps that were read
-    is_over: bool = False
-    is_lost: bool = False  # a call failed: nothing more of it is read ahead
+    cutter: StepCutter
+    tokens: list[int]  # including the prompt
+    held: list[int] = field(default_factory=list[int])  # ends of steps that wait for more tokens
+    ends: list[int] = field(default_factory=list[int])  # of steps that were or will be read
+    values: list[asyncio.Future[float]] = field(default_factory=list[asyncio.Future[float]])
+    num_read: int = 0  # steps
+    is_finished: bool = False
+    is_failed: bool = False  # a call failed; the rest is not read ahead
     reading: asyncio.Task[None] | None = None
 
 
@@ -48,99 +48,99 @@ class ReadAhead:
     def __init__(
         self, reader: StepReader, *, steps: Steps, tokenizer: Any, min_tokens: int = 1
     ) -> None:
-        """`min_tokens`: sampled from one call to the next, unless the sequence has ended."""
+        """`min_tokens`: new tokens between two calls, unless the sequence has finished."""
         self._min_tokens = min_tokens
         self._reader = reader
         self._steps = steps
         self._tokenizer = tokenizer
-        self._remembered: OrderedDict[bytes, asyncio.Future[float]] = OrderedDict()
+        self._stored: OrderedDict[bytes, asyncio.Future[float]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def listen(self, request: Request, *, prompt: Prompt) -> OnTokens:
-        """Is told what the request's completions sample."""
-        known = request.prompt.tolist()
-        growing = [
-            _Growing(
+    def stream_callback(self, request: Request, *, prompt: Prompt) -> OnTokens:
+        """Return the receiver of the tokens of `request`."""
+        prompt_tokens = request.prompt.tolist()
+        streams = [
+            _Stream(
                 prompt=prompt,
-                num_prompt=len(known),
+                num_prompt=len(prompt_tokens),
                 cutter=self._steps.cutter(self._tokenizer),
-                tokens=list(known),
+                tokens=list(prompt_tokens),
             )
             for _ in range(request.n)
         ]
-        return lambda piece: self._hear(growing[piece.member], piece)
+        return lambda chunk: self._on_tokens(streams[chunk.member], chunk)
 
     async def values(self, tokens: np.ndarray, ends: Sequence[int]) -> list[float]:
-        """Of the first steps, as many as were begun."""
+        """Return the values of the leading steps that were read ahead."""
         values: list[float] = []
         for end in ends:
-            answer = self._remembered.get(_key(tokens[: end + 1]))
-            if answer is None:
+            value = self._stored.get(_digest(tokens[: end + 1]))
+            if value is None:
                 break
-            await asyncio.wait({answer})
-            if answer.cancelled():
+            await asyncio.wait({value})
+            if value.cancelled():
                 break
-            values.append(answer.result())
+            values.append(value.result())
         return values
 
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    def _hear(self, one: _Growing, piece: CompletionChunk) -> None:
-        if one.is_lost:
+    def _on_tokens(self, stream: _Stream, chunk: CompletionChunk) -> None:
+        if stream.is_failed:
             return
-        begin = len(one.tokens)
-        one.tokens += piece.tokens.tolist()
-        ends = one.cutter.feed(one.tokens[begin:], piece.logprobs.tolist())
-        one.is_over = piece.finish is not None
-        if piece.finish in ("stop", "length"):
-            ends += one.cutter.finish()
-        one.held += [one.num_prompt + end for end in ends]
-        last = one.ends[-1] if one.ends else one.num_prompt - 1
-        num_new = len(one.tokens) - 1 - last
-        if not one.held or not (one.is_over or num_new >= self._min_tokens):
+        start = len(stream.tokens)
+        stream.tokens += chunk.tokens.tolist()
+        ends = stream.cutter.feed(stream.tokens[start:], chunk.logprobs.tolist())
+        stream.is_finished = chunk.finish is not None
+        if chunk.finish in ("stop", "length"):
+            ends += stream.cutter.finish()
+        stream.held += [stream.num_prompt + end for end in ends]
+        last = stream.ends[-1] if stream.ends else stream.num_prompt - 1
+        num_new = len(stream.tokens) - 1 - last
+        if not stream.held or not (stream.is_finished or num_new >= self._min_tokens):
             return
-        for end in one.held:
-            self._begin(one, end)
-        one.held.clear()
-        if one.reading is None and len(one.ends) > one.num_known:
-            one.reading = asyncio.create_task(self._read(one))
-            self._tasks.add(one.reading)
-            one.reading.add_done_callback(self._tasks.discard)
+        for end in stream.held:
+            self._request_value(stream, end)
+        stream.held.clear()
+        if stream.reading is None and len(stream.ends) > stream.num_read:
+            stream.reading = asyncio.create_task(self._read(stream))
+            self._tasks.add(stream.reading)
+            stream.reading.add_done_callback(self._tasks.discard)
 
-    def _begin(self, one: _Growing, end: int) -> None:
-        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        one.ends.append(end)
-        one.answers.append(answer)
-        self._remembered[_key(np.array(one.tokens[: end + 1], np.int32))] = answer
-        if len(self._remembered) > MAX_REMEMBERED:
-            self._remembered.popitem(last=False)
+    def _request_value(self, stream: _Stream, end: int) -> None:
+        value: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        stream.ends.append(end)
+        stream.values.append(value)
+        self._stored[_digest(np.array(stream.tokens[: end + 1], np.int32))] = value
+        if len(self._stored) > MAX_STORED:
+            self._stored.popitem(last=False)
 
-    async def _read(self, one: _Growing) -> None:
-        """All that is unread, and then what has come meanwhile."""
+    async def _read(self, stream: _Stream) -> None:
+        """Read all requested steps, including those that are requested meanwhile."""
         try:
-            while one.num_known < len(one.ends):
-                ends = list(one.ends)
+            while stream.num_read < len(stream.ends):
+                ends = list(stream.ends)
                 values = await self._reader.read(
-                    np.array(one.tokens[: ends[-1] + 1], np.int32),
+                    np.array(stream.tokens[: ends[-1] + 1], np.int32),
                     ends,
-                    prompt=one.prompt,
-                    num_prompt=one.num_prompt,
-                    num_known=one.num_known,
-                    goes_on=not one.is_over,
+                    prompt=stream.prompt,
+                    num_prompt=stream.num_prompt,
+                    num_known=stream.num_read,
+                    goes_on=not stream.is_finished,
                 )
-                for answer, value in zip(one.answers[one.num_known :], values, strict=False):
-                    answer.set_result(value)
-                one.num_known = len(ends)
-            one.reading = None
+                for future, value in zip(stream.values[stream.num_read :], values, strict=False):
+                    future.set_result(value)
+                stream.num_read = len(ends)
+            stream.reading = None
         except MillraceError:
-            pass  # who wants its values asks again, and is told why
+            pass  # score() reads the steps again and raises the error then
         finally:
-            one.is_lost = one.reading is not None
-            for answer in one.answers:
-                answer.cancel()  # does nothing to those that have their value
+            stream.is_failed = stream.reading is not None
+            for future in stream.values:
+                future.cancel()  # no effect on futures that have a value
 
 
-def _key(tokens: np.ndarray) -> bytes:
+def _digest(tokens: np.ndarray) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).data, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""A reward model as a Scorer: one number for each episode's conversation."""
+"""The scorer type "reward_model": a transformers classifier that scores whole conversations."""
 
 import math
 from collections.abc import Sequence
@@ -6,37 +6,37 @@ from dataclasses import dataclass
 
 from millrace.cluster.messages import StepReading
 from millrace.core.errors import ScoreError
-from millrace.core.records import Episode, Group, Verdict
+from millrace.core.records import Episode, Group, ScorerResult
 from millrace.scoring.model_process import ModelScorer
 from millrace.scoring.reward_models.process import RewardModelProcess, start_message
 from millrace.scoring.reward_models.settings import ModelSettings
-from millrace.scoring.scorer_kind import CallRules, ScorerTools
+from millrace.scoring.scorer_type import CallSettings, ScorerContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardModel(ModelSettings):
-    """A transformers sequence-classification model in a process of its own."""
+    """A sequence-classification model in a process of its own."""
 
     @property
     def default_name(self) -> str:
         return "reward_model"
 
-    def make(
-        self, *, name: str, weight: float, rules: CallRules, tools: ScorerTools
+    def build(
+        self, *, name: str, weight: float, calls: CallSettings, context: ScorerContext
     ) -> "RewardModelScorer":
         settings = self.checked(scorer=name)
         if self.template == "ids":
-            self.require_same_tokens(tools.facts.tokenizer, scorer=name)
+            self.require_same_tokens(context.run_info.tokenizer, scorer=name)
         process = RewardModelProcess(
             name,
             start=start_message(settings, head="sequence", is_whole=True),
-            worker_pool=tools.worker_pool,
-            start_timeout_s=tools.start_timeout_s,
+            worker_pool=context.worker_pool,
+            start_timeout_s=context.start_timeout_s,
         )
         return RewardModelScorer(
             name,
             weight=weight,
-            timeout_s=rules.timeout_s,
+            timeout_s=calls.timeout_s,
             takes_ids=self.template == "ids",
             process=process,
         )
@@ -59,11 +59,11 @@ class RewardModelScorer(ModelScorer):
         self._takes_ids = takes_ids
         self._process = process
 
-    async def score(self, group: Group) -> list[Verdict]:
+    async def score(self, group: Group) -> list[ScorerResult]:
         readings = [self._reading(episode) for episode in group.episodes]
         values = await self._process.read(readings, timeout_s=self._timeout_s)
         check_finite([value for (value,) in values], scorer=self.name, group=group)
-        return [Verdict(score=value) for (value,) in values]
+        return [ScorerResult(score=value) for (value,) in values]
 
     def _reading(self, episode: Episode) -> StepReading:
         if self._takes_ids:
@@ -77,6 +77,6 @@ def check_finite(values: Sequence[float], *, scorer: str, group: Group) -> None:
     for value in values:
         if not math.isfinite(value):
             raise ScoreError(
-                f"Reward model {scorer!r} says {value} about group {group.number}; try dtype ="
+                f"Reward model {scorer!r} returned {value} for group {group.number}; try dtype ="
                 " 'float32', or another model."
             )

@@ -1,6 +1,4 @@
-"""What reward models of both kinds are told: the model, its device, and how sequences are laid
-before it; and what of that can be known to be wrong before any process starts.
-"""
+"""Settings that all reward models share, and their checks against the model's files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +7,8 @@ from typing import Any, Literal, Self, get_args
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
 from millrace.models.directory import load_tokenizer, text_config
-from millrace.scoring.scorer_kind import CallRules
+from millrace.scoring.scorer_type import CallSettings
+from millrace.scoring.setting_checks import check_choice, check_integer
 
 Template = Literal["auto", "chat", "text", "ids"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -22,38 +21,42 @@ class ModelSettings:
     model: str
     """Directory or hub name."""
     label: int | None = None
-    """Of a model with several: the one whose probability is the value. With one label the value is
-    its logit."""
+    """Number of the label whose probability is the score, for a model with several labels. With a
+    single label the score is its logit."""
     template: Template = "auto"
-    """How a conversation is laid before it: "chat" = through the chat template of its own
-    tokenizer, "text" = prompt and completion as text, "ids" = the policy's own tokens, for a model
-    with the same tokenizer; "auto" = chat for messages, if it has a template, else text."""
+    """Input of the model. "chat": messages through the chat template of its tokenizer. "text":
+    prompt and completion as text. "ids": the policy's tokens, for a model with the same tokenizer.
+    "auto": chat for messages if the tokenizer has a chat template, otherwise text."""
     device: str = "auto"
     dtype: Dtype = "float32"
     threads: int = 1
-    """On a CPU."""
+    """CPU threads."""
     batch_tokens: int = 8192
-    """Of one forward pass, with padding; one longer sequence still gets a pass of its own."""
+    """Token budget of one forward pass, with padding. A longer sequence gets a pass of its own."""
     max_length: int | None = None
-    """Longest sequence; the model's own limit if not given."""
+    """Longest sequence in tokens. Default: the model's own limit."""
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         check_choice("template", self.template, get_args(Template))
         check_choice("dtype", self.dtype, get_args(Dtype))
-        check_counts(self, "threads", "batch_tokens", "max_length")
+        check_integer(1, threads=self.threads, batch_tokens=self.batch_tokens)
+        if self.max_length is not None:
+            check_integer(1, max_length=self.max_length)
 
-    def rules(self, *, num_workers: int) -> CallRules:
-        """Episodes come as they finish and are batched over there. What it cannot read, it could
-        not read again either, and a lost process is replaced without further ado."""
-        return CallRules(timeout_s=300.0, concurrency=1024, batch=1, retries=0, breaker_failures=0)
+    def call_settings(self, *, num_workers: int) -> CallSettings:
+        """One call per finished episode; the process batches them. No retries: a sequence that the
+        model cannot read fails again, and the process itself is restarted by its pool."""
+        return CallSettings(
+            timeout_s=300.0, concurrency=1024, batch=1, retries=0, breaker_failures=0
+        )
 
     def check(self, tasks: Sequence[Task], *, name: str) -> None:
         self.checked(scorer=name)
 
     def checked(self, *, scorer: str) -> Self:
-        """With the longest sequence that the model can take; raises ConfigError for what its files
-        rule out. Reads no weights."""
+        """Return the settings with max_length filled in; raises ConfigError if they do not fit the
+        model's files. Reads no weights."""
         config = text_config(
             self.model,
             trust_remote_code=self.trust_remote_code,
@@ -70,47 +73,34 @@ class ModelSettings:
         if self.template == "chat" and not self._tokenizer().chat_template:
             raise ConfigError(
                 f"Scorer {scorer!r}: template = 'chat', but the tokenizer of {self.model!r} has no"
-                " chat template; set it to 'text'."
+                " chat template; set template to 'text'."
             )
         return replace(self, max_length=wanted if wanted is not None else limit)
 
     def has_same_tokens(self, policy: Any) -> bool:
-        """Whether the policy's token ids mean the same to this model; `policy` is its tokenizer."""
+        """True if the policy's token ids mean the same to this model; `policy` is its tokenizer."""
         return self._tokenizer().get_vocab() == policy.get_vocab()
 
     def require_same_tokens(self, policy: Any, *, scorer: str) -> None:
         if not self.has_same_tokens(policy):
             raise ConfigError(
-                f"Scorer {scorer!r}: template = 'ids' hands it the policy's tokens, but the"
-                f" tokenizer of {self.model!r} is another; set template to 'chat' or 'text'."
+                f"Scorer {scorer!r}: template = 'ids' sends the policy's tokens, but the tokenizer"
+                f" of {self.model!r} differs; set template to 'chat' or 'text'."
             )
 
     def _check_label(self, names: list[str], *, scorer: str) -> None:
         if self.label is None and len(names) > 1:
-            listed = ", ".join(f"{number} = {name!r}" for number, name in enumerate(names))
+            labels = ", ".join(f"{number} = {name!r}" for number, name in enumerate(names))
             raise ConfigError(
-                f"Scorer {scorer!r}: model {self.model!r} has {len(names)} labels ({listed}); set"
+                f"Scorer {scorer!r}: model {self.model!r} has {len(names)} labels ({labels}); set"
                 " label to the number of the one whose probability is the score."
             )
         if self.label is not None and not (len(names) > 1 and 0 <= self.label < len(names)):
             raise ConfigError(
-                f"Scorer {scorer!r}: label = {self.label} does not name one of several labels of"
-                f" model {self.model!r}, which has {len(names)}; set one of these from 0 on, or"
-                " leave it out if there is only one."
+                f"Scorer {scorer!r}: label = {self.label} does not exist in model {self.model!r},"
+                f" which has {len(names)}; set a number from 0 on, or remove label if there is only"
+                " one."
             )
 
     def _tokenizer(self) -> Any:
         return load_tokenizer(self.model, trust_remote_code=self.trust_remote_code)
-
-
-def check_counts(settings: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and not (isinstance(value, int) and value > 0):
-            raise ValueError(f"{name} = {value!r} must be a whole number above 0")
-
-
-def check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
-    if value not in known:
-        names = ", ".join(repr(one) for one in known if one is not None)
-        raise ValueError(f"{name} = {value!r} must be one of {names}")

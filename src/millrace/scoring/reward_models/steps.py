@@ -1,9 +1,10 @@
-"""Where the steps of a rollout end: at a delimiter, with each turn, or before a surprising token.
+"""Cuts rollouts into steps: at a delimiter, at each turn, or before a surprising token.
 
-Promise: steps are cut between the policy's own tokens, which are never encoded again; tokens fed
-one by one give the same steps as all at once. Pure: knows a tokenizer to decode with, no more.
+Promise: steps consist of the policy's own tokens, which are never encoded again. Tokens fed one by
+one give the same steps as all at once. Pure, except for decoding with the tokenizer.
 
-A step's end is its last token, counted within the turn, or within the rollout for step_ends.
+The end of a step is the index of its last token, within the turn, or for step_ends() within the
+rollout.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,49 +16,49 @@ import numpy as np
 
 from millrace.core.plugins import build_plugin
 from millrace.core.records import Rollout
+from millrace.scoring.setting_checks import check_exactly_one, check_integer, check_text
 
-# Tokens at the cut of a tail may decode differently than in place (half a character, a lost space).
+# The first tokens of a slice may decode differently than in context (half a character, no space).
 _TAIL_MARGIN = 4
 
 
-class Cutter(Protocol):
-    """Cuts one turn, as its tokens come."""
+class StepCutter(Protocol):
+    """Cuts one turn while its tokens arrive."""
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[int]:
-        """Ends of the steps that are finished now."""
+        """Return the ends of the steps that these tokens complete."""
         ...
 
     def finish(self) -> list[int]:
-        """The turn is over: the end of its last step, unless that was reported before."""
+        """Finish the turn. Returns the end of its last step, unless feed() returned it."""
         ...
 
 
 class Steps(Protocol):
-    """A way to cut turns into steps."""
+    """A definition of steps."""
 
-    def cutter(self, tokenizer: Any) -> Cutter: ...
+    def cutter(self, tokenizer: Any) -> StepCutter: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByDelimiter:
-    """A step ends with the token that completes the delimiter. One without any text of its own
-    belongs to the next, or at the end of a turn to the last."""
+    """A step ends with the token that completes the delimiter. A step without text is joined to the
+    next one, or at the end of a turn to the one before."""
 
     delimiter: str = "\n\n"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.delimiter, str) or not self.delimiter:
-            raise ValueError(f"delimiter = {self.delimiter!r} must be a text that is not empty")
+        check_text(delimiter=self.delimiter)
 
-    def cutter(self, tokenizer: Any) -> Cutter:
+    def cutter(self, tokenizer: Any) -> StepCutter:
         return _DelimiterCutter(self.delimiter, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByTurn:
-    """A turn is a step."""
+    """Each turn is one step."""
 
-    def cutter(self, tokenizer: Any) -> Cutter:
+    def cutter(self, tokenizer: Any) -> StepCutter:
         return _TurnCutter()
 
 
@@ -65,26 +66,26 @@ class ByTurn:
 class ByEntropy:
     """A step begins with a token whose surprisal, in nats, reaches the threshold.
 
-    The surprisal is minus the logprob of the token that was sampled, as the engine reports it:
-    after temperature and truncation. That is one draw of what the entropy is the mean of, so a
-    single token may be surprising where the policy was sure, and the other way round.
+    The surprisal is minus the logprob of the sampled token, as the engine reports it: after
+    temperature and truncation. It is a one-sample estimate of the entropy, so a single token may be
+    surprising where the policy was confident, and the other way round.
     """
 
     threshold: float | None = None
     quantile: float | None = None
-    """Or the threshold is this quantile of the turn's own surprisals; known when the turn ends."""
+    """Threshold as a quantile of the turn's own surprisals, which is known when the turn ends."""
     min_tokens: int = 4
-    """Of a step; spikes within it are passed over."""
+    """Minimum length of a step; surprising tokens within it are ignored."""
 
     def __post_init__(self) -> None:
-        if (self.threshold is None) == (self.quantile is None):
-            raise ValueError("steps by entropy need a threshold or a quantile; set one of the two")
+        check_exactly_one(
+            "steps by entropy need a limit", threshold=self.threshold, quantile=self.quantile
+        )
         if self.quantile is not None and not 0 < self.quantile < 1:
             raise ValueError(f"quantile = {self.quantile!r} must be between 0 and 1")
-        if self.min_tokens < 1:
-            raise ValueError(f"min_tokens = {self.min_tokens!r} must be at least 1")
+        check_integer(1, min_tokens=self.min_tokens)
 
-    def cutter(self, tokenizer: Any) -> Cutter:
+    def cutter(self, tokenizer: Any) -> StepCutter:
         if self.threshold is not None:
             return _SpikeCutter(self.threshold, min_tokens=self.min_tokens)
         assert self.quantile is not None
@@ -95,13 +96,13 @@ STEPS: dict[str, type] = {"delimiter": ByDelimiter, "turn": ByTurn, "entropy": B
 
 
 def build_steps(table: Mapping[str, Any], *, section: str) -> Steps:
-    """What a table like {by = "delimiter", delimiter = "\\n"} describes."""
+    """Build the steps of a table like {by = "delimiter", delimiter = "\\n"}."""
     settings = {("type" if key == "by" else key): value for key, value in table.items()}
     return build_plugin(settings, builtins=STEPS, default="delimiter", section=section)
 
 
 def step_ends(rollout: Rollout, *, steps: Steps, tokenizer: Any) -> list[int]:
-    """Of all steps of a rollout, as positions in it."""
+    """Return the ends of all steps of a rollout, as positions in it."""
     ends: list[int] = []
     for begin, stop in turns_of(rollout.mask):
         cutter = steps.cutter(tokenizer)
@@ -113,7 +114,7 @@ def step_ends(rollout: Rollout, *, steps: Steps, tokenizer: Any) -> list[int]:
 
 
 def turns_of(mask: np.ndarray) -> Iterator[tuple[int, int]]:
-    """[begin, stop) of each run of sampled tokens."""
+    """Yield [begin, stop) of each run of sampled tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
@@ -122,11 +123,11 @@ class _DelimiterCutter:
     def __init__(self, delimiter: str, *, tokenizer: Any) -> None:
         self._delimiter = delimiter
         self._decode = _plain_decode(tokenizer)
-        # A token decodes to at least one byte, so no delimiter reaches back further than this.
+        # A token decodes to at least one byte, so a delimiter spans at most this many tokens.
         self._reach = len(delimiter.encode()) + _TAIL_MARGIN
         self._tokens: list[int] = []
-        self._begin = 0  # of the step
-        self._unsearched = 0  # behind the last delimiter, which may have ended no step
+        self._begin = 0  # first token of the current step
+        self._unsearched = 0  # first token after the last delimiter
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[int]:
         if self._delimiter not in self._text([*self._tail(), *tokens]):
@@ -144,12 +145,12 @@ class _DelimiterCutter:
         return ends
 
     def finish(self) -> list[int]:
-        # A turn without any text is one step all the same: its tokens were sampled, too.
+        # A turn without text is still one step: its tokens were sampled.
         is_step = self._has_text() or (self._begin == 0 and self._tokens)
         return [len(self._tokens) - 1] if is_step else []
 
     def _tail(self) -> list[int]:
-        """Where a delimiter may end with the next token, or has ended with the last."""
+        """Return the tokens that a delimiter at the end can span."""
         return self._tokens[max(self._unsearched, len(self._tokens) - self._reach) :]
 
     def _has_text(self) -> bool:
@@ -157,13 +158,13 @@ class _DelimiterCutter:
         return bool(text.replace(self._delimiter, "").strip())
 
     def _text(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
-        # Special tokens stay in where a delimiter is looked for: it may well be one.
+        # The search for a delimiter keeps special tokens: the delimiter may be one.
         return self._decode(tokens, skip_special_tokens=skip_special_tokens)
 
 
 def _plain_decode(tokenizer: Any) -> Callable[..., str]:
-    """Of a fast tokenizer, without what transformers does around it, which takes ten times as
-    long: it is called for every token."""
+    """Return the decoder of a fast tokenizer's backend. It is called for every token, and the
+    wrapper of transformers takes ten times as long."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None:
         return fast.decode
@@ -206,7 +207,7 @@ class _SpikeCutter:
 
 
 class _QuantileCutter:
-    """Waits for the whole turn."""
+    """Cuts when the turn ends, because only then the quantile is known."""
 
     def __init__(self, quantile: float, *, min_tokens: int) -> None:
         self._quantile = quantile

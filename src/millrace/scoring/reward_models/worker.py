@@ -32,8 +32,8 @@ from millrace.models.classifier import Classifier, ClassifierInput, load_classif
 from millrace.models.continuing import Shelf
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import resolve_device
+from millrace.scoring.reward_models.reading_encoder import ReadingEncoder
 from millrace.scoring.reward_models.settings import ModelSettings
-from millrace.scoring.reward_models.texts import Texts
 
 PROGRESS_S = 0.25
 GATHER_TOKENS = 512  # of sequences that are still growing: more in a pass makes it no cheaper
@@ -75,7 +75,7 @@ def _start(message: StartRewardModel, link: Link, timeline: Timeline) -> "Reward
         trust_remote_code=settings.trust_remote_code,
     )
     needs_tokenizer = settings.template != "ids" or message.separator is not None
-    texts = Texts(
+    texts = ReadingEncoder(
         load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
         if needs_tokenizer
         else None,
@@ -102,7 +102,7 @@ class RewardModelWorker:
         link: Link,
         *,
         classifier: Classifier,
-        texts: Texts,
+        texts: ReadingEncoder,
         batch_tokens: int,
         kept_tokens: int,
         max_length: int | None,
@@ -151,7 +151,7 @@ class RewardModelWorker:
             unread = [
                 _Unread(open=opened, index=index, passage=passage, since_s=time.monotonic())
                 for index, reading in enumerate(message.readings)
-                for passage in self._passages(*self._texts.lay(reading), reading)
+                for passage in self._passages(*self._texts.encode(reading), reading)
             ]
         except ScoreError as error:
             call.fail(error)

@@ -1,4 +1,4 @@
-"""What the rest of Millrace calls: code and its inputs or tests in, outputs or verdicts out.
+"""What the rest of Millrace calls: code and its inputs or tests in, outputs or results out.
 
 Promise: a call ends within its time limit, and no process of it is left then. It raises
 SandboxError only if the sandbox itself fails, never for anything the code does. Blocks its thread;

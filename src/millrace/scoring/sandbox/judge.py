@@ -64,7 +64,7 @@ def _run_tests(order: dict[str, Any]) -> None:
     os.close(requests)
     os.close(replies)
     tests = receive(0, max_bytes=MAX_INPUT_BYTES)
-    verdicts = os.dup(1)
+    results = os.dup(1)
     for fd in (0, 1, 2):  # what tests print is nobody's
         os.dup2(nothing, fd)
     lock(cpu_s=order["cpu_s"], memory_bytes=order["memory_bytes"], can_read=order["can_read"])
@@ -82,7 +82,7 @@ def _run_tests(order: dict[str, Any]) -> None:
     vars(solution).update(names)
     sys.modules[MODULE] = solution  # tests may import it
     for test in tests:
-        send(verdicts, {"ok": _passes(test, dict(names))})
+        send(results, {"ok": _passes(test, dict(names))})
 
 
 def _passes(test: str, names: dict[str, Any]) -> bool:
@@ -99,7 +99,7 @@ def _passes(test: str, names: dict[str, Any]) -> bool:
 
 
 def _give_up() -> NoReturn:
-    """The code has ended, so no verdict that is still open can be a pass."""
+    """The code has ended, so no result that is still open can be a pass."""
     os._exit(0)
 
 

@@ -1,9 +1,9 @@
-"""One scorer's desk: episodes wait in line, a bounded number of calls is in flight, what fails for
-the moment is tried again.
+"""The queue in front of one scorer: bounded concurrency, batching, retries, circuit breaker.
 
-Promise: every episode gets a verdict, or its caller one error. While nobody can be asked, calls
-wait and none of them is given up: only what fails while others could succeed uses up its retries.
-Runs on the controller's event loop. The line is bounded by its callers, admission in the end.
+Promise: each episode gets a result, or its caller gets one error. While the scorer is unreachable,
+calls wait and none is given up: only failures while other calls could succeed use up retries.
+
+Runs on the controller's event loop. The queue is bounded by its callers, that is by admission.
 """
 
 import asyncio
@@ -16,58 +16,61 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.core.errors import RunFailed, ScoreError, TransientScoreError
-from millrace.core.protocols import Replaced, Scorer
-from millrace.core.records import Episode, Group, Task, Verdict
+from millrace.core.protocols import RestartingScorer, Scorer
+from millrace.core.records import Episode, Group, ScorerResult, Task
 from millrace.core.spans import ScorerLoad
 from millrace.scoring.scheduling.breaker import Breaker
+from millrace.scoring.scheduling.gates import ScoreGate
 from millrace.scoring.scheduling.usage import ScorerUsage
-from millrace.scoring.scorer_kind import CallRules
+from millrace.scoring.scorer_type import CallSettings
 
-LONGEST_BACKOFF_S = 30.0
+MAX_BACKOFF_S = 30.0
 CLOSED = "The scorers are closed; nothing can be scored any more."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ScoreTicket:
-    """The group that episodes belong to; only those of one ticket share a call."""
+class GroupRef:
+    """The group that queued episodes belong to. Only episodes of one group share a call."""
 
-    order: int  # in line: what was opened first is served first
+    order: int  # position in the queue: groups opened first are scored first
     number: int
     task: Task
 
 
 @dataclass(slots=True, eq=False)
-class _Ask:
-    """Episodes that one caller wants judged together."""
+class _Entry:
+    """Episodes that one caller wants scored together."""
 
     episodes: Sequence[Episode]
-    answer: asyncio.Future[list[Verdict]]
+    results: asyncio.Future[list[ScorerResult]]
 
 
 @dataclass(slots=True, eq=False)
 class _ScoreCall:
-    ticket: ScoreTicket
+    """One call of the scorer, queued, in flight or between two attempts."""
+
+    group: GroupRef
     order: int
-    asks: list[_Ask] = field(default_factory=list[_Ask])
-    num_failed: int = 0  # tries that count
-    num_tries: int = 0
-    task: asyncio.Task[Any] | None = None  # of the try, or of the pause before the next
+    entries: list[_Entry] = field(default_factory=list[_Entry])
+    num_failed: int = 0  # attempts that count against `retries`
+    num_attempts: int = 0
+    task: asyncio.Task[Any] | None = None  # the attempt, or the pause before the next one
 
     @property
     def episodes(self) -> list[Episode]:
-        return [episode for ask in self.asks for episode in ask.episodes]
+        return [episode for entry in self.entries for episode in entry.episodes]
 
-    def answer(self, verdicts: Sequence[Verdict]) -> None:
-        rest = iter(verdicts)
-        for ask in self.asks:
-            mine = list(itertools.islice(rest, len(ask.episodes)))
-            if not ask.answer.done():
-                ask.answer.set_result(mine)
+    def resolve(self, results: Sequence[ScorerResult]) -> None:
+        remaining = iter(results)
+        for entry in self.entries:
+            own = list(itertools.islice(remaining, len(entry.episodes)))
+            if not entry.results.done():
+                entry.results.set_result(own)
 
     def fail(self, error: Exception) -> None:
-        for ask in self.asks:
-            if not ask.answer.done():
-                ask.answer.set_exception(error)
+        for entry in self.entries:
+            if not entry.results.done():
+                entry.results.set_exception(error)
 
 
 class ScorerQueue:
@@ -75,149 +78,155 @@ class ScorerQueue:
         self,
         scorer: Scorer,
         *,
-        rules: CallRules,
+        calls: CallSettings,
         warn: Callable[[str], None],
+        gate: ScoreGate | None = None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """`draw`: within 0 and 1; the random part of a pause."""
+        """`gate` decides which episodes are queued; the caller applies it. `draw` returns the
+        random part of a backoff, between 0 and 1."""
         self.scorer = scorer
-        self._rules = rules
+        self.gate = gate
+        self._settings = calls
         self._warn = warn
         self._sleep = sleep
         self._draw = draw
-        self._breaker = Breaker(failures=rules.breaker_failures, open_s=rules.breaker_s, now=now)
+        self._breaker = Breaker(failures=calls.breaker_failures, open_s=calls.breaker_s, now=now)
         self._usage = ScorerUsage(now=now)
-        self._line: list[_ScoreCall] = []  # by order
-        self._joinable: dict[ScoreTicket, _ScoreCall] = {}  # in line, and not yet full
-        self._calls: set[_ScoreCall] = set()  # in flight, or in the pause before their next try
-        self._alarm: asyncio.TimerHandle | None = None
+        self._queue: list[_ScoreCall] = []  # sorted by order
+        self._open: dict[GroupRef, _ScoreCall] = {}  # queued calls that still have room
+        self._active: set[_ScoreCall] = set()  # in flight, or pausing before their next attempt
+        self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     @property
     def takes_groups(self) -> bool:
-        """It judges all episodes of a group in one call."""
-        return self._rules.batch == 0
+        """True if the scorer gets all episodes of a group in one call."""
+        return self._settings.batch == 0
 
-    async def judge(self, episodes: Sequence[Episode], *, ticket: ScoreTicket) -> list[Verdict]:
-        """Raises ScoreError when the scorer cannot do it. Cancelling it withdraws the episodes."""
+    async def score(self, episodes: Sequence[Episode], *, group: GroupRef) -> list[ScorerResult]:
+        """Score the episodes; raises ScoreError. Cancelling withdraws them from the queue."""
         if self._is_closed:
             raise RunFailed(CLOSED)
         loop = asyncio.get_running_loop()
-        ask = _Ask(episodes, loop.create_future())
+        entry = _Entry(episodes, loop.create_future())
         self._usage.wait(len(episodes))
-        call = self._joined(ask, ticket)
-        loop.call_soon(self._serve)  # not at once: what finishes together goes together
+        call = self._add_to_call(entry, group)
+        loop.call_soon(self._start_calls)  # not now: episodes that finish together share a call
         try:
-            return await ask.answer
+            return await entry.results
         except asyncio.CancelledError:
-            self._withdraw(ask, call)
+            self._withdraw(entry, call)
             raise
 
     def skip(self) -> None:
-        """An episode did not pass the gate."""
+        """Count an episode that did not pass the gate."""
         self._usage.skipped += 1
 
     def load(self) -> ScorerLoad:
         return self._usage.load(
-            concurrency=self._rules.concurrency,
+            concurrency=self._settings.concurrency,
             breaker_opened=self._breaker.num_opened,
             is_held=self._breaker.is_open,
-            lost=self.scorer.num_lost if isinstance(self.scorer, Replaced) else 0,
+            lost=self.scorer.num_lost if isinstance(self.scorer, RestartingScorer) else 0,
         )
 
     async def close(self) -> None:
-        """All that wait learn that nobody answers any more."""
+        """Cancel the calls in flight and fail everything that waits."""
         self._is_closed = True
-        if self._alarm is not None:
-            self._alarm.cancel()
-        for call in [*self._line, *self._calls]:
+        if self._timer is not None:
+            self._timer.cancel()
+        for call in [*self._queue, *self._active]:
             call.fail(RunFailed(CLOSED))
-        self._line.clear()
-        tasks = [call.task for call in self._calls if call.task is not None]
+        self._queue.clear()
+        tasks = [call.task for call in self._active if call.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _joined(self, ask: _Ask, ticket: ScoreTicket) -> _ScoreCall:
-        """The call that will bring these episodes: one that waits and has room, or a new one."""
-        room = self._rules.batch - len(ask.episodes)
-        call = self._joinable.get(ticket)
+    def _add_to_call(self, entry: _Entry, group: GroupRef) -> _ScoreCall:
+        """Add the entry to a queued call of its group that has room, or to a new call."""
+        room = self._settings.batch - len(entry.episodes)
+        call = self._open.get(group)
         if call is None or len(call.episodes) > room:
-            call = _ScoreCall(ticket, ticket.order)
+            call = _ScoreCall(group, group.order)
             self._enqueue(call)
-            self._joinable[ticket] = call
-        call.asks.append(ask)
+            self._open[group] = call
+        call.entries.append(entry)
         return call
 
     def _enqueue(self, call: _ScoreCall) -> None:
-        bisect.insort_right(self._line, call, key=lambda other: other.order)
+        bisect.insort_right(self._queue, call, key=lambda other: other.order)
 
-    def _serve(self) -> None:
-        """Begin calls, as far as places and the breaker go."""
-        while self._line and self._usage.in_flight < self._rules.concurrency:
+    def _start_calls(self) -> None:
+        """Start queued calls as far as concurrency and the breaker allow."""
+        while self._queue and self._usage.in_flight < self._settings.concurrency:
             wait_s = self._breaker.wait_s()
             if wait_s is None:
-                return  # whoever went first serves again
+                return  # the end of the probe calls this method again
             if wait_s > 0:
-                self._serve_in(wait_s)
+                if self._timer is not None:
+                    self._timer.cancel()
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(wait_s, self._start_calls)
                 return
-            call = self._line.pop(0)
-            if self._joinable.get(call.ticket) is call:
-                del self._joinable[call.ticket]
-            self._begin(call)
+            call = self._queue.pop(0)
+            self._close_to_entries(call)
+            self._start_attempt(call)
 
-    def _begin(self, call: _ScoreCall) -> None:
-        self._usage.begin(len(call.episodes), again=call.num_tries > 0)
-        call.num_tries += 1
+    def _close_to_entries(self, call: _ScoreCall) -> None:
+        if self._open.get(call.group) is call:
+            del self._open[call.group]
+
+    def _start_attempt(self, call: _ScoreCall) -> None:
+        self._usage.begin(len(call.episodes), is_retry=call.num_attempts > 0)
+        call.num_attempts += 1
         is_probe = self._breaker.begin()
-        self._calls.add(call)
-        call.task = asyncio.create_task(self._try(call, is_probe=is_probe))
-        # Not in the task itself: one that is cancelled at once never begins.
-        call.task.add_done_callback(lambda task: self._tried(call, task, is_probe=is_probe))
+        self._active.add(call)
+        call.task = asyncio.create_task(self._attempt(call, is_probe=is_probe))
+        # A callback, not code in the task: a task that is cancelled at once never runs.
+        call.task.add_done_callback(lambda task: self._attempted(call, task, is_probe=is_probe))
 
-    def _serve_in(self, wait_s: float) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm = asyncio.get_running_loop().call_later(wait_s, self._serve)
-
-    async def _try(self, call: _ScoreCall, *, is_probe: bool) -> float | None:
-        """The pause before the next try; None = there is none."""
-        ticket, episodes = call.ticket, tuple(call.episodes)
-        group = Group(number=ticket.number, task=ticket.task, episodes=episodes)
+    async def _attempt(self, call: _ScoreCall, *, is_probe: bool) -> float | None:
+        """Call the scorer. Returns the pause before the next attempt, or None if there is none."""
+        ref, episodes = call.group, tuple(call.episodes)
+        group = Group(number=ref.number, task=ref.task, episodes=episodes)
         try:
-            verdicts = await self.scorer.score(group)
-            if len(verdicts) != len(episodes):  # a scorer may be the user's own
+            results = await self.scorer.score(group)
+            if len(results) != len(episodes):  # possible in a user's own scorer
                 raise ScoreError(
-                    f"Scorer {self.scorer.name!r} gave {len(verdicts)} verdicts on {len(episodes)}"
-                    f" episodes of group {ticket.number}; it must give one on each."
+                    f"Scorer {self.scorer.name!r} returned {len(results)} results for"
+                    f" {len(episodes)} episodes of group {ref.number}; return one per episode."
                 )
         except TransientScoreError as error:
             return self._failed(call, error, is_probe=is_probe)
-        except Exception as error:  # noqa: BLE001 - whoever asked raises it
+        except Exception as error:  # noqa: BLE001 - the caller of score() raises it
             self._breaker.answered()
             self._usage.failures += isinstance(error, ScoreError)
             call.fail(error)
         else:
             self._breaker.answered()
             self._usage.episodes += len(episodes)
-            call.answer(verdicts)
+            call.resolve(results)
         return None
 
-    def _tried(self, call: _ScoreCall, task: asyncio.Task[float | None], *, is_probe: bool) -> None:
+    def _attempted(
+        self, call: _ScoreCall, task: asyncio.Task[float | None], *, is_probe: bool
+    ) -> None:
         self._usage.end()
-        self._calls.discard(call)
+        self._active.discard(call)
         if task.cancelled():
             self._breaker.abandoned(is_probe=is_probe)
         elif (pause_s := task.result()) is not None:
             self._pause(call, pause_s)
-        self._serve()
+        self._start_calls()
 
     def _failed(
         self, call: _ScoreCall, error: TransientScoreError, *, is_probe: bool
     ) -> float | None:
-        """The pause before the next try; None = that was the last."""
+        """Return the pause before the next attempt, or None if that was the last one."""
         was_open = self._breaker.is_open
         if error.is_down:
             self._breaker.failed(is_probe=is_probe, retry_after_s=error.retry_after_s)
@@ -226,53 +235,52 @@ class ScorerQueue:
         if self._breaker.is_open:
             if not was_open and self._breaker.num_opened == 1:
                 self._warn(
-                    f"scorer {self.scorer.name!r} cannot be asked, and its calls wait until it can"
-                    f" (further times are only counted): {error}"
+                    f"scorer {self.scorer.name!r} is unreachable; its calls wait until it answers"
+                    f" (later outages are only counted): {error}"
                 )
-            return 0.0  # the breaker says when
+            return 0.0  # the breaker decides when the call starts
         call.num_failed += 1
-        if call.num_failed > self._rules.retries:
+        if call.num_failed > self._settings.retries:
             self._usage.failures += 1
-            call.fail(_given_up(error, num_tries=call.num_tries))
+            call.fail(_final_error(error, num_attempts=call.num_attempts))
             return None
-        pause_s = min(self._rules.backoff_s * 2 ** (call.num_failed - 1), LONGEST_BACKOFF_S)
+        pause_s = min(self._settings.backoff_s * 2 ** (call.num_failed - 1), MAX_BACKOFF_S)
         return max(pause_s * (0.5 + 0.5 * self._draw()), error.retry_after_s or 0.0)
 
     def _pause(self, call: _ScoreCall, pause_s: float) -> None:
         num_waiting = len(call.episodes)
         self._usage.wait(num_waiting)
-        self._calls.add(call)
+        self._active.add(call)
         call.task = asyncio.create_task(self._sleep(pause_s))
-        call.task.add_done_callback(lambda _: self._rested(call, num_waiting))
+        call.task.add_done_callback(lambda _: self._requeue(call, num_waiting))
 
-    def _rested(self, call: _ScoreCall, num_waiting: int) -> None:
-        """Back into the line, behind all that wait by now: if it is this call that brings the
-        scorer down, others get their turn."""
+    def _requeue(self, call: _ScoreCall, num_waiting: int) -> None:
+        """Put the call behind everything that waits now: if this call crashes the scorer, the
+        others still get their turn."""
         self._usage.withdraw(num_waiting)
-        self._calls.discard(call)
-        call.asks = [ask for ask in call.asks if not ask.answer.done()]  # the others were withdrawn
-        if call.asks:
+        self._active.discard(call)
+        call.entries = [entry for entry in call.entries if not entry.results.done()]
+        if call.entries:  # otherwise all were withdrawn during the pause
             self._usage.wait(len(call.episodes))
-            call.order = self._line[-1].order if self._line else call.order
+            call.order = self._queue[-1].order if self._queue else call.order
             self._enqueue(call)
-            self._serve()
+            self._start_calls()
 
-    def _withdraw(self, ask: _Ask, call: _ScoreCall) -> None:
-        if call in self._line:
-            call.asks.remove(ask)
-            self._usage.withdraw(len(ask.episodes))
-            if not call.asks:
-                self._line.remove(call)
-                if self._joinable.get(call.ticket) is call:
-                    del self._joinable[call.ticket]
-        elif call.task is not None and all(other.answer.cancelled() for other in call.asks):
+    def _withdraw(self, entry: _Entry, call: _ScoreCall) -> None:
+        if call in self._queue:
+            call.entries.remove(entry)
+            self._usage.withdraw(len(entry.episodes))
+            if not call.entries:
+                self._queue.remove(call)
+                self._close_to_entries(call)
+        elif call.task is not None and all(other.results.cancelled() for other in call.entries):
             call.task.cancel()
 
 
-def _given_up(error: TransientScoreError, *, num_tries: int) -> ScoreError:
-    if num_tries == 1:
+def _final_error(error: TransientScoreError, *, num_attempts: int) -> ScoreError:
+    if num_attempts == 1:
         return error
-    given_up = ScoreError(f"{str(error).rstrip('.')} (tried {num_tries} times).")
+    final = ScoreError(f"{str(error).rstrip('.')} (tried {num_attempts} times).")
     for note in getattr(error, "__notes__", ()):
-        given_up.add_note(note)
-    return given_up
+        final.add_note(note)
+    return final

@@ -1,4 +1,4 @@
-"""Counts what happens at one scorer's desk, and how long. Called from the controller's loop."""
+"""Counters and waiting times of one scorer queue. Called from the controller's event loop."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,14 @@ from millrace.core.spans import ScorerLoad
 class ScorerUsage:
     def __init__(self, *, now: Callable[[], float]) -> None:
         self.in_flight = 0  # calls
-        self.episodes = 0  # judged
+        self.episodes = 0  # scored
         self.failures = 0
         self.skipped = 0
         self._calls = 0
         self._retries = 0
         self._waiting = 0  # episodes
-        self._busy_s = 0.0  # seconds times calls in flight
-        self._waiting_s = 0.0  # seconds times episodes waiting
+        self._busy_s = 0.0  # integral of calls in flight over time
+        self._waiting_s = 0.0  # integral of waiting episodes over time
         self._now = now
         self._since_s = now()
 
@@ -24,17 +24,16 @@ class ScorerUsage:
         self._waiting += num_episodes
 
     def withdraw(self, num_episodes: int) -> None:
-        """These wait no longer, and were not judged."""
+        """These episodes stop waiting without being scored."""
         self._advance()
         self._waiting -= num_episodes
 
-    def begin(self, num_episodes: int, *, again: bool) -> None:
-        """A call goes; `again`: not for the first time."""
-        self._advance()
-        self._waiting -= num_episodes
+    def begin(self, num_episodes: int, *, is_retry: bool) -> None:
+        """A call starts with episodes that were waiting."""
+        self.withdraw(num_episodes)
         self.in_flight += 1
         self._calls += 1
-        self._retries += again
+        self._retries += is_retry
 
     def end(self) -> None:
         self._advance()

@@ -1,9 +1,9 @@
-"""A scorer that is a service of the user's: JSON with completions in, JSON with scores out.
+"""The scorer type "http": the user's own service, JSON with completions in, JSON with scores out.
 
     POST  {"scorer": "style", "prompt": ..., "completions": [...], "columns": {...}}
     200   {"scores": [0.5, null]}
 
-Promise: a score per completion, finite or null; anything else is asked for again.
+Promise: one finite score or null per completion; any other answer is retried.
 """
 
 import json
@@ -12,38 +12,39 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.core.records import Group, Task, Verdict
-from millrace.scoring.functions.scorer import completion_of
+from millrace.core.records import Group, ScorerResult, Task
+from millrace.scoring.functions.function_scorer import completion_of
 from millrace.scoring.functions.signature import check_rewards
-from millrace.scoring.scorer_kind import CallRules, ScorerTools
-from millrace.scoring.services.endpoint import Endpoint, check_endpoint, check_texts
+from millrace.scoring.scorer_type import CallSettings, ScorerContext
+from millrace.scoring.services.endpoint import Endpoint, check_endpoint
+from millrace.scoring.setting_checks import check_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Http:
-    """The kind of scorer behind `type = "http"`."""
+    """The settings of `type = "http"`."""
 
     url: str
     headers: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        check_texts(url=self.url)
+        check_text(url=self.url)
 
     @property
     def default_name(self) -> str:
         return "http"
 
-    def rules(self, *, num_workers: int) -> CallRules:
-        return CallRules()
+    def call_settings(self, *, num_workers: int) -> CallSettings:
+        return CallSettings()
 
     def check(self, tasks: Sequence[Task], *, name: str) -> None:
         check_endpoint(self.url, self.headers, scorer=name)
-        check_columns(tasks, name=name)
+        check_json_columns(tasks, name=name)
 
-    def make(
-        self, *, name: str, weight: float, rules: CallRules, tools: ScorerTools
+    def build(
+        self, *, name: str, weight: float, calls: CallSettings, context: ScorerContext
     ) -> "HttpScorer":
-        endpoint = Endpoint(self.url, headers=self.headers, timeout_s=rules.timeout_s, scorer=name)
+        endpoint = Endpoint(self.url, headers=self.headers, timeout_s=calls.timeout_s, scorer=name)
         return HttpScorer(endpoint, name=name, weight=weight)
 
 
@@ -61,7 +62,7 @@ class HttpScorer:
     async def close(self) -> None:
         await self._endpoint.close()
 
-    async def score(self, group: Group) -> list[Verdict]:
+    async def score(self, group: Group) -> list[ScorerResult]:
         prompt = group.task.prompt
         answer = await self._endpoint.post(
             {
@@ -71,7 +72,7 @@ class HttpScorer:
                 "columns": group.task.columns,
             }
         )
-        return [Verdict(score=score) for score in self._scores(answer, len(group.episodes))]
+        return [ScorerResult(score=score) for score in self._scores(answer, len(group.episodes))]
 
     def _scores(self, answer: Any, num_episodes: int) -> list[float | None]:
         if not isinstance(answer, dict) or "scores" not in answer:
@@ -80,16 +81,16 @@ class HttpScorer:
         try:
             return check_rewards(scores, name=self.name, num_completions=num_episodes)
         except ScoreError as error:
-            raise self._endpoint.unusable(f'answered with wrong "scores": {error}') from None
+            raise self._endpoint.unusable(f'answered with invalid "scores": {error}') from None
 
 
-def check_columns(tasks: Sequence[Task], *, name: str) -> None:
-    """Raise ConfigError for a task that JSON cannot say."""
+def check_json_columns(tasks: Sequence[Task], *, name: str) -> None:
+    """Raise ConfigError for a task that cannot be sent as JSON."""
     for index, task in enumerate(tasks):
         try:
             json.dumps([task.prompt, task.columns], allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"Scorer {name!r} sends tasks as JSON, and task {index} holds what that cannot say"
-                f" ({error}); leave out the column, or make it a number, a text, or a list."
+                f"Scorer {name!r} sends tasks as JSON, but task {index} cannot be written as JSON"
+                f" ({error}); remove the column, or make it a number, a string or a list."
             ) from None

@@ -1,23 +1,27 @@
-"""A language model that judges, behind any endpoint with OpenAI's chat completions.
+"""The scorer type "judge": an LLM judge behind an OpenAI-compatible chat completions endpoint.
 
     POST {url}/chat/completions   {"model", "messages", "temperature", ...}
     200  {"choices": [{"message": {"content": "... {\"score\": 7}"}}]}
 
-Promise: one request per episode and content: what was judged before is remembered. A reply without
-a score is asked for again.
+Promise: one request per episode. A request with the same content as an earlier one is answered from
+the cache. A reply without a score is retried.
 """
 
+import hashlib
+import json
 import re
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.core.records import Episode, Group, Task, Verdict
+from millrace.core.records import Episode, Group, ScorerResult, Task
 from millrace.scoring.functions.signature import check_rewards
-from millrace.scoring.scorer_kind import CallRules, ScorerTools
-from millrace.scoring.services.endpoint import Endpoint, check_endpoint, check_texts
-from millrace.scoring.services.http_scorer import check_columns
+from millrace.scoring.scorer_type import CallSettings, ScorerContext
+from millrace.scoring.services.endpoint import Endpoint, check_endpoint
+from millrace.scoring.services.http_scorer import check_json_columns
 from millrace.scoring.services.judge_text import (
     PatternReader,
     check_template,
@@ -25,71 +29,72 @@ from millrace.scoring.services.judge_text import (
     read_key,
     read_pattern,
 )
-from millrace.scoring.services.score_cache import ScoreCache, key_of
+from millrace.scoring.setting_checks import check_integer, check_text
 
 ROUTE = "/chat/completions"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """The kind of scorer behind `type = "judge"`."""
+    """The settings of `type = "judge"`."""
 
     url: str  # with the version: "https://api.example.com/v1"
     model: str
     prompt: str
     system: str = ""
-    key: str | None = None  # of the JSON in a reply; or
-    pattern: str | None = None  # whose first group is the score
+    key: str | None = None  # of the score in the JSON of a reply
+    pattern: str | None = None  # or a regular expression whose first group is the score
     temperature: float = 0.0
-    body: dict[str, Any] = field(default_factory=dict[str, Any])  # further keys of the request
+    body: dict[str, Any] = field(default_factory=dict[str, Any])  # more keys of the request
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    cache: int = 10_000  # scores in memory; 0 = none
-    keep: bool = False  # the cache in the run directory, too
+    cache: int = 10_000  # scores in memory; 0 = no cache
+    keep: bool = False  # also store the cache in the run directory
 
     def __post_init__(self) -> None:
-        check_texts(url=self.url, model=self.model, prompt=self.prompt, system=self.system)
-        if type(self.cache) is not int or self.cache < 0:
-            raise ValueError(f"cache = {self.cache!r} must be an integer, 0 or more")
+        check_text(url=self.url, model=self.model, prompt=self.prompt)
+        check_text(may_be_empty=True, system=self.system)
+        check_integer(0, cache=self.cache)
 
     @property
     def default_name(self) -> str:
         return "judge"
 
-    def rules(self, *, num_workers: int) -> CallRules:
-        return CallRules()
+    def call_settings(self, *, num_workers: int) -> CallSettings:
+        return CallSettings()
 
     def check(self, tasks: Sequence[Task], *, name: str) -> None:
         check_endpoint(self.url, self.headers, scorer=name)
         check_template(self.prompt, tasks, scorer=name)
-        check_columns(tasks, name=name)
+        check_json_columns(tasks, name=name)
         if (self.key is None) == (self.pattern is None):
             raise ConfigError(
-                f"Scorer {name!r} must know where its score stands in a reply; set either key, as"
-                " in 'score', or pattern, as in 'Score: ([0-9]+)'."
+                f"Scorer {name!r} does not say where the score is in a reply; set either key, as in"
+                " 'score', or pattern, as in 'Score: ([0-9]+)'."
             )
         try:
             has_group = self.pattern is None or re.compile(self.pattern).groups > 0
         except re.error as error:
-            raise ConfigError(f"Scorer {name!r} has a wrong pattern: {error}.") from None
+            raise ConfigError(f"Scorer {name!r} has an invalid pattern: {error}.") from None
         if not has_group:
-            raise ConfigError(f"Scorer {name!r} has a pattern without a group; put () around it.")
+            raise ConfigError(
+                f"Scorer {name!r} has a pattern without a group; put () around the score."
+            )
 
-    def make(
-        self, *, name: str, weight: float, rules: CallRules, tools: ScorerTools
+    def build(
+        self, *, name: str, weight: float, calls: CallSettings, context: ScorerContext
     ) -> "JudgeScorer":
         url = self.url.rstrip("/").removesuffix(ROUTE) + ROUTE
         if self.pattern is not None:
-            tools.functions[_reader(name)] = PatternReader(self.pattern)
+            context.functions[_pattern_function(name)] = PatternReader(self.pattern)
+        path = context.folder / f"{name}.jsonl" if self.keep else None
         return JudgeScorer(
             self,
             name=name,
             weight=weight,
-            rules=rules,
-            endpoint=Endpoint(url, headers=self.headers, timeout_s=rules.timeout_s, scorer=name),
-            cache=ScoreCache(
-                self.cache, path=tools.folder / f"{name}.jsonl" if self.keep else None
-            ),
-            tools=tools,
+            priority=calls.priority,
+            endpoint=Endpoint(url, headers=self.headers, timeout_s=calls.timeout_s, scorer=name),
+            cache=ScoreCache(self.cache, path=path),
+            context=context,
         )
 
 
@@ -102,18 +107,18 @@ class JudgeScorer:
         *,
         name: str,
         weight: float,
-        rules: CallRules,
+        priority: int,
         endpoint: Endpoint,
-        cache: ScoreCache,
-        tools: ScorerTools,
+        cache: "ScoreCache",
+        context: ScorerContext,
     ) -> None:
         self.name = name
         self.weight = weight
         self._settings = settings
-        self._rules = rules
+        self._priority = priority
         self._endpoint = endpoint
         self._cache = cache
-        self._workers = tools.workers
+        self._workers = context.workers
 
     async def start(self) -> None:
         self._cache.open()
@@ -123,17 +128,17 @@ class JudgeScorer:
         await self._endpoint.close()
         self._cache.close()
 
-    async def score(self, group: Group) -> list[Verdict]:
-        # One after the other: alike completions of a group are then asked about once.
-        return [Verdict(score=await self._score(group.task, episode)) for episode in group.episodes]
+    async def score(self, group: Group) -> list[ScorerResult]:
+        # Sequential, so that equal completions of a group cause one request.
+        return [ScorerResult(score=await self._score(group.task, e)) for e in group.episodes]
 
     async def _score(self, task: Task, episode: Episode) -> float:
         body = self._request(fill_template(self._settings.prompt, task=task, episode=episode))
-        key = key_of(body)
+        key = cache_key(body)
         score = self._cache.get(key)
         if score is None:
             reply = self._reply(await self._endpoint.post(body))
-            score = await self._read(reply)
+            score = await self._parse(reply)
             self._cache.put(key, score)
         return score
 
@@ -156,15 +161,15 @@ class JudgeScorer:
             raise self._endpoint.unusable("answered without a message")
         return reply
 
-    async def _read(self, reply: str) -> float:
+    async def _parse(self, reply: str) -> float:
         if self._settings.key is not None:
             value = read_key(reply, self._settings.key)
         else:
             value = await read_pattern(
                 reply,
-                function=_reader(self.name),
+                function=_pattern_function(self.name),
                 workers=self._workers,
-                priority=self._rules.priority,
+                priority=self._priority,
             )
         try:
             (score,) = check_rewards([value], name=self.name, num_completions=1)
@@ -175,6 +180,60 @@ class JudgeScorer:
         return score
 
 
-def _reader(name: str) -> str:
-    """What the scorer processes call the reading of its replies."""
+def _pattern_function(name: str) -> str:
+    """The name under which the scorer processes know the judge's pattern."""
     return f"{name} (pattern)"
+
+
+class ScoreCache:
+    """LRU cache of scores by request digest, optionally stored in a file of the run.
+
+    The file holds no text, only digests. Called from the controller's event loop.
+    """
+
+    def __init__(self, capacity: int, *, path: Path | None = None) -> None:
+        """`capacity` bounds the scores in memory, not those in the file."""
+        self._capacity = capacity
+        self._path = path
+        self._scores: OrderedDict[str, float] = OrderedDict()
+        self._file: IO[str] | None = None
+
+    def open(self) -> None:
+        """Load the scores that an earlier part of the run stored."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        text = self._path.read_text() if self._path.exists() else ""
+        complete = text[: text.rfind("\n") + 1]
+        if complete != text:  # the process was killed while it wrote the last line
+            self._path.write_text(complete)
+        for line in complete.splitlines():
+            row = json.loads(line)
+            self._add(row["key"], row["score"])
+        self._file = self._path.open("a", buffering=1)  # flushes each line
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def get(self, key: str) -> float | None:
+        if key in self._scores:
+            self._scores.move_to_end(key)
+        return self._scores.get(key)
+
+    def put(self, key: str, score: float) -> None:
+        if self._capacity == 0:
+            return
+        self._add(key, score)
+        if self._file is not None:
+            self._file.write(json.dumps({"key": key, "score": score}) + "\n")
+
+    def _add(self, key: str, score: float) -> None:
+        self._scores[key] = score
+        self._scores.move_to_end(key)
+        while len(self._scores) > self._capacity:
+            self._scores.popitem(last=False)
+
+
+def cache_key(request: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()

@@ -1,11 +1,10 @@
-"""What a judge is asked: a template with the prompt, the completion and the task's columns.
+"""The text of an LLM judge: its prompt template, and the score in its reply.
 
-{prompt} {completion} {answer}      each replaced once, so that a completion cannot name others
-{{answer}}                          stands for {answer} itself
+{prompt} {completion} {answer}   are replaced once, so a completion cannot insert other columns
+{{answer}}                       stands for the text {answer}
 
-How a judge's reply is read: by a key of the JSON in it, or by a pattern.
-
-A pattern is the user's and may backtrack for ever, so it is matched in the scorer processes.
+A score is found by a key of the JSON in the reply, or by a pattern. The user's pattern may take
+forever to backtrack, so it is matched in the scorer processes.
 """
 
 import json
@@ -16,61 +15,57 @@ from typing import Any, cast
 
 from millrace.cluster.messages import ScoreGroup
 from millrace.core.errors import ConfigError, WorkerError
-from millrace.core.records import Episode, Message, Prompt, Task
+from millrace.core.records import Episode, Prompt, Task
 from millrace.scoring.functions.workers import ScorerWorkers
 
-PLACE = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
-OWN = ("prompt", "completion")
+PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+BUILTIN_NAMES = ("prompt", "completion")
+MAX_CHARACTERS = 20_000  # read from the end of a reply, where the score is
+MAX_OBJECTS = 100  # JSON objects that are searched for a key; a reply may be nothing but braces
+MATCH_TIMEOUT_S = 5.0
 
 
 def check_template(template: str, tasks: Sequence[Task], *, scorer: str) -> None:
-    names = {name for _, name in PLACE.findall(template) if name}
+    names = {name for _, name in PLACEHOLDER.findall(template) if name}
     if "completion" not in names:
         raise ConfigError(
-            f"Scorer {scorer!r} has a prompt without {{completion}}, so it judges nothing; add it."
+            f"Scorer {scorer!r} has a prompt without {{completion}}, so the judge would not see"
+            " what it scores; add it."
         )
     for index, task in enumerate(tasks):
-        for name in sorted(names.difference(OWN, task.columns)):
+        for name in sorted(names.difference(BUILTIN_NAMES, task.columns)):
             raise ConfigError(
-                f"Scorer {scorer!r} has {{{name}}} in its prompt, which task {index} has no column"
-                f" for; add it to the task, or write {{{{{name}}}}} to mean the text."
+                f"Scorer {scorer!r} has {{{name}}} in its prompt, but task {index} has no such"
+                f" column; add it to the task, or write {{{{{name}}}}} to mean the text."
             )
 
 
 def fill_template(template: str, *, task: Task, episode: Episode) -> str:
     values = {
         **task.columns,
-        "prompt": _told(task.prompt),
+        "prompt": _chat_as_text(task.prompt),
         "completion": episode.turns[-1].completion,
     }
 
     def value(found: re.Match[str]) -> str:
-        kept, name = found.groups()
-        return f"{{{kept}}}" if kept else _text(values[name])
+        escaped, name = found.groups()
+        return f"{{{escaped}}}" if escaped else _as_text(values[name])
 
-    return PLACE.sub(value, template)
-
-
-def _told(prompt: Prompt) -> str:
-    """A chat as text."""
-    return prompt if isinstance(prompt, str) else "\n\n".join(map(_message, prompt))
+    return PLACEHOLDER.sub(value, template)
 
 
-def _message(message: Message) -> str:
-    return f"{message['role']}: {_text(message.get('content', ''))}"
+def _chat_as_text(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{m['role']}: {_as_text(m.get('content', ''))}" for m in prompt)
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-MAX_CHARACTERS = 20_000  # the end of a reply, where the score is
-MAX_OBJECTS = 100  # in which a key is looked for; a reply may be nothing but braces
-MATCH_S = 5.0
-
-
 def read_key(reply: str, key: str) -> Any:
-    """What the last JSON object of the reply that has this key holds there; None if none has."""
+    """Return the value of `key` in the last JSON object of the reply that has it, or None."""
     reply = reply[-MAX_CHARACTERS:]
     decoder = json.JSONDecoder()
     start = len(reply)
@@ -89,7 +84,7 @@ def read_key(reply: str, key: str) -> Any:
 
 @dataclass(frozen=True)
 class PatternReader:
-    """A reward function over replies: the number that the last match holds in its first group."""
+    """A reward function over replies: the number in the first group of the last match."""
 
     pattern: str
 
@@ -100,19 +95,21 @@ class PatternReader:
         matches = list(re.finditer(self.pattern, reply[-MAX_CHARACTERS:]))
         try:
             return float(matches[-1][1]) if matches else None
-        except (TypeError, ValueError):  # a group that took no part, or holds no number
+        except (TypeError, ValueError):  # the group did not match, or is not a number
             return None
 
 
 async def read_pattern(
     reply: str, *, function: str, workers: ScorerWorkers, priority: int
 ) -> float | None:
-    """None also if it takes too long."""
+    """Match the reply in a scorer process. Returns None without a match or after a timeout."""
     message = ScoreGroup(
         function=function, prompts=[""], completions=[reply], completion_ids=[[]], columns={}
     )
     try:
-        scored = await workers.call(message, exclusive=True, timeout_s=MATCH_S, priority=priority)
+        scored = await workers.call(
+            message, exclusive=True, timeout_s=MATCH_TIMEOUT_S, priority=priority
+        )
     except (TimeoutError, WorkerError):
         return None
     return scored.rewards[0]

@@ -1,12 +1,13 @@
-"""What of the policy's past a self-teacher keeps: a moving average, or some versions as they were.
+"""The versions that a self-teacher keeps: a moving average, or the last few as they were.
 
-Promise: what due() returns is complete, belongs to one version, and stays as it is until the next
-take(). Memory is bounded: an average is one copy of the weights in float32 where the teacher
-computes; a lag of k is k + 1 copies at most, in the host's memory, in the type they travel in.
-Versions may be left out on their way here. An average then gives the newer one the weight of all
-that it stands for; a lag serves the newest version that is old enough.
+Promise: take() returns tensors that are complete, belong to one version, and stay unchanged until
+the next take(). Memory is bounded. An average is one float32 copy of the weights on the teacher's
+device. A lag of k is at most k + 1 copies in host memory, in the dtype they arrive in.
 
-With adapters it is their tensors that are kept or averaged. Used by one thread.
+Some versions may be skipped on their way here. An average then gives the next version the weight of
+all it replaces; a lag serves the newest version that is old enough.
+
+In a LoRA run the adapter's tensors are kept or averaged. Used by one thread.
 """
 
 from collections.abc import Mapping
@@ -17,17 +18,17 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Following:
-    """Which of the policy's past a teacher is: one of lag and ema."""
+class HistorySettings:
+    """Which past of the policy the teacher is. Either lag or ema is set."""
 
-    lag: int | None = None  # versions back
-    ema: float | None = None  # what an average keeps of itself when a version is added
-    every: int = 1  # versions from one refresh to the next
+    lag: int | None = None  # versions
+    ema: float | None = None  # decay per version
+    every: int = 1  # versions between two refreshes
 
-    def history(
+    def build(
         self, start: Mapping[str, Tensor] | None, *, version: int
     ) -> "AveragedWeights | LaggedWeights":
-        """`start` is `version` of the weights, on the teacher's device; None = not known."""
+        """`start`: the weights of `version` on the teacher's device; None = unknown."""
         if self.ema is not None:
             return AveragedWeights(start, decay=self.ema, every=self.every, version=version)
         assert self.lag is not None
@@ -35,10 +36,8 @@ class Following:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Due:
-    """What the teacher shall hold from now on."""
-
-    version: int  # the newest that is in it
+class VersionedTensors:
+    version: int  # the newest version in it
     tensors: Mapping[str, Tensor]
 
 
@@ -46,15 +45,15 @@ class AveragedWeights:
     def __init__(
         self, start: Mapping[str, Tensor] | None, *, decay: float, every: int, version: int
     ) -> None:
-        """Without a `start`, the first version that comes is one."""
+        """Without `start`, the average starts with the first version that arrives."""
         self._decay = decay
         self._every = every
-        self._version = version  # the newest in it
+        self._version = version  # the newest version in the average
         self._refreshed_at = version
         self._average = None if start is None else _copies(start, dtype=torch.float32)
 
-    def take(self, version: int, tensors: Mapping[str, Tensor]) -> Due | None:
-        """A newer version; returns what is due to be served now, if anything is."""
+    def take(self, version: int, tensors: Mapping[str, Tensor]) -> VersionedTensors | None:
+        """Add a newer version. Returns the weights to serve from now on, or None to keep them."""
         if self._average is None:
             self._average = _copies(tensors, dtype=torch.float32)
         else:
@@ -65,7 +64,7 @@ class AveragedWeights:
         if not _is_due(version, since=self._refreshed_at, every=self._every):
             return None
         self._refreshed_at = version
-        return Due(version=version, tensors=self._average)
+        return VersionedTensors(version=version, tensors=self._average)
 
 
 class LaggedWeights:
@@ -74,17 +73,18 @@ class LaggedWeights:
         self._every = every
         self._served = version
         self._refreshed_at = version
-        self._kept: list[Due] = []  # ascending; all but the first newer than the lag allows
+        # Ascending. All but the first are younger than the lag.
+        self._kept: list[VersionedTensors] = []
 
-    def take(self, version: int, tensors: Mapping[str, Tensor]) -> Due | None:
-        """A newer version; returns what is due to be served now, if anything is."""
+    def take(self, version: int, tensors: Mapping[str, Tensor]) -> VersionedTensors | None:
+        """Add a newer version. Returns the weights to serve from now on, or None to keep them."""
         copies = _copies(tensors, dtype=None, device=torch.device("cpu"))
-        self._kept.append(Due(version=version, tensors=copies))
-        old_enough = [due for due in self._kept if due.version <= version - self._lag]
+        self._kept.append(VersionedTensors(version=version, tensors=copies))
+        old_enough = [kept for kept in self._kept if kept.version <= version - self._lag]
         if not old_enough:
             return None
         newest = old_enough[-1]
-        self._kept = [due for due in self._kept if due.version >= newest.version]
+        self._kept = [kept for kept in self._kept if kept.version >= newest.version]
         is_due = _is_due(version, since=self._refreshed_at, every=self._every)
         if not is_due or newest.version <= self._served:
             return None
@@ -99,7 +99,7 @@ class LaggedWeights:
 def _copies(
     tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None, device: torch.device | None = None
 ) -> dict[str, Tensor]:
-    """Of tensors that are lent."""
+    """Copy tensors whose memory the receiver will reuse."""
     return {
         name: tensor.detach().to(device or tensor.device, dtype or tensor.dtype, copy=True)
         for name, tensor in tensors.items()
@@ -107,5 +107,5 @@ def _copies(
 
 
 def _is_due(version: int, *, since: int, every: int) -> bool:
-    """True if a version at which to refresh has come; it may itself have been left out."""
+    """True if a multiple of `every` was reached since then, even if that version was skipped."""
     return version // every > since // every

@@ -1,89 +1,79 @@
-"""Keys of the [[scorer]] tables that are language models; see docs/how-to/teachers.md.
+"""Settings of the [[scorer]] types that are language models; see docs/how-to/teachers.md.
 
-N.B. these are the kinds' own: name, weight, timeout_s and the like belong to every scorer.
+name, weight, timeout_s and similar keys belong to every scorer and are not listed here.
 """
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from millrace.scoring.setting_checks import check_choice, check_integer, check_positive
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
-TOP_K = 32  # where a loss compares distributions and nothing else is said
+TOP_K = 32  # default for losses that compare distributions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReaderSettings:
-    """How a model in scoring mode is run, whoever asks it."""
+class LogprobModelSettings:
+    """How a model process that computes logprobs is run."""
 
     device: str = "auto"
     dtype: Dtype = "float32"
     threads: int = 1
-    """On a CPU."""
+    """CPU threads."""
     pass_tokens: int = 8192
-    """Token budget of one forward pass; one longer sequence still gets a pass of its own."""
+    """Token budget of one forward pass. A longer sequence gets a pass of its own."""
     logprob_chunk: int = 1024
-    """Tokens whose logits exist at one time."""
+    """Number of tokens whose logits are held in memory at once."""
 
     def __post_init__(self) -> None:
-        check_one_of("dtype", self.dtype, get_args(Dtype))
-        for name in ("threads", "pass_tokens", "logprob_chunk"):
-            check_whole(name, getattr(self, name), least=1)
+        check_choice("dtype", self.dtype, get_args(Dtype))
+        check_integer(
+            1, threads=self.threads, pass_tokens=self.pass_tokens, logprob_chunk=self.logprob_chunk
+        )
 
-    def plain(self) -> dict[str, Any]:
-        """These alone, as a teacher process is told them."""
-        return {field.name: getattr(self, field.name) for field in fields(ReaderSettings)}
+    def process_settings(self) -> dict[str, Any]:
+        """The fields of this class alone, without those of subclasses."""
+        return {field.name: getattr(self, field.name) for field in fields(LogprobModelSettings)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TeachingSettings(ReaderSettings):
-    """What a teacher is asked, about which tasks, and how it is learned from."""
+class TeacherSettings(LogprobModelSettings):
+    """Which tasks a teacher scores, what it reads, and which loss learns from it."""
 
     loss: Divergence = "reverse_kl"
-    """loss.distil, where that is not set; the scorer's weight is loss.distil_weight."""
+    """Default of loss.distil. The scorer's weight is the default of loss.distil_weight."""
     beta: float = 0.5
-    """With "jsd": loss.distil_beta, where that is not set."""
+    """Default of loss.distil_beta with "jsd"."""
     top_k: int | None = None
-    """Likeliest tokens that are told with their logprobs; by default 0 with "reverse_kl", which
-    does not use them, and 32 with the others."""
+    """Number of most likely tokens per position whose logprobs the teacher returns. Default: 0 with
+    "reverse_kl", which does not use them, otherwise 32."""
     temperature: float = 1.0
-    """Of the teacher, whatever the tokens were sampled at."""
+    """Temperature of the teacher's distribution, independent of sampling.temperature."""
     tasks: tuple[str, ...] = ()
-    """Names of the [[tasks.source]] it teaches; none = all tasks."""
+    """Names of the [[tasks.source]] that the teacher scores; empty means all tasks."""
     column: str | None = None
-    """Then `tasks` are values of this column of a task."""
+    """If set, `tasks` lists values of this task column instead."""
     hint: str | None = None
-    """A column of the tasks that the teacher is shown and the policy is not."""
+    """Task column that the teacher sees and the policy does not."""
     template: str = "{hint}\n\n{prompt}"
-    """What it reads then instead of the prompt, or of the last message of a chat."""
+    """With `hint`: text that replaces the prompt, or the last message of a chat."""
 
     def __post_init__(self) -> None:
-        ReaderSettings.__post_init__(self)  # super() does not find its way in a class with slots
-        check_one_of("loss", self.loss, get_args(Divergence))
+        LogprobModelSettings.__post_init__(self)  # super() fails in a dataclass with slots
+        check_choice("loss", self.loss, get_args(Divergence))
         if self.top_k is not None:
-            check_whole("top_k", self.top_k, least=0 if self.loss == "reverse_kl" else 1)
-        if not (isinstance(self.temperature, int | float) and self.temperature > 0):
-            raise ValueError(f"temperature = {self.temperature!r} must be a number above 0")
+            check_integer(0 if self.loss == "reverse_kl" else 1, top_k=self.top_k)
+        check_positive(temperature=self.temperature)
         if isinstance(self.tasks, str):
             raise ValueError(f"tasks = {self.tasks!r} must be a list of names")
         if self.column is not None and not self.tasks:
-            raise ValueError(f"column = {self.column!r} says nothing without tasks; set both")
+            raise ValueError(f"column = {self.column!r} has no effect without tasks; set both")
         if "{prompt}" not in self.template or "{hint}" not in self.template:
-            raise ValueError(
-                f"template = {self.template!r} needs a place for {{prompt}} and one for {{hint}}"
-            )
+            raise ValueError(f"template = {self.template!r} must contain {{prompt}} and {{hint}}")
 
     @property
     def num_top(self) -> int:
         if self.top_k is None:
             return 0 if self.loss == "reverse_kl" else TOP_K
         return self.top_k
-
-
-def check_whole(name: str, value: Any, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} = {value!r} must be a whole number, at least {least}")
-
-
-def check_one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} = {value!r} must be one of {', '.join(map(repr, known))}")

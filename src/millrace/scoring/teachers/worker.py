@@ -36,9 +36,14 @@ from millrace.inference.embedded.scoring import ScoringEngine, num_rows
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.directory import text_config
 from millrace.models.loading import load_model, resolve_device
-from millrace.scoring.teachers.following import Followed, PastVersions, Staged, follow
-from millrace.scoring.teachers.history import Following
-from millrace.scoring.teachers.settings import ReaderSettings
+from millrace.scoring.teachers.history import HistorySettings
+from millrace.scoring.teachers.self_teacher_weights import (
+    SavedWeights,
+    SelfTeacherWeights,
+    Staged,
+    build_self_teacher_weights,
+)
+from millrace.scoring.teachers.settings import LogprobModelSettings
 
 PROGRESS_S = 0.25
 STAGING_POLL_S = 0.002  # how soon an idle teacher notices that weights are staged
@@ -49,7 +54,7 @@ def main(link: Link, name: str) -> None:
 
 
 def start(message: StartTeacher, link: Link, timeline: Timeline) -> "TeacherWorker":
-    config, settings = load_config(message.config), ReaderSettings(**message.settings)
+    config, settings = load_config(message.config), LogprobModelSettings(**message.settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = resolve_device(settings.device)
@@ -73,13 +78,13 @@ def start(message: StartTeacher, link: Link, timeline: Timeline) -> "TeacherWork
     if message.following is not None:
         assert message.version is not None
         adapter = None if message.adapter_path is None else Path(message.adapter_path)
-        followed = follow(
+        followed = build_self_teacher_weights(
             model,
-            Following(**message.following),
+            HistorySettings(**message.following),
             config,
             version=message.version,
             adapter=adapter,
-            past=None if message.past is None else PastVersions(Path(message.past)),
+            saved=None if message.past is None else SavedWeights(Path(message.past)),
         )
     return TeacherWorker(
         link,
@@ -108,7 +113,7 @@ class TeacherWorker:
         *,
         engine: ScoringEngine,
         pass_tokens: int,
-        followed: Followed | None,
+        followed: SelfTeacherWeights | None,
         timeline: Timeline,
     ) -> None:
         self._link = link
@@ -186,7 +191,7 @@ class TeacherWorker:
             if staged.prepared is not None:
                 self._followed.commit(staged.prepared)
                 self._num_swaps += 1
-                self._keeping = self._stager.submit(self._followed.keep)
+                self._keeping = self._stager.submit(self._followed.save)
         except WeightError as error:
             call.fail(error)
         else:

@@ -51,25 +51,25 @@ def join_references(rollouts: Sequence[Rollout]) -> np.ndarray | None:
 
 def join_teachings(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
     """Teacher logprobs of the trained tokens; NaN where a token has no teacher."""
-    if all(rollout.teaching is None for rollout in rollouts):
+    if all(rollout.teacher is None for rollout in rollouts):
         return {}
-    widths = {t.top_ids.shape[1] for r in rollouts if (t := r.teaching) and t.top_ids is not None}
+    widths = {t.top_ids.shape[1] for r in rollouts if (t := r.teacher) and t.top_ids is not None}
     assert len(widths) <= 1, "all teachers of a run give the same number of ids per token"
     num_topk = widths.pop() if widths else 0
     logprobs: list[np.ndarray] = []
     ids: list[np.ndarray] = []
     topk: list[np.ndarray] = []
     for rollout in rollouts:
-        teaching, mask, count = rollout.teaching, rollout.mask, rollout.num_sampled
-        if teaching is None:
+        teacher, mask, count = rollout.teacher, rollout.mask, rollout.num_sampled
+        if teacher is None:
             logprobs.append(np.full(count, np.nan, np.float32))
             ids.append(np.tile(np.arange(num_topk, dtype=np.int32), (count, 1)))
             topk.append(np.full((count, num_topk), np.nan, np.float32))
             continue
-        logprobs.append(teaching.logprobs[mask])
-        if teaching.top_ids is not None and teaching.top_logprobs is not None:
-            ids.append(teaching.top_ids[mask])
-            topk.append(teaching.top_logprobs[mask])
+        logprobs.append(teacher.logprobs[mask])
+        if teacher.top_ids is not None and teacher.top_logprobs is not None:
+            ids.append(teacher.top_ids[mask])
+            topk.append(teacher.top_logprobs[mask])
     joined = {"teacher_logprobs": np.concatenate(logprobs)}
     if num_topk:
         joined |= {"topk_ids": np.concatenate(ids), "topk_logprobs": np.concatenate(topk)}

@@ -1,5 +1,6 @@
-"""How a teacher comes by the policy's versions, what becomes of them there, and what is left of it
-when its process is lost.
+"""The weights of a self-teacher: receives the policy's versions, applies them, and saves them.
+
+A restarted process continues from the saved file instead of the run's starting weights.
 """
 
 import sys
@@ -7,7 +8,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -23,69 +23,72 @@ from millrace.inference.embedded.lora.merging import AdapterMerger
 from millrace.models.lora.factors import adapter_of
 from millrace.models.lora.folders import read_checkpoint
 from millrace.models.weight_file import read_weights, write_weights
-from millrace.scoring.teachers.history import Due, Following
+from millrace.scoring.teachers.history import (
+    AveragedWeights,
+    HistorySettings,
+    LaggedWeights,
+    VersionedTensors,
+)
 from millrace.weights.receiver import make_receiver
 
-KEEP_S = 60.0
-
-
-class History(Protocol):
-    def take(self, version: int, tensors: Mapping[str, Tensor]) -> Due | None: ...
+SAVE_EVERY_S = 60.0  # writing a copy of all weights is expensive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Staged:
-    prepared: PreparedWeights | None  # None = the teacher stays as it is
+    """The outcome of staging one update."""
+
+    prepared: PreparedWeights | None  # None = the teacher keeps its weights
     stage_ms: float
 
 
-class PastVersions:
-    """What the teacher was made of lately, in a file. Used by the staging thread.
+class SavedWeights:
+    """The file with the teacher's latest weights. Used by the staging thread.
 
-    It is written every KEEP_S at most: a copy of the weights is a lot to write. A process that
-    begins with it goes on from there, see follow().
+    It is written at most every SAVE_EVERY_S.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._due: Due | None = None  # newer than the file
-        self._kept_s = -KEEP_S  # monotonic
+        self._unsaved: VersionedTensors | None = None
+        self._saved_s = -SAVE_EVERY_S  # monotonic
 
-    def recall(self) -> Due | None:
+    def load(self) -> VersionedTensors | None:
         if not self._path.exists():
             return None
         version, tensors = read_weights(self._path)
-        return Due(version=version, tensors=tensors)
+        return VersionedTensors(version=version, tensors=tensors)
 
-    def note(self, due: Due) -> None:
-        self._due = due
+    def update(self, weights: VersionedTensors) -> None:
+        self._unsaved = weights
 
-    def keep(self) -> None:
-        if self._due is None or time.monotonic() - self._kept_s < KEEP_S:
+    def save(self) -> None:
+        if self._unsaved is None or time.monotonic() - self._saved_s < SAVE_EVERY_S:
             return
         try:
-            write_weights(self._path, self._due.tensors, version=self._due.version)
-        except (OSError, SafetensorError) as error:  # the run goes on; only a loss would cost more
+            write_weights(self._path, self._unsaved.tensors, version=self._unsaved.version)
+        except (OSError, SafetensorError) as error:
+            # Not fatal: a restarted teacher would only start from older weights.
             print(f"{self._path} cannot be written: {reason(error)}.", file=sys.stderr, flush=True)
-        self._due, self._kept_s = None, time.monotonic()
+        self._unsaved, self._saved_s = None, time.monotonic()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Followed:
-    """The policy's weights, its past, and their way here."""
+class SelfTeacherWeights:
+    """The teacher's live weights, the history behind them, and the receiver of new versions."""
 
     live: LiveWeights
-    history: History
+    history: AveragedWeights | LaggedWeights
     receiver: WeightReceiver
-    past: PastVersions | None
+    saved: SavedWeights | None
 
     def stage(self, update: WeightUpdate) -> Staged:
-        """Fetch a version, and make ready what is due. Runs in the staging thread; what it returns
-        is committed or dropped before it is called again."""
+        """Receive a version and prepare what becomes visible. Runs in the staging thread. The
+        caller commits or drops the result before the next call."""
         started_s = time.perf_counter()
         due = self.history.take(update.version, self.receiver.stage(update))
-        if due is not None and self.past is not None:
-            self.past.note(due)
+        if due is not None and self.saved is not None:
+            self.saved.update(due)
         prepared = None if due is None else self.live.prepare(due.tensors, version=due.version)
         return Staged(prepared=prepared, stage_ms=(time.perf_counter() - started_s) * 1000)
 
@@ -93,38 +96,38 @@ class Followed:
     def commit(self, prepared: PreparedWeights) -> None:
         self.live.commit(prepared)
 
-    def keep(self) -> None:
-        """Runs in the staging thread, before the next stage(): what is due has not changed."""
-        if self.past is not None:
-            self.past.keep()
+    def save(self) -> None:
+        """Runs in the staging thread before the next stage(), so the tensors do not change."""
+        if self.saved is not None:
+            self.saved.save()
 
 
-def follow(
+def build_self_teacher_weights(
     model: PreTrainedModel,
-    following: Following,
+    history: HistorySettings,
     config: RunConfig,
     *,
     version: int,
     adapter: Path | None,
-    past: PastVersions | None = None,
-) -> Followed:
-    """`model` is `version` of the policy, with `adapter` on top of it if there is one. What `past`
-    has kept is newer, and takes its place."""
+    saved: SavedWeights | None = None,
+) -> SelfTeacherWeights:
+    """`model` holds `version` of the policy, without its `adapter`. If `saved` has weights, these
+    are newer and replace both."""
     merger = None if config.lora is None else AdapterMerger(model, adapter_of(model, config.lora))
     live = LiveWeights(model, version=version, merger=merger, bank=None)
     start: Mapping[str, Tensor] | None = dict(model.named_parameters())
     if config.lora is not None:
         start = None if adapter is None else read_checkpoint(adapter)
-    if past is not None and (recalled := past.recall()) is not None:
-        start = {name: tensor.to(model.device) for name, tensor in recalled.tensors.items()}
-        version = recalled.version
+    if saved is not None and (newer := saved.load()) is not None:
+        start = {name: tensor.to(model.device) for name, tensor in newer.tensors.items()}
+        version = newer.version
     if start is not None and (adapter is not None or version != live.version):
         with torch.no_grad():
             live.commit(live.prepare(start, version=version))
-    return Followed(
+    return SelfTeacherWeights(
         live=live,
-        past=past,
-        history=following.history(start, version=version),
+        saved=saved,
+        history=history.build(start, version=version),
         receiver=make_receiver(
             config.weights.transport,
             expected=live.shapes,

@@ -1,4 +1,4 @@
-"""Readings -> tokens of the reward model's own tokenizer, with the end of each step among them.
+"""Encodes readings with the reward model's own tokenizer, and finds the end of each step.
 
 Runs in the reward model's process.
 """
@@ -14,34 +14,32 @@ from millrace.core.records import Message, Prompt
 from millrace.scoring.reward_models.settings import Template
 
 
-class Texts:
+class ReadingEncoder:
     def __init__(
         self, tokenizer: Any, *, template: Template, is_whole: bool, separator: str | None
     ) -> None:
-        """`tokenizer` may be None where only ids are read; `separator` is put behind each step, and
-        the step is judged there."""
+        """`tokenizer` may be None if only ids are read. `separator` is inserted after each step,
+        and the step is read there."""
         self._tokenizer = tokenizer
         self._template = template
         self._is_whole = is_whole
         self._separator = self._encode(separator) if separator else []
 
-    def lay(self, reading: StepReading) -> tuple[np.ndarray, list[int]]:
-        """Tokens [L] int64, and the last one of each step."""
+    def encode(self, reading: StepReading) -> tuple[np.ndarray, list[int]]:
+        """Return tokens [L] int64, and the last token of each step."""
         if reading.tokens is not None:
             bounds = np.array(reading.ends[:-1], np.int64) + 1
             pieces = [
                 part.tolist() for part in np.split(reading.tokens[: reading.ends[-1] + 1], bounds)
             ]
-            return self._joined([], pieces)
+            return self._join([], pieces)
         if self._is_whole:
             ids = self._conversation(reading.prompt, "".join(reading.pieces))
             return np.array(ids, np.int64), [len(ids) - 1]
         pieces = [self._encode(piece) for piece in reading.pieces]
-        return self._joined(self._prompt(reading.prompt), pieces)
+        return self._join(self._prompt(reading.prompt), pieces)
 
-    def _joined(
-        self, prompt: list[int], pieces: Sequence[list[int]]
-    ) -> tuple[np.ndarray, list[int]]:
+    def _join(self, prompt: list[int], pieces: Sequence[list[int]]) -> tuple[np.ndarray, list[int]]:
         ids, ends = list(prompt), []
         for piece in pieces:
             ids += [*piece, *self._separator]
@@ -52,19 +50,19 @@ class Texts:
         if not self._is_chat(prompt):
             return self._encode(_as_text(prompt) + completion, add_special_tokens=True)
         messages = [*_as_messages(prompt), {"role": "assistant", "content": completion}]
-        return self._templated(messages, add_generation_prompt=False)
+        return self._apply_template(messages, add_generation_prompt=False)
 
     def _prompt(self, prompt: Prompt) -> list[int]:
         if not self._is_chat(prompt):
             return self._encode(_as_text(prompt), add_special_tokens=True)
-        return self._templated(_as_messages(prompt), add_generation_prompt=True)
+        return self._apply_template(_as_messages(prompt), add_generation_prompt=True)
 
     def _is_chat(self, prompt: Prompt) -> bool:
         if self._template == "auto":
             return not isinstance(prompt, str) and bool(self._tokenizer.chat_template)
         return self._template == "chat"
 
-    def _templated(self, messages: list[Message], *, add_generation_prompt: bool) -> list[int]:
+    def _apply_template(self, messages: list[Message], *, add_generation_prompt: bool) -> list[int]:
         try:
             return self._tokenizer.apply_chat_template(
                 messages,
@@ -73,7 +71,7 @@ class Texts:
                 return_dict=False,
             )
         except Exception as error:
-            # A template is a program that comes with the model and may refuse in any way it likes.
+            # A chat template is a program that comes with the model; it may raise anything.
             raise ScoreError(
                 f"The reward model's chat template refused a conversation:"
                 f" {type(error).__name__}: {error}; check its roles, or set template to 'text'."
@@ -83,7 +81,7 @@ class Texts:
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
-            # Tokenizers without an unknown token raise a bare Exception at what they do not know.
+            # A tokenizer without an unknown token raises a bare Exception for unknown text.
             raise ScoreError(
                 f"The reward model's tokenizer refused {text[:80]!r}: {error}."
             ) from error

@@ -10,7 +10,7 @@ import rewards_for_tests
 
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import load_reference
-from millrace.scoring.functions.handover import hand_over, load_function, resolve_function
+from millrace.scoring.functions.shipping import load_function, resolve_function, ship_functions
 
 
 def make_closure(bonus):
@@ -33,7 +33,7 @@ class Judge:
 
 def test_references_and_importable_functions_travel_by_name(tmp_path):
     functions = {"a": "rewards_for_tests:exact", "b": rewards_for_tests.length}
-    locations = hand_over(functions, folder=tmp_path / "rewards")
+    locations = ship_functions(functions, folder=tmp_path / "rewards")
     assert locations == {"a": "rewards_for_tests:exact", "b": "rewards_for_tests:length"}
     assert load_function(locations["b"]) is rewards_for_tests.length
     assert not (tmp_path / "rewards").exists()
@@ -43,13 +43,13 @@ def test_a_function_of_a_file_that_is_not_on_the_path_travels_by_its_file(tmp_pa
     file = tmp_path / "my_rewards_b.py"
     file.write_text("def exact(completions):\n    return [1.0 for _ in completions]\n")
     function = load_reference(f"{file}:exact")
-    assert hand_over({"a": function}, folder=tmp_path) == {"a": f"{file}:exact"}
+    assert ship_functions({"a": function}, folder=tmp_path) == {"a": f"{file}:exact"}
 
 
 def test_a_name_that_means_something_else_by_now_is_not_trusted(tmp_path, monkeypatch):
     original = rewards_for_tests.length
     monkeypatch.setattr(rewards_for_tests, "length", lambda completions: [])
-    location = hand_over({"length": original}, folder=tmp_path)["length"]
+    location = ship_functions({"length": original}, folder=tmp_path)["length"]
     assert location.endswith(".pickle")
     assert load_function(location)(["abc"]) == [3]
 
@@ -61,7 +61,7 @@ def test_closures_lambdas_objects_and_methods_travel_by_file(tmp_path):
         "object": Judge(2),
         "method": Judge(3).method,
     }
-    locations = hand_over(functions, folder=tmp_path / "rewards")
+    locations = ship_functions(functions, folder=tmp_path / "rewards")
     results = {name: load_function(path)(["abc"]) for name, path in locations.items()}
     assert results == {"closure": [13], "lambda": [7], "object": [2], "method": [-3]}
 
@@ -71,7 +71,7 @@ def test_pickled_functions_are_private_to_the_user(tmp_path):
     folder.mkdir(mode=0o777)
     old_mask = os.umask(0)
     try:
-        location = hand_over({"closure": make_closure(1)}, folder=folder)["closure"]
+        location = ship_functions({"closure": make_closure(1)}, folder=folder)["closure"]
     finally:
         os.umask(old_mask)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -85,11 +85,11 @@ def test_a_function_of_a_script_loads_in_another_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, pathlib\n"
-        "from millrace.scoring.functions.handover import hand_over\n"
+        "from millrace.scoring.functions.shipping import ship_functions\n"
         "SCALE = 2.0\n"
         "def scaled(completions):\n"
         "    return [SCALE * len(c) for c in completions]\n"
-        "print(hand_over({'s': scaled}, folder=pathlib.Path(sys.argv[1]))['s'])\n"
+        "print(ship_functions({'s': scaled}, folder=pathlib.Path(sys.argv[1]))['s'])\n"
     )
     command = [sys.executable, str(script), str(tmp_path / "rewards")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -106,7 +106,7 @@ def test_what_cannot_be_pickled_is_one_sentence(tmp_path):
     with pytest.raises(
         ConfigError, match=r"'guarded' cannot be sent .*lock.*; define it at the top"
     ):
-        hand_over({"guarded": guarded}, folder=tmp_path)
+        ship_functions({"guarded": guarded}, folder=tmp_path)
 
 
 def test_a_pickle_whose_module_is_gone_is_one_sentence(tmp_path, monkeypatch):
@@ -114,7 +114,7 @@ def test_a_pickle_whose_module_is_gone_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "fleeting_module.py").write_text("def inner():\n    return 1.0\n")
     module = importlib.import_module("fleeting_module")
     inner = module.inner
-    location = hand_over({"a": lambda **_: [inner()]}, folder=tmp_path / "rewards")["a"]
+    location = ship_functions({"a": lambda **_: [inner()]}, folder=tmp_path / "rewards")["a"]
     (tmp_path / "fleeting_module.py").unlink()
     monkeypatch.delitem(sys.modules, "fleeting_module")
     importlib.invalidate_caches()

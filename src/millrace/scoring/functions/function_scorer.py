@@ -1,0 +1,128 @@
+"""The scorer type of reward functions: the user's own functions, and the built-in verifiers.
+
+Promise: whatever the function does, the group gets rewards or one ScoreError.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.cluster.messages import ScoreGroup
+from millrace.core.errors import ScoreError, TransientScoreError, WorkerError
+from millrace.core.records import Episode, Group, Message, Prompt, ScorerResult, Task
+from millrace.scoring.functions.shipping import resolve_function
+from millrace.scoring.functions.signature import RewardFunction, inspect_reward
+from millrace.scoring.functions.workers import CALLS_PER_WORKER, ScorerWorkers
+from millrace.scoring.scorer_type import CallSettings, ScorerContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """A reward function with the TRL signature."""
+
+    function: str | Callable[..., Any]  # "module:name", or the callable itself
+
+    @property
+    def default_name(self) -> str:
+        function = resolve_function(self.function)
+        return getattr(function, "__name__", type(function).__name__).strip("<>")
+
+    def call_settings(self, *, num_workers: int) -> CallSettings:
+        """One call per group, because the function may compare its completions. One retry, because
+        a process may die for a reason that is not the function's."""
+        calls_per_worker = CALLS_PER_WORKER if self.inspect(name="").is_async else 1
+        concurrency = num_workers * calls_per_worker
+        return CallSettings(concurrency=concurrency, batch=0, retries=1, breaker_failures=0)
+
+    def check(self, tasks: Sequence[Task], *, name: str) -> None:
+        self.inspect(name=name).check_columns(tasks)
+
+    def build(
+        self, *, name: str, weight: float, calls: CallSettings, context: ScorerContext
+    ) -> "FunctionScorer":
+        context.functions[name] = self.function
+        return FunctionScorer(
+            name,
+            weight=weight,
+            is_async=self.inspect(name=name).is_async,
+            calls=calls,
+            workers=context.workers,
+        )
+
+    def inspect(self, *, name: str) -> RewardFunction:
+        """Return the function with its signature; raises ConfigError."""
+        return inspect_reward(resolve_function(self.function), name=name)
+
+
+class FunctionScorer:
+    """A reward function that runs in the scorer processes."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        weight: float,
+        is_async: bool,
+        calls: CallSettings,
+        workers: ScorerWorkers,
+    ) -> None:
+        self.name = name
+        self.weight = weight
+        self._is_async = is_async
+        self._calls = calls
+        self._workers = workers
+
+    async def score(self, group: Group) -> list[ScorerResult]:
+        try:
+            scored = await self._workers.call(
+                _message(self.name, group),
+                exclusive=not self._is_async,
+                timeout_s=self._calls.timeout_s,
+                priority=self._calls.priority,
+            )
+        except TimeoutError:
+            raise ScoreError(
+                f"Reward {self.name!r} took longer than {self._calls.timeout_s:g} s on group"
+                f" {group.number}; make it faster, or raise its timeout_s."
+            ) from None
+        except WorkerError as error:
+            failure = TransientScoreError(
+                f"Reward {self.name!r} lost its process on group {group.number}: {error}"
+            )
+            failure.add_note(error.traceback)  # or the last lines of its log
+            raise failure from None
+        except ScoreError as error:
+            failure = ScoreError(f"{str(error).rstrip('.')} (group {group.number}).")
+            for note in getattr(error, "__notes__", ()):  # the worker's traceback
+                failure.add_note(note)
+            raise failure from None
+        return [ScorerResult(score=reward) for reward in scored.rewards]
+
+
+def _message(function: str, group: Group) -> ScoreGroup:
+    """Build the arguments of the TRL signature: lists with one entry per episode."""
+    prompt = group.task.prompt
+    num_episodes = len(group.episodes)
+    return ScoreGroup(
+        function=function,
+        prompts=[prompt] * num_episodes,
+        completions=[completion_of(episode, prompt) for episode in group.episodes],
+        completion_ids=[_sampled_ids(episode) for episode in group.episodes],
+        columns={name: [value] * num_episodes for name, value in group.task.columns.items()},
+    )
+
+
+def completion_of(episode: Episode, prompt: Prompt) -> Prompt:
+    """Return the completion text; for a chat, all messages after those of the task's prompt."""
+    turn = episode.turns[-1]
+    if isinstance(prompt, str):
+        return turn.completion
+    messages = [*(turn.prompt if not isinstance(turn.prompt, str) else [])]
+    starts_with_prompt = messages[: len(prompt)] == prompt
+    reply: list[Message] = [{"role": "assistant", "content": turn.completion}]
+    return [*messages[len(prompt) :], *reply] if starts_with_prompt else reply
+
+
+def _sampled_ids(episode: Episode) -> list[int]:
+    rollout = episode.rollouts[-1]
+    return rollout.tokens[rollout.mask].tolist()
