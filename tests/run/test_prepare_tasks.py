@@ -86,7 +86,7 @@ def test_servers_alone_are_an_environment_that_somebody_must_judge(folder):
         "environment": {"mcp": [{"command": ["python", "server.py"]}]},
     }
     assert isinstance(prepare(load_config(config), scorers=[length]).environment, WithServers)
-    with pytest.raises(ConfigError, match="There is no scorer"):
+    with pytest.raises(ConfigError, match="The run has no scorer"):
         prepare(load_config(config))
 
 
