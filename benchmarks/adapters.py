@@ -127,7 +127,7 @@ def _generate(
     sampling = Sampling(max_new_tokens=new_tokens)
     for index, prompt in enumerate(prompts):
         name = names[index % len(names)] if names else None
-        engine.submit(
+        engine.add_request(
             Request(id=str(index), prompt=prompt, sampling=sampling, seed=index, adapter=name)
         )
     before = engine.stats().generated_tokens

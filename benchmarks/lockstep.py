@@ -135,7 +135,7 @@ class _Player:
     ) -> list[Group]:
         prompts = [self._renderer.render(task.prompt) for task in tasks]
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            self.engine.submit(
+            self.engine.add_request(
                 Request(id=str(number), prompt=prompt, sampling=sampling, n=n, seed=seed)
             )
         done: dict[str, list[Completion]] = {}

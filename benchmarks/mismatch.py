@@ -66,7 +66,9 @@ def sample(model: str, prompts: list[np.ndarray], *, dtype: str) -> Microbatch:
     config = EngineConfig.model_validate(settings)
     engine = build_engine(model, config=config, trust_remote_code=False, version=0)
     for index, prompt in enumerate(prompts):
-        engine.submit(Request(id=str(index), prompt=prompt, sampling=SAMPLING, n=4, seed=index))
+        engine.add_request(
+            Request(id=str(index), prompt=prompt, sampling=SAMPLING, n=4, seed=index)
+        )
     answers: dict[str, list[Completion]] = {}
     while engine.has_work:
         answers |= {finished.id: finished.completions for finished in engine.step()}

@@ -90,12 +90,12 @@ def sample(folder: str, *, num_prompts: int, device: str) -> Microbatch:
         config=EngineConfig.model_validate(settings),
         trust_remote_code=False,
         version=0,
-        notes_routes=True,
+        records_routes=True,
     )
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, VOCAB, (num_prompts, PROMPT_TOKENS)).astype(np.int32)
     for index, prompt in enumerate(prompts):
-        engine.submit(
+        engine.add_request(
             Request(id=str(index), prompt=prompt, sampling=SAMPLING, n=4, seed=index, routes_from=0)
         )
     answers: dict[str, list[Completion]] = {}

@@ -107,7 +107,7 @@ class Talk:
             session="talk",
             **further,
         )
-        self._engine.submit(request)
+        self._engine.add_request(request)
         while not (finished := self._engine.step()):
             pass
         return finished[0].completions[0], self._engine.stats().prefill_tokens - before

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fakes import CharacterTokenizer, ScriptedEngine, make_piece
+from fakes import CharacterTokenizer, ScriptedEngine, make_chunk
 
 from millrace.cluster.messages import (
     Copied,
@@ -66,7 +66,7 @@ class Engine(ScriptedEngine):
             )
             done.append(completion)
             if on_tokens is not None:
-                on_tokens(make_piece(completion, member=member))
+                on_tokens(make_chunk(completion, member=member))
             if on_completion is not None:
                 on_completion(member, completion)
         return done

@@ -52,7 +52,7 @@ def make_engine(
     lora: LoraConfig | None = None,
     residents: Mapping[str, Adapter] | None = None,
     dtype: torch.dtype = torch.float32,
-    notes_routes: bool = False,
+    records_routes: bool = False,
     **settings: Any,
 ) -> EmbeddedEngine:
     """Small blocks and chunks, so that a few tokens cross many boundaries."""
@@ -72,7 +72,7 @@ def make_engine(
         "num_blocks": 256,
         "block_tokens": 4,
         "prefill_tokens": 64,
-        "routing": find_routing(model) if notes_routes else None,
+        "routing": find_routing(model) if records_routes else None,
     }
     return EmbeddedEngine(model, letter_tokenizer(), eos_ids=eos_ids, **{**sizes, **settings})
 
@@ -115,7 +115,7 @@ def finish_all(
 ) -> dict[str, list[Completion]]:
     """Submit, and step until nothing is left; completions by request."""
     for request in requests:
-        engine.submit(request)
+        engine.add_request(request)
     done = {}
     for _ in range(max_steps):
         if not engine.has_work:

@@ -5,8 +5,8 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from millrace.core.completions import piece_of
-from millrace.core.protocols import OnCompletion, OnTokens
+from millrace.core.completions import chunk_of
+from millrace.core.protocols import Capability, OnCompletion, OnTokens
 from millrace.core.records import (
     Completion,
     CompletionChunk,
@@ -89,6 +89,8 @@ def make_update(version: int, *, transport: str = "shm", location: str = "") -> 
 class ScriptedEngine:
     """An Engine whose completions are the given texts, one token per character."""
 
+    capabilities = frozenset(Capability)
+
     def __init__(self, *texts: str) -> None:
         self.texts = texts
         self.requests: list[Request] = []
@@ -106,7 +108,7 @@ class ScriptedEngine:
         done = [make_completion(self.texts[i % len(self.texts)]) for i in range(request.n)]
         if on_tokens is not None:
             for member, completion in enumerate(done):
-                on_tokens(make_piece(completion, member=member))
+                on_tokens(make_chunk(completion, member=member))
         for member, completion in enumerate(done if on_completion else []):
             on_completion(member, completion)  # pyright: ignore
         return done
@@ -141,33 +143,33 @@ def make_completion(text: str, *, version: int = 0) -> Completion:
     )
 
 
-def make_piece(completion: Completion, *, member: int = 0) -> CompletionChunk:
+def make_chunk(completion: Completion, *, member: int = 0) -> CompletionChunk:
     """All of it at once."""
-    return piece_of(completion, member=member, finish=completion.finish)
+    return chunk_of(completion, member=member, finish=completion.finish)
 
 
 class Listener:
-    """Hears what an engine tells of a request's completions, piece by piece."""
+    """Hears what an engine tells of a request's completions, chunk by chunk."""
 
     def __init__(self) -> None:
-        self.pieces: list[CompletionChunk] = []
+        self.chunks: list[CompletionChunk] = []
 
-    def __call__(self, piece: CompletionChunk) -> None:
-        self.pieces.append(piece)
+    def __call__(self, chunk: CompletionChunk) -> None:
+        self.chunks.append(chunk)
 
     def assert_heard(self, completions: Sequence[Completion], *, after: int = 0) -> None:
-        """Exactly these, from token number `after` on, and each one's end with its last piece."""
+        """Exactly these, from token number `after` on, and each one's end with its last chunk."""
         for member, completion in enumerate(completions):
-            own = [piece for piece in self.pieces if piece.member == member]
-            assert [piece.finish for piece in own] == [None] * (len(own) - 1) + [completion.finish]
+            own = [chunk for chunk in self.chunks if chunk.member == member]
+            assert [chunk.finish for chunk in own] == [None] * (len(own) - 1) + [completion.finish]
             for name in ("tokens", "logprobs", "versions"):
-                told = np.concatenate([getattr(piece, name) for piece in own])
+                told = np.concatenate([getattr(chunk, name) for chunk in own])
                 np.testing.assert_array_equal(told, getattr(completion, name)[after:])
-            assert _rows(own) == _rows([make_piece(completion)])[after:]
+            assert _rows(own) == _rows([make_chunk(completion)])[after:]
 
 
-def _rows(pieces: Sequence[CompletionChunk]) -> list[list[int]]:
-    kept = [piece.kept for piece in pieces if piece.kept is not None]
+def _rows(chunks: Sequence[CompletionChunk]) -> list[list[int]]:
+    kept = [chunk.kept for chunk in chunks if chunk.kept is not None]
     return [row.tolist() for k in kept for row in np.split(k.ids, k.offsets[1:-1])[: _num(k)]]
 
 

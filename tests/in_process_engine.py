@@ -1,30 +1,42 @@
-"""An engine without a process of its own, as the controller would see it."""
+"""An Engine that runs in the test process instead of a worker process."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
 
 from millrace.config import Interrupt
-from millrace.core.protocols import OnCompletion, OnTokens, WeightReceiver
+from millrace.core.protocols import Capability, OnCompletion, OnTokens, WeightReceiver
 from millrace.core.records import Completion, Request
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
 from millrace.core.weight_update import WeightUpdate
-from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.inference.embedded.interrupt import MODELS
-from millrace.inference.embedded.scheduling.outputs import Finished
+from millrace.inference.backend import (
+    EmbeddedBackend,
+    EngineBackend,
+    EngineCore,
+    EngineSpec,
+    FinishedRequest,
+    check_request,
+)
+from millrace.inference.interrupt import INTERRUPTS
+from millrace.weights.receiver import make_receiver
 
 
 class InProcessEngine:
-    """core.protocols.Engine over an EmbeddedEngine; one step per turn of the event loop."""
+    """core.protocols.Engine over an EngineCore; one step per turn of the event loop."""
 
     def __init__(
         self,
-        engine: EmbeddedEngine,
+        engine: EngineCore,
         *,
         receiver: WeightReceiver,
         interrupt: Interrupt = "swap",
+        capabilities: frozenset[Capability] = EmbeddedBackend.capabilities,
     ) -> None:
+        self.capabilities = capabilities
         self._engine = engine
-        self._interrupt = MODELS[interrupt](engine)
+        self._interrupt = INTERRUPTS[interrupt](engine)
         self._receiver = receiver
         self._waiting: dict[str, asyncio.Future[list[Completion]]] = {}
         self._listeners: dict[str, OnTokens] = {}
@@ -39,8 +51,10 @@ class InProcessEngine:
         on_tokens: OnTokens | None = None,
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
-        singly = on_completion is not None
-        self._engine.submit(request, stream=on_tokens is not None, singly=singly)
+        check_request(request, self.capabilities)
+        self._engine.add_request(
+            request, stream=on_tokens is not None, per_completion=on_completion is not None
+        )
         if on_completion is not None:
             self._completed[request.id] = on_completion
         if on_tokens is not None:
@@ -53,21 +67,23 @@ class InProcessEngine:
         return self._engine.score(requests)
 
     async def swap(self, update: WeightUpdate) -> int:
-        self._hand_out(self._interrupt.announce())
-        tensors = self._receiver.stage(update)
-        while not self._interrupt.may_land:  # noqa: ASYNC110 - turns of the loop, not a poll
-            await asyncio.sleep(0)
-        self._hand_out(self._interrupt.land())
-        self._engine.swap(tensors, version=update.version)
-        self._interrupt.settle()
-        self._arrived.set()
+        self._deliver(self._interrupt.announce())
+        try:
+            tensors = self._receiver.stage(update)
+            while not self._interrupt.may_land:  # noqa: ASYNC110 - turns of the loop, not a poll
+                await asyncio.sleep(0)
+            self._deliver(self._interrupt.land())
+            self._engine.commit(self._engine.prepare(tensors, version=update.version))
+        finally:
+            self._interrupt.settle()
+            self._arrived.set()
         return update.version
 
     async def abort(self, ids: Sequence[str]) -> None:
-        self._hand_out(self._engine.abort(ids))
+        self._deliver(self._engine.abort(ids))
 
     async def expire(self, before: int) -> None:
-        self._hand_out(self._engine.expire(before))
+        self._deliver(self._engine.expire(before))
 
     async def pause(self) -> None:
         self._may_run.clear()
@@ -79,24 +95,47 @@ class InProcessEngine:
         while True:
             while self._engine.has_work:
                 await self._may_run.wait()
-                self._hand_out(self._engine.step())
+                self._deliver(self._engine.step())
                 await asyncio.sleep(0)
             self._arrived.clear()
             await self._arrived.wait()
 
-    def _hand_out(self, finished: list[Finished]) -> None:
-        for id, pieces in {**self._engine.news(), **self._engine.news_at_leisure()}.items():
+    def _deliver(self, finished: list[FinishedRequest]) -> None:
+        for id, pieces in {
+            **self._engine.take_chunks(),
+            **self._engine.take_coalesced_chunks(),
+        }.items():
             for piece in pieces:
                 self._listeners[id](piece)
-        for id, completions in self._engine.singles().items():
+        for id, completions in self._engine.take_completions().items():
             for member, completion in completions.items():
                 self._completed[id](member, completion)
         for request in finished:
-            if (tell := self._completed.pop(request.id, None)) is not None:
+            if (on_completion := self._completed.pop(request.id, None)) is not None:
                 for member, completion in enumerate(request.completions):
-                    if member not in request.told:
-                        tell(member, completion)
+                    if member not in request.delivered:
+                        on_completion(member, completion)
             self._listeners.pop(request.id, None)
             waiting = self._waiting.pop(request.id)
             if not waiting.cancelled():
                 waiting.set_result(request.completions)
+
+
+@asynccontextmanager
+async def open_in_process(
+    backend: EngineBackend, spec: EngineSpec, *, interrupt: Interrupt = "swap"
+) -> AsyncIterator[InProcessEngine]:
+    """An engine of this backend that receives updates through shared memory."""
+    receiver = make_receiver("shm")
+    engine = InProcessEngine(
+        backend.load(spec),
+        receiver=receiver,
+        interrupt=interrupt,
+        capabilities=backend.capabilities,
+    )
+    running = asyncio.create_task(engine.run())
+    yield engine
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):  # anything else is a failed step
+        await running
+    receiver.close()

@@ -1,7 +1,8 @@
-"""What every Engine promises. Subclass EngineContract and provide `open_engine`.
+"""What every Engine promises: a core part, and a part for each capability.
 
-The engine serves the model directory it is given, as version 0, with a context of 256 tokens, and
-takes updates by shared memory.
+Subclass EngineContract and the parts (engine_contract_parts.py) of all capabilities that the engine
+states, and provide `open_engine`. The engine serves the model directory it is given, as version 0,
+with a context of 256 tokens, and receives updates through shared memory.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from architectures import MIXTURE, tiny_model
+from architectures import tiny_model
 from engine_rig import (
     EOS,
     assert_same,
@@ -21,7 +22,6 @@ from engine_rig import (
     letter_tokenizer,
     make_request,
     plain_logits,
-    plain_routes,
     prompt_of,
     save_model,
     weights,
@@ -35,12 +35,11 @@ from millrace.weights.send_backend import PackingSender
 from millrace.weights.sender import make_sender
 
 MAX_CONTEXT = 256
-OpenEngine = Callable[[Path], AbstractAsyncContextManager[Engine]]
+OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
+"""Called with a model directory, and with `lora` or `adapters` where a part needs them."""
 
-SETTINGS = [
-    {},
-    {"temperature": 0.7},
-    {"temperature": 0.0},
+WHOLE_DISTRIBUTION = [{}, {"temperature": 0.7}, {"temperature": 0.0}]
+TRUNCATED = [
     {"top_k": 5},
     {"top_p": 0.8, "temperature": 1.5},
     {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
@@ -48,18 +47,20 @@ SETTINGS = [
 
 
 def endless(id: str, *, seed: int = 0) -> Request:
-    """As long as the context allows: greedy tokens of a random model run in circles."""
+    """As long as the context allows: greedy tokens of a random model repeat themselves."""
     return make_request(
         id, prompt=prompt_of(6, seed=seed), max_new_tokens=MAX_CONTEXT, temperature=0.0
     )
 
 
 async def until_started(engine: Engine) -> None:
-    """Let an engine get some way into what it was given: a short request runs beside it."""
+    """Let an engine sample some tokens of earlier requests: a short request runs beside them."""
     await engine.generate(make_request("beside", max_new_tokens=3))
 
 
 class EngineContract:
+    """The core: every engine passes it."""
+
     @pytest.fixture
     def open_engine(self) -> OpenEngine:
         raise NotImplementedError
@@ -80,10 +81,17 @@ class EngineContract:
         yield sender
         sender.close()
 
-    async def test_each_token_comes_with_logprob_version_and_kept_ids(self, engine: Engine):
+    def test_engine_passes_the_contract_part_of_each_capability(self, engine: Engine):
+        parts = {vars(part).get("capability") for part in type(self).__mro__}
+        assert engine.capabilities == parts - {None}
+
+    async def test_each_token_comes_with_logprob_and_version(self, engine: Engine):
+        await self.check_sampling(engine, WHOLE_DISTRIBUTION)
+
+    async def check_sampling(self, engine: Engine, settings: list[dict[str, float]]) -> None:
         requests = [
-            make_request(str(i), prompt=prompt_of(2 + 7 * i, seed=i), n=3, seed=i, **settings)
-            for i, settings in enumerate(SETTINGS)
+            make_request(str(i), prompt=prompt_of(2 + 7 * i, seed=i), n=3, seed=i, **each)
+            for i, each in enumerate(settings)
         ]
         groups = await asyncio.gather(*(engine.generate(request) for request in requests))
         model = tiny_model("qwen3")
@@ -95,16 +103,78 @@ class EngineContract:
                 logits = plain_logits(model, request.prompt, completion)
                 assert_sampled_from(logits, completion, request.sampling)
 
-    async def test_tokens_of_a_mixture_come_with_the_experts_they_went_to(
-        self, open_engine: OpenEngine, tmp_path: Path
-    ):
-        save_model(tmp_path / "mixture", MIXTURE)
-        request = make_request(prompt=9, n=2, routes_from=3)
-        async with open_engine(tmp_path / "mixture") as engine:
-            completions = await engine.generate(request)
-        for completion in completions:
-            expected = plain_routes(np.concatenate([request.prompt, completion.tokens]))
-            np.testing.assert_array_equal(completion.routes, expected[3:-1])
+    async def test_streamed_chunks_add_up_to_the_completion(self, engine: Engine):
+        await self.check_streaming(engine, WHOLE_DISTRIBUTION)
+
+    async def check_streaming(self, engine: Engine, settings: list[dict[str, float]]) -> None:
+        requests = [
+            make_request(str(i), prompt=2 + 7 * i, n=3, seed=i, **each)
+            for i, each in enumerate(settings)
+        ]
+        listeners = [Listener() for _ in requests]
+        silent = make_request("silent", n=2)
+        *groups, _ = await asyncio.gather(
+            *(engine.generate(*each) for each in zip(requests, listeners, strict=True)),
+            engine.generate(silent),
+        )
+        for listener, completions in zip(listeners, groups, strict=True):
+            listener.assert_heard(completions)
+            assert len(listener.chunks) > len(completions)
+
+    async def test_each_completion_is_delivered_once(self, engine: Engine):
+        delivered: dict[int, Completion] = {}
+
+        def deliver(member: int, completion: Completion) -> None:
+            assert member not in delivered
+            delivered[member] = completion
+
+        completions = await engine.generate(make_request(n=4), on_completion=deliver)
+        assert [delivered[member] for member in range(4)] == completions
+
+    async def test_an_aborted_request_returns_and_streams_its_tokens(self, engine: Engine):
+        listener = Listener()
+        task = asyncio.create_task(engine.generate(endless("r"), listener))
+        await until_started(engine)
+        await engine.abort(["r", "no such request"])
+        (partial,) = await task
+        assert partial.finish == "abort"
+        assert 0 < len(partial.tokens) < MAX_CONTEXT - 6
+        listener.assert_heard([partial])
+
+    async def test_a_stop_string_ends_a_completion_and_is_not_in_its_text(self, engine: Engine):
+        (free,) = await engine.generate(make_request(temperature=0.0))
+        stop = free.text[3:5]
+        end = free.text.find(stop)
+        (stopped,) = await engine.generate(make_request(temperature=0.0, stop=(stop,)))
+        assert (stopped.finish, stopped.text) == ("stop", free.text[:end])
+        np.testing.assert_array_equal(stopped.tokens, free.tokens[: end + 2])
+
+    async def test_a_request_that_expires_ends_once_its_tokens_are_too_old(self, engine: Engine):
+        old = dataclasses.replace(endless("old"), expires=True)
+        expiring = asyncio.create_task(engine.generate(old))
+        lasting = asyncio.create_task(engine.generate(endless("lasting", seed=2)))
+        await until_started(engine)
+        await engine.expire(0)
+        assert not expiring.done()
+        await engine.expire(1)
+        (completion,) = await expiring
+        assert completion.finish == "expire"
+        (completion,) = await lasting
+        assert completion.finish in ("stop", "length")
+
+    async def test_a_paused_engine_accepts_requests_and_aborts(self, engine: Engine):
+        running = asyncio.create_task(engine.generate(endless("running")))
+        aborted = asyncio.create_task(engine.generate(endless("aborted", seed=2)))
+        await until_started(engine)
+        await engine.pause()
+        queued = asyncio.create_task(engine.generate(make_request("queued")))
+        await engine.abort(["aborted"])
+        (partial,) = await aborted
+        assert partial.finish == "abort"
+        assert not running.done()
+        assert not queued.done()
+        await engine.resume()
+        assert len(await queued) == len(await running) == 1
 
     def check_form(self, completion: Completion, request: Request) -> None:
         count = len(completion.tokens)
@@ -121,73 +191,6 @@ class EngineContract:
         spoken = completion.tokens[:-1] if stopped else completion.tokens
         assert completion.text == letter_tokenizer().decode(spoken.tolist())
 
-    async def test_tokens_are_told_while_they_come_and_add_up_to_the_completion(
-        self, engine: Engine
-    ):
-        requests = [
-            make_request(str(i), prompt=2 + 7 * i, n=3, seed=i, **settings)
-            for i, settings in enumerate(SETTINGS)
-        ]
-        listeners = [Listener() for _ in requests]
-        silent = make_request("silent", n=2)
-        *groups, _ = await asyncio.gather(
-            *(engine.generate(*each) for each in zip(requests, listeners, strict=True)),
-            engine.generate(silent),
-        )
-        for listener, completions in zip(listeners, groups, strict=True):
-            listener.assert_heard(completions)
-            assert len(listener.pieces) > len(completions)
-
-    async def test_a_completion_is_told_as_soon_as_it_has_ended_and_once(self, engine: Engine):
-        told: list[tuple[int, Completion]] = []
-        heard = asyncio.Event()
-
-        def tell(member: int, completion: Completion) -> None:
-            told.append((member, completion))
-            heard.set()
-
-        # With this seed the second ends after a few tokens, and the first has many.
-        request = make_request("pair", n=2, seed=1, max_new_tokens=MAX_CONTEXT)
-        generating = asyncio.create_task(engine.generate(request, on_completion=tell))
-        await heard.wait()
-        await engine.abort(["pair"])
-        first, second = await generating
-        assert (first.finish, second.finish) == ("abort", "stop")
-        assert told == [(1, second), (0, first)]
-
-    async def test_an_aborted_request_tells_its_end_and_a_resumed_one_only_what_is_new(
-        self, engine: Engine
-    ):
-        request, listener = endless("r"), Listener()
-        task = asyncio.create_task(engine.generate(request, listener))
-        await until_started(engine)
-        await engine.abort(["r"])
-        (partial,) = await task
-        listener.assert_heard([partial])
-        rest = Listener()
-        (whole,) = await engine.generate(dataclasses.replace(request, partial=partial), rest)
-        rest.assert_heard([whole], after=len(partial.tokens))
-        again = Listener()
-        await engine.generate(dataclasses.replace(request, partial=whole), again)
-        again.assert_heard([whole], after=len(whole.tokens))
-
-    async def test_a_completion_does_not_depend_on_what_runs_beside_it(self, engine: Engine):
-        request = make_request(n=2, seed=4)
-        expected = await engine.generate(request)
-        mates = [make_request(str(i), prompt=3 + i, seed=i, n=2) for i in range(10)]
-        crowd = [engine.generate(each) for each in [*mates[:5], request, *mates[5:]]]
-        done = await asyncio.gather(*crowd)
-        for completion, same in zip(done[5], expected, strict=True):
-            assert_same(completion, same)
-
-    async def test_stop_strings_end_a_completion_and_are_not_in_its_text(self, engine: Engine):
-        (free,) = await engine.generate(make_request(temperature=3.0, seed=1))
-        stop = free.text[3:5]
-        assert free.text.find(stop) == 3
-        (stopped,) = await engine.generate(make_request(temperature=3.0, seed=1, stop=(stop,)))
-        assert (stopped.finish, stopped.text) == ("stop", free.text[:3])
-        np.testing.assert_array_equal(stopped.tokens, free.tokens[:5])
-
     async def test_a_swap_is_visible_once_it_returns(self, engine: Engine, sender: PackingSender):
         assert await engine.swap(sender.publish(1, weights(seed=1))) == 1
         request = make_request()
@@ -196,21 +199,7 @@ class EngineContract:
         logits = plain_logits(tiny_model("qwen3", seed=1), request.prompt, completion)
         assert_sampled_from(logits, completion, request.sampling)
 
-    async def test_requests_under_way_go_on_across_swaps(
-        self, engine: Engine, sender: PackingSender
-    ):
-        updates = [sender.publish(version, weights(seed=version)) for version in (1, 2)]
-        running = [asyncio.create_task(engine.generate(endless(str(i), seed=i))) for i in range(4)]
-        await until_started(engine)
-        for update in updates:
-            assert await engine.swap(update) == update.version
-        completions = [completion for task in running for completion in await task]
-        for completion in completions:
-            assert (np.diff(completion.versions) >= 0).all()
-            assert completion.finish in ("stop", "length")
-        assert any(len(set(completion.versions)) > 1 for completion in completions)
-
-    async def test_a_damaged_update_is_refused_and_the_engine_goes_on_with_what_it_has(
+    async def test_a_damaged_update_is_refused_and_the_old_version_stays(
         self, engine: Engine, sender: PackingSender
     ):
         update = sender.publish(1, weights(seed=1))
@@ -222,57 +211,7 @@ class EngineContract:
         assert set(completion.versions) == {0}
         assert await engine.swap(update) == 1
 
-    async def test_an_aborted_request_returns_what_it_has_and_can_be_resumed(self, engine: Engine):
-        request = endless("r", seed=2)
-        (whole,) = await engine.generate(request)
-        assert len(whole.tokens) > 100
-        task = asyncio.create_task(engine.generate(request))
-        await until_started(engine)
-        await engine.abort(["r", "no such request"])
-        (partial,) = await task
-        assert partial.finish == "abort"
-        assert 0 < len(partial.tokens) < len(whole.tokens)
-        np.testing.assert_array_equal(partial.tokens, whole.tokens[: len(partial.tokens)])
-        (resumed,) = await engine.generate(dataclasses.replace(request, partial=partial))
-        assert_same(resumed, whole)
-        assert resumed.finish == whole.finish
-
-    async def test_a_request_that_expires_returns_once_its_tokens_are_too_old(
-        self, engine: Engine, sender: PackingSender
-    ):
-        old = dataclasses.replace(endless("old"), expires=True)
-        expiring = asyncio.create_task(engine.generate(old))
-        lasting = asyncio.create_task(engine.generate(endless("lasting", seed=2)))
-        await until_started(engine)
-        await engine.swap(sender.publish(1, weights(seed=1)))
-        await engine.expire(0)
-        assert not expiring.done()
-        await engine.expire(1)
-        (completion,) = await expiring
-        assert completion.finish == "expire"
-        assert completion.versions[0] == 0
-        (completion,) = await lasting
-        assert completion.finish in ("stop", "length")
-
-    async def test_a_paused_engine_takes_requests_swaps_and_aborts_but_generates_after_resume(
-        self, engine: Engine, sender: PackingSender
-    ):
-        running = asyncio.create_task(engine.generate(endless("running")))
-        aborted = asyncio.create_task(engine.generate(endless("aborted", seed=2)))
-        await until_started(engine)
-        await engine.pause()
-        asked = asyncio.create_task(engine.generate(make_request("asked")))
-        await engine.abort(["aborted"])
-        (partial,) = await aborted
-        assert partial.finish == "abort"
-        assert await engine.swap(sender.publish(1, weights(seed=1))) == 1
-        assert not running.done()
-        await engine.resume()
-        (completion,) = await asked
-        assert set(completion.versions) == {1}  # no token was made before the swap
-        assert set((await running)[0].versions) == {0, 1}
-
-    async def test_a_completion_that_was_paused_is_the_one_that_was_not(self, engine: Engine):
+    async def test_pausing_does_not_change_a_completion(self, engine: Engine):
         (whole,) = await engine.generate(endless("whole"))
         task = asyncio.create_task(engine.generate(endless("paused")))
         await until_started(engine)
@@ -282,19 +221,17 @@ class EngineContract:
         (paused,) = await task
         assert_same(paused, whole)
 
-    async def test_resuming_an_engine_that_was_not_paused_is_no_error(self, engine: Engine):
+    async def test_resuming_an_engine_that_is_not_paused_is_no_error(self, engine: Engine):
         await engine.resume()
         assert len(await engine.generate(make_request())) == 1
 
-    async def test_aborting_nothing_is_no_error(self, engine: Engine):
+    async def test_aborting_unknown_requests_is_no_error(self, engine: Engine):
         await engine.abort([])
         await engine.abort(["no such request"])
         (completion,) = await engine.generate(make_request("after"))
         assert completion.finish != "abort"
 
-    async def test_a_prompt_that_fills_the_context_is_refused_and_costs_nobody_else(
-        self, engine: Engine
-    ):
+    async def test_a_prompt_that_fills_the_context_is_refused_alone(self, engine: Engine):
         other = asyncio.create_task(engine.generate(make_request("other")))
         with pytest.raises(TaskError, match=f"has {MAX_CONTEXT} tokens"):
             await engine.generate(make_request(prompt=MAX_CONTEXT))

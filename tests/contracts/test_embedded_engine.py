@@ -1,39 +1,56 @@
-"""The embedded engine keeps the contract, driven by a task of this process's event loop."""
+"""The embedded engine passes the contract with all capabilities."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engine_contract import MAX_CONTEXT, EngineContract, OpenEngine
-from in_process_engine import InProcessEngine
+from engine_contract import MAX_CONTEXT, OpenEngine
+from engine_contract_parts import (
+    AdaptersPart,
+    GrammarsPart,
+    KeptIdsPart,
+    LoraPart,
+    PartialsPart,
+    RoutesPart,
+    ScoringPart,
+    SeedsPart,
+    TokenVersionsPart,
+)
+from in_process_engine import open_in_process
 
-from millrace.config import EngineConfig
-from millrace.core.protocols import Engine
-from millrace.inference.embedded.build import build_engine
-from millrace.weights.receiver import make_receiver
+from millrace.config import EngineConfig, LoraConfig
+from millrace.inference.backend import EmbeddedBackend, EngineSpec
 
 
-@asynccontextmanager
-async def open_in_process(model_path: Path) -> AsyncIterator[Engine]:
+def open_embedded(
+    model_path: Path, *, lora: LoraConfig | None = None, **settings: Any
+) -> AbstractAsyncContextManager[Any]:
     config = EngineConfig(
-        device="cpu", max_sequences=8, block_tokens=4, prefill_tokens=16, max_context=MAX_CONTEXT
+        device="cpu",
+        max_sequences=8,
+        block_tokens=4,
+        prefill_tokens=16,
+        max_context=MAX_CONTEXT,
+        **settings,
     )
-    embedded = build_engine(
-        str(model_path), config=config, trust_remote_code=False, version=0, notes_routes=True
+    spec = EngineSpec(
+        config=config, model_path=str(model_path), version=0, lora=lora, records_routes=True
     )
-    receiver = make_receiver("shm")
-    engine = InProcessEngine(embedded, receiver=receiver)
-    running = asyncio.create_task(engine.run())
-    yield engine
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):  # anything else was a failed step
-        await running
-    receiver.close()
+    return open_in_process(EmbeddedBackend(), spec)
 
 
-class TestEmbeddedEngine(EngineContract):
+class TestEmbeddedEngine(
+    KeptIdsPart,
+    RoutesPart,
+    SeedsPart,
+    PartialsPart,
+    TokenVersionsPart,
+    ScoringPart,
+    LoraPart,
+    AdaptersPart,
+    GrammarsPart,
+):
     @pytest.fixture
     def open_engine(self) -> OpenEngine:
-        return open_in_process
+        return open_embedded

@@ -17,10 +17,10 @@ class Rig:
             version=0,
         )
         self.begun: list[list[int]] = []
-        self.rounds = SyncBarrier(self.admission, at_once=self.at_once)
+        self.rounds = SyncBarrier(self.admission, together=self.together)
 
     @contextlib.asynccontextmanager
-    async def at_once(self):
+    async def together(self):
         self.begun.append([])
         yield
         await asyncio.sleep(0)

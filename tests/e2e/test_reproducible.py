@@ -15,6 +15,7 @@ from millrace.config import load_config
 from millrace.core.records import Completion, Episode, Group, Request, Sampling, Score
 from millrace.environments.rollouts.player import group_seed
 from millrace.environments.rollouts.renderer import Renderer
+from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.models.directory import load_tokenizer
 from millrace.monitoring.files.metrics import read_metrics
@@ -111,7 +112,7 @@ def plain_loop(settings: dict) -> tuple[list[dict], dict[str, torch.Tensor]]:
     path = config.model.path
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    engine = build_engine(path, config=config.engine, trust_remote_code=False, version=0)
+    engine = build_engine(EngineSpec(config=config.engine, model_path=path, version=0))
     trainer = build_trainer(config, path=path)
     renderer = Renderer(load_tokenizer(path, trust_remote_code=False))
     tasks = Epochs(load_tasks(TASKS), seed=config.seed, shuffle=True)
@@ -122,7 +123,7 @@ def plain_loop(settings: dict) -> tuple[list[dict], dict[str, torch.Tensor]]:
         prompts = {}
         for number in itertools.islice(numbers, GROUPS):
             prompts[number] = renderer.render(tasks.task(number).prompt)
-            engine.submit(
+            engine.add_request(
                 Request(
                     id=str(number),
                     prompt=prompts[number],

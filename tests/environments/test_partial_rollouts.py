@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine_rig import assert_same, finish_all, make_engine, make_request
-from fakes import Listener, ScriptedEngine, make_completion, make_piece
+from fakes import Listener, ScriptedEngine, make_chunk, make_completion
 from in_process_engine import InProcessEngine
 
 from millrace.core.staleness import Stamps
@@ -87,7 +87,7 @@ def told_of(request, completions, *, partial=()):
     asked = course.ask(request)
     for member, completion in enumerate(completions):
         if member in partial:
-            asked.hear(make_piece(completion, member=member))
+            asked.hear(make_chunk(completion, member=member))
         else:
             asked.hear_end(member, completion)
     tokens = course.take()
@@ -192,13 +192,13 @@ async def test_a_branch_goes_on_from_more_than_it_began_with():
     begun = replace(make_completion("ab"), finish="interrupt", text="")
     request = replace(make_request("group 0/1.0"), partial=begun)
     course = PartialRollout()
-    course.ask(request).hear(make_piece(make_completion("c")))
+    course.ask(request).hear(make_chunk(make_completion("c")))
     engine, heard = ScriptedEngine("d"), Listener()
     again = PartialRollout(course.take())
     await ReplayingEngine(engine, course=again).generate(request, heard)
     (rest,) = engine.requests
     assert rest.partial.tokens.tolist() == [ord(c) for c in "abc"]
-    assert heard.pieces[0].tokens.tolist() == [ord("c")]
+    assert heard.chunks[0].tokens.tolist() == [ord("c")]
     assert again.num_given == 3
 
 
@@ -233,9 +233,9 @@ async def test_what_an_interrupted_engine_had_not_told_is_told_when_it_goes_on_e
             self.requests.append(request)
             whole = make_completion("abcde")
             if request.partial is None:
-                on_tokens(make_piece(replace(make_completion("ab"), finish=None)))
+                on_tokens(make_chunk(replace(make_completion("ab"), finish=None)))
                 return [replace(make_completion("abcd"), finish="interrupt", text="")]
-            on_tokens(make_piece(make_completion("e")))
+            on_tokens(make_chunk(make_completion("e")))
             return [whole]
 
     request, course = make_request("group 0/0"), PartialRollout()

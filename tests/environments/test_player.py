@@ -128,7 +128,7 @@ async def test_who_wants_to_hears_what_a_group_samples_and_an_evaluation_is_not_
         )
     await player.play(Task(prompt="x"), number=0, group_size=1, name="evaluation")
     assert [request.id for request in asked] == [r.id for r in engine.requests[:2]]
-    assert [request.piece_tokens > 1 for request in engine.requests] == [True, False, False]
+    assert [request.min_chunk_tokens > 1 for request in engine.requests] == [True, False, False]
     listener.assert_heard([make_completion("12"), make_completion("3")])
 
 

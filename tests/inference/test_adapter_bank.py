@@ -24,6 +24,7 @@ from peft import PeftModel
 from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import TaskError, WeightError
 from millrace.core.records import Request
+from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.lora.factors import Adapter
@@ -148,7 +149,7 @@ def test_a_swap_of_the_policy_changes_only_its_own_rows(folders, round_steps):
     still = finish_all(bank_engine(folders, round_steps=round_steps), requests)
     engine = bank_engine(folders, round_steps=round_steps)
     for request in requests:
-        engine.submit(request)
+        engine.add_request(request)
     engine.step()
     engine.step()
     tensors = {name: -tensor for name, tensor in read_checkpoint(folders[None]).items()}
@@ -226,13 +227,13 @@ def test_a_failed_update_leaves_no_version_and_the_next_complete_one_serves(fold
 
 def test_an_unknown_adapter_is_named_with_those_there_are(folders):
     with pytest.raises(TaskError, match=r"no adapter 'narrow'; .* 'wide', 'dora', 'base'\."):
-        bank_engine(folders).submit(request_for("narrow"))
+        bank_engine(folders).add_request(request_for("narrow"))
     plain = make_engine(residents=residents(folders))
     with pytest.raises(TaskError, match=r"no adapter 'base'; this engine has 'wide', 'dora'\."):
-        plain.submit(request_for("base"))
+        plain.add_request(request_for("base"))
     merged = make_engine(lora=LoraConfig(rank=2))
     with pytest.raises(TaskError, match=r"only the policy\. .* lora\.apply to 'unmerged'"):
-        merged.submit(request_for("base"))
+        merged.add_request(request_for("base"))
     assert not merged.has_work
 
 
@@ -243,12 +244,13 @@ def test_an_engine_started_with_adapters_serves_them_beside_a_saved_policy(
     save_model(tmp_path)
     paths = {name: str(folders[name]) for name in RESIDENTS}
     engine = build_engine(
-        str(tmp_path),
-        config=EngineConfig(device="cpu", max_context=128, max_sequences=8, adapters=paths),
-        trust_remote_code=False,
-        version=7,
-        lora=POLICY.model_copy(update={"apply": apply}),
-        adapter_path=folders[None],
+        EngineSpec(
+            model_path=str(tmp_path),
+            config=EngineConfig(device="cpu", max_context=128, max_sequences=8, adapters=paths),
+            version=7,
+            lora=POLICY.model_copy(update={"apply": apply}),
+            adapter_path=folders[None],
+        )
     )
     requests = [request_for(name) for name in EVERYONE]
     done = finish_all(engine, requests)
@@ -268,11 +270,12 @@ def test_an_engine_started_with_adapters_serves_them_beside_a_saved_policy(
 def test_an_adapter_alone_is_merged_unless_told_otherwise(lora, merges, tmp_path):
     save_model(tmp_path)
     engine = build_engine(
-        str(tmp_path),
-        config=EngineConfig(device="cpu", max_context=64, max_sequences=2),
-        trust_remote_code=False,
-        version=0,
-        lora=lora,
+        EngineSpec(
+            model_path=str(tmp_path),
+            config=EngineConfig(device="cpu", max_context=64, max_sequences=2),
+            version=0,
+            lora=lora,
+        )
     )
     assert (engine._bank is None) == merges
 

@@ -178,7 +178,7 @@ def test_turns_on_cuda_go_on_from_the_kv_of_earlier_ones(dtype: torch.dtype, tol
 
 def test_a_swap_between_rounds_reaches_the_captured_graphs():
     engine = make_engine(eos_ids=(), round_steps=4, device="cuda", compile_layers=True)
-    engine.submit(make_request("a", max_new_tokens=20))
+    engine.add_request(make_request("a", max_new_tokens=20))
     engine.step()
     engine.swap({name: t.cuda() for name, t in weights(seed=7).items()}, version=1)
     (completion,) = finish_all(engine)["a"]
@@ -212,7 +212,7 @@ def test_what_truncation_keeps_beyond_the_capacity_is_drawn_singly_and_complete(
 @pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
 def test_rounds_of_a_mixture_note_the_routes_that_single_steps_note(compiles: bool):
     """All but a few: passes of other sizes round otherwise."""
-    half = {"device": "cuda", "dtype": torch.bfloat16, "notes_routes": True, "eos_ids": ()}
+    half = {"device": "cuda", "dtype": torch.bfloat16, "records_routes": True, "eos_ids": ()}
     requests = [
         make_request(str(i), prompt=prompt_of(5 + 6 * i, seed=i), n=2, seed=i, routes_from=0)
         for i in range(4)

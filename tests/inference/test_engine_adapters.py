@@ -16,6 +16,7 @@ from engine_rig import (
 
 from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import WeightError
+from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.lora.trained import TrainedAdapter
@@ -104,7 +105,7 @@ def test_full_weights_are_refused_by_an_engine_for_adapters_and_adapters_by_any_
 
 def test_an_engine_whose_merge_failed_half_way_serves_nothing_until_a_complete_version_is_in():
     engine = make_engine(lora=LORA)
-    engine.submit(make_request())
+    engine.add_request(make_request())
     engine.step()
     prepared = engine.prepare(adapter_for(engine, seed=1), version=1)
     prepared.sources[-1] = prepared.sources[-1].to("meta")  # has no data to copy
@@ -148,12 +149,13 @@ def test_an_engine_started_with_a_saved_adapter_is_one_that_was_swapped_to_it(tm
     (tmp_path / "step_7").mkdir()
     adapter.save(tmp_path / "step_7")
     started = build_engine(
-        str(tmp_path / "model"),
-        config=EngineConfig(device="cpu", max_context=128, max_sequences=4),
-        trust_remote_code=False,
-        version=7,
-        lora=LORA,
-        adapter_path=tmp_path / "step_7",
+        EngineSpec(
+            model_path=str(tmp_path / "model"),
+            config=EngineConfig(device="cpu", max_context=128, max_sequences=4),
+            version=7,
+            lora=LORA,
+            adapter_path=tmp_path / "step_7",
+        )
     )
     swapped = make_engine(lora=LORA)
     swapped.swap(adapter.named_weights(), version=7)

@@ -67,7 +67,7 @@ def test_an_adapter_is_committed_by_one_operation_however_many_layers_it_has(
     kind, num_tensors, num_layers, round_steps
 ):
     engine = engine_of_kind(kind, num_layers=num_layers, round_steps=round_steps)
-    engine.submit(make_request(n=4))
+    engine.add_request(make_request(n=4))
     engine.step()
     prepared = engine.prepare(update_for(engine, seed=1), version=1)
     with Operations() as operations:

@@ -87,7 +87,7 @@ def test_an_aborted_completion_resumes_as_if_nothing_had_happened(name: str):
     request = make_request(seed=5, **SETTINGS[name])
     whole = finish_all(make_engine(eos_ids=()), [request])["r"][0]
     engine = make_engine(eos_ids=())
-    engine.submit(request)
+    engine.add_request(request)
     for _ in range(7):
         assert not engine.step()
     (aborted,) = engine.abort(["r"])

@@ -186,7 +186,7 @@ def test_a_plain_request_that_shares_a_prefix_with_a_session_does_not_take_it_aw
     engine = make_engine(eos_ids=(), num_blocks=24, max_sequences=2)
     turn = in_session(make_request(prompt=20, max_new_tokens=2))
     computed(engine, turn)
-    engine.submit(make_request(prompt=20, max_new_tokens=8))
+    engine.add_request(make_request(prompt=20, max_new_tokens=8))
     engine.step()
     if not spans_swap:
         finish_all(engine)
@@ -202,7 +202,7 @@ def test_a_plain_request_that_shares_a_prefix_with_a_session_does_not_take_it_aw
 @pytest.mark.parametrize("session", [None, "s"])
 def test_kv_of_a_sequence_that_spans_a_swap_is_for_its_session_alone(kv: str, session):
     engine = make_engine(eos_ids=(), kv=kv)
-    engine.submit(dataclasses.replace(make_request(prompt=10), session=session))
+    engine.add_request(dataclasses.replace(make_request(prompt=10), session=session))
     for _ in range(6):
         engine.step()
     engine.swap(weights(seed=1), version=1)
@@ -242,7 +242,7 @@ def test_under_pressure_old_prefixes_make_room_for_new_sequences(round_steps: in
 def test_an_aborted_completion_that_is_resubmitted_finds_what_it_had():
     engine = make_engine(eos_ids=())
     request = make_request(prompt=10, top_k=5)
-    engine.submit(request)
+    engine.add_request(request)
     for _ in range(8):
         engine.step()
     ((partial,),) = (aborted.completions for aborted in engine.abort(["r"]))
@@ -256,7 +256,7 @@ def test_an_aborted_completion_that_is_resubmitted_finds_what_it_had():
 def test_an_aborted_prefill_leaves_the_chunks_it_computed():
     engine = make_engine(eos_ids=(), prefill_tokens=10)
     request = make_request(prompt=40, n=3)
-    engine.submit(request)
+    engine.add_request(request)
     engine.step()
     engine.step()
     engine.abort(["r"])

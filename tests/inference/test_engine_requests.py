@@ -45,7 +45,7 @@ def letters(tokens: np.ndarray) -> str:
 def test_what_can_never_be_served_is_refused_with_a_sentence(request_: Request, reason: str):
     engine = make_engine(max_context=32)
     with pytest.raises(TaskError, match=reason):
-        engine.submit(request_)
+        engine.add_request(request_)
     assert not engine.has_work
     assert len(finish_all(engine, [make_request()])["r"]) == 1
 
@@ -53,16 +53,16 @@ def test_what_can_never_be_served_is_refused_with_a_sentence(request_: Request, 
 def test_few_blocks_bound_the_context_too():
     engine = make_engine(num_blocks=5, block_tokens=4)
     with pytest.raises(TaskError, match=r"20 tokens, and the context of 20 .*engine.num_blocks"):
-        engine.submit(make_request(prompt=20))
+        engine.add_request(make_request(prompt=20))
     (completion,) = finish_all(engine, [make_request(prompt=19)])["r"]
     assert len(completion.tokens) == 1
 
 
 def test_a_request_id_is_refused_while_it_is_in_use():
     engine = make_engine()
-    engine.submit(make_request())
+    engine.add_request(make_request())
     with pytest.raises(TaskError, match="already here"):
-        engine.submit(make_request())
+        engine.add_request(make_request())
     assert len(finish_all(engine)["r"]) == 1
     assert len(finish_all(engine, [make_request()])["r"]) == 1
 
@@ -114,8 +114,8 @@ def test_a_stop_string_may_name_a_special_token():
 
 def test_an_abort_returns_running_waiting_and_unstarted_members_as_they_are():
     engine = make_engine(max_sequences=3, eos_ids=())
-    engine.submit(make_request("running", n=5))
-    engine.submit(make_request("waiting", prompt=9, n=2))
+    engine.add_request(make_request("running", n=5))
+    engine.add_request(make_request("waiting", prompt=9, n=2))
     for _ in range(4):
         engine.step()
     aborted = {f.id: f.completions for f in engine.abort(["waiting", "running", "unknown"])}
@@ -128,7 +128,7 @@ def test_an_abort_returns_running_waiting_and_unstarted_members_as_they_are():
 
 def test_an_abort_keeps_members_that_had_finished():
     engine = make_engine(max_sequences=1, eos_ids=())
-    engine.submit(make_request(n=2, max_new_tokens=3))
+    engine.add_request(make_request(n=2, max_new_tokens=3))
     for _ in range(4):
         engine.step()
     ((first, second),) = (aborted.completions for aborted in engine.abort(["r"]))
@@ -168,18 +168,18 @@ def resume(partial: Completion, **request) -> Request:
 def test_only_one_completion_can_be_resumed_at_a_time():
     partial = sampled(max_new_tokens=2)
     with pytest.raises(TaskError, match="resumes one completion but asks 2"):
-        make_engine().submit(resume(partial, n=2))
+        make_engine().add_request(resume(partial, n=2))
 
 
 def test_a_completion_is_not_resumed_with_other_truncation():
     partial = sampled(max_new_tokens=2)
     with pytest.raises(TaskError, match="sampled with other truncation"):
-        make_engine().submit(resume(partial, top_k=3))
+        make_engine().add_request(resume(partial, top_k=3))
 
 
 def test_what_was_aborted_before_its_first_token_resumes_from_the_prompt():
     engine = make_engine(eos_ids=())
-    engine.submit(make_request(top_k=3))
+    engine.add_request(make_request(top_k=3))
     ((partial,),) = (aborted.completions for aborted in engine.abort(["r"]))
     assert len(partial.tokens) == 0
     (completion,) = finish_all(engine, [resume(partial, top_k=3)])["again"]
@@ -192,7 +192,7 @@ def test_weights_that_give_no_numbers_end_the_run_with_a_sentence():
     broken = weights(seed=1)
     broken["model.norm.weight"] = torch.full_like(broken["model.norm.weight"], torch.nan)
     engine.swap(broken, version=7)
-    engine.submit(make_request())
+    engine.add_request(make_request())
     with pytest.raises(
         RunFailed, match=r"Version 7 of the weights gives logits that are not finite"
     ):
@@ -201,9 +201,9 @@ def test_weights_that_give_no_numbers_end_the_run_with_a_sentence():
 
 def test_a_long_prompt_is_prefilled_in_chunks_while_others_go_on():
     engine = make_engine(prefill_tokens=8, eos_ids=())
-    engine.submit(make_request("short", max_new_tokens=30))
+    engine.add_request(make_request("short", max_new_tokens=30))
     engine.step()
-    engine.submit(make_request("long", prompt=60))
+    engine.add_request(make_request("long", prompt=60))
     for step in range(1, 8):
         engine.step()
         stats = engine.stats()
@@ -241,9 +241,9 @@ def out_of_memory_beyond(num_tokens: int):
 
 def test_a_request_overtakes_as_many_of_those_that_wait_as_it_may():
     engine = make_engine(max_sequences=1)
-    for name, overtakes in [("a", 0), ("b", 0), ("c", 0), ("d", 2), ("e", 1)]:
-        engine.submit(
-            dataclasses.replace(make_request(name, max_new_tokens=2), overtakes=overtakes)
+    for name, priority in [("a", 0), ("b", 0), ("c", 0), ("d", 2), ("e", 1)]:
+        engine.add_request(
+            dataclasses.replace(make_request(name, max_new_tokens=2), priority=priority)
         )
     ended = []
     while engine.has_work:

@@ -42,7 +42,7 @@ def assert_routed(
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_chunked_prefill_and_shared_prompts_have_the_routes_of_a_plain_forward(architecture: str):
     requests = mixed_requests(n=3)
-    engine = make_engine(architecture, notes_routes=True, prefill_tokens=5, eos_ids=())
+    engine = make_engine(architecture, records_routes=True, prefill_tokens=5, eos_ids=())
     done = finish_all(engine, requests)
     assert_routed(done, requests, architecture=architecture)
     plain = finish_all(make_engine(architecture, prefill_tokens=5, eos_ids=()), requests)
@@ -55,12 +55,12 @@ def test_chunked_prefill_and_shared_prompts_have_the_routes_of_a_plain_forward(a
 @pytest.mark.parametrize("round_steps", [2, 7])
 def test_rounds_have_the_routes_of_single_steps(round_steps: int):
     requests = mixed_requests()
-    engine = make_engine(MIXTURE, notes_routes=True, round_steps=round_steps, eos_ids=(5,))
+    engine = make_engine(MIXTURE, records_routes=True, round_steps=round_steps, eos_ids=(5,))
     assert_routed(finish_all(engine, requests), requests)
 
 
 def test_found_prefixes_bring_their_routes():
-    engine = make_engine(MIXTURE, notes_routes=True, eos_ids=())
+    engine = make_engine(MIXTURE, records_routes=True, eos_ids=())
     finish_all(engine, [make_request("first", prompt=prompt_of(21))])  # which wants no routes
     request = make_request(prompt=prompt_of(21), n=2, seed=1, routes_from=0)
     done = finish_all(engine, [request])
@@ -70,14 +70,14 @@ def test_found_prefixes_bring_their_routes():
 
 def test_routes_begin_where_they_are_wanted():
     requests = mixed_requests(start=4)
-    engine = make_engine(MIXTURE, notes_routes=True, eos_ids=())
+    engine = make_engine(MIXTURE, records_routes=True, eos_ids=())
     assert_routed(finish_all(engine, requests), requests)
 
 
 @pytest.mark.parametrize("settings", [{}, {"round_steps": 3}, {"prefix_cache": False}], ids=str)
 def test_preempted_sequences_keep_their_routes(settings):
     requests = mixed_requests(n=3)
-    engine = make_engine(MIXTURE, notes_routes=True, num_blocks=30, eos_ids=(), **settings)
+    engine = make_engine(MIXTURE, records_routes=True, num_blocks=30, eos_ids=(), **settings)
     done = finish_all(engine, requests)
     assert engine.stats().preemptions > 0
     assert_routed(done, requests)
@@ -85,9 +85,9 @@ def test_preempted_sequences_keep_their_routes(settings):
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["given back", "lost with its engine"])
 def test_a_completion_that_is_resumed_elsewhere_has_all_its_routes(is_lost: bool):
-    engine = make_engine(MIXTURE, notes_routes=True, eos_ids=())
+    engine = make_engine(MIXTURE, records_routes=True, eos_ids=())
     request = make_request(seed=5, routes_from=2)
-    engine.submit(request)
+    engine.add_request(request)
     for _ in range(7):
         engine.step()
     ((partial,),) = (aborted.completions for aborted in engine.abort(["r"]))
@@ -96,32 +96,32 @@ def test_a_completion_that_is_resumed_elsewhere_has_all_its_routes(is_lost: bool
     if is_lost:  # then nobody was told of them
         partial = dataclasses.replace(partial, routes=None)
     resumed = dataclasses.replace(request, id="again", partial=partial)
-    other = make_engine(MIXTURE, notes_routes=True, prefill_tokens=4, eos_ids=())
+    other = make_engine(MIXTURE, records_routes=True, prefill_tokens=4, eos_ids=())
     done = finish_all(other, [resumed])
     assert done["again"][0].finish == "length"
     assert_routed(done, [resumed])
 
 
 def test_parked_sequences_keep_their_routes():
-    engine = make_engine(MIXTURE, notes_routes=True, eos_ids=(), num_blocks=40)
+    engine = make_engine(MIXTURE, records_routes=True, eos_ids=(), num_blocks=40)
     requests = mixed_requests()
     for request in requests:
-        engine.submit(request)
+        engine.add_request(request)
     done = {}
     while engine.has_work:
         for _ in range(3):
             done |= {finished.id: finished.completions for finished in engine.step()}
-        done |= {finished.id: finished.completions for finished in engine.park()}
+        done |= {finished.id: finished.completions for finished in engine.preempt_all()}
     assert_routed(done, requests)
 
 
 def test_tokens_keep_the_routes_they_were_sampled_with_when_kv_is_recomputed():
     engine = make_engine(
-        MIXTURE, notes_routes=True, eos_ids=(), kv="recompute", prefill_tokens=1024
+        MIXTURE, records_routes=True, eos_ids=(), kv="recompute", prefill_tokens=1024
     )
     requests = mixed_requests()
     for request in requests:
-        engine.submit(request)
+        engine.add_request(request)
     done = {}
     for version in range(1, 4):
         for _ in range(5):
@@ -141,9 +141,9 @@ def test_tokens_keep_the_routes_they_were_sampled_with_when_kv_is_recomputed():
 
 
 def test_a_swap_leaves_the_routes_of_what_was_fed_before():
-    engine = make_engine(MIXTURE, notes_routes=True, eos_ids=(), kv="keep")
+    engine = make_engine(MIXTURE, records_routes=True, eos_ids=(), kv="keep")
     request = make_request(routes_from=0)
-    engine.submit(request)
+    engine.add_request(request)
     for _ in range(6):
         engine.step()
     engine.swap(weights(MIXTURE, seed=1), version=1)
@@ -157,19 +157,19 @@ def test_a_swap_leaves_the_routes_of_what_was_fed_before():
 
 
 def test_a_dense_model_or_a_request_that_wants_none_has_no_routes():
-    engine = make_engine(MIXTURE, notes_routes=True)
+    engine = make_engine(MIXTURE, records_routes=True)
     assert finish_all(engine, [make_request()])["r"][0].routes is None
-    dense = make_engine("qwen3", notes_routes=True)
+    dense = make_engine("qwen3", records_routes=True)
     assert finish_all(dense, [make_request(routes_from=0)])["r"][0].routes is None
 
 
 @pytest.mark.parametrize("round_steps", [1, 4])
 def test_scoring_records_no_routes(round_steps: int):
     requests = mixed_requests()
-    engine = make_engine(MIXTURE, notes_routes=True, round_steps=round_steps, eos_ids=())
+    engine = make_engine(MIXTURE, records_routes=True, round_steps=round_steps, eos_ids=())
     to_score = ScoreRequest(tokens=prompt_of(9, seed=9), positions=np.array([4, 8], np.int32))
     for request in requests:
-        engine.submit(request)
+        engine.add_request(request)
     finished = []
     while engine.has_work:
         finished += engine.step()

@@ -84,7 +84,7 @@ def test_scoring_does_not_change_running_sequences(round_steps):
     request_to_score = ScoreRequest(
         tokens=prompt_of(30), positions=np.arange(1, 30, dtype=np.int32)
     )
-    engine.submit(request)
+    engine.add_request(request)
     done = {}
     while engine.has_work:
         done |= {finished.id: finished.completions for finished in engine.step()}

@@ -30,7 +30,7 @@ def swap_while_generating(
 ) -> dict[str, list[Completion]]:
     """Version v = the model of seed v; a new one after every fifth step."""
     for request in requests:
-        engine.submit(request)
+        engine.add_request(request)
     done = {}
     for version in range(1, 4):
         for _ in range(5):
@@ -92,7 +92,7 @@ def test_recomputed_kv_makes_each_token_a_full_forward_under_its_own_version(arc
 
 def test_an_aborted_completion_resumes_under_newer_weights_and_keeps_its_older_versions():
     engine = make_engine(eos_ids=())
-    engine.submit(make_request())
+    engine.add_request(make_request())
     for _ in range(6):
         engine.step()
     ((partial,),) = (aborted.completions for aborted in engine.abort(["r"]))
@@ -134,7 +134,7 @@ def test_an_update_that_does_not_fit_is_refused_and_nothing_of_it_applied(spoil,
 
 def test_an_engine_whose_swap_failed_half_way_serves_nothing_until_a_complete_version_is_in():
     engine = make_engine()
-    engine.submit(make_request())
+    engine.add_request(make_request())
     engine.step()
     prepared = engine.prepare(weights(seed=1), version=1)
     prepared.sources[-1] = prepared.sources[-1].to("meta")  # has no data to copy
@@ -158,7 +158,7 @@ def test_500_swaps_leave_memory_flat(kv: str):
     def swaps(count: int) -> None:
         for i in range(count):
             if not engine.has_work:
-                engine.submit(make_request(n=2, max_new_tokens=20))
+                engine.add_request(make_request(n=2, max_new_tokens=20))
             engine.step()
             engine.swap(versions[i % 2], version=i)
         finish_all(engine)

@@ -240,11 +240,11 @@ def test_completions_that_end_before_others_are_told_once_and_only_if_wanted(
     start(link, model_path)
     request = make_request("r", n=2, seed=1, max_new_tokens=200)  # the second has 4 tokens
     silent = link.call(Generate(request=dataclasses.replace(request, id="silent")))
-    singly = link.call(Generate(request=request, singly=True))
+    per_completion = link.call(Generate(request=request, per_completion=True))
     first, second = silent.result().completions
     assert silent.parts == []
-    rest, told_before = singly.result().completions
-    (part,) = singly.parts
+    rest, told_before = per_completion.result().completions
+    (part,) = per_completion.parts
     assert isinstance(part, Completed)
     assert told_before is None
     assert {1: second.text} == {n: done.text for n, done in part.completions.items()}

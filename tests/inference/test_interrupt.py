@@ -20,9 +20,9 @@ from engine_rig import (
 )
 
 from millrace.core.records import Completion, Request
+from millrace.inference.backend import FinishedRequest
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.inference.embedded.interrupt import MODELS
-from millrace.inference.embedded.scheduling.outputs import Finished
+from millrace.inference.interrupt import INTERRUPTS
 
 SEQUENCES = [{}, {"temperature": 1.4}, {"top_p": 0.8}, {"top_k": 7, "min_p": 0.01}]
 MOMENTS = {1: (4, 7), 4: (1, 2)}  # by tokens per step: announced and staged before which step
@@ -43,7 +43,7 @@ class Ride:
         self.done: dict[str, list[Completion]] = {}
         self.interrupted: list[Completion] = []
         self.tokens_announced = self.tokens_landed = -1
-        self._model = MODELS[model](engine)  # pyright: ignore[reportArgumentType]
+        self._model = INTERRUPTS[model](engine)  # pyright: ignore[reportArgumentType]
         self._requests: dict[str, Request] = {}
 
     def run(
@@ -74,9 +74,9 @@ class Ride:
 
     def _submit(self, request: Request) -> None:
         self._requests[request.id] = request
-        self.engine.submit(request)
+        self.engine.add_request(request)
 
-    def _collect(self, finished: list[Finished]) -> None:
+    def _collect(self, finished: list[FinishedRequest]) -> None:
         for each in finished:
             request = self._requests[each.id]
             for member, completion in enumerate(each.completions):
@@ -122,7 +122,7 @@ TIGHT = {"max_sequences": 3, "num_blocks": 30}  # sequences wait, share prefixes
 @PATHS
 @KV
 @pytest.mark.parametrize("room", [ROOMY, TIGHT], ids=["roomy", "tight"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", INTERRUPTS)
 def test_weights_that_are_the_same_change_no_completion(model, room, kv, round_steps):
     ridden = ride(model, seed=0, kv=kv, round_steps=round_steps, **room)
     expected = finish_all(make_engine(eos_ids=()), mixed_requests())
@@ -139,7 +139,7 @@ def test_weights_that_are_the_same_change_no_completion(model, room, kv, round_s
 
 @PATHS
 @KV
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", INTERRUPTS)
 def test_a_refused_update_leaves_every_completion_as_it_was(model, kv, round_steps):
     ridden = ride(model, refuse=True, kv=kv, round_steps=round_steps, **TIGHT)
     expected = finish_all(make_engine(eos_ids=()), mixed_requests())
@@ -213,11 +213,11 @@ def test_saved_sequences_go_on_as_swapped_ones_would(kv, round_steps):
 def test_parked_sequences_keep_their_kv_and_go_on_in_the_order_of_arrival():
     engine = make_engine(eos_ids=(), kv="keep", max_sequences=2)
     for id in "abc":
-        engine.submit(make_request(id, max_new_tokens=10))
+        engine.add_request(make_request(id, max_new_tokens=10))
     for _ in range(3):
         engine.step()
     prefilled, free = engine.stats().prefill_tokens, engine.stats().free_blocks
-    engine.park()
+    engine.preempt_all()
     assert (engine.stats().running, engine.stats().waiting) == (0, 3)
     assert engine.stats().free_blocks == free
     engine.step()
@@ -229,19 +229,19 @@ def test_parked_sequences_keep_their_kv_and_go_on_in_the_order_of_arrival():
 def test_parked_sequences_without_kept_kv_free_their_blocks():
     engine = make_engine(eos_ids=(), kv="recompute")
     finish_all(engine, [make_request("before")])
-    engine.submit(make_request("r", n=3))
+    engine.add_request(make_request("r", n=3))
     engine.step()
-    engine.park()
+    engine.preempt_all()
     assert engine.stats().free_blocks == 256
 
 
 @KV
 def test_parked_sequences_can_be_aborted(kv):
     engine = make_engine(eos_ids=(), kv=kv)
-    engine.submit(make_request("r", n=2, top_k=5))
+    engine.add_request(make_request("r", n=2, top_k=5))
     for _ in range(3):
         engine.step()
-    engine.park()
+    engine.preempt_all()
     ((first, second),) = (aborted.completions for aborted in engine.abort(["r"]))
     assert len(first.tokens) == len(second.tokens) == 3
     assert not engine.has_work
@@ -251,12 +251,12 @@ def test_parked_sequences_can_be_aborted(kv):
 def test_sequences_that_are_held_back_can_be_aborted():
     engine = make_engine(eos_ids=())
     engine.hold_new()
-    engine.submit(make_request("r", n=2))
-    assert engine.holds_back
+    engine.add_request(make_request("r", n=2))
+    assert engine.has_held
     assert not engine.has_work
     ((first, second),) = (aborted.completions for aborted in engine.abort(["r"]))
     assert len(first.tokens) == len(second.tokens) == 0
-    assert not engine.holds_back
+    assert not engine.has_held
 
 
 @PATHS
@@ -264,13 +264,13 @@ def test_expired_requests_end_with_what_they_have_and_the_others_go_on(round_ste
     engine = make_engine(eos_ids=(), round_steps=round_steps, max_sequences=6)
     old = dataclasses.replace(make_request("old", n=2, seed=1), expires=True)
     kept = make_request("evaluation", n=2)
-    engine.submit(old)
-    engine.submit(kept)
+    engine.add_request(old)
+    engine.add_request(kept)
     for _ in range(2):
         engine.step()
     engine.swap(weights(seed=1), version=1)
     young = dataclasses.replace(make_request("young", seed=2), expires=True)
-    engine.submit(young)
+    engine.add_request(young)
     engine.step()
     assert engine.expire(0) == []
     (expired,) = engine.expire(1)
@@ -283,7 +283,7 @@ def test_expired_requests_end_with_what_they_have_and_the_others_go_on(round_ste
 
 def test_a_finished_member_that_is_too_old_expires_its_request():
     engine = make_engine(max_sequences=1, eos_ids=())
-    engine.submit(dataclasses.replace(make_request("r", n=2, max_new_tokens=4), expires=True))
+    engine.add_request(dataclasses.replace(make_request("r", n=2, max_new_tokens=4), expires=True))
     for _ in range(4):
         engine.step()
     engine.swap(weights(seed=1), version=1)
@@ -295,7 +295,7 @@ def test_a_finished_member_that_is_too_old_expires_its_request():
 def test_a_partial_completion_that_comes_too_late_is_expired_on_arrival():
     engine = make_engine(eos_ids=())
     request = dataclasses.replace(make_request("r"), expires=True)
-    engine.submit(request)
+    engine.add_request(request)
     engine.step()
     ((partial,),) = (finished.completions for finished in engine.interrupt())
     assert partial.finish == "interrupt"

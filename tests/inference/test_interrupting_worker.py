@@ -23,7 +23,7 @@ from millrace.core.errors import WeightError
 from millrace.core.records import Completion
 from millrace.core.spans import Timeline
 from millrace.core.weight_update import WeightUpdate
-from millrace.inference.embedded.interrupt import MODELS
+from millrace.inference.interrupt import INTERRUPTS
 from millrace.inference.worker import EngineWorker
 
 TWO = {"max_sequences": 2}  # the third sequence waits
@@ -102,7 +102,7 @@ PATHS = pytest.mark.parametrize("round_steps", [1, 4], ids=["steps", "rounds"])
 
 
 @PATHS
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", INTERRUPTS)
 def test_a_newer_update_takes_the_place_of_one_that_has_not_landed(model, round_steps):
     mailbox = Mailbox()
     link = serve(
@@ -124,7 +124,7 @@ def test_a_newer_update_takes_the_place_of_one_that_has_not_landed(model, round_
 
 
 @PATHS
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", INTERRUPTS)
 def test_who_streams_has_heard_all_of_a_request_when_it_is_answered(model, round_steps):
     mailbox = Mailbox()
     link = serve(
@@ -142,7 +142,7 @@ def test_who_streams_has_heard_all_of_a_request_when_it_is_answered(model, round
 
 
 @PATHS
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", INTERRUPTS)
 def test_a_refused_update_costs_nobody_anything(model, round_steps):
     mailbox = Mailbox(refused=1)
     link = serve(
@@ -201,7 +201,7 @@ def test_parked_sequences_make_no_token_until_the_weights_are_there(round_steps)
     )
     (swap,) = link.calls_of(SwapWeights)
     assert swap.tokens_at_reply == link.tokens[1] == link.tokens[7]
-    assert ("parked", False) in link.spans
+    assert ("waiting for weights", False) in link.spans
     assert_undisturbed(link)
 
 

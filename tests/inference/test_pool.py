@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from engine_rig import assert_same, finish_all, make_engine, weights
 from engine_rig import make_request as letters_request
-from fakes import Listener, ScriptedEngine, make_completion, make_piece
+from fakes import Listener, ScriptedEngine, make_chunk, make_completion
 from in_process_engine import InProcessEngine
 
 from millrace.cluster.messages import AbortRequests, Done, Generate, TokensSampled
@@ -33,7 +33,7 @@ class HeldEngine(ScriptedEngine):
         ended = [replace(completion, finish=self.finish) for completion in completions]
         for member, completion in enumerate(ended):
             if on_tokens is not None:
-                on_tokens(make_piece(completion, member=member))
+                on_tokens(make_chunk(completion, member=member))
             if on_completion is not None:
                 on_completion(member, completion)
         return ended
@@ -239,7 +239,7 @@ class DyingEngine(ScriptedEngine):
     async def generate(self, request, on_tokens=None, on_completion=None):
         self.requests.append(request)
         for member, text in enumerate(self.told):
-            piece = make_piece(make_completion(text, version=3), member=member)
+            piece = make_chunk(make_completion(text, version=3), member=member)
             on_tokens(replace(piece, finish=None))
         await self.dies.wait()
         raise EngineLost("Worker 'engine-0' was killed.")
@@ -267,9 +267,9 @@ async def test_sequences_of_an_engine_that_dies_go_on_elsewhere_from_what_it_tol
     assert known.partial.logprobs.tolist() == [-0.5, -0.5]
     assert known.partial.versions.tolist() == [3, 3]
     assert (anew.index, anew.partial) == (5, None)
-    told = [p.tokens.tolist() for p in listener.pieces if p.member == 0]
+    told = [p.tokens.tolist() for p in listener.chunks if p.member == 0]
     assert np.concatenate(told).tolist() == [ord(c) for c in "abrest"]
-    assert (pool.continued.sequences, pool.continued.tokens, pool.continued.anew) == (1, 2, 1)
+    assert (pool.resumed.sequences, pool.resumed.tokens, pool.resumed.restarted) == (1, 2, 1)
 
 
 async def test_a_sequence_keeps_the_routes_it_came_with_when_its_engine_dies():
@@ -318,7 +318,7 @@ async def test_a_request_of_which_nothing_was_told_is_asked_for_anew_once_there_
     await pool.join(other, prepare=nothing)
     assert [completion.text for completion in await generating] == ["done"] * 3
     assert [request.n for request in other.requests] == [3]
-    assert other.requests[0].at_leisure
+    assert other.requests[0].coalesce
 
 
 async def test_an_engine_that_joins_serves_only_once_it_is_prepared_and_knows_what_others_know():
@@ -384,7 +384,7 @@ class TellingWorker:
         self.calls.append(message)
         if isinstance(message, Generate):
             assert message.stream
-            on_part(TokensSampled(pieces=[make_piece(make_completion("a")) for _ in range(2)]))
+            on_part(TokensSampled(pieces=[make_chunk(make_completion("a")) for _ in range(2)]))
             await asyncio.Event().wait()
         return Done()
 
@@ -444,10 +444,10 @@ async def test_a_completion_begun_in_an_engine_that_died_is_the_one_that_it_woul
     class Doomed(ScriptedEngine):
         async def generate(self, request, on_tokens=None, on_completion=None):
             engine = make_engine(eos_ids=())
-            engine.submit(request, stream=True)
+            engine.add_request(request, stream=True)
             for _ in range(15):
                 engine.step()
-            for pieces in engine.news_at_leisure().values():
+            for pieces in engine.take_coalesced_chunks().values():
                 for piece in pieces:
                     on_tokens(piece)
             raise EngineLost("Worker 'engine-0' was killed.")
@@ -457,8 +457,8 @@ async def test_a_completion_begun_in_an_engine_that_died_is_the_one_that_it_woul
     pool = EnginePool([Doomed("x"), survivor], replaces=True)
     for completion, same in zip(await pool.generate(request), expected, strict=True):
         assert_same(completion, same)
-    assert pool.continued.sequences == 3
-    assert 3 < pool.continued.tokens < 3 * 40
+    assert pool.resumed.sequences == 3
+    assert 3 < pool.resumed.tokens < 3 * 40
     running.cancel()
 
 

@@ -89,7 +89,7 @@ def test_kept_ids_beyond_the_capacity_of_a_round_are_recorded_all_the_same():
 
 def test_a_swap_lands_between_two_rounds():
     engine = make_engine(eos_ids=(), round_steps=8)
-    engine.submit(make_request("a"))
+    engine.add_request(make_request("a"))
     engine.step()  # the prefill's token, and a round of four: half of eight after an arrival
     engine.swap(weights(seed=7), version=1)
     (completion,) = finish_all(engine)["a"]
@@ -123,8 +123,8 @@ def test_row_sizes_reach_the_largest_batch_without_much_padding(max_rows: int):
 
 def test_a_round_ends_early_when_something_waits_for_its_end():
     engine = make_engine(eos_ids=(), round_steps=32)
-    engine.submit(make_request("a", max_new_tokens=30))
-    engine.step(must_end=lambda: True)
+    engine.add_request(make_request("a", max_new_tokens=30))
+    engine.step(should_stop=lambda: True)
     assert 1 < engine.stats().generated_tokens < 30
     done = finish_all(engine)
     assert_all_same(

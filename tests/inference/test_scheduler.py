@@ -208,7 +208,7 @@ def test_any_mix_of_requests_finishes_and_leaves_nothing_behind(
     scheduler = rehearsal.scheduler
     while scheduler.has_work or scheduler.num_held_back:
         if not scheduler.has_work:
-            scheduler.seat_new()
+            scheduler.release_new()
         rehearsal.step()
         steps += 1
         if steps == 10:
@@ -216,7 +216,7 @@ def test_any_mix_of_requests_finishes_and_leaves_nothing_behind(
         if steps in swap_at:
             rehearsal.swap()
         if steps == park_at:
-            scheduler.park()
+            scheduler.preempt_all()
             assert not rehearsal.lanes.running()
         if steps == hold_at:
             scheduler.hold_new()
@@ -238,7 +238,7 @@ def test_while_new_ones_are_held_back_only_what_has_begun_goes_on():
     assert rehearsal.finished == [0, 1]
     assert rehearsal.scheduler.num_held_back == 3
     assert rehearsal.pool.num_free == 40
-    rehearsal.scheduler.seat_new()
+    rehearsal.scheduler.release_new()
     while rehearsal.scheduler.has_work:
         rehearsal.step()
     assert sorted(rehearsal.finished) == [0, 1, 2, 3, 4]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from crashing_disk import CrashingDisk
-from fakes import FakeScoring, make_group, make_piece
+from fakes import FakeScoring, make_chunk, make_group
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -66,7 +66,7 @@ class InEngine:
         if place < NUM_TOKENS:
             token = token_of(weights, seed=request.seed, index=index, place=place)
             own.append((token, version))
-            self.tell(make_piece(as_completion(own[place:], "interrupt"), member=member))
+            self.tell(make_chunk(as_completion(own[place:], "interrupt"), member=member))
 
 
 def as_completion(tokens: list[tuple[int, int]], finish: str) -> Completion:

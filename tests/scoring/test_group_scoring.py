@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine_rig import letter_tokenizer, make_engine
-from fakes import Listener, make_completion, make_piece, make_rollout
+from fakes import Listener, make_chunk, make_completion, make_rollout
 from in_process_engine import InProcessEngine
 from scripted_scorer import ScriptedScorer, group, settle
 
@@ -167,13 +167,13 @@ class EarlyScorer(ScriptedScorer):
 async def test_scorers_that_begin_early_hear_what_is_sampled_unless_a_gate_is_before_them():
     early, gated = EarlyScorer("early"), EarlyScorer("gated")
     request = Request(id="r", prompt=np.zeros(1, np.int32), sampling=Sampling())
-    piece = make_piece(make_completion("12"))
+    piece = make_chunk(make_completion("12"))
     with scoring(queue(early), queue(gated, when="early >= 1"), queue(ScriptedScorer())) as s:
         tell = s.stream_callback(request)
         assert tell is not None
         tell(piece)
         assert s.stream_callback(replace(request, n=2)) is None
-    assert (early.heard.pieces, gated.heard.pieces) == ([piece], [])
+    assert (early.heard.chunks, gated.heard.chunks) == ([piece], [])
 
 
 async def test_a_short_completion_is_judged_before_the_long_one_of_its_group_has_ended():

@@ -19,6 +19,7 @@ from schemathesis import GenerationMode
 
 from millrace.config import EngineConfig
 from millrace.environments.tools.calls import FORMATS
+from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.serving.api.openapi import describe
 from millrace.serving.api.replies import Health
@@ -35,7 +36,7 @@ CONTEXT = 48  # tokens; so that no answer takes long
 
 async def serve(model: Path, *, ready: "Future[tuple[str, asyncio.Event]]") -> None:
     config = EngineConfig(device="cpu", max_sequences=128, block_tokens=8)
-    engine = build_engine(str(model), config=config, trust_remote_code=False, version=0)
+    engine = build_engine(EngineSpec(config=config, model_path=str(model), version=0))
     remote = InProcessEngine(engine, receiver=None)  # type: ignore[arg-type]
     served = Served(
         remote,

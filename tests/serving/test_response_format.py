@@ -60,7 +60,7 @@ def request(id: str, *, guided: bool = True, n: int = 1, partial=None, **samplin
 
 def finish(engine: EmbeddedEngine, *requests: Request) -> dict[str, list[Completion]]:
     for one in requests:
-        engine.submit(one)
+        engine.add_request(one)
     done: dict[str, list[Completion]] = {}
     while engine.has_work:
         done |= {finished.id: finished.completions for finished in engine.step()}

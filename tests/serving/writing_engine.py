@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 from chat_model import IM_END, chat_tokenizer
-from fakes import ScriptedEngine, make_piece
+from fakes import ScriptedEngine, make_chunk
 from openai import AsyncOpenAI
 
 from millrace.core.protocols import OnTokens, SupportsGenerate
@@ -68,7 +68,7 @@ def written(text: str) -> Completion:
 
 
 def cut_out(completion: Completion, place: int, member: int):
-    whole = make_piece(completion, member=member)
+    whole = make_chunk(completion, member=member)
     own = slice(place, place + 1)
     return replace(
         whole,

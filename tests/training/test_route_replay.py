@@ -23,7 +23,7 @@ from millrace.training.trainer import Trainer
 
 def astray_engine(architecture: str = MIXTURE, **settings):
     """What it samples can only be understood by who knows where its tokens went."""
-    engine = make_engine(architecture, notes_routes=True, **{"eos_ids": (), **settings})
+    engine = make_engine(architecture, records_routes=True, **{"eos_ids": (), **settings})
     lead_astray(engine, num_experts=NUM_EXPERTS)
     return engine
 
@@ -115,7 +115,7 @@ def test_a_swap_in_the_middle_and_a_resumption_elsewhere_leave_them_in_agreement
     engine = astray_engine(kv=kv)
     requests = mixed_requests(n=1)
     for request in requests:
-        engine.submit(request)
+        engine.add_request(request)
     for _ in range(5):
         engine.step()
     engine.swap(weights(MIXTURE, seed=0), version=1)  # the same ones, as a version of their own
@@ -144,7 +144,7 @@ def test_halves_of_a_microbatch_keep_their_routes():
 
 def test_a_rollout_without_routes_is_left_to_the_routers():
     requests = mixed_requests(num=2)
-    done = finish_all(make_engine(MIXTURE, notes_routes=True, eos_ids=()), requests[:1])
+    done = finish_all(make_engine(MIXTURE, records_routes=True, eos_ids=()), requests[:1])
     done |= finish_all(make_engine(MIXTURE, eos_ids=()), requests[1:])
     (part,) = batch_of(rollouts_of(requests, done)).microbatches
     assert part.routes is not None

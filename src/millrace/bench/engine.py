@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 top_k=args.top_k,
             ),
             settings={"round_steps": args.round_steps, "compile": not args.no_compile},
-            notes_routes=args.routes,
+            records_routes=args.routes,
             profiles=args.profile,
         )
     print(_table(rows))
@@ -89,7 +89,7 @@ def measure(
     prompt_tokens: int,
     sampling: Sampling,
     settings: dict[str, Any],
-    notes_routes: bool = False,
+    records_routes: bool = False,
     profiles: bool = False,
 ) -> list[dict[str, Any]]:
     """One row per batch size, all from one engine."""
@@ -100,7 +100,7 @@ def measure(
     shape = measure_kv(model)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     token_bytes = block_bytes(shape, block_tokens=1, dtype=dtype)
-    routing = find_routing(model) if notes_routes else None
+    routing = find_routing(model) if records_routes else None
     engine = engine_of(model, tokenizer, config=config, version=0, routing=routing)
     _generate(engine, 1, prompt_tokens=prompt_tokens, sampling=Sampling(max_new_tokens=1))
     start_s = time.perf_counter() - started_s
@@ -149,7 +149,7 @@ def _generate(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, samplin
     random = np.random.default_rng(before)
     numbers = random.integers(3, 1000, (batch, prompt_tokens)).astype(np.int32)
     for index, prompt in enumerate(numbers):
-        engine.submit(
+        engine.add_request(
             Request(id=str(index), prompt=prompt, sampling=sampling, seed=index, routes_from=0)
         )
     while engine.has_work:

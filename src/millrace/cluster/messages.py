@@ -136,7 +136,7 @@ class StartEngine(Message, frozen=True):
     model_path: str  # the config's model, or a checkpoint of it
     version: int  # the Version those weights are
     adapter_path: str | None = None  # of a LoRA run: the checkpoint whose adapter goes on top
-    notes_routes: bool = False  # of a mixture of experts: note which of them tokens go to
+    records_routes: bool = False  # record the experts of each token of a mixture of experts
 
 
 class Generate(Message, frozen=True):
@@ -145,7 +145,7 @@ class Generate(Message, frozen=True):
 
     request: Request
     stream: bool = False
-    singly: bool = False
+    per_completion: bool = False
 
 
 class TokensSampled(Part, frozen=True):

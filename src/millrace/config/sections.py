@@ -172,6 +172,10 @@ class DecodingConfig(Section):
 
 
 class EngineConfig(DecodingConfig):
+    type: str = "embedded"
+    """Backend that generates: "embedded" (Millrace's own engine), or "package.module:Class"."""
+    options: dict[str, Any] = {}
+    """Keys of a backend of your own: the fields of its class."""
     count: NonNegativeInt = 1
     """Engine processes on this host."""
     remote: NonNegativeInt = 0

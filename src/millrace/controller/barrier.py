@@ -22,10 +22,10 @@ class SyncBarrier:
         self,
         admission: Admission,
         *,
-        at_once: Callable[[], AbstractAsyncContextManager[None]],  # within it engines only collect
+        together: Callable[[], AbstractAsyncContextManager[None]],  # within it engines only collect
     ) -> None:
         self._admission = admission
-        self._at_once = at_once
+        self._together = together
         self._waiting: list[asyncio.Future[None]] = []
         self._is_open = False
         self._changed = asyncio.Event()
@@ -57,7 +57,7 @@ class SyncBarrier:
             await self._changed.wait()
             self._changed.clear()
             if self._is_complete:
-                async with self._at_once():
+                async with self._together():
                     turns, self._waiting = self._waiting, []
                     for turn in turns:
                         turn.set_result(None)

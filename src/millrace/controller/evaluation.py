@@ -179,13 +179,13 @@ class EvalSet:
         player: Player,
         engine: Engine,
         score: Callable[[Group], Coroutine[Any, Any, Group]],
-        at_once: Callable[[], AbstractAsyncContextManager[None]] | None,
+        together: Callable[[], AbstractAsyncContextManager[None]] | None,
     ) -> None:
-        """`at_once`: within it, requests made together begin together; then all tasks do."""
+        """`together`: within it, requests made together begin together; then all tasks do."""
         self._tasks = tasks
         self._settings = config.evaluate
         self._score = score
-        self._at_once = at_once
+        self._together = together
         # Tasks whose samples the engines decode together.
         num_engines = config.evaluate.engines or config.engine.count + config.engine.remote
         num_sequences = num_engines * config.engine.max_sequences
@@ -203,9 +203,9 @@ class EvalSet:
         """The policy as it is now; None if there are no tasks."""
         if not self._tasks:
             return None
-        if self._at_once is None:
+        if self._together is None:
             return await self._evaluate(step, tally=tally, max_running=self._max_running)
-        async with self._at_once():
+        async with self._together():
             evaluating = asyncio.create_task(
                 self._evaluate(step, tally=tally, max_running=len(self._tasks))
             )

@@ -46,7 +46,7 @@ def cut(completion: Completion, begin: int, end: int | None = None) -> Completio
     )
 
 
-def piece_of(
+def chunk_of(
     completion: Completion, *, member: int, finish: Finish | None = None
 ) -> CompletionChunk:
     """All of its tokens, as who listens is told them."""

@@ -132,10 +132,10 @@ class Request:
     session: str | None = None
     pinned: bool = False  # stays with that engine however loaded it is
     expires: bool = False  # its tokens are for training: worthless once they are too old
-    overtakes: int = 0  # requests that came before it, if they wait when it comes
-    piece_tokens: int = 1  # if it streams: of a Piece at least, unless the completion ends
+    priority: int = 0  # requests that came before it, if they wait when it comes
+    min_chunk_tokens: int = 1  # if it streams: of a Piece at least, unless the completion ends
     # If it streams: a Piece now and then will do, and none for what its answer is about to say.
-    at_leisure: bool = False
+    coalesce: bool = False
     # None = the policy; else one of engine.adapters, or "base" = without the adapter in training.
     adapter: str | None = None
     # Position of the first token whose routes are wanted, where the model has any; None = none are.

@@ -1,14 +1,14 @@
-"""Routes requests to engines: the least loaded first.
+"""Routes requests to engines: the least loaded engine first.
 
-Turns of one session go to the engine that served it last, which has their KV, unless that one is
-clearly more loaded: it has more than twice the sequences of the least loaded engine, and 8. A
-request that is pinned goes there in any case.
+Turns of one session go to the engine that served the session last, because it holds their KV. The
+exception is an engine that is clearly more loaded: it runs more than twice the sequences of the
+least loaded engine, plus 8. A pinned request ignores load.
 
-Promise: what an engine gave up half-way because new weights came is resumed, on whichever engine
-has the least to do then; generate() returns whole completions, or those its caller wanted ended.
-Where lost engines are replaced, what one of them had told is gone on with elsewhere, and what it
-had not is sampled again. While there is no engine, requests wait: those that have begun for as long
-as it takes, others no longer than they are allowed to.
+Promise: generate() returns whole completions, or those that the caller aborted. A completion that a
+weight update interrupted is resumed on the least loaded engine. Where lost engines are replaced,
+sequences resume on another engine from their last streamed token; on a backend that cannot resume
+partial completions they are sampled again. Requests wait while no engine serves: requests that were
+placed before wait without limit, new ones for at most max_wait_s.
 
 Runs on the controller's event loop; torch-free.
 """
@@ -20,8 +20,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from millrace.core.completions import chunk_of
 from millrace.core.errors import EngineLost, EnginesDown
-from millrace.core.protocols import Engine, OnCompletion, OnTokens
+from millrace.core.protocols import Capability, Engine, OnCompletion, OnTokens
 from millrace.core.records import Completion, Request
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
 from millrace.core.weight_update import WeightUpdate
@@ -29,35 +30,35 @@ from millrace.inference.transcript import Audience, Transcript
 
 T = TypeVar("T")
 
-_SPARE_SEQUENCES = 8  # more than this make an engine clearly more loaded than an idle one
+_SPARE_SEQUENCES = 8  # so that a few sequences do not move a session to an idle engine
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Seat:
-    """An engine of the pool."""
+class _PoolEntry:
+    """An engine of the pool, and its load."""
 
     engine: Engine
     num_sequences: int = 0  # in flight
-    serves: bool = True  # False: it waits for its first weights
+    serves: bool = True  # False until it holds the newest weights, and while it drains
 
 
 @dataclass(kw_only=True, slots=True)
 class _OpenRequest:
-    """A request that has not been answered yet: itself, or what is resumed of it."""
+    """A request without an answer yet: the request itself, or its resumed completions."""
 
     audience: Audience
-    placed: dict[str, _Seat] = field(default_factory=dict[str, _Seat])  # by id at its engine
-    has_begun: bool = False  # an engine was given it
+    placed: dict[str, _PoolEntry] = field(default_factory=dict[str, _PoolEntry])  # by engine id
+    was_placed: bool = False  # on some engine, at least once
     is_aborted: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
-class Continued:
-    """What was in flight in engines that were lost."""
+class ResumeCounts:
+    """Sequences that were in flight on engines that were lost."""
 
-    sequences: int = 0  # gone on with elsewhere
-    tokens: int = 0  # which they had by then
-    anew: int = 0  # sequences of which nothing was known: sampled again
+    sequences: int = 0  # resumed on another engine
+    tokens: int = 0  # that these sequences had by then
+    restarted: int = 0  # sequences without a known token: sampled again
 
 
 class EnginePool:
@@ -71,57 +72,62 @@ class EnginePool:
         max_wait_s: float | None = None,
         max_sessions: int = 65536,
     ) -> None:
-        """`replaces`: a lost engine's place is taken by another, see join(); else its loss is
-        raised. `max_wait_s`: for an engine, of a request that has not begun; then EnginesDown is
-        raised. `max_sessions`: whose engine is remembered; one that is forgotten is routed by
+        """`replaces`: lost engines are replaced through join(); otherwise a loss is raised.
+        `max_wait_s`: a request that was never placed waits this long for an engine, then raises
+        EnginesDown. `max_sessions`: sessions whose engine is remembered; the others are routed by
         load."""
         assert engines or replaces
-        self.continued = Continued()
+        self.resumed = ResumeCounts()
         self._replaces = replaces
         self._max_wait_s = max_wait_s
         self._max_sessions = max_sessions
-        self._seats = [_Seat(engine=engine) for engine in engines]
-        self._came = asyncio.Event()  # set when an engine begins to serve
-        self._answered = asyncio.Event()  # set when a request is
-        self._homes: OrderedDict[str, _Seat] = OrderedDict()  # by session; last = latest
+        self._entries = [_PoolEntry(engine=engine) for engine in engines]
+        self._joined = asyncio.Event()  # set when an engine starts to serve
+        self._answered = asyncio.Event()  # set when a request is answered
+        self._homes: OrderedDict[str, _PoolEntry] = OrderedDict()  # by session; last = latest
         self._open: dict[str, _OpenRequest] = {}  # by the caller's request id
         self._is_paused = False
         self._expired_before = 0
 
     @property
     def num_engines(self) -> int:
-        """That serve."""
-        return sum(seat.serves for seat in self._seats)
+        """Engines that serve."""
+        return sum(entry.serves for entry in self._entries)
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What every engine of the pool offers."""
+        offered = [entry.engine.capabilities for entry in self._entries]
+        return frozenset(Capability).intersection(*offered)
 
     async def join(self, engine: Engine, *, prepare: Callable[[Engine], Awaitable[object]]) -> None:
-        """Take in one more engine. It hears of everything from now on, and is given requests once
-        `prepare` has brought it the newest weights."""
-        seat = _Seat(engine=engine, serves=False)
-        self._seats.append(seat)
+        """Add an engine. It receives requests once `prepare` has brought it the newest weights."""
+        entry = _PoolEntry(engine=engine, serves=False)
+        self._entries.append(entry)
         try:
             if self._is_paused:
                 await engine.pause()
             await engine.expire(self._expired_before)
             await prepare(engine)
         except BaseException:
-            self._lose(seat)
+            self._lose(entry)
             raise
-        seat.serves = seat in self._seats
-        self._came.set()
+        entry.serves = entry in self._entries
+        self._joined.set()
 
     async def leave(self, engine: Engine) -> None:
-        """Give it no more requests; returns once it has answered those it has, and is out."""
-        for seat in [seat for seat in self._seats if seat.engine is engine]:
-            seat.serves = False
-            while seat.num_sequences and seat in self._seats:
+        """Send this engine no more requests; returns once its last one is answered."""
+        for entry in [entry for entry in self._entries if entry.engine is engine]:
+            entry.serves = False
+            while entry.num_sequences and entry in self._entries:
                 self._answered.clear()
                 await self._answered.wait()
-            self._lose(seat)
+            self._lose(entry)
 
     def lose(self, engine: Engine) -> None:
-        """It is dead, or to be taken for dead; no matter if that is known already."""
-        for seat in [seat for seat in self._seats if seat.engine is engine]:
-            self._lose(seat)
+        """Remove an engine that is dead or treated as dead; no error if it was removed before."""
+        for entry in [entry for entry in self._entries if entry.engine is engine]:
+            self._lose(entry)
 
     async def generate(
         self,
@@ -134,7 +140,7 @@ class EnginePool:
         opened = self._open[request.id] = _OpenRequest(audience=audience)
         try:
             completions = await self._place(request, opened)
-            while not opened.is_aborted and all(_is_untouched(c) for c in completions):
+            while not opened.is_aborted and all(_is_blank(c) for c in completions):
                 completions = await self._place(request, opened)
             if all(completion.finish != "interrupt" for completion in completions):
                 return completions
@@ -151,7 +157,7 @@ class EnginePool:
     ) -> Completion:
         """Resume one completion of a request as often as it is interrupted."""
         while completion.finish == "interrupt":
-            if opened.is_aborted:  # its engine gave it up before it heard of the abort
+            if opened.is_aborted:  # its engine interrupted it before the abort arrived
                 completion = replace(completion, finish="abort")
                 opened.audience.tell_abort(completion, member=member)
                 return completion
@@ -163,66 +169,73 @@ class EnginePool:
                 partial=completion if len(completion.tokens) else None,
             )
             (completion,) = await self._place(rest, opened, first=member)
-        if completion.finish == "expire":  # then the others are of no use any more, either
+        if completion.finish == "expire":  # the group is dropped, so the others are useless
             await self.abort([request.id])
         return completion
 
     async def _place(
         self, request: Request, opened: _OpenRequest, *, first: int = 0
     ) -> list[Completion]:
-        await self._until_served(max_wait_s=None if opened.has_begun else self._max_wait_s)
-        opened.has_begun = True
-        seat = self._choose(request.session, pinned=request.pinned)
+        await self._until_served(max_wait_s=None if opened.was_placed else self._max_wait_s)
+        opened.was_placed = True
+        entry = self._choose(request.session, pinned=request.pinned)
         audience = opened.audience
         transcript = Transcript(request, audience=audience, first=first)
-        hear = transcript.hear if audience.wants_tokens or self._replaces else None
-        if hear is not None and not audience.wants_tokens:
-            request = replace(request, at_leisure=True)
-        hear_end = transcript.hear_end if audience.wants_completions else None
-        seat.num_sequences += request.n
-        opened.placed[request.id] = seat
+        # A lost sequence that cannot be resumed is sampled again, so its listener hears nothing
+        # before its end.
+        resumes = Capability.PARTIALS in entry.engine.capabilities
+        streams = resumes and (audience.wants_tokens or self._replaces)
+        if streams and not audience.wants_tokens:
+            request = replace(request, coalesce=True)
+        on_tokens = transcript.hear if streams else None
+        on_completion = transcript.hear_end if audience.wants_completions else None
+        entry.num_sequences += request.n
+        opened.placed[request.id] = entry
         try:
-            completions = await seat.engine.generate(request, hear, hear_end)
-            if audience.wants_tokens and request.at_leisure:
+            completions = await entry.engine.generate(request, on_tokens, on_completion)
+            if audience.wants_tokens and request.coalesce:
                 transcript.catch_up(completions)
-            return completions
         except EngineLost:
             if not self._replaces:
                 raise
-            self._lose(seat)
-            return self._noted(transcript.completions())
+            self._lose(entry)
+            completions = transcript.completions()
+            self._count_resumed(completions)
         finally:
-            seat.num_sequences -= request.n
+            entry.num_sequences -= request.n
             del opened.placed[request.id]
             self._answered.set()
+        if not resumes and not request.coalesce:
+            for member, completion in enumerate(completions, start=first):
+                if completion.finish != "interrupt":
+                    audience.tell(chunk_of(completion, member=member, finish=completion.finish))
+        return completions
 
-    def _noted(self, known: list[Completion]) -> list[Completion]:
-        for completion in known:
-            if completion.finish != "interrupt":
-                continue
-            self.continued.sequences += len(completion.tokens) > 0
-            self.continued.tokens += len(completion.tokens)
-            self.continued.anew += len(completion.tokens) == 0
-        return known
+    def _count_resumed(self, completions: Sequence[Completion]) -> None:
+        for completion in completions:
+            if completion.finish == "interrupt":
+                self.resumed.sequences += len(completion.tokens) > 0
+                self.resumed.tokens += len(completion.tokens)
+                self.resumed.restarted += len(completion.tokens) == 0
 
     async def _until_served(self, *, max_wait_s: float | None) -> None:
-        """Until there is an engine; without a wait where there is one, see at_once()."""
+        """Wait for an engine. Never yields if one serves, which together() relies on."""
         try:
             async with asyncio.timeout(max_wait_s):
                 while not self.num_engines:
-                    self._came.clear()
-                    await self._came.wait()
+                    self._joined.clear()
+                    await self._joined.wait()
         except TimeoutError:
             raise EnginesDown(f"No engine was up for {max_wait_s:g} s; try again later.") from None
 
-    def _choose(self, session: str | None, *, pinned: bool) -> _Seat:
-        serving = [seat for seat in self._seats if seat.serves]
-        idlest = min(serving, key=lambda seat: seat.num_sequences)
+    def _choose(self, session: str | None, *, pinned: bool) -> _PoolEntry:
+        serving = [entry for entry in self._entries if entry.serves]
+        least_loaded = min(serving, key=lambda entry: entry.num_sequences)
         if session is None:
-            return idlest
-        home = self._homes.pop(session, idlest)
-        is_clear = home.num_sequences > 2 * idlest.num_sequences + _SPARE_SEQUENCES
-        chosen = home if home in serving and (pinned or not is_clear) else idlest
+            return least_loaded
+        home = self._homes.pop(session, least_loaded)
+        is_overloaded = home.num_sequences > 2 * least_loaded.num_sequences + _SPARE_SEQUENCES
+        chosen = home if home in serving and (pinned or not is_overloaded) else least_loaded
         self._homes[session] = chosen
         if len(self._homes) > self._max_sessions:
             self._homes.popitem(last=False)
@@ -231,23 +244,23 @@ class EnginePool:
     async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         while True:
             await self._until_served(max_wait_s=self._max_wait_s)
-            seat = self._choose(None, pinned=False)
-            for logprobs in await self._ask(seat, seat.engine.score(requests)):
+            entry = self._choose(None, pinned=False)
+            for logprobs in await self._ask(entry, entry.engine.score(requests)):
                 return logprobs
 
     async def swap(self, update: WeightUpdate) -> int:
-        """Swap all engines, side by side; returns the oldest version now visible."""
+        """Swap all engines concurrently; returns the oldest version now visible."""
         versions = await self._each(lambda engine: engine.swap(update))
-        return min(versions, default=update.version)  # without engines, those to come have it
+        return min(versions, default=update.version)  # engines that join later start with it
 
     async def abort(self, ids: Sequence[str]) -> None:
-        by_seat: dict[_Seat, list[str]] = {}
+        by_entry: dict[_PoolEntry, list[str]] = {}
         for opened in (self._open[id] for id in ids if id in self._open):
             opened.is_aborted = True
-            for placed_id, seat in opened.placed.items():
-                by_seat.setdefault(seat, []).append(placed_id)
+            for placed_id, entry in opened.placed.items():
+                by_entry.setdefault(entry, []).append(placed_id)
         await asyncio.gather(
-            *(self._ask(seat, seat.engine.abort(ids)) for seat, ids in by_seat.items())
+            *(self._ask(entry, entry.engine.abort(ids)) for entry, ids in by_entry.items())
         )
 
     async def expire(self, before: int) -> None:
@@ -264,37 +277,37 @@ class EnginePool:
         await self._each(lambda engine: engine.resume())
 
     @contextlib.asynccontextmanager
-    async def at_once(self) -> AsyncIterator[None]:
-        """What tasks made or woken inside ask for, without waiting for anything before, the engines
-        begin together, in that order."""
+    async def together(self) -> AsyncIterator[None]:
+        """Have the engines start together, in order, all requests of tasks that are created or
+        woken inside and that send their request without waiting for anything else."""
         await self.pause()
         yield
-        # One turn of the loop for those tasks, and one for the tasks they make. What they send
-        # arrives before what is sent after it.
+        # One turn of the loop for those tasks, and one for the tasks they create. Messages keep
+        # their order, so resume() arrives after their requests.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await self.resume()
 
     async def _each(self, ask: Callable[[Engine], Awaitable[T]]) -> list[T]:
-        """The answers of all engines that are not lost meanwhile."""
-        asked = (self._ask(seat, ask(seat.engine)) for seat in self._seats)
+        """The answers of all engines that are not lost before they answer."""
+        asked = (self._ask(entry, ask(entry.engine)) for entry in self._entries)
         return [answer for answers in await asyncio.gather(*asked) for answer in answers]
 
-    async def _ask(self, seat: _Seat, answer: Awaitable[T]) -> list[T]:
-        """Its answer, or none if it is lost."""
+    async def _ask(self, entry: _PoolEntry, answer: Awaitable[T]) -> list[T]:
+        """A list with the engine's answer; empty if the engine is lost."""
         try:
             return [await answer]
         except EngineLost:
             if not self._replaces:
                 raise
-            self._lose(seat)
+            self._lose(entry)
             return []
 
-    def _lose(self, seat: _Seat) -> None:
-        if seat in self._seats:
-            self._seats.remove(seat)
+    def _lose(self, entry: _PoolEntry) -> None:
+        if entry in self._entries:
+            self._entries.remove(entry)
 
 
-def _is_untouched(completion: Completion) -> bool:
-    """True of what is left of a request whose engine was lost before it told anything."""
+def _is_blank(completion: Completion) -> bool:
+    """True if its engine was lost before it sent a token."""
     return completion.finish == "interrupt" and not len(completion.tokens)

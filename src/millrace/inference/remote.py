@@ -32,17 +32,25 @@ from millrace.cluster.supervision.replica import WorkerReplica
 from millrace.cluster.worker import Worker
 from millrace.config.supervision import SupervisionConfig
 from millrace.core.errors import EngineLost, MillraceError, WorkerError
-from millrace.core.protocols import Engine, OnCompletion, OnTokens
+from millrace.core.protocols import Capability, Engine, OnCompletion, OnTokens
 from millrace.core.records import Completion, Request
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
 from millrace.core.weight_update import WeightUpdate
+from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.pool import EnginePool
 
 
 class RemoteEngine:
     """An Engine whose calls go to a worker process."""
 
-    def __init__(self, worker: Worker, *, swap_timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        swap_timeout_s: float | None = None,
+        capabilities: frozenset[Capability] = EmbeddedBackend.capabilities,
+    ) -> None:
+        self.capabilities = capabilities
         self._worker = worker
         self._swap_timeout_s = swap_timeout_s
         self._aborting: set[asyncio.Task[None]] = set()
@@ -54,7 +62,9 @@ class RemoteEngine:
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         generate = Generate(
-            request=request, stream=on_tokens is not None, singly=on_completion is not None
+            request=request,
+            stream=on_tokens is not None,
+            per_completion=on_completion is not None,
         )
         parts = _Parts(on_tokens=on_tokens, on_completion=on_completion)
         try:
@@ -165,6 +175,7 @@ class EngineReplica(WorkerReplica):
         settings: SupervisionConfig,
         start_timeout_s: float,
         joins_late: bool = False,
+        capabilities: frozenset[Capability] = EmbeddedBackend.capabilities,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """`start(is_late)` starts a process with any weights.
@@ -180,6 +191,7 @@ class EngineReplica(WorkerReplica):
         self._load_newest = load_newest
         self._swap_timeout_s = settings.swap_timeout_s
         self._joins_late = joins_late
+        self._capabilities = capabilities
         self._on_lost = on_lost
         self._engine: RemoteEngine | None = None
 
@@ -187,7 +199,9 @@ class EngineReplica(WorkerReplica):
         return await self._start(is_restart or self._joins_late)
 
     async def attach(self, worker: Worker, *, is_restart: bool) -> None:
-        engine = RemoteEngine(worker, swap_timeout_s=self._swap_timeout_s)
+        engine = RemoteEngine(
+            worker, swap_timeout_s=self._swap_timeout_s, capabilities=self._capabilities
+        )
         is_late = is_restart or self._joins_late
         prepare = self._load_newest if is_late and self._load_newest is not None else _is_ready
         try:

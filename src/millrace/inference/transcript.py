@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from millrace.core.completions import cut, joined, piece_of
+from millrace.core.completions import chunk_of, cut, joined
 from millrace.core.protocols import OnCompletion, OnTokens
 from millrace.core.records import Completion, CompletionChunk, Request
 
@@ -91,7 +91,7 @@ class Transcript:
             if completion.finish != "interrupt":
                 continue
             rest = cut(completion, sum(len(part.tokens) for part in self._known(member)))
-            self.hear(piece_of(rest, member=member))
+            self.hear(chunk_of(rest, member=member))
 
     def _known(self, member: int) -> list[Completion | CompletionChunk]:
         partial = self._request.partial

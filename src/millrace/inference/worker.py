@@ -14,6 +14,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,14 +39,17 @@ from millrace.cluster.messages import (
 from millrace.cluster.worker_main import out_of_turn, serve_as_told
 from millrace.config import Interrupt, RunConfig, load_config
 from millrace.core.errors import TaskError, WeightError
-from millrace.core.protocols import WeightReceiver
+from millrace.core.protocols import Capability, WeightReceiver
 from millrace.core.spans import Timeline
 from millrace.core.weight_update import WeightUpdate
-from millrace.inference.embedded.build import build_engine
-from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.inference.embedded.interrupt import MODELS
-from millrace.inference.embedded.live_weights import PreparedWeights
-from millrace.inference.embedded.scheduling.outputs import Finished
+from millrace.inference.backend import (
+    EngineCore,
+    EngineSpec,
+    FinishedRequest,
+    check_request,
+    load_backend,
+)
+from millrace.inference.interrupt import INTERRUPTS
 from millrace.models.loading import resolve_device
 from millrace.weights.receiver import make_receiver
 
@@ -61,20 +65,21 @@ def _start(message: StartEngine, link: Link, timeline: Timeline) -> "EngineWorke
     config = load_config(message.config)
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
-    engine = build_engine(
-        message.model_path,
+    spec = EngineSpec(
         config=config.engine,
-        trust_remote_code=config.model.trust_remote_code,
+        model_path=message.model_path,
         version=message.version,
+        trust_remote_code=config.model.trust_remote_code,
         lora=config.lora,
         adapter_path=None if message.adapter_path is None else Path(message.adapter_path),
-        notes_routes=message.notes_routes,
+        records_routes=message.records_routes,
     )
+    engine = load_backend(config.engine).load(spec)
     return wire(engine, config, link=link, timeline=timeline)
 
 
 def wire(
-    engine: EmbeddedEngine, config: RunConfig, *, link: Link, timeline: Timeline
+    engine: EngineCore, config: RunConfig, *, link: Link, timeline: Timeline
 ) -> "EngineWorker":
     """An engine that is built, and the weights' way to it."""
     receiver = make_receiver(
@@ -91,6 +96,7 @@ def wire(
         receiver=receiver,
         timeline=timeline,
         interrupt=config.weights.interrupt,
+        capabilities=load_backend(config.engine).capabilities,
         report_s=config.supervision.report_s,
     )
 
@@ -100,7 +106,7 @@ class _Staging:
     """Weights on their way in, and the calls that wait for them or were superseded by them."""
 
     version: int
-    staged: Future[tuple[PreparedWeights, float]]  # and the milliseconds it took
+    staged: Future[tuple[Any, float]]  # what the engine prepared, and the milliseconds it took
     calls: list[WorkerCall]
 
 
@@ -111,17 +117,19 @@ class EngineWorker:
         self,
         link: Link,
         *,
-        engine: EmbeddedEngine,
+        engine: EngineCore,
         receiver: WeightReceiver,
         timeline: Timeline,
         interrupt: Interrupt = "swap",
+        capabilities: frozenset[Capability] = frozenset(Capability),
         report_s: float = 2.0,
     ) -> None:
         """`report_s`: how often requests at leisure are told of."""
         self._link = link
         self._arrived: deque[WorkerCall] = deque()  # during a round, not yet handled
         self._engine = engine
-        self._interrupt = MODELS[interrupt](engine)
+        self._capabilities = capabilities
+        self._interrupt = INTERRUPTS[interrupt](engine)
         self._receiver = receiver
         self._timeline = timeline
         self._calls: dict[str, WorkerCall] = {}  # Generate calls by request id
@@ -145,11 +153,11 @@ class EngineWorker:
                     self._score(self._score_calls.popleft())
                 if self._may_generate:
                     self._timeline.enter(self._interrupt.activity, busy=True)
-                    self._answer(self._engine.step(must_end=self._is_awaited))
+                    self._answer(self._engine.step(should_stop=self._is_awaited))
                 if time.monotonic() - self._reported_s >= PROGRESS_S:
                     self._report()
                 if time.monotonic() - self._told_s >= self._report_s:
-                    self._tell_at_leisure()
+                    self._send_coalesced_chunks()
         finally:
             self._stager.shutdown(wait=True, cancel_futures=True)
             self._receiver.close()
@@ -160,7 +168,7 @@ class EngineWorker:
         """True if a round should end before its time: weights are there, or a call that is not for
         more of the same. New weights are fetched from here on, and the round goes on meanwhile."""
         while (call := self._link.receive(0)) is not None:
-            if isinstance(call.message, SwapWeights) and not self._interrupt.heeds_announcements:
+            if isinstance(call.message, SwapWeights) and not self._interrupt.needs_announcement:
                 self._stage(call.message.update, call)
             else:
                 self._arrived.append(call)
@@ -217,9 +225,10 @@ class EngineWorker:
 
     def _handle(self, call: WorkerCall) -> None:
         match call.message:
-            case Generate(request=request, stream=stream, singly=singly):
+            case Generate(request=request, stream=stream, per_completion=per_completion):
                 try:
-                    self._engine.submit(request, stream=stream, singly=singly)
+                    check_request(request, self._capabilities)
+                    self._engine.add_request(request, stream=stream, per_completion=per_completion)
                 except TaskError as error:
                     call.fail(error)
                 else:
@@ -258,21 +267,21 @@ class EngineWorker:
                 )
             )
 
-    def _answer(self, finished: list[Finished]) -> None:
-        for id, pieces in self._engine.news().items():
+    def _answer(self, finished: list[FinishedRequest]) -> None:
+        for id, pieces in self._engine.take_chunks().items():
             self._calls[id].tell(TokensSampled(pieces=pieces))
-        for id, completions in self._engine.singles().items():
+        for id, completions in self._engine.take_completions().items():
             self._calls[id].tell(Completed(completions=completions))
         for request in finished:
             untold = [
-                None if member in request.told else completion
+                None if member in request.delivered else completion
                 for member, completion in enumerate(request.completions)
             ]
             self._calls.pop(request.id).reply(GenerateDone(completions=untold))
 
-    def _tell_at_leisure(self) -> None:
+    def _send_coalesced_chunks(self) -> None:
         self._told_s = time.monotonic()
-        for id, pieces in self._engine.news_at_leisure().items():
+        for id, pieces in self._engine.take_coalesced_chunks().items():
             self._calls[id].tell(TokensSampled(pieces=pieces))
 
     def _stage(self, update: WeightUpdate, call: WorkerCall) -> None:
@@ -296,7 +305,7 @@ class EngineWorker:
         )
         self._answer(self._interrupt.announce())
 
-    def _timed_stage(self, update: WeightUpdate) -> tuple[PreparedWeights, float]:
+    def _timed_stage(self, update: WeightUpdate) -> tuple[Any, float]:
         """Runs in the staging thread."""
         started_s = time.perf_counter()
         tensors = self._receiver.stage(update)

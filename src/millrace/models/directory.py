@@ -35,6 +35,13 @@ def configured_context(path: str, *, trust_remote_code: bool = False) -> int | N
     return getattr(config, "max_position_embeddings", None)
 
 
+def has_experts(path: str, *, trust_remote_code: bool = False) -> bool:
+    """True if the configuration of the model at `path` describes a mixture of experts."""
+    config = text_config(path, trust_remote_code=trust_remote_code)
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any(getattr(config, name, None) for name in names)
+
+
 def text_config(
     path: str, *, trust_remote_code: bool = False, setting: str = "model.path"
 ) -> PreTrainedConfig:

@@ -102,7 +102,7 @@ class Launcher:
             model_path=_absolute(path),
             version=0 if is_late else self._prepared.cursor.version,
             adapter_path=None if adapter is None else _absolute(adapter),
-            notes_routes=config.trainer.replay_routes,
+            records_routes=config.trainer.replay_routes,
         )
 
     async def _launch(self, name: str, module: str, *, env: Mapping[str, str]) -> Worker:

@@ -21,8 +21,14 @@ from millrace.environments.branching.recipe import Recipe
 from millrace.environments.episode_runner import EnvironmentFunction
 from millrace.environments.other_models import OtherModel
 from millrace.environments.rollouts.renderer import Renderer
+from millrace.inference.backend import check_capabilities, load_backend, seed_doubts
 from millrace.journal import JournalHistory
-from millrace.models.directory import configured_context, load_tokenizer, text_config
+from millrace.models.directory import (
+    configured_context,
+    has_experts,
+    load_tokenizer,
+    text_config,
+)
 from millrace.models.lora.factors import require_peft
 from millrace.models.lora.folders import check_resident
 from millrace.run.environment import build_environment, others_of, recipe_of
@@ -140,6 +146,12 @@ def prepare(
     advantages = build_advantages(config.scoring.advantages)
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    capabilities = load_backend(config.engine).capabilities
+    check_capabilities(
+        config,
+        capabilities,
+        has_experts=has_experts(model.path, trust_remote_code=model.trust_remote_code),
+    )
     max_context = _context(config)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
@@ -167,7 +179,7 @@ def prepare(
         checkpoint=found.directory,
         cursor=cursor,
         past=past,
-        doubts=(*found.refused, *doubts),
+        doubts=(*found.refused, *doubts, *seed_doubts(config.engine, capabilities)),
     )
     check_models(specs, prepared.facts)
     return prepared

@@ -16,10 +16,11 @@ from pathlib import Path
 from millrace.cluster.supervision.pool import RESTARTING, WorkerPool
 from millrace.cluster.supervision.replica import WorkerReplica
 from millrace.cluster.worker import Worker
-from millrace.config import RunConfig
+from millrace.config import EngineConfig, RunConfig
 from millrace.core.errors import ConfigError, WeightError
 from millrace.core.protocols import Engine
 from millrace.core.weight_update import WeightUpdate
+from millrace.inference.backend import load_backend
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
 from millrace.run.launch import Launcher
@@ -119,6 +120,7 @@ class RunWorkers:
             pool=pool,
             start=partial(self._start_remote if is_remote else self._start_local, name),
             load_newest=self._load_newest,
+            engine=self._config.engine,
             joins_late=joins_late,
         )
 
@@ -126,7 +128,13 @@ class RunWorkers:
         async def start(_is_late: bool) -> Worker:
             return await self._launcher.start_model(name, model=model)
 
-        return self._replica(name, pool=self.models[model], start=start, load_newest=None)
+        return self._replica(
+            name,
+            pool=self.models[model],
+            start=start,
+            load_newest=None,
+            engine=self._config.environment.models[model].engine,
+        )
 
     def _replica(
         self,
@@ -135,6 +143,7 @@ class RunWorkers:
         pool: EnginePool,
         start: Callable[[bool], Awaitable[Worker]],
         load_newest: Callable[[Engine], Awaitable[None]] | None,
+        engine: EngineConfig,
         joins_late: bool = False,
     ) -> EngineReplica:
         return EngineReplica(
@@ -145,6 +154,7 @@ class RunWorkers:
             settings=self._config.supervision,
             start_timeout_s=self._config.cluster.start_timeout_s,
             joins_late=joins_late,
+            capabilities=load_backend(engine).capabilities,
         )
 
     async def _start_local(self, name: str, is_late: bool) -> Worker:

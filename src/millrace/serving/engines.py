@@ -12,6 +12,7 @@ from millrace.cluster.messages import StartEngine
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig
+from millrace.inference.backend import load_backend
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
 from millrace.serving.api.replies import Health
@@ -55,6 +56,7 @@ class Engines:
             load_newest=None,
             settings=self._config.supervision,
             start_timeout_s=self._config.cluster.start_timeout_s,
+            capabilities=load_backend(self._config.engine).capabilities,
             on_lost=lambda: self._metrics.forget(name),
         )
 

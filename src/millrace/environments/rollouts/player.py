@@ -37,7 +37,7 @@ from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.rollouts.replaying_engine import ReplayingEngine
 from millrace.tasks.lengths import LengthPredictor
 
-PIECE_TOKENS = 32  # of streamed chunks; one message per token would cost as much as sampling it
+CHUNK_TOKENS = 32  # of streamed chunks; one message per token would cost as much as sampling it
 
 
 class GroupPolicy:
@@ -54,7 +54,7 @@ class GroupPolicy:
         seed: int,
         attempt: Attempt | None = None,
         scoring: ScoringSession | None = None,
-        overtakes: int = 0,
+        priority: int = 0,
         others: Mapping[str, SupportsGenerate] | None = None,
         reader: SupportsScore | None = None,
         wants_routes: bool = False,
@@ -73,7 +73,7 @@ class GroupPolicy:
         self._attempt = attempt
         self._scoring = scoring
         self._takes_episodes = scoring is not None and scoring.takes_episodes
-        self._overtakes = overtakes
+        self._priority = priority
         self._wants_routes = wants_routes
         self._calls = itertools.count()
         self._versions: dict[int, list[np.ndarray]] = {}  # of what is trained, by episode
@@ -95,7 +95,7 @@ class GroupPolicy:
             prompt=tokens,
             sampling=self.sampling,
             n=n,
-            overtakes=self._overtakes,
+            priority=self._priority,
             seed=self.seed + call,
             expires=self.is_trained,
             routes_from=0 if self._wants_routes else None,
@@ -146,7 +146,7 @@ class GroupPolicy:
             index=episode,
             session=f"{self.name}/{session}",
             pinned=pinned,
-            overtakes=self._overtakes,
+            priority=self._priority,
             partial=partial,
             expires=self.is_trained and is_trained,
             adapter=adapter,
@@ -201,7 +201,7 @@ class GroupPolicy:
         on_tokens = None if self._scoring is None else self._scoring.stream_callback(request)
         if on_tokens is None:
             return request, None
-        return replace(request, piece_tokens=PIECE_TOKENS), on_tokens
+        return replace(request, min_chunk_tokens=CHUNK_TOKENS), on_tokens
 
 
 class Player:
@@ -272,7 +272,7 @@ class Player:
             seed=group_seed(self._seed, number, tries=tries),
             attempt=attempt,
             scoring=scoring,
-            overtakes=self._lengths.priority(task),
+            priority=self._lengths.priority(task),
             others=others,
             reader=self._engine,
             wants_routes=self._wants_routes,

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, replace
 
-from millrace.core.completions import cut, piece_of
+from millrace.core.completions import chunk_of, cut
 from millrace.core.protocols import OnCompletion, OnTokens, SupportsGenerate
 from millrace.core.records import Completion, CompletionChunk, Request
 from millrace.environments.rollouts.attempt import PartialCall, PartialRollout, has_ended
@@ -65,7 +65,7 @@ class _ReplayedCall:
             self._tell_end(first + member, completion)
 
         if self.on_tokens is None:
-            request = replace(request, at_leisure=True)
+            request = replace(request, coalesce=True)
         completions = await self.engine.generate(
             request, hear, None if self.on_completion is None else hear_end
         )
@@ -95,7 +95,7 @@ class _ReplayedCall:
         """But for what the request itself began with."""
         num_begun = 0 if self.request.partial is None else len(self.request.partial.tokens)
         finish = known.finish if has_ended(known) else None
-        self._tell(piece_of(cut(known, num_begun), member=member, finish=finish))
+        self._tell(chunk_of(cut(known, num_begun), member=member, finish=finish))
 
     def _tell(self, piece: CompletionChunk) -> None:
         if self.on_tokens is not None:

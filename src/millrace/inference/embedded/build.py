@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import ConfigError
+from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
@@ -32,21 +33,9 @@ _GPU_KV_SHARE = 0.4  # of the free memory; a trainer may want the rest
 _GIB = 2**30
 
 
-def build_engine(
-    model_path: str,
-    *,
-    config: EngineConfig,
-    trust_remote_code: bool,
-    version: int,
-    lora: LoraConfig | None = None,
-    adapter_path: Path | None = None,
-    notes_routes: bool = False,
-) -> EmbeddedEngine:
-    """Load the model; its weights, with the adapter on top if there is one, are `version`.
-
-    With `lora` the engine takes adapters instead of weights from then on. With `notes_routes` it
-    can tell where tokens went in a mixture of experts.
-    """
+def build_engine(spec: EngineSpec) -> EmbeddedEngine:
+    """Load the model and make the engine that the spec describes."""
+    config, model_path = spec.config, spec.model_path
     device = resolve_device(config.device)
     try:
         model = load_model(
@@ -54,26 +43,26 @@ def build_engine(
             dtype=getattr(torch, config.dtype),
             device=device,
             attention=PAGED_ATTENTION,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=spec.trust_remote_code,
         )
-        merger, adapters = applied_adapters(model, config=config, lora=lora)
+        merger, adapters = applied_adapters(model, config=config, lora=spec.lora)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some of"
             " it, set engine.dtype to bfloat16, or use another engine.device."
         ) from None
-    tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(model_path, trust_remote_code=spec.trust_remote_code)
     engine = engine_of(
         model,
         tokenizer,
         config=config,
-        version=version,
+        version=spec.version,
         merger=merger,
         adapters=adapters,
-        routing=find_routing(model) if notes_routes else None,
+        routing=find_routing(model) if spec.records_routes else None,
     )
-    if adapter_path is not None:
-        engine.swap(read_checkpoint(adapter_path), version=version)
+    if spec.adapter_path is not None:
+        engine.swap(read_checkpoint(spec.adapter_path), version=spec.version)
     return engine
 
 

@@ -10,7 +10,6 @@ Synchronous; all methods are called by one thread, but prepare(), which another 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millrace.core.errors import RunFailed, TaskError
 from millrace.core.records import Completion, CompletionChunk, Finish, Request, Sampling
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.inference.backend import EngineStats, FinishedRequest
 from millrace.inference.embedded.decode.loop import DecodeLoop
 from millrace.inference.embedded.decode.sampling import KEPT_CAPACITY, sample_rows
 from millrace.inference.embedded.decode.state import NOTHING
@@ -31,7 +31,7 @@ from millrace.inference.embedded.sampling.sampler import sample
 from millrace.inference.embedded.scheduling.batch_slots import guided
 from millrace.inference.embedded.scheduling.endings import Endings
 from millrace.inference.embedded.scheduling.intake import adapter_slot, check_request
-from millrace.inference.embedded.scheduling.outputs import Finished, Outcomes, Streams
+from millrace.inference.embedded.scheduling.outputs import Outcomes, Streams
 from millrace.inference.embedded.scheduling.sequence import BatchPlan, sequences_of
 from millrace.inference.embedded.scheduling.stopping import Stopping
 from millrace.inference.embedded.scoring import ScoringEngine, num_rows
@@ -39,17 +39,6 @@ from millrace.models.grammars import Guides
 from millrace.models.logprobs import final_logits
 from millrace.models.lora.factors import Adapter
 from millrace.models.moe.routing import Routing
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineStats:
-    running: int  # sequences with a lane
-    waiting: int  # sequences without
-    free_blocks: int
-    generated_tokens: int  # since the start, as the three below
-    prefill_tokens: int
-    cached_tokens: int  # found in the prefix cache, so not prefilled
-    preemptions: int
 
 
 class EmbeddedEngine:
@@ -125,7 +114,7 @@ class EmbeddedEngine:
         return can_compute or self._outcomes.has_any
 
     @property
-    def holds_back(self) -> bool:
+    def has_held(self) -> bool:
         """True if sequences wait only because hold_new() was called."""
         return self._scheduler.num_held_back > 0
 
@@ -149,11 +138,10 @@ class EmbeddedEngine:
         """What a swap must bring."""
         return self._weights.shapes
 
-    def submit(self, request: Request, *, stream: bool = False, singly: bool = False) -> None:
-        """Queue a request; step() will return it. Raises TaskError if it can never be served.
-
-        Of one that streams, news() tells the tokens as they come; of one whose completions are
-        wanted `singly`, singles() those that end before others."""
+    def add_request(
+        self, request: Request, *, stream: bool = False, per_completion: bool = False
+    ) -> None:
+        """See EngineCore.add_request()."""
         if request.id in self._outcomes:
             raise TaskError(f"Request {request.id!r} is already here; give each its own id.")
         check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
@@ -163,10 +151,10 @@ class EmbeddedEngine:
             first_arrival=self._num_arrived,
             adapter_slot=slot,
             guide=self._guides.of(request.sampling.grammar),
-            notes_routes=self._routes is not None,
+            records_routes=self._routes is not None,
         )
         self._num_arrived += request.n
-        self._outcomes.expect(request, singly=singly)
+        self._outcomes.expect(request, per_completion=per_completion)
         if stream:
             self._streams.open(sequences)
         if request.partial is not None:
@@ -188,17 +176,17 @@ class EmbeddedEngine:
         for token, length in enumerate((24, 16)):
             prompt = np.full(min(length, self._max_context - 1), token, dtype=np.int32)
             sampling = Sampling(max_new_tokens=1)
-            self.submit(Request(id="warm-up", prompt=prompt, sampling=sampling))
+            self.add_request(Request(id="warm-up", prompt=prompt, sampling=sampling))
             while self.has_work:
                 self.step()
         self._num_generated = self._num_prefilled = 0
 
     @torch.inference_mode()
-    def step(self, *, must_end: Callable[[], bool] = lambda: False) -> list[Finished]:
+    def step(self, *, should_stop: Callable[[], bool] = lambda: False) -> list[FinishedRequest]:
         """One forward pass, or a round of them; returns the requests that are finished by it.
 
         What a round finishes is returned by the next step, which makes records of it while the
-        device works. A round ends early when must_end() says so: something waits for its end.
+        device works. A round ends early when should_stop() says so: something waits for its end.
         """
         if self.version is not None:
             if self._rounds is None or self._must_step_singly or self._lanes.any_guided:
@@ -207,7 +195,7 @@ class EmbeddedEngine:
             else:
                 self._pass(self._scheduler.plan_prefill())
                 if not self._lanes.any_guided:  # the host has a say in each of their tokens
-                    self._round(self._rounds, must_end=must_end)
+                    self._round(self._rounds, should_stop=should_stop)
         if not self._scheduler.has_work:
             self._record_ended()
         return self._outcomes.take()
@@ -223,21 +211,19 @@ class EmbeddedEngine:
         (logprobs,) = self._scorer.score([requests], version=self.version)
         return logprobs
 
-    def news(self) -> dict[str, list[CompletionChunk]]:
-        """By request, what those that stream have sampled since this was last asked. Asked after
-        each call that returns finished requests, it has told everything about them by then."""
+    def take_chunks(self) -> dict[str, list[CompletionChunk]]:
+        """See EngineCore.take_chunks()."""
         return self._streams.take()
 
-    def news_at_leisure(self) -> dict[str, list[CompletionChunk]]:
-        """Likewise, of the requests that want to be told at leisure."""
+    def take_coalesced_chunks(self) -> dict[str, list[CompletionChunk]]:
+        """See EngineCore.take_coalesced_chunks()."""
         return self._streams.take_at_leisure()
 
-    def singles(self) -> dict[str, dict[int, Completion]]:
-        """By request, the completions wanted singly that have ended since this was last asked,
-        but for requests that are finished: these are returned with all they have."""
+    def take_completions(self) -> dict[str, dict[int, Completion]]:
+        """See EngineCore.take_completions()."""
         return self._outcomes.take_singles()
 
-    def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[Finished]:
+    def abort(self, ids: Iterable[str], *, finish: Finish = "abort") -> list[FinishedRequest]:
         """End these requests with what they have; those that are not here are left out."""
         aborted = []
         self._record_ended()
@@ -247,7 +233,7 @@ class EmbeddedEngine:
             aborted += self._outcomes.take_one(id)
         return aborted
 
-    def interrupt(self) -> list[Finished]:
+    def interrupt(self) -> list[FinishedRequest]:
         """End the requests that have a lane, to be resumed here or elsewhere; the KV of others is
         forgotten."""
         running = dict.fromkeys(sequence.request.id for sequence in self._lanes.running())
@@ -255,7 +241,7 @@ class EmbeddedEngine:
         self._scheduler.forget_kv()
         return interrupted
 
-    def expire(self, before: int) -> list[Finished]:
+    def expire(self, before: int) -> list[FinishedRequest]:
         """End the requests that expire and hold a token of an older version than `before`; so will
         those that come later with such tokens."""
         self._endings.expire(before)
@@ -270,12 +256,12 @@ class EmbeddedEngine:
         old = [id for id, known in versions.items() if (np.concatenate(known) < before).any()]
         return self.abort(old, finish="expire")
 
-    def park(self) -> list[Finished]:
+    def preempt_all(self) -> list[FinishedRequest]:
         """Have all sequences wait, with their KV if it is kept across swaps; returns the requests
         that are finished already."""
         self._record_ended()
         if self._kv == "keep":
-            self._scheduler.park()
+            self._scheduler.preempt_all()
         else:
             self._scheduler.forget_kv()
         return self._outcomes.take()
@@ -284,8 +270,8 @@ class EmbeddedEngine:
         """Begin no sequence until seat_new(); go on with the others."""
         self._scheduler.hold_new()
 
-    def seat_new(self) -> None:
-        self._scheduler.seat_new()
+    def release_new(self) -> None:
+        self._scheduler.release_new()
 
     @torch.inference_mode()
     def prepare(self, tensors: Mapping[str, Tensor], *, version: int) -> PreparedWeights:
@@ -334,11 +320,11 @@ class EmbeddedEngine:
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _round(self, rounds: DecodeLoop, *, must_end: Callable[[], bool]) -> None:
+    def _round(self, rounds: DecodeLoop, *, should_stop: Callable[[], bool]) -> None:
         plan = self._scheduler.plan_round(max_steps=self._round_steps(rounds))
         if plan is None:
             return
-        result = rounds.run(plan, must_end=must_end, meanwhile=self._record_ended)
+        result = rounds.run(plan, should_stop=should_stop, meanwhile=self._record_ended)
         self._check_finite(result.logprobs[result.tokens != NOTHING])
         counts = self._endings.until_stop_string(plan.lanes, result)
         assert self.version is not None

@@ -95,11 +95,11 @@ class DecodeLoop:
             )
 
     def run(
-        self, plan: RoundPlan, *, must_end: Callable[[], bool], meanwhile: Callable[[], None]
+        self, plan: RoundPlan, *, should_stop: Callable[[], bool], meanwhile: Callable[[], None]
     ) -> RoundResult:
         """Up to plan.num_steps tokens for each of its lanes, whose last one is not yet cached.
 
-        The round ends within some steps of must_end() becoming true; meanwhile() is called once,
+        The round ends within some steps of should_stop() becoming true; meanwhile() is called once,
         while the device works.
         """
         chosen, num_steps = plan.lanes, plan.num_steps
@@ -117,7 +117,7 @@ class DecodeLoop:
         self._prepare(shape)
         self._state.load(chosen, self._lanes, self._tables, num_rows=num_rows)
         num_steps = self._run_steps(
-            shape, num_steps=num_steps, must_end=must_end, meanwhile=meanwhile
+            shape, num_steps=num_steps, should_stop=should_stop, meanwhile=meanwhile
         )
         return self._read(len(chosen), num_steps=num_steps, truncates=shape.truncates)
 
@@ -126,13 +126,13 @@ class DecodeLoop:
         shape: StepShape,
         *,
         num_steps: int,
-        must_end: Callable[[], bool],
+        should_stop: Callable[[], bool],
         meanwhile: Callable[[], None],
     ) -> int:
         """Returns how many were run. The device always has the next steps queued, and no more."""
         launched: deque[torch.Event] = deque()
         for done in range(num_steps):
-            if done > 0 and must_end():
+            if done > 0 and should_stop():
                 return done
             self._graphs.run(shape)
             if done == 0:

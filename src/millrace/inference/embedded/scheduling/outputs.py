@@ -18,24 +18,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.core.records import Completion, CompletionChunk, Finish, Request
+from millrace.inference.backend import FinishedRequest
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.sequence import Sequence
 from millrace.inference.embedded.scheduling.stopping import Stopping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Finished:
-    """All n completions of a request, in order."""
-
-    id: str
-    completions: list[Completion]
-    told: frozenset[int] = frozenset()  # of these, which were told before
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Expected:
     completions: list[Completion | None]  # None = not yet
-    singly: bool  # each is wanted as soon as it has ended
+    per_completion: bool  # each is wanted as soon as it has ended
     told: set[int] = field(default_factory=set[int])
 
 
@@ -46,7 +38,7 @@ class Outcomes:
         self._ended: list[tuple[Sequence, Finish]] = []  # to be recorded
         self._unfinished: dict[str, _Expected] = {}  # by request
         self._singles: dict[str, dict[int, Completion]] = {}  # of these requests; to be told
-        self._finished: list[Finished] = []  # not yet handed out
+        self._finished: list[FinishedRequest] = []  # not yet handed out
 
     @property
     def has_any(self) -> bool:
@@ -56,8 +48,8 @@ class Outcomes:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._unfinished
 
-    def expect(self, request: Request, *, singly: bool = False) -> None:
-        expected = _Expected(completions=[None] * request.n, singly=singly)
+    def expect(self, request: Request, *, per_completion: bool = False) -> None:
+        expected = _Expected(completions=[None] * request.n, per_completion=per_completion)
         self._unfinished[request.id] = expected
 
     def note(self, sequence: Sequence, *, finish: Finish) -> None:
@@ -82,9 +74,9 @@ class Outcomes:
         if len(done) == len(expected.completions):
             del self._unfinished[id]
             self._singles.pop(id, None)
-            told = frozenset(expected.told)
-            self._finished.append(Finished(id=id, completions=done, told=told))
-        elif expected.singly:
+            delivered = frozenset(expected.told)
+            self._finished.append(FinishedRequest(id=id, completions=done, delivered=delivered))
+        elif expected.per_completion:
             self._singles.setdefault(id, {})[sequence.member] = completion
 
     def versions_of(self, request_id: str) -> list[np.ndarray]:
@@ -93,19 +85,19 @@ class Outcomes:
         return [done.versions for done in completions if done is not None]
 
     def take_singles(self) -> dict[str, dict[int, Completion]]:
-        """By request that is not finished and wants them singly: what ended and was not handed
-        out."""
+        """Completions of unfinished `per_completion` requests that ended since the last call, by
+        request id and index."""
         singles, self._singles = self._singles, {}
         for id, ended in singles.items():
             self._unfinished[id].told.update(ended)
         return singles
 
-    def take(self) -> list[Finished]:
+    def take(self) -> list[FinishedRequest]:
         """What is finished and was not handed out."""
         finished, self._finished = self._finished, []
         return finished
 
-    def take_one(self, request_id: str) -> list[Finished]:
+    def take_one(self, request_id: str) -> list[FinishedRequest]:
         """Likewise, of one request: one at most."""
         taken = [finished for finished in self._finished if finished.id == request_id]
         self._finished = [finished for finished in self._finished if finished.id != request_id]
@@ -130,7 +122,7 @@ class Streams:
         for sequence in sequences:
             num_told = len(sequence.tokens) - sequence.num_prompt
             stream = _Stream(sequence=sequence, num_told=num_told)
-            streams = self._at_leisure if sequence.request.at_leisure else self._open
+            streams = self._at_leisure if sequence.request.coalesce else self._open
             streams.setdefault(sequence.request.id, []).append(stream)
 
     def take(self) -> dict[str, list[CompletionChunk]]:
@@ -160,9 +152,9 @@ class Streams:
     def _piece(self, stream: _Stream) -> CompletionChunk | None:
         sequence, start = stream.sequence, stream.num_told
         tokens, logprobs, versions = self._lanes.sampled_by(sequence)
-        if len(tokens) - start < sequence.request.piece_tokens and sequence.finish is None:
+        if len(tokens) - start < sequence.request.min_chunk_tokens and sequence.finish is None:
             return None
-        if sequence.request.at_leisure and len(tokens) == start:
+        if sequence.request.coalesce and len(tokens) == start:
             return None
         stream.num_told = len(tokens)
         truncates = sequence.request.sampling.truncates

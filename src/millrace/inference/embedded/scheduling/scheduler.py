@@ -168,7 +168,7 @@ class Scheduler:
         leaders = [*self._lanes.running(), *self._waiting.sequences()]
         return [member for leader in leaders for member in (leader, *leader.followers)]
 
-    def park(self) -> None:
+    def preempt_all(self) -> None:
         """Have all running sequences give up their lanes; what they have in the KV cache they take
         along, unless their prefill is still under way."""
         lanes = self._lanes
@@ -187,9 +187,9 @@ class Scheduler:
         """From now on, seat no sequence that has not begun."""
         self._waiting.hold_new()
 
-    def seat_new(self) -> None:
+    def release_new(self) -> None:
         """Undo hold_new()."""
-        self._waiting.seat_new()
+        self._waiting.release_new()
 
     def forget_kv(self) -> None:
         """Have all KV recomputed: what is cached belongs to other weights."""

@@ -70,7 +70,7 @@ def sequences_of(
     first_arrival: int,
     adapter_slot: int = 0,
     guide: Guide | None = None,
-    notes_routes: bool = False,
+    records_routes: bool = False,
 ) -> list[Sequence]:
     """The n sequences of a request, each where its completion begins or goes on."""
     prompt = np.asarray(request.prompt, dtype=np.int32)
@@ -93,7 +93,7 @@ def sequences_of(
             logprobs=done.logprobs,
             versions=done.versions,
             kept=KeptIds(done.kept),
-            routes=_routes_of(request) if notes_routes else None,
+            routes=_routes_of(request) if records_routes else None,
             guide=None if guide is None else guide.copy(),
         )
         for member in range(request.n)

@@ -49,7 +49,7 @@ class WaitQueue:
             self._drop_held(sequence, ends=True)
             sequence.lineage = ()
         bisect.insort(
-            line, sequence, key=lambda waiting: waiting.arrival - waiting.request.overtakes
+            line, sequence, key=lambda waiting: waiting.arrival - waiting.request.priority
         )
 
     def take_first(self) -> Sequence:
@@ -72,7 +72,7 @@ class WaitQueue:
         for sequence in line:
             self.add(sequence)
 
-    def seat_new(self) -> None:
+    def release_new(self) -> None:
         """Undo hold_new()."""
         self._holds_new = False
         aside, self._aside = self._aside, []

@@ -1,0 +1,268 @@
+"""Engine backends: the plug-ins behind `[engine] type`.
+
+A backend states its capabilities and loads an EngineCore inside an engine's worker process. The
+worker, the pool and the controller are the same for every backend.
+
+Promise: a run whose settings need a capability that the backend lacks is refused before any worker
+starts. Torch-free: a backend imports its libraries in load().
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from millrace.config import EngineConfig, LoraConfig, RunConfig
+from millrace.core.errors import ConfigError, TaskError
+from millrace.core.plugins import build_plugin
+from millrace.core.protocols import Capability
+from millrace.core.records import Completion, CompletionChunk, Request
+from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+
+INTERRUPTS_WITHIN_COMPLETIONS = ("swap", "abort", "save")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpec:
+    """What an engine serves, and with which settings."""
+
+    config: EngineConfig
+    model_path: str
+    version: int  # of the weights at model_path, with the adapter on top if there is one
+    trust_remote_code: bool = False
+    lora: LoraConfig | None = None  # updates bring adapters of this kind instead of all weights
+    adapter_path: Path | None = None
+    records_routes: bool = False  # record the experts of each token of a mixture of experts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FinishedRequest:
+    """All n completions of a request, in order."""
+
+    id: str
+    completions: list[Completion]
+    delivered: frozenset[int] = frozenset()  # indices that take_completions() returned before
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    running: int  # sequences in the batch
+    waiting: int  # sequences in the wait queue
+    free_blocks: int
+    generated_tokens: int  # since the start, as the three below
+    prefill_tokens: int
+    cached_tokens: int  # found in the prefix cache, so not prefilled
+    preemptions: int
+
+
+class EngineCore(Protocol):
+    """A synchronous engine inside its worker process.
+
+    One thread calls all methods except prepare(), which a staging thread may call at the same time.
+    Weights change only in commit(), which runs between two steps.
+    """
+
+    @property
+    def version(self) -> int | None:
+        """The served version; None after a commit that failed half-way."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """True if step() would make progress."""
+        ...
+
+    @property
+    def has_held(self) -> bool:
+        """True if requests wait only because hold_new() was called."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that an update must bring."""
+        ...
+
+    def add_request(
+        self, request: Request, *, stream: bool = False, per_completion: bool = False
+    ) -> None:
+        """Queue a request. Raises TaskError if it can never be served.
+
+        With `stream`, take_chunks() returns its tokens as they are sampled. With `per_completion`,
+        take_completions() returns each completion that ends before the others.
+        """
+        ...
+
+    def step(self, *, should_stop: Callable[[], bool] = ...) -> list[FinishedRequest]:
+        """Run one forward pass, or several until should_stop() returns True; returns requests that
+        are finished."""
+        ...
+
+    def take_chunks(self) -> dict[str, list[CompletionChunk]]:
+        """New tokens of streaming requests since the last call, by request id.
+
+        A caller that asks after every call that returns finished requests misses none.
+        """
+        ...
+
+    def take_coalesced_chunks(self) -> dict[str, list[CompletionChunk]]:
+        """The same for requests with `coalesce` set; nothing for those that have finished."""
+        ...
+
+    def take_completions(self) -> dict[str, dict[int, Completion]]:
+        """Completions of `per_completion` requests that ended since the last call, by request id
+        and index. Finished requests are left out: they return all their completions."""
+        ...
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
+        """Score given tokens between two steps. Needs Capability.SCORING."""
+        ...
+
+    def abort(self, ids: Iterable[str]) -> list[FinishedRequest]:
+        """End these requests with the tokens they have; unknown ids are ignored."""
+        ...
+
+    def expire(self, before: int) -> list[FinishedRequest]:
+        """End requests with `expires` set that hold a token older than version `before`, now and
+        when they arrive later."""
+        ...
+
+    def interrupt(self) -> list[FinishedRequest]:
+        """End all running requests as "interrupt", to be resumed here or elsewhere. Needs
+        Capability.PARTIALS."""
+        ...
+
+    def preempt_all(self) -> list[FinishedRequest]:
+        """Move all running sequences to the wait queue; returns requests that are finished. Needs
+        Capability.TOKEN_VERSIONS."""
+        ...
+
+    def hold_new(self) -> None:
+        """Start no new sequence until release_new(); running sequences continue."""
+        ...
+
+    def release_new(self) -> None:
+        """Undo hold_new()."""
+        ...
+
+    def prepare(self, tensors: Mapping[str, Any], *, version: int) -> Any:
+        """Make new weights ready for commit() while decoding continues. Raises WeightError if they
+        do not fit. The tensors stay unchanged until the commit."""
+        ...
+
+    def commit(self, prepared: Any) -> None:
+        """Replace the weights by what prepare() returned. Raises WeightError on failure."""
+        ...
+
+
+class EngineBackend(Protocol):
+    """What `[engine] type` names: a class whose fields are the keys of [engine.options]."""
+
+    @property
+    def capabilities(self) -> frozenset[Capability]: ...
+
+    def load(self, spec: EngineSpec) -> EngineCore:
+        """Load the model; runs in the engine's worker process. Raises ConfigError."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddedBackend:
+    """Millrace's own engine: continuous batching over a transformers model."""
+
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
+
+    def load(self, spec: EngineSpec) -> EngineCore:
+        from millrace.inference.embedded.build import build_engine
+
+        return build_engine(spec)
+
+
+BACKENDS: dict[str, type] = {"embedded": EmbeddedBackend}
+
+
+def load_backend(config: EngineConfig) -> EngineBackend:
+    """The backend that engine.type names: a built-in, or "package.module:Class"."""
+    return build_plugin(
+        {**config.options, "type": config.type},
+        builtins=BACKENDS,
+        default="embedded",
+        section="engine.options",
+    )
+
+
+class _Need(NamedTuple):
+    setting: str
+    capability: Capability
+    remedy: str
+
+
+def check_capabilities(
+    config: RunConfig, capabilities: frozenset[Capability], *, has_experts: bool
+) -> None:
+    """Refuse settings that need what the backend of engine.type lacks."""
+    for setting, capability, remedy in _needs(config, has_experts=has_experts):
+        if capability not in capabilities:
+            raise ConfigError(
+                f"{setting} needs {capability.value}, which engine.type = {config.engine.type!r}"
+                f" does not offer; {remedy}, or choose another engine.type."
+            )
+
+
+def _needs(config: RunConfig, *, has_experts: bool) -> Iterator[_Need]:
+    """Each setting of this run that needs a capability."""
+    sampling, interrupt = config.sampling, config.weights.interrupt
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        value = getattr(sampling, name)
+        if sampling.temperature > 0 and value != off:
+            setting = f"sampling.{name} = {value:g}"
+            yield _Need(setting, Capability.KEPT_IDS, f"set it to {off:g}")
+    if config.trainer.replay_routes and has_experts:
+        setting = "trainer.replay_routes = true with a mixture of experts"
+        yield _Need(setting, Capability.ROUTES, "set it to false")
+    if interrupt in INTERRUPTS_WITHIN_COMPLETIONS:
+        setting = f"weights.interrupt = {interrupt!r}"
+        remedy = "set it to 'drain' or 'barrier'"
+        yield _Need(setting, Capability.TOKEN_VERSIONS, remedy)
+        if interrupt == "abort":
+            yield _Need(setting, Capability.PARTIALS, remedy)
+    if config.journal.enabled and config.journal.partial_every_s > 0 and interrupt != "barrier":
+        setting = f"journal.partial_every_s = {config.journal.partial_every_s:g}"
+        yield _Need(setting, Capability.PARTIALS, "set it to 0")
+    recipe = config.environment.recipe
+    if recipe is not None:
+        kind = recipe.get("type")
+        setting = f"environment.recipe = {kind!r}"
+        yield _Need(setting, Capability.PARTIALS, "leave it out")
+        if kind == "pivot" and recipe.get("by") == "entropy":
+            setting = "environment.recipe.by = 'entropy'"
+            yield _Need(setting, Capability.SCORING, "set it to 'surprisal'")
+    if config.lora is not None:
+        yield _Need("[lora]", Capability.LORA, "leave it out")
+    if config.engine.adapters:
+        yield _Need("engine.adapters", Capability.ADAPTERS, "leave them out")
+
+
+def check_request(request: Request, capabilities: frozenset[Capability]) -> None:
+    """Refuse a request that needs what the engine's backend lacks."""
+    wanted = {
+        Capability.PARTIALS: request.partial is not None,
+        Capability.GRAMMARS: request.sampling.grammar is not None,
+        Capability.ADAPTERS: request.adapter is not None,
+    }
+    for capability, is_wanted in wanted.items():
+        if is_wanted and capability not in capabilities:
+            raise TaskError(
+                f"Request {request.id!r} needs {capability.value}, which this engine's backend does"
+                " not offer; choose another engine.type."
+            )
+
+
+def seed_doubts(config: EngineConfig, capabilities: frozenset[Capability]) -> tuple[str, ...]:
+    """A warning if sampling does not depend on the seed of the run."""
+    if Capability.SEEDS in capabilities:
+        return ()
+    return (
+        f"engine.type = {config.type!r} does not offer {Capability.SEEDS.value}: a repeated run"
+        " samples other tokens.",
+    )

@@ -1,0 +1,55 @@
+"""Whole runs on an engine backend without any capability."""
+
+from pathlib import Path
+
+import pytest
+from digits import TASKS, share_of_digits
+
+import millrace as mr
+from millrace.monitoring.files.metrics import read_metrics
+
+BACKEND = str(Path(__file__).parents[1] / "minimal_backend.py") + ":MinimalBackend"
+
+
+def train(model: Path, run_dir: Path, *, steps: int, **settings) -> mr.RunResult:
+    return mr.train(
+        {
+            "model": str(model),
+            "run_dir": str(run_dir),
+            "sampling": {"max_new_tokens": 12},
+            "rollout": {"group_size": 4},
+            "trainer": {"steps": steps, "groups_per_step": 4, "learning_rate": 3e-3, "threads": 1},
+            "engine": {"type": BACKEND, "threads": 1},
+            "weights": {"interrupt": "drain"},
+            "journal": {"partial_every_s": 0},
+            "scoring": {"workers": 1},
+            "watch": {"progress": "off"},
+        },
+        tasks=TASKS,
+        scorers=[share_of_digits],
+        **settings,
+    )
+
+
+def test_a_run_trains_on_a_backend_without_capabilities(model, tmp_path):
+    result = train(model, tmp_path / "run", steps=2, buffer={"max_staleness": 0})
+    rows = read_metrics(result.run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    # Trained on-policy, engine and trainer compute the same logprobs.
+    assert max(row["mismatch/logprob"] for row in rows) < 1e-4
+    assert result.episodes == 2 * 4 * 4
+
+
+@pytest.mark.slow
+def test_rewards_rise_on_a_backend_without_capabilities(model, tmp_path):
+    result = train(
+        model,
+        tmp_path / "run",
+        steps=12,
+        eval_tasks=TASKS[:8],
+        engine={"type": BACKEND, "count": 2},
+    )
+    rows = read_metrics(result.run_dir / "metrics.jsonl")
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-3:]) > sum(rewards[:3])
+    assert max(row["staleness/max"] for row in rows) <= 2

@@ -1,0 +1,102 @@
+"""Backends are found by name, and settings that need what a backend lacks are refused."""
+
+from dataclasses import dataclass
+
+import pytest
+from minimal_backend import MinimalBackend
+
+from millrace.config import EngineConfig, RunConfig
+from millrace.core.errors import ConfigError
+from millrace.core.protocols import Capability
+from millrace.inference.backend import (
+    EmbeddedBackend,
+    check_capabilities,
+    load_backend,
+    seed_doubts,
+)
+
+ALL = frozenset(Capability)
+CORE_ONLY = {"weights": {"interrupt": "drain"}, "journal": {"partial_every_s": 0}}
+
+
+@dataclass(frozen=True)
+class Sized(MinimalBackend):
+    size: int = 1
+
+
+def config(**settings) -> RunConfig:
+    return RunConfig(model="m", **{**CORE_ONLY, **settings})
+
+
+def test_the_embedded_engine_is_the_default_and_offers_everything():
+    assert load_backend(EngineConfig()) == EmbeddedBackend()
+    assert EmbeddedBackend.capabilities == ALL
+
+
+def test_a_backend_may_be_a_class_of_ones_own_with_options():
+    found = load_backend(EngineConfig(type=f"{__name__}:Sized", options={"size": 3}))
+    assert found.size == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"type": "embeded"}, "did you mean 'embedded'"),
+        ({"type": f"{__name__}:Sized", "options": {"sise": 3}}, "did you mean 'size'"),
+        ({"options": {"size": 3}}, "Unknown setting 'engine.options.size'"),
+        ({"type": "no.such.module:Backend"}, "No module named"),
+    ],
+)
+def test_a_wrong_backend_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load_backend(EngineConfig(**settings))
+
+
+def test_core_settings_need_no_capability():
+    check_capabilities(config(), frozenset(), has_experts=False)
+    check_capabilities(
+        config(weights={"interrupt": "barrier"}, buffer={"max_staleness": 0}, journal={}),
+        frozenset(),
+        has_experts=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting", "capability"),
+    [
+        ({"sampling": {"top_k": 5}}, "sampling.top_k = 5", Capability.KEPT_IDS),
+        ({"sampling": {"top_p": 0.9}}, "sampling.top_p = 0.9", Capability.KEPT_IDS),
+        ({"sampling": {"min_p": 0.1}}, "sampling.min_p = 0.1", Capability.KEPT_IDS),
+        ({"weights": {}}, "weights.interrupt = 'swap'", Capability.TOKEN_VERSIONS),
+        (
+            {"weights": {"interrupt": "save"}},
+            "weights.interrupt = 'save'",
+            Capability.TOKEN_VERSIONS,
+        ),
+        ({"weights": {"interrupt": "abort"}}, "weights.interrupt = 'abort'", Capability.PARTIALS),
+        ({"journal": {}}, "journal.partial_every_s = 5", Capability.PARTIALS),
+        ({"environment": {"recipe": "tree"}}, "environment.recipe = 'tree'", Capability.PARTIALS),
+        (
+            {"environment": {"recipe": {"type": "pivot", "by": "entropy"}}},
+            "environment.recipe.by = 'entropy'",
+            Capability.SCORING,
+        ),
+        ({"lora": {}}, "[lora]", Capability.LORA),
+        ({"engine": {"adapters": {"judge": "folder"}}}, "engine.adapters", Capability.ADAPTERS),
+        ({}, "trainer.replay_routes = true", Capability.ROUTES),
+    ],
+)
+def test_a_setting_that_needs_a_missing_capability_is_refused(settings, setting, capability):
+    run = config(**settings)
+    check_capabilities(run, ALL, has_experts=True)
+    with pytest.raises(ConfigError) as refused:
+        check_capabilities(run, ALL - {capability}, has_experts=True)
+    sentence = str(refused.value)
+    assert sentence.startswith(setting)
+    assert f"needs {capability.value}, which engine.type = 'embedded' does not offer" in sentence
+
+
+def test_a_backend_without_seeds_is_reported():
+    assert seed_doubts(EngineConfig(), ALL) == ()
+    (sentence,) = seed_doubts(EngineConfig(), frozenset())
+    assert "a repeated run samples other tokens" in sentence
