@@ -120,7 +120,7 @@ class Controller:
         # With barrier, all work of a version is there before any of it begins.
         is_synchronous = config.weights.interrupt == "barrier"
         self._rounds = (
-            SyncBarrier(self._admission, at_once=engines.at_once) if is_synchronous else None
+            SyncBarrier(self._admission, together=engines.together) if is_synchronous else None
         )
         self._buffer = Buffer(
             capacity=config.buffer.capacity,
@@ -156,7 +156,7 @@ class Controller:
             player=player,
             engine=evaluators or engines,
             score=scorers.evaluate,
-            at_once=engines.at_once if is_synchronous else None,
+            together=engines.together if is_synchronous else None,
         )
         self._examiner = self._make_examiner(version=cursor.version)
         self._learner = self._make_learner(cursor, checkpoints=checkpoints)
@@ -224,7 +224,7 @@ class Controller:
             engine_waits_for=self._engine_waits_for(),
             trainer_waits_for=self._trainer_waits_for(),
             scorers=self._scorers.loads(),
-            sequences_continued=self._engines.continued.sequences,
+            sequences_continued=self._engines.resumed.sequences,
             resumed_tokens=self._courses.num_resumed,
             evaluating=self._evaluating,
         )
