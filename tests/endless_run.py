@@ -20,7 +20,7 @@ from millrace.cluster.messages import (
 )
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import RunConfig, load_config
-from millrace.controller.controller import Controller, Cursor
+from millrace.controller.controller import Cursor
 from millrace.core.records import Completion, Group, Sampling, ScorerResult, Task
 from millrace.core.spans import Span
 from millrace.core.weight_update import WeightUpdate
@@ -32,6 +32,7 @@ from millrace.journal import Journal, JournalHistory, Ledger
 from millrace.monitoring.files.skipped_steps import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
+from millrace.run.build import build_controller
 from millrace.scoring.advantages.estimators import build_advantages
 from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.pool import ScorerPool
@@ -42,6 +43,7 @@ from millrace.tasks.curriculum import Curriculum
 from millrace.tasks.lengths import LengthPredictor
 from millrace.training.group import TrainerGroup
 from millrace.training.past_steps import StepsInMemory
+from millrace.weights.broadcaster import VersionBroadcaster
 
 
 class Engine(ScriptedEngine):
@@ -123,7 +125,7 @@ class EndlessRun:
     async def run(self) -> None:
         config = self.config
         self._run_dir.open(config)
-        self.watcher = RunMonitor(config, run_dir=self._run_dir, resume_from=None)
+        self.monitor = RunMonitor(config, run_dir=self._run_dir, resume_from=None)
         tasks = Curriculum(
             [Task(prompt=f"{n}+1=") for n in range(20)], seed=0, target=0.5, explore_share=0.2
         )
@@ -136,10 +138,12 @@ class EndlessRun:
         scorers = _scorers(config)
         engines = EnginePool([Engine()])
         trainer = TrainerGroup(
-            [TrainerWorker(lambda update: self._published(update))],  # pyright: ignore
+            [TrainerWorker(self._published)],  # pyright: ignore
             past=StepsInMemory(version=0),
         )
-        self._controller = Controller(
+        self._broadcaster = VersionBroadcaster(version=0)
+        self._trainer = trainer
+        controller = build_controller(
             config,
             tasks=tasks,
             held_out=[Task(prompt="9+9=")],
@@ -148,18 +152,19 @@ class EndlessRun:
             engines=engines,
             evaluators=None,
             trainer=trainer,
-            watcher=self.watcher,
+            broadcaster=self._broadcaster,
+            monitor=self.monitor,
             checkpoints=self._run_dir.checkpoints,
             skipped=SkippedSteps(self._run_dir.skipped),
             journal=journal,
             cursor=Cursor(),
         )
         try:
-            await self._controller.run()
+            await controller.run()
         finally:
             await journal.close()
             await scorers.close()
-            self.watcher.close()
+            self.monitor.close()
             self._run_dir.close()
 
     def _published(self, update: WeightUpdate) -> None:
@@ -167,8 +172,9 @@ class EndlessRun:
         start_s = float(update.version)
         for worker in ("engine-0", "trainer"):
             span = Span(worker=worker, name="step", busy=True, start_s=start_s, end_s=start_s + 1)
-            self.watcher.on_progress(worker, spans=[span], counters={"generated_tokens": start_s})
-        self._controller.on_published(update)
+            self.monitor.on_progress(worker, spans=[span], counters={"generated_tokens": start_s})
+        self._trainer.published(update)
+        self._broadcaster.publish(update)
 
 
 def _config(folder: Path, *, steps: int) -> RunConfig:

@@ -227,3 +227,54 @@ class RecordingTracker:
 
     def close(self):
         self.is_closed = True
+
+
+class FakeTasks:
+    """A task stream whose tasks are their numbers; remembers which were finished."""
+
+    def __init__(self) -> None:
+        self.finished: list[int] = []
+
+    def task(self, number: int) -> Task:
+        return Task(prompt=str(number))
+
+    def draw_of(self, number: int) -> int | None:
+        return None
+
+    def observe(self, number: int, solve_rate: float) -> None:
+        """Keep no statistics."""
+
+    def finish(self, number: int) -> None:
+        self.finished.append(number)
+
+    def state(self) -> dict[str, object]:
+        return {}
+
+
+class FakeScorers:
+    """A scorer pool whose groups are played with their scores; subclasses override score()."""
+
+    def open(self, *, number: int, task: Task) -> FakeScoring:
+        return FakeScoring()
+
+    async def score(self, group: Group, scoring: FakeScoring) -> Group:
+        return group
+
+    async def shape(self, group: Group) -> Group:
+        return group
+
+    def in_batch(self, groups: Sequence[Group]) -> list[Group]:
+        return list(groups)
+
+
+class FakeClock:
+    """A clock that moves only when a test or a sleep moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds

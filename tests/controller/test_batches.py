@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from controller_rig import make_tracker
 from fakes import make_group
 
 from millrace.config import JournalConfig, load_config
+from millrace.controller.admission import Admission
 from millrace.controller.batches import Batches
 from millrace.controller.buffer import Buffer
 from millrace.controller.orders import build_sampler
@@ -17,7 +19,7 @@ from millrace.journal import Journal, JournalHistory, Ledger, read_journal
 REPLAY = {"share": 0.5, "capacity": 8, "max_staleness": 9}
 
 
-class Stage:
+class BatchRig:
     """A buffer, its batches, and their journal."""
 
     def __init__(self, folder: Path) -> None:
@@ -35,7 +37,9 @@ class Stage:
             settings=JournalConfig(),
             commit_interval_s=0,
         )
-        self.replays: list[int] = []
+        self.admission = Admission(
+            groups_per_step=2, limit=config.buffer.limit, max_running=9, version=0
+        )
         self.buffer = Buffer(
             capacity=16,
             limit=config.buffer.limit,
@@ -45,11 +49,10 @@ class Stage:
         self.batches = Batches(
             config,
             buffer=self.buffer,
-            journal=self.journal,
+            admission=self.admission,
+            tracker=make_tracker(self.admission, journal=self.journal),
             in_batch=list,
-            on_replay=self.replays.append,
-            pairs=False,
-            in_order=False,
+            journal=self.journal,
         )
 
     async def admit(self, number: int) -> None:
@@ -79,38 +82,37 @@ def bytes_of(batches: tuple[Batch, ...]) -> bytes:
 @pytest.fixture
 async def learned(tmp_path) -> tuple[Path, list, list[int]]:
     """Six steps of a run that then ended, some of their groups replayed."""
-    stage = Stage(tmp_path)
+    rig = BatchRig(tmp_path)
     for number in range(12):
-        await stage.admit(number)
-    done = await stage.learn(range(6))
-    await stage.journal.close()
+        await rig.admit(number)
+    done = await rig.learn(range(6))
+    await rig.journal.close()
     assert any(replayed for _, replayed, _ in done)
-    return tmp_path, done, list(stage.batches.may_return)
+    return tmp_path, done, list(rig.batches.may_return)
 
 
-async def test_a_resumed_run_takes_the_steps_it_had_taken_and_goes_on_as_it_would_have(learned):
+async def test_resumed_run_repeats_its_steps_and_continues_as_it_would_have(learned):
     folder, done, may_return = learned
-    stage = Stage(folder)
-    await stage.batches.restore(2)
-    assert await stage.learn(range(2, 6)) == done[2:]
-    assert stage.batches.may_return == may_return
-    assert stage.replays == [len(replayed) for _, replayed, _ in done[2:]]
+    rig = BatchRig(folder)
+    waiting = await rig.batches.restore(2)
+    assert await rig.learn(range(2, 6)) == done[2:]
+    assert rig.batches.may_return == may_return
+    assert rig.admission._accepted == sum(len(replayed) for _, replayed, _ in done[2:])
     trained = [n for numbers, replayed, _ in done for n in numbers if n not in replayed]
-    waiting = await stage.journal.read_groups(list(stage.journal.ledger.waiting))
     for group in waiting:
-        await stage.buffer.admit(group)
-    ((numbers, replayed, _),) = await stage.learn(range(6, 7))
+        await rig.buffer.admit(group)
+    ((numbers, replayed, _),) = await rig.learn(range(6, 7))
     assert not set(numbers) - replayed & set(trained)
     assert not replayed & {n for _, earlier, _ in done for n in earlier}
-    await stage.journal.close()
+    await rig.journal.close()
 
 
 async def test_redo_gives_the_same_batches_and_changes_nothing(learned):
     folder, done, _ = learned
-    stage = Stage(folder)
-    before = stage.journal.position
-    again = [(v, bytes_of(batches)) async for v, batches in stage.batches.redo(after=3, through=5)]
+    rig = BatchRig(folder)
+    before = rig.journal.position
+    again = [(v, bytes_of(batches)) async for v, batches in rig.batches.redo(after=3, through=5)]
     assert again == [(4, done[3][2]), (5, done[4][2])]
-    assert stage.journal.position == before
-    assert stage.replays == []
-    await stage.journal.close()
+    assert rig.journal.position == before
+    assert rig.admission._accepted == 0
+    await rig.journal.close()

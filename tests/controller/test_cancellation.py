@@ -1,19 +1,16 @@
-"""Groups that grow too old: given up at once, tried again, counted."""
+"""Groups that become too stale: cancelled at once, tried again, counted."""
 
 import asyncio
 from contextlib import suppress
 
 import pytest
-from fakes import FakeScoring, make_completion, make_group
+from controller_rig import make_dispatcher, make_tracker
+from fakes import FakeScorers, FakeTasks, make_completion, make_group
 
 from millrace.controller.admission import Admission
-from millrace.controller.dispatcher import MAX_TRIES, Dispatcher, Failures
-from millrace.controller.drops import Filtering
-from millrace.core.records import Task
+from millrace.controller.group_tracker import MAX_TRIES
 from millrace.core.staleness import StalenessLimit, Stamps, Waiting
 from millrace.environments.rollouts.attempt import WINDOW, Attempt, Cancellations, Expired
-from millrace.environments.rollouts.partial_rollouts import PartialRollouts
-from millrace.journal import NoJournal
 
 EXACT = StalenessLimit(max_staleness=0)
 
@@ -22,33 +19,23 @@ def waiting(group):
     return Waiting(group=group, stamps=Stamps.of_group(group))
 
 
-class Bench:
-    """A dispatcher whose groups stop at each stage until the test lets them on."""
+class Bench(FakeScorers):
+    """A dispatcher whose groups stop at each stage until the test lets them continue."""
 
     def __init__(self, *, groups=2, limit=EXACT):
         self.attempts = []
         self.stage = {stage: asyncio.Event() for stage in ("generating", "scoring", "waiting")}
-        self.admitted, self.closed = [], []
+        self.admitted = []
         self.expire_in_engine = set()
+        self.tasks = FakeTasks()
         self.admission = Admission(groups_per_step=groups, limit=limit, max_running=9, version=0)
-        self.dispatcher = Dispatcher(
-            task_of=lambda number: Task(prompt=str(number)),
-            draw_of=lambda number: None,
-            journal=NoJournal(),
-            courses=PartialRollouts(NoJournal(), every_s=0),
-            on_closed=self.closed.append,
-            open_scoring=lambda task, attempt: FakeScoring(),
-            play=self._play,
-            score=self._score,
-            admit=self._admit,
-            admission=self.admission,
-            failures=Failures(max_share=0.5),
-            filtering=Filtering(max_share=1.0, warn=pytest.fail),
-            limit=limit,
+        self.tracker = make_tracker(self.admission, tasks=self.tasks, warn=pytest.fail)
+        self.dispatcher = make_dispatcher(
+            self.tracker, player=self, scorers=self, buffer=self, limit=limit
         )
         self.running = asyncio.create_task(self.dispatcher.run())
 
-    async def _play(self, task, attempt, scoring):
+    async def try_group(self, task, *, attempt, group_size, scoring):
         self.attempts.append((attempt.number, attempt.tries))
         await self.stage["generating"].wait()
         attempt.record([make_completion("abcd", version=attempt.tries)])
@@ -57,13 +44,17 @@ class Bench:
             raise Expired
         return make_group(attempt.number, versions=attempt.tries)
 
-    async def _score(self, group, scoring):
+    async def score(self, group, scoring):
         await self.stage["scoring"].wait()
         return group
 
-    async def _admit(self, group):
+    async def admit(self, group):
         await self.stage["waiting"].wait()
         self.admitted.append(group)
+
+    async def expire(self, version):
+        await self.dispatcher.expire(version)
+        self.admission.take_next(0)  # as if the engines held that version already
 
     async def settle(self):
         for _ in range(20):
@@ -84,18 +75,18 @@ async def bench():
 
 
 @pytest.mark.parametrize("stage", ["scoring", "waiting"])
-async def test_a_group_that_grows_too_old_is_cancelled_and_issued_again_at_once(bench, stage):
+async def test_group_that_becomes_too_stale_is_cancelled_and_issued_again_at_once(bench, stage):
     bench.stage["generating"].set()
     if stage == "waiting":
         bench.stage["scoring"].set()
     await bench.settle()
     assert bench.attempts == [(0, 0), (1, 0)]
-    bench.dispatcher.expire(version=1)
+    await bench.expire(version=1)
     await bench.settle()
     assert sorted(bench.attempts[2:]) == [(0, 1), (1, 1)]
-    assert bench.dispatcher.cancellations.by_reason == {stage: 2}
-    assert bench.dispatcher.waste.tokens == {"cancelled": 2 * 4}
-    assert bench.dispatcher.waste.staleness_means == {"cancelled": 1.0}
+    assert bench.tracker.cancellations.by_reason == {stage: 2}
+    assert bench.tracker.waste.tokens == {"cancelled": 2 * 4}
+    assert bench.tracker.waste.staleness_means == {"cancelled": 1.0}
     assert bench.admission.running == 2
     for event in bench.stage.values():
         event.set()
@@ -104,13 +95,13 @@ async def test_a_group_that_grows_too_old_is_cancelled_and_issued_again_at_once(
     assert all(Stamps.of_group(group).oldest == 1 for group in bench.admitted)
 
 
-async def test_a_group_whose_tokens_are_young_enough_goes_on(bench):
+async def test_group_within_the_limit_continues(bench):
     bench.stage["generating"].set()
     await bench.settle()
-    bench.dispatcher.expire(version=0)
+    await bench.expire(version=0)
     await bench.settle()
     assert bench.attempts == [(0, 0), (1, 0)]
-    assert not bench.dispatcher.cancellations.by_reason
+    assert not bench.tracker.cancellations.by_reason
 
 
 MEAN = StalenessLimit(max_staleness=1, measure="mean")
@@ -118,96 +109,96 @@ SHARE = StalenessLimit(max_staleness=1, measure="share", max_stale_share=0.5)
 
 
 @pytest.mark.parametrize("limit", [MEAN, SHARE])
-async def test_a_group_that_may_still_sample_what_makes_up_for_its_age_goes_on(limit):
+async def test_group_that_fresh_tokens_may_still_save_continues(limit):
     bench = Bench(limit=limit)
     await bench.settle()
     running = next(iter(bench.dispatcher._running.values()))
     running.attempt.record([make_completion("abcd", version=0)])
-    bench.dispatcher.expire(version=2)
+    await bench.expire(version=2)
     await bench.settle()
-    assert not bench.dispatcher.cancellations.by_reason
+    assert not bench.tracker.cancellations.by_reason
     bench.stage["generating"].set()  # all groups are complete now, and all of version 0
     await bench.settle()
-    assert bench.dispatcher.cancellations.by_reason == {"generating": 4}
+    assert bench.tracker.cancellations.by_reason == {"generating": 4}
     assert bench.dispatcher.scoring == 4  # their second tries, of version 1
     await bench.close()
 
 
 @pytest.mark.parametrize("limit", [MEAN, SHARE])
-async def test_a_complete_group_is_cancelled_exactly_when_its_measure_rules_it_out(limit):
+async def test_complete_group_is_cancelled_exactly_when_its_measure_rules_it_out(limit):
     bench = Bench(limit=limit)
     bench.stage["generating"].set()
     await bench.settle()
     running = bench.dispatcher._running
     running[0].stamps = Stamps(counts={0: 5, 2: 4})  # at version 2: mean 10 / 9, share 5 / 9
     running[1].stamps = Stamps(counts={0: 4, 2: 4})  # 1 and 1 / 2
-    bench.dispatcher.expire(version=2)
+    await bench.expire(version=2)
     await bench.settle()
     assert (0, 1) in bench.attempts
     assert (1, 1) not in bench.attempts
     await bench.close()
 
 
-async def test_tokens_are_wasted_by_reason(bench):
+async def test_wasted_tokens_are_counted_by_reason(bench):
     for event in bench.stage.values():
         event.set()
     await bench.settle()
-    bench.dispatcher.expire(version=3)
-    bench.dispatcher.expire_waiting(waiting(make_group(0, versions=[0, 0, 1, 1], size=1)))
-    assert bench.dispatcher.waste.tokens["dropped"] == 4
-    assert bench.dispatcher.waste.staleness_means["dropped"] == 2.5
+    await bench.expire(version=3)
+    bench.tracker.expired_in_buffer(waiting(make_group(0, versions=[0, 0, 1, 1], size=1)))
+    assert bench.tracker.waste.tokens["dropped"] == 4
+    assert bench.tracker.waste.staleness_means["dropped"] == 2.5
 
 
-async def test_a_group_that_an_engine_ended_is_issued_again(bench):
+async def test_group_that_an_engine_expired_is_issued_again(bench):
     bench.expire_in_engine = {1}
     bench.stage["generating"].set()
     await bench.settle()
     assert bench.attempts == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]
-    assert bench.dispatcher.cancellations.by_reason == {"generating": MAX_TRIES}
+    assert bench.tracker.cancellations.by_reason == {"generating": MAX_TRIES}
 
 
-async def test_a_group_that_came_back_too_old_is_not_scored(bench):
-    bench.dispatcher.expire(version=1)
+async def test_group_that_is_too_stale_after_generation_is_not_scored(bench):
+    await bench.expire(version=1)
     bench.stage["generating"].set()
     await bench.settle()
-    assert bench.dispatcher.cancellations.by_reason == {"generating": 2}
+    assert bench.tracker.cancellations.by_reason == {"generating": 2}
     assert bench.dispatcher.scoring == 2  # their second tries
 
 
-async def test_after_its_last_try_a_group_counts_as_dropped(bench):
+async def test_group_counts_as_dropped_after_its_last_try(bench):
     for event in bench.stage.values():
         event.set()
     await bench.settle()
     for tries in range(1, MAX_TRIES + 1):
-        assert bench.dispatcher.dropped == {}
-        bench.dispatcher.expire_waiting(waiting(make_group(0)))
+        assert bench.tracker.dropped == {}
+        bench.tracker.expired_in_buffer(waiting(make_group(0)))
         await bench.settle()
         assert (0, tries) in bench.attempts or tries == MAX_TRIES
-    assert bench.dispatcher.dropped == {"stale": 1}
-    assert bench.dispatcher.cancellations.by_reason == {"waiting": MAX_TRIES}
-    assert 0 not in bench.dispatcher.cursor()["unfinished"]
-    assert bench.closed == [0]  # once, after the last try
+    assert bench.tracker.dropped == {"stale": 1}
+    assert bench.tracker.cancellations.by_reason == {"waiting": MAX_TRIES}
+    assert 0 not in bench.tracker.cursor()["unfinished"]
+    assert bench.tasks.finished == [0]  # once, after the last try
     assert (2, 0) in bench.attempts  # its place went to a new group
 
 
-async def test_the_cursor_names_cancelled_groups_as_unfinished(bench):
+async def test_cursor_names_cancelled_groups_as_unfinished(bench):
     bench.stage["generating"].set()
     await bench.settle()
-    bench.dispatcher.expire(version=1)
-    assert bench.dispatcher.cursor() == {"next_number": 2, "unfinished": [0, 1]}
+    await bench.expire(version=1)
+    assert bench.tracker.cursor() == {"next_number": 2, "unfinished": [0, 1]}
     await bench.settle()
-    assert bench.dispatcher.cursor() == {"next_number": 2, "unfinished": [0, 1]}
+    assert bench.tracker.cursor() == {"next_number": 2, "unfinished": [0, 1]}
 
 
-async def test_a_run_that_ends_counts_nothing_as_cancelled(bench):
+async def test_end_of_the_run_counts_nothing_as_cancelled(bench):
     bench.stage["generating"].set()
     await bench.settle()
     await bench.close()
-    assert not bench.dispatcher.cancellations.by_reason
-    assert bench.dispatcher.cursor()["unfinished"] == [0, 1]
+    assert not bench.tracker.cancellations.by_reason
+    assert bench.tracker.cursor()["unfinished"] == [0, 1]
 
 
-def test_what_is_saved_is_the_mean_rest_of_recent_completions_that_were_longer():
+def test_saving_estimate_is_the_mean_rest_of_longer_recent_completions():
     cancellations = Cancellations()
     cancellations.learn([2, 10, 20, 30])
     cancellations.count("generating", cut=[10, 5])
@@ -224,7 +215,7 @@ def test_only_recent_lengths_count():
     assert cancellations.tokens_saved == 3
 
 
-def test_an_attempt_knows_which_versions_sampled_its_finished_completions():
+def test_attempt_knows_the_versions_of_its_finished_completions():
     attempt = Attempt(0)
     assert attempt.stamps.counts == {}
     attempt.record([make_completion("ab", version=6)])

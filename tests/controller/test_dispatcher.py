@@ -2,52 +2,43 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from fakes import FakeScoring, make_completion, make_group
+from controller_rig import make_dispatcher, make_tracker
+from fakes import FakeScoring, FakeTasks, make_completion, make_group
 
 from millrace.controller.admission import Admission
-from millrace.controller.dispatcher import Dispatcher, Failures
 from millrace.controller.drops import WINDOW, Filtering
 from millrace.core.errors import Filtered, RunFailed, ScoreError, TaskError
-from millrace.core.records import Task
 from millrace.core.staleness import StalenessLimit
-from millrace.environments.rollouts.partial_rollouts import PartialRollouts
-from millrace.journal import NoJournal
 
 
 class Bench:
     """A dispatcher between a scripted player and a list."""
 
-    def __init__(self, *, bad=lambda number: None, max_running=4, max_staleness=1000, **dispatcher):
-        self.admitted, self.closed, self.warnings = [], [], []
+    def __init__(self, *, bad=lambda number: None, max_running=4, max_staleness=1000, **cursor):
+        self.admitted, self.warnings = [], []
         limit = StalenessLimit(max_staleness=max_staleness)
         self.admission = Admission(
             groups_per_step=10, limit=limit, max_running=max_running, version=0
         )
-        self.failures = Failures(max_share=0.5)
         self.most_running = 0
         self.scorings = {}
+        self.tasks = FakeTasks()
         self._bad = bad
-        self.dispatcher = Dispatcher(
-            task_of=lambda number: Task(prompt=str(number)),
-            draw_of=lambda number: None,
-            journal=NoJournal(),
-            courses=PartialRollouts(NoJournal(), every_s=0),
-            on_closed=self.closed.append,
-            open_scoring=self._open_scoring,
-            play=self._play,
-            score=self._score,
-            admit=self._admit,
-            admission=self.admission,
-            failures=self.failures,
-            filtering=Filtering(max_share=0.6, warn=self.warnings.append),
-            limit=limit,
-            **dispatcher,
+        self.tracker = make_tracker(
+            self.admission,
+            tasks=self.tasks,
+            max_filtered_share=0.6,
+            warn=self.warnings.append,
+            **cursor,
+        )
+        self.dispatcher = make_dispatcher(
+            self.tracker, player=self, scorers=self, buffer=self, limit=limit
         )
 
-    def _open_scoring(self, task, attempt):
-        return self.scorings.setdefault(attempt.number, FakeScoring())
+    def open(self, *, number, task):
+        return self.scorings.setdefault(number, FakeScoring())
 
-    async def _play(self, task, attempt, scoring):
+    async def try_group(self, task, *, attempt, group_size, scoring):
         assert scoring is self.scorings[attempt.number]
         number = attempt.number
         self.most_running = max(self.most_running, self.admission.running)
@@ -57,14 +48,19 @@ class Bench:
             raise error
         return make_group(number)
 
-    async def _score(self, group, scoring):
+    async def score(self, group, scoring):
         assert scoring is self.scorings[group.number]
         assert not scoring.is_closed
-        if isinstance(error := self._bad(group.number), ScoreError | Filtered):
+        if isinstance(error := self._bad(group.number), ScoreError):
             raise error
         return group
 
-    async def _admit(self, group):
+    async def shape(self, group):
+        if isinstance(error := self._bad(group.number), Filtered):
+            raise error
+        return group
+
+    async def admit(self, group):
         self.admitted.append(group.number)
 
     async def run_until(self, done):
@@ -83,15 +79,15 @@ async def test_groups_flow_from_task_to_buffer_in_order_and_bounded():
     assert bench.most_running <= 4
 
 
-async def test_a_failing_group_costs_only_itself_and_is_counted_by_reason():
+async def test_failing_group_costs_only_itself_and_is_counted_by_reason():
     errors = {3: TaskError("too long"), 5: ScoreError("raised")}
     bench = Bench(bad=errors.get)
     await bench.run_until(lambda: len(bench.admitted) >= 30)
     assert 3 not in bench.admitted
     assert 5 not in bench.admitted
-    assert bench.failures.by_reason == {"task": 1, "score": 1}
+    assert bench.tracker.failures.by_reason == {"task": 1, "score": 1}
     assert all(bench.scorings[number].is_closed for number in range(10))
-    assert bench.dispatcher.waste.tokens == {"failed": 2 * 3}
+    assert bench.tracker.waste.tokens == {"failed": 2 * 3}
 
 
 async def test_too_many_failures_end_the_run_with_the_last_reason():
@@ -104,22 +100,22 @@ async def test_too_many_failures_end_the_run_with_the_last_reason():
     assert "max_failure_share" in str(failure)
 
 
-async def test_the_cursor_names_what_was_issued_and_not_finished():
+async def test_cursor_names_groups_that_were_issued_and_not_finished():
     bench = Bench()
     await bench.run_until(lambda: len(bench.admitted) >= 5)
-    bench.dispatcher.finish([0, 2])
-    cursor = bench.dispatcher.cursor()
+    bench.tracker.trained([0, 2])
+    cursor = bench.tracker.cursor()
     assert cursor["next_number"] >= 5
     assert set(cursor["unfinished"]) == set(range(cursor["next_number"])) - {0, 2}
 
 
-async def test_resuming_issues_the_unfinished_again_before_anything_new():
+async def test_resumed_run_issues_unfinished_groups_before_new_ones():
     bench = Bench(next_number=10, unfinished=[8, 4])
     await bench.run_until(lambda: len(bench.admitted) >= 4)
     assert bench.admitted[:4] == [4, 8, 10, 11]
 
 
-async def test_groups_that_were_admitted_before_a_crash_go_back_unplayed_unless_they_are_too_old():
+async def test_groups_admitted_before_a_crash_return_to_the_buffer_unless_they_are_too_stale():
     bench = Bench(next_number=3, unfinished=[2], begun=[9], version=5, max_staleness=2)
     fit, old = make_group(0, versions=4), make_group(1, versions=1)
     running = asyncio.create_task(bench.dispatcher.run([fit, old]))
@@ -130,22 +126,22 @@ async def test_groups_that_were_admitted_before_a_crash_go_back_unplayed_unless_
         await running
     assert bench.admitted[0] == 0
     assert 0 not in bench.scorings
-    assert bench.dispatcher.cancellations.by_reason["waiting"] == 1
-    assert {0, 1, 2, 9} <= set(bench.dispatcher.cursor()["unfinished"])
+    assert bench.tracker.cancellations.by_reason["waiting"] == 1
+    assert {0, 1, 2, 9} <= set(bench.tracker.cursor()["unfinished"])
 
 
-async def test_a_filtered_group_gives_its_place_to_a_new_one_and_is_not_issued_again():
+async def test_filtered_group_is_replaced_by_a_new_one_and_not_issued_again():
     bench = Bench(bad=lambda number: Filtered("zero_variance") if number % 2 else None)
     await bench.run_until(lambda: len(bench.admitted) >= 30)
     assert bench.admitted[:30] == list(range(0, 60, 2))
-    assert bench.dispatcher.dropped["zero_variance"] >= 29
-    assert bench.failures.by_reason == {}
-    cursor = bench.dispatcher.cursor()
+    assert bench.tracker.dropped["zero_variance"] >= 29
+    assert bench.tracker.failures.by_reason == {}
+    cursor = bench.tracker.cursor()
     assert not any(number % 2 for number in cursor["unfinished"] if number < 58)
-    assert bench.closed[:5] == [1, 3, 5, 7, 9]
+    assert bench.tasks.finished[:5] == [1, 3, 5, 7, 9]
 
 
-async def test_a_batch_is_filled_with_useful_groups_at_staleness_zero():
+async def test_batch_fills_with_unfiltered_groups_at_staleness_zero():
     """Admission allows ten groups; three of four are filtered, and still ten arrive."""
     bench = Bench(
         bad=lambda number: Filtered("zero_variance") if number % 4 else None, max_staleness=0
@@ -154,7 +150,7 @@ async def test_a_batch_is_filled_with_useful_groups_at_staleness_zero():
     assert len(bench.admitted) == 10
 
 
-async def test_a_run_that_filters_nearly_everything_goes_on_and_says_so_once():
+async def test_run_that_filters_nearly_everything_continues_and_warns_once():
     bench = Bench(bad=lambda number: Filtered("zero_variance") if number % 4 else None)
     await bench.run_until(lambda: len(bench.admitted) >= 60)
     (sentence,) = bench.warnings
@@ -163,7 +159,7 @@ async def test_a_run_that_filters_nearly_everything_goes_on_and_says_so_once():
     assert "tasks.order" in sentence
 
 
-def test_it_is_said_again_only_after_it_was_better():
+def test_filter_warning_repeats_only_after_the_share_has_dropped():
     said = []
     filtering = Filtering(max_share=0.5, warn=said.append)
     for _ in range(2 * WINDOW):

@@ -120,6 +120,4 @@ async def test_tasks_whose_scorer_is_down_are_counted_and_not_waited_for_without
     assert result.metrics()["eval/unscored"] == 4
     assert asked == [0, 1, 2], "once it is clear that nobody answers, nobody is asked"
     assert sorted(given_up) == [1, 2]
-    assert str(tally) == (
-        "the evaluation of step 9 has played 5 of its 5 tasks, of which 5 are scored."
-    )
+    assert str(tally) == "the evaluation of step 9 has generated 5 of 5 tasks and scored 5."

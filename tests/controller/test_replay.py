@@ -2,7 +2,7 @@ from fakes import make_group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.controller.replay import ReplayBuffer, spread
+from millrace.controller.replay import ReplayBuffer, interleave
 from millrace.core.staleness import StalenessLimit
 
 
@@ -20,7 +20,7 @@ def numbers(groups):
     per_batch=st.integers(1, 4),
     capacity=st.integers(4, 8),
 )
-def test_each_is_replayed_at_most_once_and_within_the_limit(ages, per_batch, capacity):
+def test_group_is_replayed_at_most_once_and_within_the_limit(ages, per_batch, capacity):
     replay = make_replay(per_batch=per_batch, capacity=capacity)
     replay.keep(make_group(number, versions=6 - age) for number, age in enumerate(ages))
     kept = list(enumerate(ages))[-capacity:]
@@ -32,7 +32,7 @@ def test_each_is_replayed_at_most_once_and_within_the_limit(ages, per_batch, cap
     assert sorted(drawn) == fit
 
 
-def test_a_draw_depends_on_seed_and_version_only():
+def test_draw_depends_on_seed_and_version_only():
     def draw(**changes):
         replay = make_replay(per_batch=4, capacity=64, **changes)
         replay.keep(make_group(number) for number in range(64))
@@ -42,7 +42,7 @@ def test_a_draw_depends_on_seed_and_version_only():
     assert draw() != draw(seed=1)
 
 
-def test_what_has_become_too_stale_makes_room():
+def test_groups_that_became_too_stale_make_room():
     replay = make_replay(capacity=2, max_staleness=1)
     replay.keep([make_group(0, versions=0)])
     assert numbers(replay.draw(version=2)) == []
@@ -52,5 +52,5 @@ def test_what_has_become_too_stale_makes_room():
 
 def test_replayed_groups_are_spread_over_the_batch():
     fresh, replayed = [make_group(n) for n in range(6)], [make_group(n) for n in (10, 11)]
-    assert numbers(spread(fresh, replayed)) == [0, 1, 10, 2, 3, 4, 11, 5]
-    assert numbers(spread(fresh, [])) == list(range(6))
+    assert numbers(interleave(fresh, replayed)) == [0, 1, 10, 2, 3, 4, 11, 5]
+    assert numbers(interleave(fresh, [])) == list(range(6))

@@ -7,7 +7,7 @@ from millrace.core.staleness import StalenessLimit
 
 
 class Rig:
-    """Groups that wait for their round, and what was begun by which."""
+    """Groups that wait at the barrier, and the rounds in which they began."""
 
     def __init__(self, *, groups_per_step: int, max_running: int = 100):
         self.admission = Admission(
@@ -17,7 +17,7 @@ class Rig:
             version=0,
         )
         self.begun: list[list[int]] = []
-        self.rounds = SyncBarrier(self.admission, together=self.together)
+        self.barrier = SyncBarrier(self.admission, together=self.together)
 
     @contextlib.asynccontextmanager
     async def together(self):
@@ -29,7 +29,7 @@ class Rig:
         await self.admission.enter()
 
         async def play():
-            await self.rounds.turn()
+            await self.barrier.wait()
             self.begun[-1].append(number)
 
         return asyncio.create_task(play())
@@ -40,10 +40,10 @@ async def settle():
         await asyncio.sleep(0)
 
 
-async def test_a_round_begins_in_order_when_everybody_who_may_run_has_come():
+async def test_round_starts_in_order_when_every_group_that_may_run_waits():
     rig = Rig(groups_per_step=3)
-    running = asyncio.create_task(rig.rounds.run())
-    rig.rounds.open()
+    running = asyncio.create_task(rig.barrier.run())
+    rig.barrier.open()
     for number in range(2):
         await rig.start(number)
     await settle()
@@ -54,22 +54,22 @@ async def test_a_round_begins_in_order_when_everybody_who_may_run_has_come():
     running.cancel()
 
 
-async def test_nothing_begins_while_rounds_are_closed():
+async def test_no_round_starts_while_the_barrier_is_closed():
     rig = Rig(groups_per_step=1)
-    running = asyncio.create_task(rig.rounds.run())
+    running = asyncio.create_task(rig.barrier.run())
     await rig.start(0)
     await settle()
     assert rig.begun == []
-    rig.rounds.open()
+    rig.barrier.open()
     await settle()
     assert rig.begun == [[0]]
     running.cancel()
 
 
-async def test_the_replacement_of_a_failed_group_waits_until_nothing_else_is_under_way():
+async def test_replacement_of_a_failed_group_waits_until_no_other_group_runs():
     rig = Rig(groups_per_step=2)
-    running = asyncio.create_task(rig.rounds.run())
-    rig.rounds.open()
+    running = asyncio.create_task(rig.barrier.run())
+    rig.barrier.open()
     for number in range(2):
         await rig.start(number)
     await settle()
@@ -84,10 +84,10 @@ async def test_the_replacement_of_a_failed_group_waits_until_nothing_else_is_und
     running.cancel()
 
 
-async def test_a_group_that_is_cancelled_while_it_waits_is_not_waited_for():
+async def test_group_cancelled_at_the_barrier_is_not_waited_for():
     rig = Rig(groups_per_step=2)
-    running = asyncio.create_task(rig.rounds.run())
-    rig.rounds.open()
+    running = asyncio.create_task(rig.barrier.run())
+    rig.barrier.open()
     first = await rig.start(0)
     await settle()
     first.cancel()

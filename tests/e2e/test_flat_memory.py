@@ -55,7 +55,7 @@ async def test_the_controller_keeps_nothing_of_the_steps_it_has_done(tmp_path):
         if step == WARM_UP + LOOKS:
             inspector.watch()
         if step == LAST_LOOKS - 1:
-            curve = run.watcher._rewards._means  # has a bound, and a test, of its own
+            curve = run.monitor._rewards._means  # has a bound, and a test, of its own
             grown.extend(inspector.grown((STEPS - WARM_UP) // 2, exempt=curve))
         if 0 <= step - WARM_UP < LOOKS or 0 <= step - LAST_LOOKS < LOOKS:
             inspector.look()

@@ -6,20 +6,16 @@ import random
 from contextlib import nullcontext, suppress
 
 import pytest
-from fakes import FakeScoring, make_completion, make_group
+from controller_rig import make_dispatcher, make_tracker
+from fakes import FakeScorers, make_completion, make_group
 
 from millrace.controller.admission import Admission
 from millrace.controller.buffer import Buffer
-from millrace.controller.dispatcher import Dispatcher, Failures
-from millrace.controller.drops import Filtering
 from millrace.controller.orders import ORDERS, build_sampler, check_room
 from millrace.controller.replay import ReplayBuffer
 from millrace.core.errors import ConfigError
-from millrace.core.records import Task
 from millrace.core.staleness import StalenessLimit, Stamps
 from millrace.environments.rollouts.attempt import Expired
-from millrace.environments.rollouts.partial_rollouts import PartialRollouts
-from millrace.journal import NoJournal
 
 STEPS, GROUPS, CAPACITY = 25, 3, 12
 LIMITS = [
@@ -29,7 +25,7 @@ LIMITS = [
 ]
 
 
-class Flow:
+class Flow(FakeScorers):
     def __init__(self, *, order, limit, step_turns, per_batch_replayed=0):
         self.limit = limit
         self.visible = 0  # the version engines sample with
@@ -38,25 +34,19 @@ class Flow:
         self.draws = random.Random(0)
         self.num_dropped = 0
         self.admission = Admission(groups_per_step=GROUPS, limit=limit, max_running=8, version=0)
+        self.tracker = make_tracker(self.admission, warn=pytest.fail)
         self.buffer = Buffer(
             capacity=CAPACITY,
             limit=limit,
             sampler=build_sampler({"type": order}),
             on_drop=self.drop,
         )
-        self.dispatcher = Dispatcher(
-            task_of=lambda number: Task(prompt=str(number)),
-            draw_of=lambda number: None,
-            journal=NoJournal(),
-            courses=PartialRollouts(NoJournal(), every_s=0),
-            on_closed=lambda number: None,
-            open_scoring=lambda task, attempt: FakeScoring(),
-            play=self.play,
-            score=self.score,
-            admit=self.buffer.admit,
-            admission=self.admission,
-            failures=Failures(max_share=0.5),
-            filtering=Filtering(max_share=1.0, warn=pytest.fail),
+        self.dispatcher = make_dispatcher(
+            self.tracker,
+            player=self,
+            scorers=self,
+            buffer=self.buffer,
+            engines=self,
             limit=limit,
         )
         looser = StalenessLimit(max_staleness=6)
@@ -64,9 +54,9 @@ class Flow:
 
     def drop(self, waiting):
         self.num_dropped += 1
-        self.dispatcher.expire_waiting(waiting)
+        self.tracker.expired_in_buffer(waiting)
 
-    async def play(self, task, attempt, scoring):
+    async def try_group(self, task, *, attempt, group_size, scoring):
         versions = []
         for _ in range(self.draws.choice([2, 2, 3, 12])):
             versions.append(self.visible)
@@ -82,11 +72,12 @@ class Flow:
         await asyncio.sleep(0)
         return group
 
+    async def expire(self, before):
+        """As the engines."""
+        self.expired_before = before
+
     async def next_batch(self, version):
-        self.admission.take_next(version)
-        self.dispatcher.expire(version)
-        if self.limit.one_token_decides:
-            self.expired_before = self.limit.oldest_at(version)
+        await self.dispatcher.expire(version)
         again = self.replay.draw(version)
         self.admission.replay(len(again))
         fresh = await self.buffer.take(GROUPS - len(again), version=version)
@@ -105,7 +96,7 @@ class Flow:
                 await asyncio.sleep(0)
             trained += [group.number for group in fresh]
             replayed += [group.number for group in again]
-            self.dispatcher.finish(group.number for group in fresh)
+            self.tracker.trained(group.number for group in fresh)
             self.replay.keep(fresh)
             self.visible = version + 1
             self.admission.advance(version + 1)
@@ -128,7 +119,7 @@ async def test_every_step_gets_its_batch_whatever_order_and_limit(order, limit, 
     flow = Flow(order=order, limit=limit, step_turns=step_turns)
     trained, _ = await flow.run()
     assert len(set(trained)) == len(trained) == STEPS * GROUPS
-    given_up = flow.dispatcher.cancellations.by_reason["waiting"]
+    given_up = flow.tracker.cancellations.by_reason["waiting"]
     assert given_up >= flow.num_dropped  # some were still on their way into a full buffer
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from controller_rig import make_dispatcher, make_tracker
 from crashing_disk import CrashingDisk
-from fakes import FakeScoring, make_chunk, make_group
+from fakes import FakeScorers, make_chunk, make_group
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -28,8 +29,6 @@ from millrace.config import JournalConfig, load_config
 from millrace.controller.admission import Admission
 from millrace.controller.batches import Batches, Taken
 from millrace.controller.buffer import Buffer
-from millrace.controller.dispatcher import Dispatcher, Failures
-from millrace.controller.drops import Filtering
 from millrace.controller.orders import build_sampler
 from millrace.core.errors import Filtered, JournalError, ScoreError
 from millrace.core.records import Completion, Group, Request, Sampling, Task
@@ -123,7 +122,7 @@ class Checkpoint:
     run_state: dict[str, Any]
 
 
-class Process:
+class Process(FakeScorers):
     """A controller from its start to its death."""
 
     def __init__(
@@ -186,39 +185,38 @@ class Process:
             begun=len(begun),
         )
         self.admission.take_next(taking)
-        self.buffer = Buffer(
-            capacity=config.buffer.capacity,
-            limit=config.buffer.limit,
-            sampler=build_sampler(config.buffer.order),
-            on_drop=lambda waiting: self.dispatcher.expire_waiting(waiting),
-        )
-        self.batches = Batches(
-            config,
-            buffer=self.buffer,
+        self.tracker = make_tracker(
+            self.admission,
+            tasks=self.tasks,
             journal=self.journal,
-            in_batch=list,
-            on_replay=self.admission.replay,
-            pairs=False,
-            in_order=False,
-        )
-        self.dispatcher = Dispatcher(
-            task_of=self.tasks.task,
-            draw_of=self.tasks.draw_of,
-            on_closed=self.tasks.finish,
-            open_scoring=lambda task, attempt: FakeScoring(),
-            play=self._play,
-            score=self._score,
-            admit=self.buffer.admit,
-            admission=self.admission,
-            failures=Failures(max_share=1.0),
-            filtering=Filtering(max_share=1.0, warn=print),
-            limit=config.buffer.limit,
-            journal=self.journal,
-            courses=self.courses,
+            max_failure_share=1.0,
             version=taking,
             next_number=ledger.next_number,
             unfinished=sorted(ledger.running),
             begun=begun,
+        )
+        self.buffer = Buffer(
+            capacity=config.buffer.capacity,
+            limit=config.buffer.limit,
+            sampler=build_sampler(config.buffer.order),
+            on_drop=self.tracker.expired_in_buffer,
+        )
+        self.batches = Batches(
+            config,
+            buffer=self.buffer,
+            admission=self.admission,
+            tracker=self.tracker,
+            in_batch=self.in_batch,
+            journal=self.journal,
+        )
+        self.dispatcher = make_dispatcher(
+            self.tracker,
+            tasks=self.tasks,
+            player=self,
+            scorers=self,
+            buffer=self.buffer,
+            partials=self.courses,
+            limit=config.buffer.limit,
         )
 
     @property
@@ -230,8 +228,7 @@ class Process:
         return is_alive and any(number in self.journal._has_partials for number in opening)
 
     async def start(self) -> None:
-        await self.batches.restore(self.trainer.version)
-        waiting = await self.journal.read_groups(list(self.journal.ledger.waiting))
+        waiting = await self.batches.restore(self.trainer.version)
         self.dispatching = asyncio.create_task(self.dispatcher.run(waiting))
 
     async def die(self) -> None:
@@ -240,7 +237,7 @@ class Process:
             await self.dispatching
         await self.journal.close()
 
-    async def _play(self, task: Task, attempt: Any, scoring: Any) -> Group:
+    async def try_group(self, task: Task, *, attempt: Any, group_size: int, scoring: Any) -> Group:
         future = self.playing[attempt.number] = asyncio.get_running_loop().create_future()
         self.sampling[attempt.number] = []
         request = Request(
@@ -290,15 +287,13 @@ class Process:
                 one.sample(member, version=self.visible, weights=weights)
         return [as_completion(own, "stop") for own in one.parts]
 
-    async def _score(self, group: Group, scoring: Any) -> Group:
-        outcome = group.task.columns["outcome"]
-        if outcome == "failed":
+    async def score(self, group: Group, scoring: Any) -> Group:
+        if group.task.columns["outcome"] == "failed":
             raise ScoreError("no")
-        self.tasks.observe(group.number, 0.5)
-        self.journal.record_solve_rate(
-            group.number, solve_rate=0.5, draw=self.tasks.draw_of(group.number)
-        )
-        if outcome == "filtered":
+        return group
+
+    async def shape(self, group: Group) -> Group:
+        if group.task.columns["outcome"] == "filtered":
             raise Filtered("dull")
         return replace(group, task=replace(group.task, columns={}))
 
@@ -444,7 +439,7 @@ class Protocol(RuleBasedStateMachine):
 
     @invariant()
     def what_is_open_is_being_played_or_waits(self) -> None:
-        cursor = self.process.dispatcher.cursor()
+        cursor = self.process.tracker.cursor()
         is_redone = self.process.journal.ledger.redone(after=self.process.trainer.version)
         assert {*cursor["unfinished"]} == self.process.journal.ledger.open | {*is_redone}
 
@@ -479,16 +474,15 @@ class Protocol(RuleBasedStateMachine):
         process.trainer.step(taken)
         if ends == "stepped":
             return
-        process.dispatcher.finish(group.number for group in taken.fresh)
         process.batches.applied(taken, version=version + 1, was_skipped=False)
+        await process.dispatcher.expire(max(version + 1, process.journal.ledger.last_step))
         process.admission.take_next(version + 1)
-        process.dispatcher.expire(max(version + 1, process.journal.ledger.last_step))
         await self._turn()
 
     async def _checkpoint(self, ends: str) -> None:
         process = self.process
         position = process.journal.position
-        cursor = process.dispatcher.cursor()
+        cursor = process.tracker.cursor()
         state = {"journal": position, **cursor, "tasks": process.tasks.state()}
         kept = process.trainer.copy()
         await process.journal.flush()

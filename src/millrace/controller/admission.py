@@ -1,18 +1,20 @@
-"""The gate in front of generation: no work is started that is bound to be too stale.
+"""The gate in front of generation: no group starts that is bound to be too stale.
 
-Promise: groups accepted or running never exceed (max_staleness + visible version + 1) *
-groups_per_step. With the buffer handing out oldest first, a group started now is then trained at
-most max_staleness versions later, and by no measure too stale. The visible version is what the
-engines hold, not what the trainer has reached: a slot freed at the step, before the swap, would
-start a rollout that is already one version old. Nor does a group start while the engines are so far
-behind the next take that its first token would be too old for it, where that alone decides.
+Promise: accepted groups never exceed (max_staleness + visible version + 1) * groups_per_step. If
+the buffer hands out the oldest group first, a group that starts now is trained at most
+max_staleness versions later. The visible version is what the engines hold, not what the trainer has
+reached: a slot freed at the step, before the swap, would start a rollout that is already one
+version old. If a single stale token rules a group out, no group starts either while the engines are
+so far behind the next take that its first token would be too stale for it.
 
 Called from the controller's event loop only.
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 
+from millrace.core.clock import REAL_CLOCK, Clock
 from millrace.core.staleness import StalenessLimit
 
 STALENESS = "staleness limit"
@@ -28,19 +30,22 @@ class Admission:
         max_running: int,
         version: int,
         begun: int = 0,
+        clock: Clock = REAL_CLOCK,
     ) -> None:
-        """`begun`: groups of steps beyond `version` that a resumed run redoes."""
+        """`begun`: groups in steps after `version` that a resumed run repeats."""
         self._groups_per_step = groups_per_step
         self._limit = limit
         self._max_running = max_running
-        self._version = version
-        self._taking = version  # of the take that comes next
+        self._version = version  # held by all engines
+        self._next_take = version  # trainer version of the next take
         # Trained, waiting or running; not dropped or failed.
         self._accepted = version * groups_per_step + begun
         self._running = 0
         self._changed = asyncio.Event()
+        self._clock = clock
         self.held_by: str | None = None  # why the next group may not start yet
-        self.on_leave: Callable[[], None] = lambda: None  # told of each group that leaves
+        self.held_s: defaultdict[str, float] = defaultdict(float)  # total wait, by reason
+        self.on_leave: Callable[[], None] = lambda: None  # called when a running group leaves
 
     @property
     def running(self) -> int:
@@ -56,30 +61,30 @@ class Admission:
         while (reason := self._obstacle()) is not None:
             self.held_by = reason
             self._changed.clear()
+            began_s = self._clock.now()
             await self._changed.wait()
+            self.held_s[reason] += self._clock.now() - began_s
         self.held_by = None
-        self._accepted += 1
-        self._running += 1
+        self.readmit()
 
-    def enter_again(self) -> None:
-        """Count a group that was let in before a crash, and waits for its place in the buffer."""
+    def readmit(self) -> None:
+        """Count a group without a check: it was admitted before a crash."""
         self._accepted += 1
         self._running += 1
 
     def leave(self) -> None:
-        """A running group reached the buffer, or failed."""
+        """A running group has reached the buffer or has ended."""
         self._running -= 1
         self._changed.set()
         self.on_leave()
 
     def give_back(self) -> None:
-        """An accepted group will never be trained (failed or dropped); another may take its
-        place."""
+        """An accepted group will not be trained; another may take its place."""
         self._accepted -= 1
         self._changed.set()
 
     def replay(self, num_groups: int) -> None:
-        """So many places of a step are taken by groups that were trained before."""
+        """Count groups of a step that were trained before and need no generation."""
         self._accepted += num_groups
 
     def advance(self, version: int) -> None:
@@ -88,17 +93,15 @@ class Admission:
         self._changed.set()
 
     def take_next(self, version: int) -> None:
-        """What starts from now on is trained at this version of the trainer or later."""
-        self._taking = version
+        """Groups that start from now on are trained at this trainer version or later."""
+        self._next_take = version
 
     def _obstacle(self) -> str | None:
-        most = (self._limit.max_staleness + self._version + 1) * self._groups_per_step
-        if self._accepted >= most or self._starts_too_old():
+        limit = self._limit
+        most = (limit.max_staleness + self._version + 1) * self._groups_per_step
+        starts_too_old = self._version < limit.oldest_at(self._next_take)
+        if self._accepted >= most or (starts_too_old and limit.one_token_decides):
             return STALENESS
         if self._running >= self._max_running:
             return RUNNING
         return None
-
-    def _starts_too_old(self) -> bool:
-        is_too_old = self._version < self._limit.oldest_at(self._taking)
-        return is_too_old and self._limit.one_token_decides

@@ -1,10 +1,10 @@
-"""Rounds: how groups begin when a run must come out the same each time.
+"""Synchronous starts, for runs that must come out the same each time.
 
-Which sequences an engine computes together decides how its sums are rounded, and in a free-running
-engine that depends on when each request arrived. Here groups wait for one another instead.
+Which sequences an engine batches together decides how its sums are rounded, and in an asynchronous
+run that depends on when each request arrives. With the barrier, groups start together instead.
 
-Promise: all groups of a round begin at once, in the order in which they were issued, and nothing
-else is being played or scored then. What an engine computes depends on that order alone. Failed
+Promise: all groups of a round start at once, in the order in which they were issued, while nothing
+else is being generated or scored. What an engine computes depends on that order alone. Failed
 groups are replaced in a later round.
 
 Runs on the controller's event loop.
@@ -19,11 +19,9 @@ from millrace.controller.admission import Admission
 
 class SyncBarrier:
     def __init__(
-        self,
-        admission: Admission,
-        *,
-        together: Callable[[], AbstractAsyncContextManager[None]],  # within it engines only collect
+        self, admission: Admission, *, together: Callable[[], AbstractAsyncContextManager[None]]
     ) -> None:
+        """`together`: a context in which engines only collect requests; see EnginePool.together."""
         self._admission = admission
         self._together = together
         self._waiting: list[asyncio.Future[None]] = []
@@ -31,9 +29,9 @@ class SyncBarrier:
         self._changed = asyncio.Event()
         admission.on_leave = self._changed.set
 
-    async def turn(self) -> None:
-        """A running group waits for its round. It must have asked the engine before it waits for
-        anything else."""
+    async def wait(self) -> None:
+        """Wait for the next round. The caller must send its request before it awaits anything
+        else."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         self._changed.set()
@@ -44,7 +42,7 @@ class SyncBarrier:
                 self._waiting.remove(turn)
 
     def open(self) -> None:
-        """Rounds may begin until close()."""
+        """Allow rounds to start, until close()."""
         self._is_open = True
         self._changed.set()
 
@@ -52,7 +50,7 @@ class SyncBarrier:
         self._is_open = False
 
     async def run(self) -> None:
-        """Begin rounds as they are complete. Ends only by cancellation."""
+        """Start each round when it is complete, until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -64,7 +62,7 @@ class SyncBarrier:
 
     @property
     def _is_complete(self) -> bool:
-        """True if every group that may run now has come, and none does anything else."""
+        """True if every group that may run now waits here."""
         num_waiting = len(self._waiting)
-        everybody = num_waiting == self._admission.running and self._admission.is_full
-        return self._is_open and num_waiting > 0 and everybody
+        all_wait = num_waiting == self._admission.running and self._admission.is_full
+        return self._is_open and num_waiting > 0 and all_wait

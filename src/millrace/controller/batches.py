@@ -1,8 +1,9 @@
-"""What each step learns from: groups out of the buffer and of replay, packed.
+"""What each step trains on: groups from the buffer and the replay buffer, packed.
 
 Promise: a batch is `groups_per_step` groups, each within its staleness limit at the version it is
-asked for. What a step learns from is in the journal before anybody sees the batch, and a step that
-is there is made of the same groups in the same order, however often it is done.
+taken for. The journal holds the choice before the batch is used, so a repeated step gets the same
+groups in the same order.
+
 Runs on the controller's event loop; packing runs in a thread.
 """
 
@@ -11,21 +12,24 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from millrace.config import RunConfig
+from millrace.controller.admission import Admission
 from millrace.controller.buffer import Buffer
-from millrace.controller.replay import build_replay, spread
+from millrace.controller.group_tracker import GroupTracker
+from millrace.controller.replay import build_replay, interleave
 from millrace.core.microbatch import Batch
 from millrace.core.records import Group
 from millrace.journal import Journal, NoJournal
 from millrace.journal.ledger import LedgerStep
+from millrace.scoring.advantages.estimators import PAIRS
 from millrace.training.packing.packer import pack_minibatches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """What one step learns from."""
+    """The groups of one step, and their packed batches."""
 
     groups: list[Group]
-    replayed: frozenset[int]  # numbers of those among them that were trained before
+    replayed: frozenset[int]  # numbers of the groups that were trained before
     batches: tuple[Batch, ...]
 
     @property
@@ -39,22 +43,22 @@ class Batches:
         config: RunConfig,
         *,
         buffer: Buffer,
-        journal: Journal | NoJournal,
+        admission: Admission,
+        tracker: GroupTracker,
         in_batch: Callable[[Sequence[Group]], list[Group]],
-        on_replay: Callable[[int], None],
-        pairs: bool,
-        in_order: bool,
+        journal: Journal | NoJournal,
     ) -> None:
-        """`in_batch` gives groups of one step the advantages they have among each other;
-        `on_replay` is told how many of a batch need not be played. `pairs`: pack best and worst of
-        a group together. `in_order`: by number, not as they came."""
-        self._config = config
+        """`in_batch` gives the groups of one step their advantages relative to each other."""
+        self._trainer = config.trainer
+        self._has_critic = config.critic is not None
+        self._pairs = config.scoring.advantages.get("type") == PAIRS
+        # With the barrier, the order must not depend on how fast groups were generated.
+        self._sorts = config.weights.interrupt == "barrier"
         self._buffer = buffer
-        self._journal = journal
+        self._admission = admission
+        self._tracker = tracker
         self._in_batch = in_batch
-        self._on_replay = on_replay
-        self._pairs = pairs
-        self._in_order = in_order
+        self._journal = journal
         self._replay = build_replay(
             config.buffer.replay,
             groups_per_step=config.trainer.groups_per_step,
@@ -66,12 +70,12 @@ class Batches:
         """The batch for the step after `version`, once there are enough groups."""
         step = self._journal.ledger.steps.get(version + 1)
         if step is not None:
-            return await self._same(step)
+            return await self._take_again(step)
         replayed = [] if self._replay is None else self._replay.draw(version)
-        self._on_replay(len(replayed))
-        num_fresh = self._config.trainer.groups_per_step - len(replayed)
+        self._admission.replay(len(replayed))
+        num_fresh = self._trainer.groups_per_step - len(replayed)
         fresh = await self._buffer.take(num_fresh, version=version)
-        if self._in_order:
+        if self._sorts:
             fresh.sort(key=lambda group: group.number)
         await self._journal.begin_step(
             version + 1, fresh=_numbers(fresh), replayed=_numbers(replayed)
@@ -81,56 +85,57 @@ class Batches:
     async def redo(
         self, *, after: int, through: int
     ) -> AsyncIterator[tuple[int, tuple[Batch, ...]]]:
-        """The versions after one, and the batches of the steps that made them, for a trainer that
-        has lost them. Changes nothing here."""
+        """The versions after `after` and the batches that made them, for a restarted trainer.
+        Changes nothing here."""
         for version in range(after + 1, through + 1):
-            taken = await self._again(self._journal.ledger.steps[version])
+            taken = await self._read(self._journal.ledger.steps[version])
             yield version, taken.batches
 
     def applied(self, taken: Taken, *, version: int, was_skipped: bool) -> None:
-        """The trainer has reached `version` by it. If all of its updates were applied, what is new
-        of it may be trained once more."""
+        """The trainer has reached `version` with this batch. Unless an update of it was skipped,
+        its fresh groups may be replayed."""
+        self._tracker.trained(_numbers(taken.fresh))
         self._journal.finish_step(version, was_skipped=was_skipped)
         if self._replay is not None and not was_skipped:
             self._replay.keep(taken.fresh)
 
     @property
     def may_return(self) -> Collection[int]:
-        """Numbers of trained groups that may be trained once more."""
+        """Numbers of trained groups that may be replayed."""
         return () if self._replay is None else self._replay.numbers
 
-    async def restore(self, version: int) -> None:
-        """What may be trained once more after the step that made `version`, as the journal has
-        it."""
-        if self._replay is None:
-            return
-        steps = [step for v, step in self._journal.ledger.steps.items() if v <= version]
-        gone = {number for step in steps for number in step.replayed}
-        for step in steps:
-            if not step.was_skipped:
-                left = [number for number in step.fresh if number not in gone]
-                self._replay.keep(await self._journal.read_groups(left))
+    async def restore(self, version: int) -> list[Group]:
+        """Fill the replay buffer as it was after the step that made `version`, from the journal.
+        Returns the groups that waited in the buffer."""
+        if self._replay is not None:
+            steps = [step for v, step in self._journal.ledger.steps.items() if v <= version]
+            gone = {number for step in steps for number in step.replayed}
+            for step in steps:
+                if not step.was_skipped:
+                    left = [number for number in step.fresh if number not in gone]
+                    self._replay.keep(await self._journal.read_groups(left))
+        return await self._journal.read_groups(list(self._journal.ledger.waiting))
 
-    async def _same(self, step: LedgerStep) -> Taken:
+    async def _take_again(self, step: LedgerStep) -> Taken:
         """A batch that was taken before a crash."""
         if self._replay is not None:
             self._replay.forget(step.replayed)
-        self._on_replay(len(step.replayed))
-        return await self._again(step)
+        self._admission.replay(len(step.replayed))
+        return await self._read(step)
 
-    async def _again(self, step: LedgerStep) -> Taken:
+    async def _read(self, step: LedgerStep) -> Taken:
         fresh = await self._journal.read_groups(step.fresh)
         replayed = await self._journal.read_groups(step.replayed)
         return await asyncio.to_thread(self._pack, fresh, replayed)
 
     def _pack(self, fresh: list[Group], replayed: list[Group]) -> Taken:
-        groups = self._in_batch(spread(fresh, replayed))
+        groups = self._in_batch(interleave(fresh, replayed))
         batches = pack_minibatches(
             groups,
-            num_minibatches=self._config.trainer.minibatches,
-            microbatch_tokens=self._config.trainer.microbatch_tokens,
+            num_minibatches=self._trainer.minibatches,
+            microbatch_tokens=self._trainer.microbatch_tokens,
             pairs=self._pairs,
-            critic=self._config.critic is not None,
+            critic=self._has_critic,
         )
         numbers = frozenset(group.number for group in replayed)
         return Taken(groups=groups, replayed=numbers, batches=batches)

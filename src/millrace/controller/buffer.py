@@ -1,8 +1,8 @@
 """Bounded buffer between scoring and training.
 
 Promise: take() never returns a group that the staleness limit rules out, and hands out each group
-once, in the order of its sampler. The limit is asked at take(), because versions advance while
-groups wait; what it rules out then is told to `on_drop` and makes room for another.
+once, in the order of its sampler. The limit is checked at take(), because versions advance while
+groups wait. A group that it rules out is passed to `on_drop` and makes room for another.
 
 Called from the controller's event loop only. Bound: `capacity` groups; admit() waits while it is
 full.
@@ -11,6 +11,7 @@ full.
 import asyncio
 from collections.abc import Callable
 
+from millrace.core.clock import REAL_CLOCK, Clock
 from millrace.core.errors import RunFailed
 from millrace.core.protocols import Sampler
 from millrace.core.records import Group
@@ -25,11 +26,14 @@ class Buffer:
         limit: StalenessLimit,
         sampler: Sampler,
         on_drop: Callable[[Waiting], None],
+        clock: Clock = REAL_CLOCK,
     ) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
+        self.wait_s = 0.0  # mean time in the buffer of the groups taken last
         self._limit = limit
         self._sampler = sampler
-        self._on_drop = on_drop  # told of each group that became too stale
+        self._on_drop = on_drop
+        self._clock = clock
         self._waiting: list[Waiting] = []  # in order of admission
         self._changed = asyncio.Condition()
 
@@ -37,22 +41,19 @@ class Buffer:
     def depth(self) -> int:
         return len(self._waiting)
 
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
     async def admit(self, group: Group) -> None:
         """Add a scored group; waits while the buffer is full."""
-        waiting = Waiting(group=group, stamps=Stamps.of_group(group))
+        stamps = Stamps.of_group(group)
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._waiting) < self._capacity)
-            self._waiting.append(waiting)
+            await self._changed.wait_for(lambda: len(self._waiting) < self.capacity)
+            now_s = self._clock.now()
+            self._waiting.append(Waiting(group=group, stamps=stamps, admitted_s=now_s))
             self._changed.notify_all()
 
     async def take(self, n: int, *, version: int) -> list[Group]:
-        """n groups fit to be trained at `version`, as the sampler chooses; waits until there are so
-        many."""
-        assert 0 < n <= self._capacity
+        """n groups that may be trained at `version`, chosen by the sampler; waits until there are
+        so many."""
+        assert 0 < n <= self.capacity
         async with self._changed:
             while True:
                 self._drop_stale(version)
@@ -60,11 +61,13 @@ class Buffer:
                     break
                 await self._changed.wait()
             chosen = self._choose(n, version=version)
-            taken = [self._waiting[index].group for index in chosen]
+            taken = [self._waiting[index] for index in chosen]
             rest = set(range(len(self._waiting))) - set(chosen)
             self._waiting = [self._waiting[index] for index in sorted(rest)]
             self._changed.notify_all()
-            return taken
+        now_s = self._clock.now()
+        self.wait_s = sum(now_s - waiting.admitted_s for waiting in taken) / n
+        return [waiting.group for waiting in taken]
 
     def _choose(self, n: int, *, version: int) -> list[int]:
         chosen = list(self._sampler.choose(self._waiting, n, version=version))

@@ -1,12 +1,7 @@
-"""Tokens that were sampled and will never be trained: how many, why, and how stale they were.
+"""What is generated and never trained: failed groups, filtered groups and wasted tokens.
 
-Compared with what was trained they show what a limit or a filter selects: batches that survive one
-are older than what was sampled. Called from the controller's event loop only.
-
-How many of the recent groups were filtered, and whether that is more than the user meant.
-
-Dynamic sampling plays on until a batch is full of useful groups. Where nearly all of them are
-dropped the run still moves, at the price of nearly all its tokens: this says so, once each time.
+Promise: every loss is counted with its reason. Too many failures end the run; too many filtered
+groups are a warning, as the run still makes progress at the price of most of its tokens.
 
 Called from the controller's event loop only.
 """
@@ -14,27 +9,31 @@ Called from the controller's event loop only.
 from collections import Counter, deque
 from collections.abc import Callable
 
+from millrace.core.errors import RunFailed, TaskError
 from millrace.core.staleness import Stamps
 
-DROPPED = "dropped"  # waited in the buffer until it was too stale
-CANCELLED = "cancelled"  # given up before, because it could not be trained any more
-FAILED = "failed"  # its task or a score failed
-# In episodes that were begun for redundancy and given up, or failed: whole turns of theirs. What an
-# engine had sampled of the turn under way is in its own counter only.
+WINDOW = 100  # recent groups over which shares are taken
+FEWEST = 20  # outcomes before a share of failures means anything
+
+DROPPED = "dropped"  # became too stale in the buffer
+CANCELLED = "cancelled"  # became too stale before it reached the buffer
+FAILED = "failed"  # its task or one of its scorers failed
+# Of redundant episodes that were cancelled or failed: their finished turns. Tokens of an unfinished
+# turn are in the engine's own counter only.
 REDUNDANT = "redundant"
-# Told before a crash of the controller, and too stale when the group was played again.
-OUTDATED = "outdated"
-# Likewise, and not asked for again: its environment went another way, or the group was given up.
-UNASKED = "unasked"
+OUTDATED = "outdated"  # journaled before a crash and too stale when the group was resumed
+UNASKED = "unasked"  # journaled before a crash and not requested again by the resumed group
 
 
 class Waste:
+    """Counts wasted tokens and their staleness, which shows what a limit or filter selects."""
+
     def __init__(self) -> None:
         self.tokens: Counter[str] = Counter()  # by reason
         self._staleness: Counter[str] = Counter()  # summed over these tokens
 
     def add(self, reason: str, stamps: Stamps, *, version: int) -> None:
-        """`version`: the trainer's, at which they would have been trained at the earliest."""
+        """`version`: trainer version at which they could have been trained at the earliest."""
         if stamps.num_tokens:
             self.tokens[reason] += stamps.num_tokens
             self._staleness[reason] += stamps.total_staleness(version)
@@ -44,14 +43,42 @@ class Waste:
         return {reason: self._staleness[reason] / n for reason, n in self.tokens.items()}
 
 
-WINDOW = 100  # groups
+def failure_reason(error: Exception) -> str:
+    return "task" if isinstance(error, TaskError) else "score"
+
+
+class Failures:
+    """Counts failed groups by reason and ends the run if there are too many."""
+
+    def __init__(self, *, max_share: float) -> None:
+        self._max_share = max_share
+        self._recent: deque[bool] = deque(maxlen=WINDOW)
+        self.by_reason: Counter[str] = Counter()
+        self.last_error = ""
+
+    def succeeded(self) -> None:
+        self._recent.append(False)
+
+    def failed(self, error: Exception) -> None:
+        """Count a failure; raises RunFailed once too many of the recent groups have failed."""
+        self._recent.append(True)
+        self.by_reason[failure_reason(error)] += 1
+        self.last_error = str(error)
+        share = sum(self._recent) / len(self._recent)
+        if len(self._recent) >= FEWEST and share > self._max_share:
+            raise RunFailed(
+                f"{share:.0%} of the last {len(self._recent)} groups failed"
+                f" (rollout.max_failure_share = {self._max_share}); the last error: {error}"
+            )
 
 
 class Filtering:
+    """Counts filtered groups by reason and warns if there are too many."""
+
     def __init__(self, *, max_share: float, warn: Callable[[str], None]) -> None:
         self._max_share = max_share
         self._warn = warn
-        self._recent: deque[str | None] = deque(maxlen=WINDOW)  # by what each was dropped
+        self._recent: deque[str | None] = deque(maxlen=WINDOW)  # the filter, or None = passed
         self._has_warned = False
         self.by_reason: Counter[str] = Counter()
 
@@ -70,8 +97,8 @@ class Filtering:
         most = Counter(filter(None, self._recent)).most_common(1)[0][0]
         self._warn(
             f"{share:.0%} of the last {WINDOW} groups were filtered, most of them by {most!r}, more"
-            f" than rollout.max_filtered_share = {self._max_share:g}; {_remedy(most)}, or take the"
-            " filter out."
+            f" than rollout.max_filtered_share = {self._max_share:g}; {_remedy(most)}, or remove"
+            " the filter."
         )
 
     def _share(self) -> float:
@@ -86,4 +113,4 @@ def _remedy(reason: str) -> str:
         )
     if reason == "overlong":
         return "raise sampling.max_new_tokens"
-    return "see what it looks for"
+    return "check what the filter drops"

@@ -1,9 +1,6 @@
-"""Held-out tasks, through the same kind of engines and scorers as training: accuracy, mean@k and
-pass@k, and the versions of the policy that they are about.
+"""Evaluation on held-out tasks: accuracy, mean@k, pass@k and the policy versions that sampled.
 
-The held-out tasks of a run: who plays them, at which temperature, how many at a time.
-
-Runs on the controller's event loop.
+Engines and scorers are of the same kind as in training. Runs on the controller's event loop.
 """
 
 import asyncio
@@ -11,33 +8,35 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from millrace.cluster.supervision.watchdog import StallWatchdog
 from millrace.config import RunConfig
 from millrace.core.errors import ScoreError, TaskError
-from millrace.core.protocols import Engine
 from millrace.core.records import Group, Task
 from millrace.environments.rollouts.player import Player
+from millrace.inference.pool import EnginePool
+from millrace.monitoring.monitor import RunMonitor
+from millrace.scoring.pool import ScorerPool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Evaluation:
     step: int  # after which it was due
-    accuracy: float  # mean@samples: the share of episodes solved; what failed counts as not solved
+    accuracy: float  # mean@samples: the share of solved episodes; a failed one is not solved
     num_tasks: int
     num_failed: int  # tasks
-    num_unscored: int = 0  # of these: their scorers could not be asked
+    num_unscored: int = 0  # of these: their scorers did not answer
     samples: int  # episodes per task
     pass_at: dict[int, float]  # by k: the chance that one of k episodes solves its task
     versions: dict[int, int]  # tokens by the version that sampled them
     groups: tuple[Group, ...]  # in task order; failed ones left out
 
     def metrics(self) -> dict[str, Any]:
-        """As a metrics row holds it."""
+        """Columns of a metrics row."""
         several = {
             f"eval/mean@{self.samples}": self.accuracy,
             **{f"eval/pass@{k}": share for k, share in self.pass_at.items()},
@@ -57,12 +56,12 @@ class Evaluation:
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """How far an evaluation is."""
+    """Progress of one evaluation."""
 
     step: int
     num_tasks: int
     num_played: int = 0
-    num_scored: int = 0  # or given up
+    num_scored: int = 0  # or failed
 
     @property
     def moved(self) -> int:
@@ -70,22 +69,22 @@ class Tally:
 
     def __str__(self) -> str:
         return (
-            f"the evaluation of step {self.step} has played {self.num_played} of its"
-            f" {self.num_tasks} tasks, of which {self.num_scored} are scored."
+            f"the evaluation of step {self.step} has generated {self.num_played} of"
+            f" {self.num_tasks} tasks and scored {self.num_scored}."
         )
 
 
 class Patience:
-    """Waits for scores as long as some come in: `timeout_s` after the last, for none any more."""
+    """Waits for scores as long as some arrive; `timeout_s` after the last one, all waits end."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._scored_s = -math.inf  # monotonic
         self._is_over = False
-        self.num_given_up = 0
+        self.num_timed_out = 0
 
     async def wait(self, scoring: Coroutine[Any, Any, Group]) -> Group | None:
-        """None if it is given up."""
+        """Returns None if no score arrived in time."""
         began_s, task = time.monotonic(), asyncio.create_task(scoring)
         try:
             while not task.done() and not self._is_over:
@@ -93,7 +92,7 @@ class Patience:
                 self._is_over = left_s <= 0
                 await asyncio.wait({task}, timeout=max(left_s, 0))
             if not task.done():
-                self.num_given_up += 1
+                self.num_timed_out += 1
                 return None
             self._scored_s = time.monotonic()
             return task.result()
@@ -113,7 +112,7 @@ async def evaluate(
     max_running: int,
     score_timeout_s: float,
 ) -> Evaluation:
-    """Play each task `samples` times and count what reaches the score that means solved."""
+    """Generate `samples` episodes of each task and count those with a score of `solved_at`."""
     room, patience = asyncio.Semaphore(max_running), Patience(score_timeout_s)
 
     async def one(number: int, task: Task) -> Group | None:
@@ -136,7 +135,7 @@ async def evaluate(
         accuracy=sum(solved) / (len(tasks) * samples),
         num_tasks=len(tasks),
         num_failed=len(tasks) - len(played),
-        num_unscored=patience.num_given_up,
+        num_unscored=patience.num_timed_out,
         samples=samples,
         pass_at={
             k: float(np.mean([pass_at(k, samples=samples, solved=count) for count in solved]))
@@ -148,8 +147,8 @@ async def evaluate(
 
 
 def pass_at(k: int, *, samples: int, solved: int) -> float:
-    """The chance that k episodes, drawn from `samples` of which `solved` are solved, hold a solved
-    one: 1 - C(samples - solved, k) / C(samples, k). Unbiased, where (mean@1)^k would not be."""
+    """The probability that k of `samples` episodes, of which `solved` are solved, include a solved
+    one: 1 - C(samples - solved, k) / C(samples, k). This estimate of pass@k is unbiased."""
     assert 1 <= k <= samples
     unsolved = samples - solved
     if k > unsolved:
@@ -171,21 +170,26 @@ def _versions(groups: Sequence[Group]) -> dict[int, int]:
 
 
 class EvalSet:
+    """The held-out tasks of a run, and how they are played: engines, temperature, concurrency."""
+
     def __init__(
         self,
         tasks: Sequence[Task],
         *,
         config: RunConfig,
         player: Player,
-        engine: Engine,
-        score: Callable[[Group], Coroutine[Any, Any, Group]],
-        together: Callable[[], AbstractAsyncContextManager[None]] | None,
+        engines: EnginePool,
+        scorers: ScorerPool,
+        monitor: RunMonitor,
     ) -> None:
-        """`together`: within it, requests made together begin together; then all tasks do."""
         self._tasks = tasks
         self._settings = config.evaluate
-        self._score = score
-        self._together = together
+        self._stall_warning_s = config.supervision.stall_warning_s
+        self._scorers = scorers
+        self._engines = engines
+        self._monitor = monitor
+        self._is_synchronous = config.weights.interrupt == "barrier"
+        self._tallies: list[Tally] = []  # of running evaluations
         # Tasks whose samples the engines decode together.
         num_engines = config.evaluate.engines or config.engine.count + config.engine.remote
         num_sequences = num_engines * config.engine.max_sequences
@@ -193,26 +197,51 @@ class EvalSet:
         temperature = config.evaluate.temperature
         if temperature is None:
             temperature = 0.0 if config.evaluate.samples == 1 else config.sampling.temperature
-        self._player = player.evaluating(engine=engine, temperature=temperature)
+        self._player = player.evaluating(engine=engines, temperature=temperature)
 
-    def tally(self, step: int) -> Tally:
-        """Of an evaluation that has not begun."""
-        return Tally(step=step, num_tasks=len(self._tasks))
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """Tasks that are done and in total, during an evaluation."""
+        if not self._tallies:
+            return None
+        return sum(t.num_scored for t in self._tallies), sum(t.num_tasks for t in self._tallies)
 
-    async def evaluate(self, step: int, *, tally: Tally) -> Evaluation | None:
-        """The policy as it is now; None if there are no tasks."""
+    async def evaluate(self, step: int) -> Evaluation | None:
+        """Evaluate the version that the engines hold, and report it; None without tasks."""
         if not self._tasks:
             return None
-        if self._together is None:
-            return await self._evaluate(step, tally=tally, max_running=self._max_running)
-        async with self._together():
-            evaluating = asyncio.create_task(
-                self._evaluate(step, tally=tally, max_running=len(self._tasks))
+        tally = Tally(step=step, num_tasks=len(self._tasks))
+        stalls = StallWatchdog(
+            warn_after_s=self._stall_warning_s,
+            limit_s=math.inf,  # engines and scorers have their own limits
+            what="No held-out task made progress",
+            explain=lambda: str(tally),
+            moved=lambda: tally.moved,
+            warn=self._monitor.warn,
+        )
+        self._tallies.append(tally)
+        try:
+            evaluation = await stalls.until(self._evaluate(tally))
+        finally:
+            self._tallies.remove(tally)
+        if evaluation.num_unscored:
+            self._monitor.warn(
+                f"{evaluation.num_unscored} of {evaluation.num_tasks} held-out tasks have no score"
+                " and count as not solved: their scorers did not answer for"
+                f" {self._settings.score_timeout_s:g} s."
             )
-        return await evaluating
+        self._monitor.evaluated(evaluation.metrics())
+        return evaluation
 
-    async def _evaluate(self, step: int, *, tally: Tally, max_running: int) -> Evaluation:
-        samples = self._settings.samples
+    async def _evaluate(self, tally: Tally) -> Evaluation:
+        if not self._is_synchronous:
+            return await self._play(tally, max_running=self._max_running)
+        async with self._engines.together():  # requests that are sent together start together
+            playing = asyncio.create_task(self._play(tally, max_running=len(self._tasks)))
+        return await playing
+
+    async def _play(self, tally: Tally, *, max_running: int) -> Evaluation:
+        step, samples = tally.step, self._settings.samples
         return await evaluate(
             self._tasks,
             step=step,
@@ -221,7 +250,7 @@ class EvalSet:
             play=lambda task, number: self._player.play(
                 task, number=number, group_size=samples, name=f"evaluation {step}, task"
             ),
-            score=self._score,
+            score=self._scorers.evaluate,
             solved_at=self._settings.solved_at,
             max_running=max_running,
             score_timeout_s=self._settings.score_timeout_s,

@@ -1,11 +1,10 @@
 """Groups that were trained once and may be trained once more.
 
-Promise: a batch holds at most `per_batch` of them, none that its own staleness limit rules out, and
-each is handed out once. What is drawn depends on the seed and the version only, given what is
-there. A run that is resumed goes on with those that its journal holds.
+Promise: a batch holds at most `per_batch` of them, none that the replay staleness limit rules out,
+and each is handed out once. For given contents, a draw depends on the seed and the version only. A
+resumed run restores the contents from its journal.
 
-Called from the controller's event loop only. Bound: `capacity` groups; the first in is the first to
-make room.
+Called from the controller's event loop only. Bound: `capacity` groups; the oldest makes room.
 """
 
 from collections import deque
@@ -27,7 +26,7 @@ class ReplayBuffer:
         self._trained: deque[Waiting] = deque(maxlen=capacity)
 
     def keep(self, groups: Iterable[Group]) -> None:
-        """These were trained, for the first time."""
+        """Add groups that were trained for the first time."""
         self._trained.extend(Waiting(group=g, stamps=Stamps.of_group(g)) for g in groups)
 
     @property
@@ -35,14 +34,14 @@ class ReplayBuffer:
         return [one.group.number for one in self._trained]
 
     def forget(self, numbers: Collection[int]) -> None:
-        """These were handed out before a crash."""
+        """Remove groups that were handed out before a crash."""
         rest = [one for one in self._trained if one.group.number not in numbers]
         self._trained.clear()
         self._trained.extend(rest)
 
     def draw(self, version: int) -> list[Group]:
-        """For a batch of this version, as many as may be and are there; they are gone then, as is
-        what has become too stale."""
+        """Up to `per_batch` groups for a batch of this version. Removes them, and the groups that
+        have become too stale."""
         fit = [one for one in self._trained if self._limit.allows(one.stamps, version=version)]
         rng = np.random.default_rng([self._seed & 0xFFFFFFFF, version])
         drawn = set(rng.permutation(len(fit))[: self._per_batch].tolist())
@@ -54,8 +53,7 @@ class ReplayBuffer:
 def build_replay(
     settings: ReplayConfig | None, *, groups_per_step: int, limit: StalenessLimit, seed: int
 ) -> ReplayBuffer | None:
-    """`limit`: of what is trained for the first time; for these it is the same but for
-    max_staleness."""
+    """`limit`: for fresh groups; replayed ones differ in max_staleness only."""
     if settings is None:
         return None
     return ReplayBuffer(
@@ -66,8 +64,8 @@ def build_replay(
     )
 
 
-def spread(fresh: Sequence[Group], replayed: Sequence[Group]) -> list[Group]:
-    """Both in one batch, evenly, so that each of its minibatches holds its share."""
+def interleave(fresh: Sequence[Group], replayed: Sequence[Group]) -> list[Group]:
+    """One batch in which replayed groups are spread evenly, so each minibatch has its share."""
     placed = [
         ((index + 0.5) / len(groups), group)
         for groups in (fresh, replayed)

@@ -119,3 +119,4 @@ class Waiting:
 
     group: Group
     stamps: Stamps  # of its trained tokens
+    admitted_s: float = 0.0  # by the buffer's clock

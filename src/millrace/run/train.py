@@ -1,8 +1,7 @@
-"""One run from settings to checkpoint: check everything, start the workers, hand over to the
-controller.
+"""One run from settings to checkpoint: check everything, start the workers, run the controller.
 
-Promise: what can be known to be wrong is said before any worker starts; whatever happens after
-that, no process and no shared memory outlives the call.
+Promise: errors that can be found without a worker are raised before any worker starts. No process
+and no shared memory outlives the call.
 """
 
 import asyncio
@@ -39,12 +38,14 @@ from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.trackers import build_trackers
+from millrace.run.build import build_controller
 from millrace.run.launch import Launcher
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import scaling_server
 from millrace.run.workers import RunWorkers
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
 from millrace.tasks.lengths import LengthPredictor
+from millrace.weights.broadcaster import VersionBroadcaster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +73,10 @@ def train(
 ) -> RunResult:
     """Train a model; returns when the last step is done and its checkpoint written.
 
-    Settings come from a TOML file, a dict, or keyword arguments (`model="...", trainer={"steps":
-    10}`), which go on top. Tasks, reward functions and the environment may be Python objects; the
-    settings of the latter beside it are written `environment={"function": play, "max_turns": 8}`.
+    Settings come from a TOML file or a dict; keyword arguments (`model="...", trainer={"steps":
+    10}`) override them. Tasks, reward functions and the environment may be Python objects. Settings
+    of an environment function are given beside it: `environment={"function": play, "max_turns":
+    8}`.
     """
     play, table = _environment_of(environment)
     settled = load_config(config, overrides={**settings, **table})
@@ -109,8 +111,8 @@ def _train(
         if not storage.is_full(error):
             raise
         raise RunFailed(
-            f"There is no room in run_dir = '{run_dir.path}' ({storage.reason(error)}); make room,"
-            " and go on with --resume."
+            f"run_dir = '{run_dir.path}' is out of space ({storage.reason(error)}); free some, and"
+            " resume with --resume."
         ) from error
     finally:
         run_dir.close()
@@ -119,7 +121,7 @@ def _train(
 def _environment_of(
     given: Callable[..., Any] | Mapping[str, Any] | None,
 ) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
-    """A coroutine, if it was given as an object, and the settings."""
+    """The environment function, if one was given, and the settings of the section."""
     if given is None or callable(given):
         return given, {}
     table = dict(given)
@@ -128,7 +130,7 @@ def _environment_of(
 
 
 class _Run:
-    """The processes of one run, and what they say. Lives on the controller's event loop."""
+    """The processes of one run and their messages. Lives on the controller's event loop."""
 
     def __init__(
         self,
@@ -139,12 +141,12 @@ class _Run:
         resume: bool,
         progress: ProgressDisplay,
     ) -> None:
-        """`threads` of an engine as the user set them; this machine's cores are not another's."""
+        """`threads`: of an engine, as the user set them; other hosts have other core counts."""
         self._prepared = prepared
         self._config = prepared.config
         self._threads = threads
         self._run_dir = run_dir
-        self._watcher = RunMonitor(
+        self._monitor = RunMonitor(
             prepared.config,
             run_dir=run_dir,
             resume_from=prepared.cursor.version if resume else None,
@@ -153,7 +155,8 @@ class _Run:
             ),
             progress=progress,
         )
-        self._controller: Controller | None = None
+        self._broadcaster = VersionBroadcaster(version=prepared.cursor.version)
+        self._workers: RunWorkers | None = None
         self._journal: Journal | NoJournal = NoJournal()
         self._gpu_env: dict[str, str] = {}
 
@@ -161,13 +164,13 @@ class _Run:
         start_s = time.monotonic()
         cluster = self._config.cluster
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(self._watcher.close)
+            stack.callback(self._monitor.close)
             self._gpu_env = await stack.enter_async_context(self._shared_gpu())
             private = stack.enter_context(private_folder())
             hub = await stack.enter_async_context(
                 Hub(
                     log_dir=self._run_dir.logs,
-                    on_event=self._heard,
+                    on_event=self._on_event,
                     address=cluster.address,
                     advertise=cluster.advertise,
                     start_timeout_s=cluster.start_timeout_s,
@@ -180,7 +183,7 @@ class _Run:
                 WorkerPool(
                     hub.launch,
                     policy=RestartPolicy.from_settings(self._config.supervision),
-                    on_restart=self._watcher.restarted,
+                    on_restart=self._monitor.restarted,
                 )
             )
             scorers = self._make_scorers(worker_pool, private=private)
@@ -204,32 +207,32 @@ class _Run:
         environment: Environment,
         private: Path,
     ) -> Outcome:
-        """Start all workers side by side, then let the controller run until it ends."""
+        """Start all workers side by side, then run the controller."""
         launcher = Launcher(
             self._prepared,
             hub=hub,
             remote_threads=self._threads,
             gpu_env=self._gpu_env,
-            on_phase=self._watcher.starting,
+            on_phase=self._monitor.starting,
         )
-        workers = RunWorkers(
+        workers = self._workers = RunWorkers(
             self._config,
             worker_pool=worker_pool,
             launcher=launcher,
             checkpoint=self._prepared.checkpoint,
             version=self._prepared.cursor.version,
-            on_restored=lambda update: self._controlled.on_restored(update),
+            on_restored=self._broadcaster.publish,
         )
-        self._watcher.starting("run", "starting the workers")
+        self._monitor.starting("run", "starting the workers")
         await workers.start(scorers.start())
-        self._watcher.starting("run", None)
-        self._controller = self._make_controller(workers, scorers=scorers, environment=environment)
+        self._monitor.starting("run", None)
+        controller = self._make_controller(workers, scorers=scorers, environment=environment)
         async with asyncio.TaskGroup() as activities:
             supervision = activities.create_task(worker_pool.run())
             async with scaling_server(
-                workers, pointer=self._run_dir.control, private=private, warn=self._watcher.warn
+                workers, pointer=self._run_dir.control, private=private, warn=self._monitor.warn
             ):
-                outcome = await self._controller.run()
+                outcome = await controller.run()
             supervision.cancel()
         return outcome
 
@@ -243,12 +246,12 @@ class _Run:
             self._config.cluster.mps,
             num_cuda_workers=num_engines + (trainer.device != "cpu"),
             log=self._run_dir.logs / "mps.log",
-            warn=self._watcher.warn,
+            warn=self._monitor.warn,
         )
 
     @contextlib.asynccontextmanager
     async def _environment(self) -> AsyncIterator[Environment]:
-        """The user's own runs on a thread of its own while the run lasts."""
+        """The environment of the run; the user's own code gets its own thread."""
         if self._prepared.environment is None:
             yield SingleTurn()
             return
@@ -270,7 +273,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _invitation(self, hub: Hub) -> Iterator[None]:
-        """While the run lasts, a ticket lies ready for hosts that bring engines."""
+        """Offer a ticket to hosts that bring engines, for as long as the run lasts."""
         remote, path = self._config.engine.remote, self._config.cluster.ticket
         if remote == 0:
             yield
@@ -295,14 +298,14 @@ class _Run:
             private=private,
             folder=self._run_dir.scorers,
             start_timeout_s=self._config.cluster.start_timeout_s,
-            warn=self._watcher.warn,
+            warn=self._monitor.warn,
             may_be_empty=self._prepared.environment is not None,
             run=self._prepared.facts,
         )
 
     def _open_journal(self) -> Journal | NoJournal:
         for sentence in self._prepared.doubts:
-            self._watcher.warn(sentence)
+            self._monitor.warn(sentence)
         if self._prepared.past is None:
             return NoJournal()
         return Journal(
@@ -327,7 +330,7 @@ class _Run:
             others=workers.models,
             wants_routes=config.trainer.replay_routes,
         )
-        return Controller(
+        return build_controller(
             config,
             tasks=prepared.tasks,
             held_out=prepared.held_out,
@@ -336,37 +339,36 @@ class _Run:
             engines=workers.engines,
             evaluators=workers.evaluators,
             trainer=workers.trainer,
-            watcher=self._watcher,
+            broadcaster=self._broadcaster,
+            monitor=self._monitor,
             checkpoints=self._run_dir.checkpoints,
             skipped=SkippedSteps(self._run_dir.skipped),
             journal=self._journal,
             cursor=prepared.cursor,
         )
 
-    def _heard(self, worker: str, message: Message) -> None:
+    def _on_event(self, worker: str, message: Message) -> None:
+        """A worker has sent a message that answers no call."""
         if isinstance(message, WorkerProgress):
-            self._watcher.on_progress(worker, spans=message.spans, counters=message.counters)
+            self._monitor.on_progress(worker, spans=message.spans, counters=message.counters)
         elif isinstance(message, Published):
-            self._controlled.on_published(message.update)
-
-    @property
-    def _controlled(self) -> Controller:
-        assert self._controller is not None, "the trainer publishes only after a step"
-        return self._controller
+            assert self._workers is not None, "the trainer publishes only after a step"
+            self._workers.trainer.published(message.update)
+            self._broadcaster.publish(message.update)
 
     def _conclude(self, outcome: Outcome, *, seconds: float) -> RunResult:
         result = RunResult(
             run_dir=self._run_dir.path,
             checkpoint=outcome.checkpoint,
             steps=outcome.steps,
-            episodes=self._watcher.episodes,
+            episodes=self._monitor.episodes,
             seconds=seconds,
             accuracy_before=outcome.before.accuracy if outcome.before else None,
             accuracy_after=outcome.after.accuracy if outcome.after else None,
             before=outcome.before,
             after=outcome.after,
         )
-        moment = self._controlled.moment()
+        gauges = outcome.gauges
         self._run_dir.write_summary(
             {
                 "accuracy_before": result.accuracy_before,
@@ -374,14 +376,14 @@ class _Run:
                 "evaluation_before": outcome.before.metrics() if outcome.before else None,
                 "evaluation_after": outcome.after.metrics() if outcome.after else None,
                 "seconds": seconds,
-                **self._watcher.run_rates(),
+                **self._monitor.run_rates(),
                 "episodes": result.episodes,
                 "steps": result.steps,
                 "checkpoint": str(result.checkpoint),
                 "run_dir": str(result.run_dir),
-                "restarts": self._watcher.restarts(),
-                "sequences_resumed": moment.sequences_continued,
-                "resumed_tokens": moment.resumed_tokens,
+                "restarts": self._monitor.restarts(),
+                "sequences_resumed": gauges.sequences_continued,
+                "resumed_tokens": gauges.resumed_tokens,
             }
         )
         return result

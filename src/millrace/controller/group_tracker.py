@@ -1,0 +1,170 @@
+"""The numbers of a run's groups: which are open, which are tried again, and how the others ended.
+
+Promise: every issued number ends once, as trained, dropped or failed, and the journal says how. A
+group that became too stale is issued again before anything new, up to MAX_TRIES times. An open
+number that a checkpoint names is issued again by a resumed run.
+
+Called from the controller's event loop only.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+from millrace.controller.admission import Admission
+from millrace.controller.drops import (
+    CANCELLED,
+    DROPPED,
+    FAILED,
+    OUTDATED,
+    UNASKED,
+    Failures,
+    Filtering,
+    Waste,
+    failure_reason,
+)
+from millrace.core.records import Group
+from millrace.core.staleness import Waiting
+from millrace.environments.rollouts.attempt import Attempt, Cancellations
+from millrace.journal import Journal, NoJournal
+from millrace.journal.ledger import Outcome
+from millrace.tasks.streams import TaskStream
+
+MAX_TRIES = 3  # of a group that becomes too stale each time
+
+
+class GroupTracker:
+    def __init__(
+        self,
+        *,
+        tasks: TaskStream,
+        journal: Journal | NoJournal,
+        admission: Admission,
+        solved_at: float,
+        max_failure_share: float,
+        max_filtered_share: float,
+        warn: Callable[[str], None],
+        version: int = 0,
+        next_number: int = 0,
+        unfinished: Iterable[int] = (),
+        begun: Iterable[int] = (),
+    ) -> None:
+        """`solved_at`: score from which an episode counts as solved. `unfinished`: numbers to issue
+        again. `begun`: numbers in steps that a resumed run repeats."""
+        self.version = version  # of the trainer at the next take
+        self.failures = Failures(max_share=max_failure_share)
+        self.filtering = Filtering(max_share=max_filtered_share, warn=warn)
+        self.cancellations = Cancellations()
+        self.waste = Waste()
+        self._tasks = tasks
+        self._journal = journal
+        self._admission = admission
+        self._solved_at = solved_at
+        self._next_number = next_number
+        self._reissue = deque(sorted(unfinished))
+        self._open = set(begun)  # issued, and neither trained nor failed nor dropped
+        self._tries = dict(journal.ledger.tries)  # finished tries of open groups, by number
+        self._num_stale = 0  # groups that became too stale MAX_TRIES times
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Groups that will not be tried again, by reason."""
+        stale = {"stale": self._num_stale} if self._num_stale else {}
+        return Counter({**stale, **self.filtering.by_reason})
+
+    def cursor(self) -> dict[str, object]:
+        """Position in the task stream, for a checkpoint."""
+        return {
+            "next_number": self._next_number,
+            "unfinished": sorted([*self._open, *self._reissue]),
+        }
+
+    def issue(self) -> Attempt:
+        """The next group to start."""
+        if self._reissue:
+            number = self._reissue.popleft()
+        else:
+            number = self._next_number
+            self._next_number += 1
+        self._open.add(number)
+        self._journal.issue_task(number, draw=self._tasks.draw_of(number))
+        return Attempt(number, tries=self._tries.get(number, 0))
+
+    def readmit(self, number: int) -> Attempt:
+        """A group that was complete before a crash and returns to the buffer."""
+        self._admission.readmit()
+        self._open.add(number)
+        return Attempt(number)
+
+    def observe(self, group: Group) -> None:
+        """Tell the task stream what share of a judged group's episodes is solved."""
+        number, solve_rate = group.number, group.solve_rate(self._solved_at)
+        self._tasks.observe(number, solve_rate)
+        self._journal.record_solve_rate(
+            number, solve_rate=solve_rate, draw=self._tasks.draw_of(number)
+        )
+
+    async def admitted(self, group: Group) -> None:
+        """A group has passed all filters; returns when a crash cannot lose it."""
+        self.failures.succeeded()
+        self.filtering.passed()
+        await self._journal.admit_group(group)
+
+    def failed(self, attempt: Attempt, error: Exception) -> None:
+        """Raises RunFailed if too many groups have failed."""
+        self._drop(attempt.number, outcome="failed", reason=failure_reason(error))
+        self._admission.give_back()
+        self.waste.add(FAILED, attempt.stamps, version=self.version)
+        self.failures.failed(error)
+
+    def filtered(self, number: int, *, reason: str) -> None:
+        self._drop(number, outcome="dropped", reason=reason)
+        self._admission.give_back()
+        self.failures.succeeded()
+        self.filtering.dropped(reason)
+
+    def expired(self, attempt: Attempt, *, stage: str) -> None:
+        """A running group became too stale."""
+        self.cancellations.count(stage, cut=attempt.cut)
+        self.waste.add(CANCELLED, attempt.stamps, version=self.version)
+        if stage == "generating":
+            self.cancellations.learn(attempt.finished)
+        self._retry(attempt.number)
+
+    def expired_in_buffer(self, waiting: Waiting) -> None:
+        """A group became too stale after it had reached the buffer."""
+        self.cancellations.count("waiting")
+        self.waste.add(DROPPED, waiting.stamps, version=self.version)
+        self._retry(waiting.group.number)
+
+    def count_unused(self, attempt: Attempt) -> None:
+        """Count journaled tokens that the resumed group did not reuse."""
+        if attempt.course is not None:
+            self.waste.add(OUTDATED, attempt.course.outdated, version=self.version)
+            self.waste.add(UNASKED, attempt.course.unasked, version=self.version)
+
+    def trained(self, numbers: Iterable[int]) -> None:
+        """These groups will not be issued again."""
+        for number in numbers:
+            self._close(number)
+
+    def _retry(self, number: int) -> None:
+        """Issue the group again, or drop it after its last try."""
+        self._admission.give_back()
+        tries = self._tries.get(number, 0) + 1
+        if tries == MAX_TRIES:
+            self._drop(number, outcome="dropped", reason="stale")
+            self._num_stale += 1
+            return
+        self._journal.reopen_task(number)
+        self._open.discard(number)
+        self._tries[number] = tries
+        self._reissue.appendleft(number)
+
+    def _drop(self, number: int, *, outcome: Outcome, reason: str) -> None:
+        self._journal.close_task(number, outcome=outcome, reason=reason)
+        self._close(number)
+
+    def _close(self, number: int) -> None:
+        self._open.discard(number)
+        self._tries.pop(number, None)
+        self._tasks.finish(number)

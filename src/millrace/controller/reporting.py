@@ -1,0 +1,153 @@
+"""What a run reports: its gauges, a metrics row for each step, skipped steps, and why it stalls.
+
+Runs on the controller's event loop.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from millrace.cluster.messages import Stepped
+from millrace.config import RunConfig
+from millrace.controller.admission import RUNNING, STALENESS, Admission
+from millrace.controller.batches import Taken
+from millrace.controller.buffer import Buffer
+from millrace.controller.dispatcher import Dispatcher
+from millrace.controller.evaluation import EvalSet
+from millrace.controller.group_tracker import GroupTracker
+from millrace.core.records import Group
+from millrace.environments.rollouts.partial_rollouts import PartialRollouts
+from millrace.inference.pool import EnginePool
+from millrace.monitoring.files.skipped_steps import SkippedSteps
+from millrace.monitoring.monitor import SCORES, RunGauges, RunMonitor
+from millrace.monitoring.scorer_load import queue_text
+from millrace.monitoring.terminal.text import counts
+from millrace.scoring.pool import ScorerPool
+from millrace.training.packing.packer import minibatches_of
+from millrace.weights.http_notifier import HttpNotifier
+
+
+@dataclass(kw_only=True, slots=True)
+class LearnerState:
+    """Written by the learner, read by the gauges."""
+
+    version: int  # of the trainer; one step makes one version
+    awaits_batch: bool = False  # the trainer is idle
+
+
+class RunReporter:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        monitor: RunMonitor,
+        skipped: SkippedSteps,
+        state: LearnerState,
+        dispatcher: Dispatcher,
+        tracker: GroupTracker,
+        admission: Admission,
+        buffer: Buffer,
+        scorers: ScorerPool,
+        engines: EnginePool,
+        partials: PartialRollouts,
+        eval_set: EvalSet,
+        notifier: HttpNotifier | None,
+    ) -> None:
+        self._config = config
+        self.monitor = monitor
+        self._skipped = skipped
+        self._state = state
+        self._dispatcher = dispatcher
+        self._tracker = tracker
+        self._admission = admission
+        self._buffer = buffer
+        self._scorers = scorers
+        self._engines = engines
+        self._partials = partials
+        self._eval_set = eval_set
+        self._notifier = notifier
+
+    async def run(self) -> None:
+        """Keep the progress view up to date until cancelled."""
+        await self.monitor.run(self.gauges)
+
+    def gauges(self) -> RunGauges:
+        tracker = self._tracker
+        return RunGauges(
+            version=self._state.version,
+            buffer_depth=self._buffer.depth,
+            groups_running=self._admission.running,
+            groups_dropped=dict(tracker.dropped),
+            groups_cancelled=dict(tracker.cancellations.by_reason),
+            tokens_wasted={**tracker.waste.tokens, **self._scorers.tokens_wasted},
+            wasted_staleness=tracker.waste.staleness_means,
+            tokens_saved=round(tracker.cancellations.tokens_saved),
+            groups_failed=dict(tracker.failures.by_reason),
+            steps_skipped=self._skipped.num_steps,
+            last_failure=tracker.failures.last_error,
+            engine_waits_for=self._engine_waits_for(),
+            trainer_waits_for=self._trainer_waits_for(),
+            scorers=self._scorers.loads(),
+            sequences_continued=self._engines.resumed.sequences,
+            resumed_tokens=self._partials.num_resumed,
+            evaluating=self._eval_set.progress,
+        )
+
+    async def record(self, stepped: Stepped, taken: Taken) -> None:
+        """Write the metrics row of a step; raises RunFailed if too many steps were skipped."""
+        await self._save_skipped(stepped, taken.groups)
+        metrics = dict(stepped.metrics)
+        if self._notifier is not None:
+            metrics["weights/notify_failures"] = float(self._notifier.num_failed)
+        self.monitor.step(
+            self.gauges(), groups=taken.groups, replayed=taken.replayed, trainer_metrics=metrics
+        )
+        self._skipped.check(stepped.metrics)
+
+    def warn_of_failed_posts(self) -> None:
+        if self._notifier is not None and self._notifier.num_failed:
+            self.monitor.warn(f"{self._notifier.num_failed} posts to weights.notify failed.")
+
+    def standstill(self) -> str:
+        """Why nothing moves, for a warning."""
+        gauges = self.gauges()
+        at_scorers = f" In scoring: {queue_text(gauges.scorers)}."
+        return (
+            f"the trainer waits for {gauges.trainer_waits_for}, the engines for"
+            f" {gauges.engine_waits_for}; {gauges.groups_running} groups are running,"
+            f" {gauges.buffer_depth} are buffered, and dropped so far:"
+            f" {counts(gauges.groups_dropped)}."
+            f"{at_scorers if gauges.trainer_waits_for == SCORES else ''}"
+        )
+
+    async def _save_skipped(self, stepped: Stepped, groups: list[Group]) -> None:
+        if not stepped.skipped:
+            self._skipped.went_well()
+            return
+        trainer = self._config.trainer
+        parts = minibatches_of(groups, num_minibatches=trainer.minibatches)
+        num_updates = len(parts) * trainer.epochs
+        bad = sorted({index % len(parts) for index in stepped.skipped})
+        groups = [group for index in bad for group in parts[index]]
+        path = await asyncio.to_thread(self._skipped.write, stepped.version, groups)
+        which = f" ({len(stepped.skipped)} of its {num_updates} updates)" if num_updates > 1 else ""
+        self.monitor.warn(
+            f"step {stepped.version}{which} was skipped: its loss or gradient is not finite; its"
+            f" groups are in {path}."
+        )
+
+    def _engine_waits_for(self) -> str:
+        if self._buffer.depth >= self._buffer.capacity:
+            return "the trainer (buffer full)"
+        is_scoring = self._dispatcher.scoring > 0
+        if self._admission.held_by == STALENESS:
+            # The trainer may itself wait for groups that are still being judged.
+            is_behind = is_scoring and self._state.awaits_batch
+            return SCORES if is_behind else "the trainer (staleness limit)"
+        if self._admission.held_by == RUNNING:
+            return SCORES if is_scoring else "rollout.max_running_groups"
+        return "tasks"
+
+    def _trainer_waits_for(self) -> str:
+        if self._dispatcher.scoring > self._dispatcher.generating:
+            return SCORES
+        return "generation" if self._dispatcher.generating else "the next batch"
