@@ -32,7 +32,7 @@ from millrace.journal import Journal, JournalHistory, Ledger
 from millrace.monitoring.files.skipped_steps import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
-from millrace.run.build import build_controller
+from millrace.run.build import RunParts, build_controller
 from millrace.scoring.advantages.estimators import build_advantages
 from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.pool import ScorerPool
@@ -143,8 +143,8 @@ class EndlessRun:
         )
         self._broadcaster = VersionBroadcaster(version=0)
         self._trainer = trainer
-        controller = build_controller(
-            config,
+        parts = RunParts(
+            config=config,
             tasks=tasks,
             held_out=[Task(prompt="9+9=")],
             player=_player(config, engines),
@@ -159,6 +159,7 @@ class EndlessRun:
             journal=journal,
             cursor=Cursor(),
         )
+        controller = build_controller(parts)
         try:
             await controller.run()
         finally:

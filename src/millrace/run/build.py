@@ -23,7 +23,7 @@ from millrace.controller.group_tracker import GroupTracker
 from millrace.controller.learner import Learner
 from millrace.controller.orders import build_sampler
 from millrace.controller.reporting import LearnerState, RunReporter
-from millrace.core.clock import REAL_CLOCK
+from millrace.core.clock import REAL_CLOCK, Clock
 from millrace.core.records import Task
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
@@ -40,115 +40,28 @@ from millrace.weights.broadcaster import Subscription, VersionBroadcaster
 from millrace.weights.http_notifier import HttpNotifier
 
 
-def build_controller(
-    config: RunConfig,
-    *,
-    tasks: TaskStream,
-    held_out: Sequence[Task],
-    player: Player,
-    scorers: ScorerPool,
-    engines: EnginePool,
-    evaluators: EnginePool | None,
-    trainer: TrainerGroup,
-    broadcaster: VersionBroadcaster,
-    monitor: RunMonitor,
-    checkpoints: Path,
-    skipped: SkippedSteps,
-    journal: Journal | NoJournal,
-    cursor: Cursor,
-) -> Controller:
-    """`evaluators`: engines for evaluation alone. `checkpoints`: folder to write them to."""
-    state = LearnerState(version=cursor.version)
-    flow = _build_flow(
-        config,
-        tasks=tasks,
-        player=player,
-        scorers=scorers,
-        engines=engines,
-        journal=journal,
-        monitor=monitor,
-        cursor=cursor,
-    )
-    if isinstance(journal, Journal):
-        trainer.past = StepsOnRecord(flow.batches.redo, version=cursor.version)
-    engine_versions = broadcaster.subscribe(engines.swap, on_version=flow.admission.advance)
-    for scorer in scorers.version_subscribers:
-        broadcaster.subscribe(scorer.swap)
-    notifier, notified_versions = None, None
-    if config.weights.notify:
-        notifier = HttpNotifier(
-            config.weights.notify, timeout_s=config.weights.timeout_s, warn=monitor.warn
-        )
-        notified_versions = broadcaster.subscribe(notifier.receive)
-    eval_set = EvalSet(
-        held_out,
-        config=config,
-        player=player,
-        engines=evaluators or engines,
-        scorers=scorers,
-        monitor=monitor,
-    )
-    eval_scheduler = _build_eval_scheduler(
-        config,
-        eval_set=eval_set,
-        evaluators=evaluators,
-        broadcaster=broadcaster,
-        engine_versions=engine_versions,
-        version=cursor.version,
-    )
-    reporter = RunReporter(
-        config,
-        monitor=monitor,
-        skipped=skipped,
-        state=state,
-        dispatcher=flow.dispatcher,
-        tracker=flow.tracker,
-        admission=flow.admission,
-        buffer=flow.buffer,
-        scorers=scorers,
-        engines=engines,
-        partials=flow.partials,
-        eval_set=eval_set,
-        notifier=notifier,
-    )
-    run_checkpoints = RunCheckpoints(
-        config,
-        writer=Checkpointing(
-            trainer, folder=checkpoints, version=cursor.version, warn=monitor.warn
-        ),
-        journal=journal,
-        batches=flow.batches,
-        tracker=flow.tracker,
-        tasks=tasks,
-        version=cursor.version,
-        position=cursor.journal,
-    )
-    pools = [engines] if evaluators is None else [engines, evaluators]
-    learner = Learner(
-        config,
-        state=state,
-        batches=flow.batches,
-        trainer=trainer,
-        dispatcher=flow.dispatcher,
-        checkpoints=run_checkpoints,
-        eval_scheduler=eval_scheduler,
-        reporter=reporter,
-        paused=pools if config.cluster.take_turns else (),
-        barrier=flow.barrier,
-    )
-    return Controller(
-        batches=flow.batches,
-        dispatcher=flow.dispatcher,
-        learner=learner,
-        state=state,
-        trainer=trainer,
-        broadcaster=broadcaster,
-        engine_versions=engine_versions,
-        notified_versions=notified_versions,
-        eval_scheduler=eval_scheduler,
-        checkpoints=run_checkpoints,
-        reporter=reporter,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunParts:
+    """What a controller is made from."""
+
+    config: RunConfig
+    tasks: TaskStream
+    held_out: Sequence[Task]
+    player: Player
+    scorers: ScorerPool
+    engines: EnginePool
+    evaluators: EnginePool | None  # engines for evaluation alone
+    trainer: TrainerGroup
+    broadcaster: VersionBroadcaster
+    monitor: RunMonitor
+    checkpoints: Path  # folder to write them to
+    skipped: SkippedSteps
+    journal: Journal | NoJournal
+    cursor: Cursor
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self.config.weights.interrupt == "barrier"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -164,44 +77,64 @@ class _Flow:
     dispatcher: Dispatcher
 
 
-def _build_flow(
-    config: RunConfig,
-    *,
-    tasks: TaskStream,
-    player: Player,
-    scorers: ScorerPool,
-    engines: EnginePool,
-    journal: Journal | NoJournal,
-    monitor: RunMonitor,
-    cursor: Cursor,
-) -> _Flow:
-    is_synchronous = config.weights.interrupt == "barrier"
-    limit, clock = config.buffer.limit, REAL_CLOCK
-    begun = journal.ledger.redone(after=cursor.version)
-    next_take = max(cursor.version, journal.ledger.last_step)
-    admission = Admission(
-        groups_per_step=config.trainer.groups_per_step,
-        limit=limit,
-        max_running=config.rollout.max_running_groups,
-        version=cursor.version,
-        begun=len(begun),
-        clock=clock,
+def build_controller(run: RunParts) -> Controller:
+    state = LearnerState(version=run.cursor.version)
+    flow = _build_flow(run)
+    if isinstance(run.journal, Journal):
+        run.trainer.past = StepsOnRecord(flow.batches.redo, version=run.cursor.version)
+    engine_versions = run.broadcaster.subscribe(run.engines.swap, on_version=flow.admission.advance)
+    for scorer in run.scorers.version_subscribers:
+        run.broadcaster.subscribe(scorer.swap)
+    notifier, notified_versions = None, None
+    if urls := run.config.weights.notify:
+        timeout_s = run.config.weights.timeout_s
+        notifier = HttpNotifier(urls, timeout_s=timeout_s, warn=run.monitor.warn)
+        notified_versions = run.broadcaster.subscribe(notifier.receive)
+    eval_set = EvalSet(
+        run.held_out,
+        config=run.config,
+        player=run.player,
+        engines=run.evaluators or run.engines,
+        scorers=run.scorers,
+        monitor=run.monitor,
     )
-    admission.take_next(next_take)
-    barrier = SyncBarrier(admission, together=engines.together) if is_synchronous else None
-    tracker = GroupTracker(
-        tasks=tasks,
-        journal=journal,
-        admission=admission,
-        solved_at=config.evaluate.solved_at,
-        max_failure_share=config.rollout.max_failure_share,
-        max_filtered_share=config.rollout.max_filtered_share,
-        warn=monitor.warn,
-        version=next_take,
-        next_number=cursor.next_number,
-        unfinished=cursor.unfinished,
-        begun=begun,
+    eval_scheduler = _build_eval_scheduler(run, eval_set, engine_versions=engine_versions)
+    reporter = _build_reporter(run, flow, state=state, eval_set=eval_set, notifier=notifier)
+    checkpoints = _build_checkpoints(run, flow)
+    pools = [run.engines] if run.evaluators is None else [run.engines, run.evaluators]
+    learner = Learner(
+        run.config,
+        state=state,
+        batches=flow.batches,
+        trainer=run.trainer,
+        dispatcher=flow.dispatcher,
+        checkpoints=checkpoints,
+        eval_scheduler=eval_scheduler,
+        reporter=reporter,
+        paused=pools if run.config.cluster.take_turns else (),
+        barrier=flow.barrier,
     )
+    return Controller(
+        batches=flow.batches,
+        dispatcher=flow.dispatcher,
+        learner=learner,
+        state=state,
+        trainer=run.trainer,
+        broadcaster=run.broadcaster,
+        engine_versions=engine_versions,
+        notified_versions=notified_versions,
+        eval_scheduler=eval_scheduler,
+        checkpoints=checkpoints,
+        reporter=reporter,
+    )
+
+
+def _build_flow(run: RunParts) -> _Flow:
+    config, limit, clock = run.config, run.config.buffer.limit, REAL_CLOCK
+    admission, tracker = _build_tracker(run, clock=clock)
+    barrier = None
+    if run.is_synchronous:
+        barrier = SyncBarrier(admission, together=run.engines.together)
     buffer = Buffer(
         capacity=config.buffer.capacity,
         limit=limit,
@@ -214,22 +147,22 @@ def _build_flow(
         buffer=buffer,
         admission=admission,
         tracker=tracker,
-        in_batch=scorers.in_batch,
-        journal=journal,
+        in_batch=run.scorers.in_batch,
+        journal=run.journal,
     )
     # A synchronous run starts whole groups only, so that it comes out the same each time.
-    has_partials = config.journal.enabled and not is_synchronous
+    has_partials = config.journal.enabled and not run.is_synchronous
     every_s = config.journal.partial_every_s if has_partials else 0
-    partials = PartialRollouts(journal, every_s=every_s)
+    partials = PartialRollouts(run.journal, every_s=every_s)
     dispatcher = Dispatcher(
-        tasks=tasks,
-        player=player,
-        scorers=scorers,
+        tasks=run.tasks,
+        player=run.player,
+        scorers=run.scorers,
         buffer=buffer,
         admission=admission,
         tracker=tracker,
         partials=partials,
-        engines=engines,
+        engines=run.engines,
         limit=limit,
         group_size=config.rollout.group_size + config.rollout.oversample,
         barrier=barrier,
@@ -245,25 +178,86 @@ def _build_flow(
     )
 
 
-def _build_eval_scheduler(
-    config: RunConfig,
+def _build_tracker(run: RunParts, *, clock: Clock) -> tuple[Admission, GroupTracker]:
+    config, cursor, ledger = run.config, run.cursor, run.journal.ledger
+    begun = ledger.redone(after=cursor.version)
+    next_take = max(cursor.version, ledger.last_step)
+    admission = Admission(
+        groups_per_step=config.trainer.groups_per_step,
+        limit=config.buffer.limit,
+        max_running=config.rollout.max_running_groups,
+        version=cursor.version,
+        begun=len(begun),
+        clock=clock,
+    )
+    admission.take_next(next_take)
+    tracker = GroupTracker(
+        tasks=run.tasks,
+        journal=run.journal,
+        admission=admission,
+        solved_at=config.evaluate.solved_at,
+        max_failure_share=config.rollout.max_failure_share,
+        max_filtered_share=config.rollout.max_filtered_share,
+        warn=run.monitor.warn,
+        version=next_take,
+        next_number=cursor.next_number,
+        unfinished=cursor.unfinished,
+        begun=begun,
+    )
+    return admission, tracker
+
+
+def _build_reporter(
+    run: RunParts,
+    flow: _Flow,
     *,
+    state: LearnerState,
     eval_set: EvalSet,
-    evaluators: EnginePool | None,
-    broadcaster: VersionBroadcaster,
-    engine_versions: Subscription,
-    version: int,
+    notifier: HttpNotifier | None,
+) -> RunReporter:
+    return RunReporter(
+        run.config,
+        monitor=run.monitor,
+        skipped=run.skipped,
+        state=state,
+        dispatcher=flow.dispatcher,
+        tracker=flow.tracker,
+        admission=flow.admission,
+        buffer=flow.buffer,
+        scorers=run.scorers,
+        engines=run.engines,
+        partials=flow.partials,
+        eval_set=eval_set,
+        notifier=notifier,
+    )
+
+
+def _build_checkpoints(run: RunParts, flow: _Flow) -> RunCheckpoints:
+    version, warn = run.cursor.version, run.monitor.warn
+    return RunCheckpoints(
+        run.config,
+        writer=Checkpointing(run.trainer, folder=run.checkpoints, version=version, warn=warn),
+        journal=run.journal,
+        batches=flow.batches,
+        tracker=flow.tracker,
+        tasks=run.tasks,
+        version=version,
+        position=run.cursor.journal,
+    )
+
+
+def _build_eval_scheduler(
+    run: RunParts, eval_set: EvalSet, *, engine_versions: Subscription
 ) -> EvalScheduler:
     schedule: dict[str, Any] = {
         "evaluate": eval_set.evaluate,
-        "every_steps": config.evaluate.every_steps,
-        "steps": config.trainer.steps,
-        "version": version,
+        "every_steps": run.config.evaluate.every_steps,
+        "steps": run.config.trainer.steps,
+        "version": run.cursor.version,
     }
-    if evaluators is None:
-        is_synchronous = config.weights.interrupt == "barrier"
-        reached = engine_versions.reached if is_synchronous else None
+    if run.evaluators is None:
+        reached = engine_versions.reached if run.is_synchronous else None
         return SharedEvalScheduler(reached=reached, **schedule)
-    pinned = PinnedEvalScheduler(swap=evaluators.swap, **schedule)
-    broadcaster.subscribe(pinned.receive, wants=pinned.wants)
+    pinned = PinnedEvalScheduler(swap=run.evaluators.swap, **schedule)
+    run.broadcaster.subscribe(pinned.receive, wants=pinned.wants)
     return pinned

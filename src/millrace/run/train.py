@@ -38,7 +38,7 @@ from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.trackers import build_trackers
-from millrace.run.build import build_controller
+from millrace.run.build import RunParts, build_controller
 from millrace.run.launch import Launcher
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import scaling_server
@@ -330,8 +330,8 @@ class _Run:
             others=workers.models,
             wants_routes=config.trainer.replay_routes,
         )
-        return build_controller(
-            config,
+        parts = RunParts(
+            config=config,
             tasks=prepared.tasks,
             held_out=prepared.held_out,
             player=player,
@@ -346,6 +346,7 @@ class _Run:
             journal=self._journal,
             cursor=prepared.cursor,
         )
+        return build_controller(parts)
 
     def _on_event(self, worker: str, message: Message) -> None:
         """A worker has sent a message that answers no call."""
