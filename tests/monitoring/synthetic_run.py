@@ -64,7 +64,7 @@ def spans(seconds: int) -> list[Span]:
         found += [
             span("engine-0", "generate", True, second, second + 0.7),
             span("engine-0", "swap", True, second + 0.7, second + 0.75),
-            span("engine-0", "the trainer (buffer full)", False, second + 0.75, second + 1),
+            span("engine-0", "buffer full", False, second + 0.75, second + 1),
             span("trainer", "generation", False, second, second + 0.3),
             span("trainer", "scores", False, second + 0.3, second + 0.5),
             span("trainer", "step", True, second + 0.5, second + 0.9),

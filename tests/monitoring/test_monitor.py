@@ -39,7 +39,7 @@ def make_gauges(version=3, **changes):
         "groups_failed": {},
         "steps_skipped": 2,
         "last_failure": "",
-        "engine_waits_for": "the trainer (staleness limit)",
+        "engine_waits_for": "staleness limit",
         "trainer_waits_for": "generation",
         "scorers": {},
     }
@@ -108,7 +108,7 @@ async def test_idle_worker_is_shown_with_the_reason_from_the_controller(tmp_path
     running.cancel()
     monitor.close()
     reasons = {span.worker: span.name for span in read_trace(run_dir.trace)}
-    assert reasons["engine-0"] == "the trainer (staleness limit)"
+    assert reasons["engine-0"] == "staleness limit"
     assert reasons["trainer"] == "generation"
     assert reasons["scorer-0"] == "no work"
 
@@ -169,3 +169,19 @@ def test_trackers_receive_the_finite_numbers_of_each_row(tmp_path):
     assert all(isinstance(value, float) for value in row.values())
     assert tracker.opened == (tmp_path, "m", None)
     assert tracker.is_closed
+
+
+def test_worker_reports_its_startup_phases(tmp_path, capsys):
+    monitor, _ = make_monitor(tmp_path, progress="lines")
+    monitor.starting("engine-0", "starting the process")
+    for name in ("load", "load", "compile", "generate"):
+        span = Span(worker="engine-0", name=name, busy=True, start_s=1.0, end_s=2.0)
+        monitor.on_progress("engine-0", spans=[span], counters={})
+    monitor.starting("engine-0", None)
+    monitor.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "engine-0: starting the process",
+        "engine-0: loading the model",
+        "engine-0: compiling and warming up",
+        "engine-0: ready",
+    ]

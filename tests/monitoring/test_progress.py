@@ -15,9 +15,7 @@ from millrace.monitoring.terminal.progress import (
 from millrace.monitoring.terminal.snapshot import RunSnapshot
 from millrace.monitoring.terminal.view import RunView
 
-ENGINE = Shares(
-    busy=0.94, doing={"generate": 0.94}, waiting={"the trainer (staleness limit)": 0.06}
-)
+ENGINE = Shares(busy=0.94, doing={"generate": 0.94}, waiting={"staleness limit": 0.06})
 TRAINER = Shares(busy=0.41, doing={"step": 0.41}, waiting={"generation": 0.55, "scores": 0.04})
 SNAPSHOT = RunSnapshot(
     run_dir="runs/demo",
@@ -71,7 +69,7 @@ def test_at_80_columns_nothing_is_cut_short():
         "78/120  1:23 · 0:42 left",
         "now 0.770",
         "accuracy 0.34 → 0.88",
-        "94% busy  waits: the trainer (staleness limit)",
+        "94% busy  waits: staleness limit",
         "41% busy  waits: generation",
         "6/64 groups, 32 running",
         "812 samples/s · 10.2k tokens/s",
@@ -183,3 +181,40 @@ def test_auto_is_live_in_a_terminal_and_lines_elsewhere():
     assert isinstance(make_progress("auto", console=pipe), LineProgress)
     assert isinstance(make_progress("live", console=pipe), LiveProgress)
     assert isinstance(make_progress("off", console=terminal), NoProgress)
+
+
+def test_startup_phases_are_lines_from_the_first_second():
+    out = io.StringIO()
+    lines = LineProgress(Console(file=out, width=80), now=Clock())
+    lines.starting("run", "starting the workers")
+    lines.starting("engine-0", "loading the model")
+    lines.stop()
+    assert out.getvalue() == "run: starting the workers\nengine-0: loading the model\n"
+
+
+def test_live_startup_view_makes_room_for_the_run():
+    clock, out = Clock(), io.StringIO()
+    live = LiveProgress(Console(file=out, force_terminal=True, width=80), now=clock)
+    live.starting("engine-0", "loading the model")
+    clock.now_s = 7.0
+    live.starting("trainer", "starting the process")
+    view = Console(file=io.StringIO(), width=60, record=True)
+    view.print(live._startup)
+    assert "engine-0    loading the model  0:07" in view.export_text()
+    live.start()
+    live.show(SNAPSHOT)
+    live.stop()
+    assert "loading the model" not in out.getvalue().rpartition("╭")[2]
+
+
+def test_evaluation_progress_is_shown():
+    shot = replace(SNAPSHOT, step=0, evaluating=(12, 256))
+    assert progress_line(shot).startswith("step 0/120 | evaluating 12/256 |")
+    assert any("evaluating 12/256" in line for line in drawn(shot, width=80))
+    clock, out = Clock(), io.StringIO()
+    lines = LineProgress(Console(file=out, width=80), now=clock)
+    lines.start()
+    for second in range(12):
+        clock.now_s = float(second)
+        lines.show(shot)
+    assert out.getvalue().count("evaluating 12/256") == 2

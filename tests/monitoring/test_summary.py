@@ -49,7 +49,7 @@ def test_the_table_says_it_all(tmp_path):
         "520 (cancelled 400, dropped 120)",
         "mean staleness: dropped 3.00, cancelled 2.50",
         "cancelling saved about 800 tokens",
-        "75% busy (generate 70%, swap 5%), waits: the trainer (buffer full) 25%",
+        "75% busy (generate 70%, swap 5%), waits: buffer full 25%",
         "50% busy (step 40%, publish 10%), waits: generation 30%, scores 20%",
         "4 (too_stale 4)",
         "2 (reward_raised 2)",

@@ -45,8 +45,14 @@ def train(args: argparse.Namespace, settings: dict[str, str]) -> int:
 
     overrides = {key: parse_override(value) for key, value in settings.items()}
     config = load_config(args.config, overrides=overrides)
-    from millrace.run import train as run
+    from millrace.monitoring.terminal.progress import make_progress
 
+    progress = make_progress(config.watch.progress)
+    progress.starting("run", "importing PyTorch")
+    try:
+        from millrace.run import train as run
+    finally:
+        progress.stop()
     try:
         result = run.train(config, resume=args.resume)
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from millrace.cluster.link import Link, WorkerCall
-from millrace.cluster.messages import Message, Stop
+from millrace.cluster.messages import Message, Stop, WorkerProgress
 from millrace.core.errors import MillraceError
 from millrace.core.spans import Timeline
 
@@ -40,6 +40,7 @@ def serve_as_told(
             call.fail(out_of_turn(call, but="start it first"))
             continue
         timeline.enter("load", busy=True)
+        link.emit(WorkerProgress(spans=timeline.drain(), counters={}))
         try:
             worker = start(call.message, link, timeline)
         except MillraceError as error:

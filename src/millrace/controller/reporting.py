@@ -137,17 +137,17 @@ class RunReporter:
 
     def _engine_waits_for(self) -> str:
         if self._buffer.depth >= self._buffer.capacity:
-            return "the trainer (buffer full)"
+            return "buffer full"
         is_scoring = self._dispatcher.scoring > 0
         if self._admission.held_by == STALENESS:
             # The trainer may itself wait for groups that are still being judged.
             is_behind = is_scoring and self._state.awaits_batch
-            return SCORES if is_behind else "the trainer (staleness limit)"
+            return SCORES if is_behind else "staleness limit"
         if self._admission.held_by == RUNNING:
-            return SCORES if is_scoring else "rollout.max_running_groups"
+            return SCORES if is_scoring else "max_running_groups"
         return "tasks"
 
     def _trainer_waits_for(self) -> str:
         if self._dispatcher.scoring > self._dispatcher.generating:
             return SCORES
-        return "generation" if self._dispatcher.generating else "the next batch"
+        return "generation" if self._dispatcher.generating else "next batch"

@@ -33,6 +33,7 @@ class EngineSpec:
     lora: LoraConfig | None = None  # updates bring adapters of this kind instead of all weights
     adapter_path: Path | None = None
     records_routes: bool = False  # record the experts of each token of a mixture of experts
+    on_warm_up: Callable[[], None] = lambda: None  # called before compilation, if there is any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -65,6 +65,11 @@ def _start(message: StartEngine, link: Link, timeline: Timeline) -> "EngineWorke
     config = load_config(message.config)
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
+
+    def on_warm_up() -> None:
+        timeline.enter("compile", busy=True)
+        link.emit(WorkerProgress(spans=timeline.drain(), counters={}))
+
     spec = EngineSpec(
         config=config.engine,
         model_path=message.model_path,
@@ -73,6 +78,7 @@ def _start(message: StartEngine, link: Link, timeline: Timeline) -> "EngineWorke
         lora=config.lora,
         adapter_path=None if message.adapter_path is None else Path(message.adapter_path),
         records_routes=message.records_routes,
+        on_warm_up=on_warm_up,
     )
     engine = load_backend(config.engine).load(spec)
     return wire(engine, config, link=link, timeline=timeline)

@@ -1,4 +1,4 @@
-"""Names and meanings of all metrics in metrics.jsonl; docs/metrics.md is written from here.
+"""Names and meanings of all metrics; docs/reference/metrics.md is written from this table.
 
 Words in capitals stand for names that the run supplies. A user's loss may add metrics of its own.
 """

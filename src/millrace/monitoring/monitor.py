@@ -14,7 +14,7 @@ from millrace.config import RunConfig
 from millrace.core import files as storage
 from millrace.core.records import Group
 from millrace.core.spans import ScorerLoad, Span
-from millrace.monitoring.activity import Activity, mean_by_role, role_of
+from millrace.monitoring.activity import STARTING, Activity, mean_by_role, role_of
 from millrace.monitoring.files.episodes import EpisodeLog, SampleLog
 from millrace.monitoring.files.metrics import MetricsLog, flatten, read_metrics
 from millrace.monitoring.files.trace import TraceWriter
@@ -122,6 +122,9 @@ class RunMonitor:
         """A worker has reported what it did."""
         if "generated_tokens" in counters and role_of(worker) == "engine":
             self._throughput.report(worker, round(counters["generated_tokens"]))
+        phase = STARTING.get(spans[-1].name) if spans else None
+        if phase is not None and self._phases.get(worker) != phase:
+            self.starting(worker, phase)
         if self._gauges is not None:
             spans = [_with_wait_reason(span, self._gauges()) for span in spans]
         self._activity.add(spans)

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from millrace.cluster.mps import shared_gpu
 from millrace.cluster.private_folder import private_folder
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.restarts import RestartPolicy
+from millrace.cluster.worker import Worker
 from millrace.config import RunConfig, load_config
 from millrace.controller.controller import Controller, Outcome
 from millrace.controller.evaluation import Evaluation
@@ -181,7 +183,7 @@ class _Run:
             # Left before the hub stops the workers, or their end would count as deaths.
             worker_pool = await stack.enter_async_context(
                 WorkerPool(
-                    hub.launch,
+                    partial(self._launch_scorer, hub),
                     policy=RestartPolicy.from_settings(self._config.supervision),
                     on_restart=self._monitor.restarted,
                 )
@@ -197,6 +199,10 @@ class _Run:
                 )
         seconds = time.monotonic() - start_s
         return self._conclude(outcome, seconds=seconds)
+
+    async def _launch_scorer(self, hub: Hub, name: str, module: str) -> Worker:
+        self._watcher.starting(name, "starting the process")
+        return await hub.launch(name, module)
 
     async def _conduct(
         self,

@@ -3,7 +3,7 @@
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -60,6 +60,7 @@ def build_engine(spec: EngineSpec) -> EmbeddedEngine:
         merger=merger,
         adapters=adapters,
         routing=find_routing(model) if spec.records_routes else None,
+        on_warm_up=spec.on_warm_up,
     )
     if spec.adapter_path is not None:
         engine.swap(read_checkpoint(spec.adapter_path), version=spec.version)
@@ -75,6 +76,7 @@ def engine_of(
     merger: AdapterMerger | None = None,
     adapters: Mapping[str | None, Adapter] | None = None,
     routing: Routing | None = None,
+    on_warm_up: Callable[[], None] = lambda: None,
 ) -> EmbeddedEngine:
     """The engine these settings describe, ready for its first request."""
     on_gpu = model.device.type == "cuda"
@@ -105,6 +107,7 @@ def engine_of(
             round_steps=round_steps,
             compile_layers=config.compile and on_gpu,
         )
+        on_warm_up()
         engine.warm_up()
     except torch.OutOfMemoryError:
         size = num_blocks * of_block / _GIB

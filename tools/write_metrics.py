@@ -1,13 +1,13 @@
-"""Writes docs/metrics.md from src/millrace/monitoring/catalog.py.
+"""Writes docs/reference/metrics.md from src/millrace/monitoring/catalog.py.
 
-Run `python docs/write_metrics.py`.
+Run `python tools/write_metrics.py`.
 """
 
 from pathlib import Path
 
 from millrace.monitoring.catalog import CATALOG
 
-PAGE = Path(__file__).with_name("metrics.md")
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 INTRODUCTION = """# Metrics
 
 `metrics.jsonl` in the run directory has one flat JSON object per step. Trackers (`[[tracker]]`)
@@ -21,7 +21,7 @@ evaluation before the first step. Progress and `throughput/samples_per_s` show t
 steps. `millrace inspect` and `summary.json` show the mean of the whole run: `throughput/samples`
 divided by `throughput/time_s`.
 
-This page is written by `python docs/write_metrics.py` from `src/millrace/monitoring/catalog.py`.
+This page is written by `python tools/write_metrics.py` from `src/millrace/monitoring/catalog.py`.
 """
 
 
