@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+from fakes import FakeClock
 
 from millrace.controller.admission import RUNNING, STALENESS, Admission
 from millrace.core.staleness import StalenessLimit
@@ -26,7 +27,7 @@ async def count_admitted(admission):
         count += 1
 
 
-async def test_admits_what_can_be_trained_within_the_staleness_limit():
+async def test_admits_groups_that_can_be_trained_within_the_staleness_limit():
     admission = make_admission(groups_per_step=3, max_staleness=2)
     assert await count_admitted(admission) == 9
     assert admission.held_by == STALENESS
@@ -50,7 +51,7 @@ async def test_max_running_bounds_what_is_in_flight():
     assert await count_admitted(admission) == 1
 
 
-async def test_a_dropped_group_frees_its_place():
+async def test_dropped_group_frees_its_place():
     admission = make_admission(max_staleness=0)
     await count_admitted(admission)
     admission.leave()
@@ -58,7 +59,7 @@ async def test_a_dropped_group_frees_its_place():
     assert await count_admitted(admission) == 1
 
 
-async def test_resuming_at_a_version_admits_as_if_the_earlier_batches_were_trained():
+async def test_resumed_run_counts_earlier_batches_as_trained():
     admission = make_admission(version=5)
     assert await count_admitted(admission) == 4
 
@@ -74,7 +75,7 @@ async def test_enter_wakes_when_the_swap_lands():
     assert admission.held_by is None
 
 
-async def test_nothing_starts_whose_first_token_would_be_too_old_for_the_next_take():
+async def test_no_group_starts_whose_first_token_would_be_too_stale_for_the_next_take():
     admission = make_admission(max_staleness=1)
     admission.take_next(2)
     assert await count_admitted(admission) == 0
@@ -84,15 +85,27 @@ async def test_nothing_starts_whose_first_token_would_be_too_old_for_the_next_ta
 
 
 @pytest.mark.parametrize("measure", ["mean", "share"])
-async def test_a_first_token_too_old_is_no_obstacle_where_later_ones_can_make_up_for_it(measure):
+async def test_stale_first_token_is_no_obstacle_if_later_tokens_can_outweigh_it(measure):
     admission = make_admission(max_staleness=1, measure=measure, max_stale_share=0.5)
     admission.take_next(2)
     assert await count_admitted(admission) == 4
 
 
-async def test_a_replayed_group_takes_the_place_of_a_new_one():
+async def test_replayed_group_takes_the_place_of_a_new_one():
     admission = make_admission(groups_per_step=4, max_staleness=0)
     await count_admitted(admission)
     admission.replay(1)
     admission.advance(1)
     assert await count_admitted(admission) == 3
+
+
+async def test_time_without_a_start_is_counted_by_reason():
+    clock = FakeClock()
+    admission = make_admission(max_staleness=0, clock=clock)
+    await count_admitted(admission)
+    waiting = asyncio.create_task(admission.enter())
+    await asyncio.sleep(0)
+    await clock.sleep(3.0)
+    admission.advance(1)
+    await waiting
+    assert admission.held_s[STALENESS] == 3.0

@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from fakes import make_group
+from fakes import FakeClock, make_group
 
 from millrace.controller.buffer import Buffer
 from millrace.controller.orders import build_sampler
@@ -9,7 +9,9 @@ from millrace.core.errors import RunFailed
 from millrace.core.staleness import StalenessLimit
 
 
-def make_buffer(*, capacity=4, max_staleness=1, measure="oldest", share=0.0, sampler=None):
+def make_buffer(
+    *, capacity=4, max_staleness=1, measure="oldest", share=0.0, sampler=None, **settings
+):
     dropped = []
     limit = StalenessLimit(max_staleness=max_staleness, measure=measure, max_stale_share=share)
     buffer = Buffer(
@@ -17,6 +19,7 @@ def make_buffer(*, capacity=4, max_staleness=1, measure="oldest", share=0.0, sam
         limit=limit,
         sampler=sampler or build_sampler({"type": "ready"}),
         on_drop=lambda waiting: dropped.append(waiting.group.number),
+        **settings,
     )
     return buffer, dropped
 
@@ -30,7 +33,7 @@ def make_buffer(*, capacity=4, max_staleness=1, measure="oldest", share=0.0, sam
         ({"measure": "share", "share": 0.24}, [1]),
     ],
 )
-async def test_take_drops_what_the_measure_rules_out(settings, fit):
+async def test_take_drops_groups_that_the_measure_rules_out(settings, fit):
     buffer, dropped = make_buffer(**settings)
     await buffer.admit(make_group(0, versions=[2, 3, 3, 4]))
     await buffer.admit(make_group(1, versions=[3, 3, 4, 4]))
@@ -39,7 +42,7 @@ async def test_take_drops_what_the_measure_rules_out(settings, fit):
     assert dropped == sorted({0, 1, 2} - set(fit))
 
 
-async def test_take_asks_at_take_because_versions_advance_while_groups_wait():
+async def test_take_checks_staleness_again_because_versions_advance_while_groups_wait():
     buffer, dropped = make_buffer(max_staleness=1)
     await buffer.admit(make_group(0, versions=0))
     waiting = asyncio.create_task(buffer.take(1, version=2))
@@ -50,7 +53,7 @@ async def test_take_asks_at_take_because_versions_advance_while_groups_wait():
 
 
 @pytest.mark.parametrize("chosen", [[0], [0, 0], [0, 7], [0, -1]])
-async def test_an_order_that_does_not_choose_what_is_there_ends_the_run(chosen):
+async def test_order_that_chooses_unknown_groups_ends_the_run(chosen):
     class Wrong:
         def num_needed(self, n):
             return n
@@ -64,3 +67,14 @@ async def test_an_order_that_does_not_choose_what_is_there_ends_the_run(chosen):
     with pytest.raises(RunFailed, match=r"Wrong\.choose returned .* 2 of 3 waiting groups"):
         await buffer.take(2, version=0)
     assert buffer.depth == 3
+
+
+async def test_time_in_the_buffer_is_measured_by_its_clock():
+    clock = FakeClock()
+    buffer, _ = make_buffer(clock=clock)
+    await buffer.admit(make_group(0))
+    await clock.sleep(4.0)
+    await buffer.admit(make_group(1))
+    await clock.sleep(2.0)
+    await buffer.take(2, version=0)
+    assert buffer.wait_s == (6.0 + 2.0) / 2

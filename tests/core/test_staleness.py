@@ -29,14 +29,14 @@ def test_only_trained_tokens_count():
     assert Stamps.of_rollout(masked).oldest is None
 
 
-def test_a_share_is_compared_as_it_is_written():
+def test_share_is_compared_without_rounding():
     limit = StalenessLimit(max_staleness=0, measure="share", max_stale_share=0.29)
     assert limit.allows(Stamps(counts={0: 29, 1: 71}), version=1)  # 0.29 * 100 < 29
     assert not limit.allows(Stamps(counts={0: 30, 1: 70}), version=1)
 
 
 @given(tokens=versions)
-def test_stamps_say_what_the_tokens_say(tokens):
+def test_stamps_agree_with_their_tokens(tokens):
     stamps = stamps_of(tokens)
     assert (stamps.oldest, stamps.newest) == (min(tokens), max(tokens))
     assert stamps.num_tokens == len(tokens)
@@ -81,3 +81,10 @@ def test_elsewhere_enough_fresh_ones_do(limit):
     assert not limit.one_token_decides
     assert not limit.allows(Stamps(counts={0: 10}), version=9)
     assert limit.allows(Stamps(counts={0: 10, 9: 10_000}), version=9)
+
+
+def test_versions_of_different_policies_are_not_counted_together():
+    ours, theirs = Stamps(counts={1: 2}), Stamps(counts={1: 2}, policy="critic")
+    assert Stamps.joined([theirs]).policy == "critic"
+    with pytest.raises(AssertionError, match="critic"):
+        Stamps.joined([ours, theirs])

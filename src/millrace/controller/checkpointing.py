@@ -37,6 +37,7 @@ class RunCheckpoints:
         batches: Batches,
         tracker: GroupTracker,
         tasks: TaskStream,
+        policy: str,
         version: int,
         position: int | None,
     ) -> None:
@@ -48,6 +49,7 @@ class RunCheckpoints:
         self._batches = batches
         self._tracker = tracker
         self._tasks = tasks
+        self._policy = policy
         self._covered = _Covered(version=version, position=position)
         self._to_cover: _Covered | None = None
         self._covering: asyncio.Task[None] | None = None
@@ -69,6 +71,7 @@ class RunCheckpoints:
             return
         at = _Covered(version=version, position=self._journal.position)
         run_state = {
+            "policy": self._policy,
             "version": version,
             "journal": at.position,
             **self._tracker.cursor(),

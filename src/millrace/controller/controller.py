@@ -22,6 +22,7 @@ from millrace.controller.eval_schedule import EvalScheduler
 from millrace.controller.evaluation import Evaluation
 from millrace.controller.learner import Learner
 from millrace.controller.reporting import LearnerState, RunReporter
+from millrace.core.records import DEFAULT_POLICY
 from millrace.monitoring.monitor import RunGauges
 from millrace.training.group import TrainerGroup
 from millrace.weights.broadcaster import Subscription, VersionBroadcaster
@@ -31,7 +32,8 @@ from millrace.weights.broadcaster import Subscription, VersionBroadcaster
 class Cursor:
     """Where a run stands: what a checkpoint holds besides the trainer's own state."""
 
-    version: int = 0  # = finished steps
+    version: int = 0  # of the policy; = finished steps
+    policy: str = DEFAULT_POLICY
     next_number: int = 0  # first task number that was never issued
     unfinished: tuple[int, ...] = ()  # issued, and neither trained nor dropped nor failed
     tasks: dict[str, Any] = field(default_factory=dict[str, Any])  # state of the task stream

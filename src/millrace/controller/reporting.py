@@ -30,7 +30,8 @@ from millrace.weights.http_notifier import HttpNotifier
 class LearnerState:
     """Written by the learner, read by the gauges."""
 
-    version: int  # of the trainer; one step makes one version
+    policy: str  # that the trainer trains
+    version: int  # of this policy; one step makes one version
     awaits_batch: bool = False  # the trainer is idle
 
 
@@ -95,7 +96,11 @@ class RunReporter:
     async def record(self, stepped: Stepped, taken: Taken) -> None:
         """Write the metrics row of a step; raises RunFailed if too many steps were skipped."""
         await self._save_skipped(stepped, taken.groups)
-        metrics = dict(stepped.metrics)
+        metrics = {
+            **stepped.metrics,
+            "buffer/wait_s": self._buffer.wait_s,
+            "buffer/admission_held_s": sum(self._admission.held_s.values()),
+        }
         if self._notifier is not None:
             metrics["weights/notify_failures"] = float(self._notifier.num_failed)
         self.monitor.step(

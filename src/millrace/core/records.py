@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+DEFAULT_POLICY = "policy"  # name of the model in training, where there is one
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as in chat templates
 Prompt = str | list[Message]
 Finish = Literal["stop", "length", "abort", "interrupt", "expire"]
@@ -172,6 +173,7 @@ class Rollout:
     # [L] int32; how many tokens its episode had sampled before each sampled one, -1 elsewhere. Of
     # episodes that are branches of one another.
     places: np.ndarray | None = None
+    policy: str = DEFAULT_POLICY  # whose `versions` these are
 
     @property
     def oldest_version(self) -> int:

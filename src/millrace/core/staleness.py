@@ -1,7 +1,8 @@
-"""How old tokens may be when they are trained: one rule, asked at admission, in flight and at take.
+"""How stale tokens may be when they are trained: one rule for admission, for running groups and for
+take().
 
-A token's staleness is the version of the trainer minus the version that sampled it. It only grows,
-so what holds against a group at its earliest take holds against it for good.
+A token's staleness is the trainer's version of its policy minus the version that sampled it. It
+only grows, so a group that is too stale for its earliest take stays too stale.
 """
 
 from collections.abc import Iterable
@@ -11,21 +12,22 @@ from typing import Literal, Self
 
 import numpy as np
 
-from millrace.core.records import Group, Rollout
+from millrace.core.records import DEFAULT_POLICY, Group, Rollout
 
 Measure = Literal["oldest", "mean", "share"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Stamps:
-    """How many tokens each version sampled: all that staleness asks of them."""
+    """How many tokens each version of a policy sampled."""
 
     counts: dict[int, int]  # by version, ascending; none is 0
+    policy: str = DEFAULT_POLICY
 
     @classmethod
     def of(cls, versions: np.ndarray) -> Self:
         """`versions` [N]: one per token."""
-        # By runs: a completion has one for each version it saw, and so few that this is fastest.
+        # By runs of equal versions: a completion has few of them, so this is fastest.
         changes = np.flatnonzero(versions[1:] != versions[:-1]) + 1
         bounds = [0, *changes.tolist(), len(versions)] if len(versions) else []
         counts: dict[int, int] = {}
@@ -36,8 +38,9 @@ class Stamps:
 
     @classmethod
     def of_rollout(cls, rollout: Rollout) -> Self:
-        """Of its trained tokens."""
-        return cls.of(rollout.versions[rollout.mask])
+        """Counts its trained tokens."""
+        counts = cls.of(rollout.versions[rollout.mask]).counts
+        return cls(counts=counts, policy=rollout.policy)
 
     @classmethod
     def of_group(cls, group: Group) -> Self:
@@ -45,11 +48,16 @@ class Stamps:
 
     @classmethod
     def joined(cls, parts: Iterable["Stamps"]) -> Self:
+        """Of one policy: versions of different ones cannot be compared."""
         counts: dict[int, int] = {}
+        policies: set[str] = set()
         for part in parts:
+            policies.add(part.policy)
             for version, count in part.counts.items():
                 counts[version] = counts.get(version, 0) + count
-        return cls(counts=dict(sorted(counts.items())))
+        assert len(policies) <= 1, f"tokens of {sorted(policies)} are counted together"
+        policy = next(iter(policies), DEFAULT_POLICY)
+        return cls(counts=dict(sorted(counts.items())), policy=policy)
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +65,7 @@ class Stamps:
 
     @property
     def oldest(self) -> int | None:
-        """None where there are no tokens, as for newest."""
+        """None without tokens, as for newest."""
         return next(iter(self.counts), None)
 
     @property
@@ -70,23 +78,23 @@ class Stamps:
         return 0 if not self.counts else max(self.counts) - min(self.counts)
 
     def num_before(self, version: int) -> int:
-        """Tokens that an older version sampled."""
+        """Tokens that a version older than `version` sampled."""
         return sum(count for sampled_by, count in self.counts.items() if sampled_by < version)
 
     def total_staleness(self, version: int) -> int:
-        """Summed over the tokens."""
+        """The sum of the staleness of all tokens."""
         return sum((version - sampled_by) * count for sampled_by, count in self.counts.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StalenessLimit:
-    """Which tokens a group may be made of to be trained: by "oldest", none is staler than
-    max_staleness; by "mean", they are not staler on average; by "share", at most max_stale_share
-    of them are staler."""
+    """Which groups may be trained. Measure "oldest": no token is staler than max_staleness; "mean":
+    the mean staleness is at most max_staleness; "share": at most max_stale_share of the tokens are
+    staler."""
 
     max_staleness: int
     measure: Measure = "oldest"
-    max_stale_share: float = 0.0  # read by "share" only
+    max_stale_share: float = 0.0  # for "share" only
 
     def allows(self, stamps: Stamps, *, version: int) -> bool:
         """True if a group of these tokens may be trained at `version`."""
@@ -98,15 +106,15 @@ class StalenessLimit:
         return num_stale == 0
 
     def oldest_at(self, version: int) -> int:
-        """The oldest version whose tokens are not too stale by themselves."""
+        """The oldest version whose tokens are within max_staleness."""
         return version - self.max_staleness
 
     @property
     def one_token_decides(self) -> bool:
-        """True if one token that is too stale rules its group out, whatever else it will hold.
+        """True if one token that is too stale rules its group out for certain.
 
-        Otherwise tokens to come can make up for it, as many as an environment likes, and nothing is
-        certain before the group is complete.
+        Otherwise fresh tokens may still outweigh it, so nothing is certain before the group is
+        complete.
         """
         if self.measure == "mean":
             return self.max_staleness == 0

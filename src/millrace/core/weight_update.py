@@ -1,10 +1,12 @@
-"""One published version of the weights: what it holds and where its bytes lie.
+"""One published version of a policy's weights: its tensors and where their bytes are.
 
-Promise: a swap is all-or-nothing. The manifest says exactly what must arrive; whoever receives
-checks names, shapes, dtypes and checksums before anything of it becomes visible.
+Promise: a swap is all or nothing. The manifest says exactly what must arrive; the receiver checks
+names, shapes, dtypes and checksums before any of it becomes visible.
 """
 
 from dataclasses import dataclass
+
+from millrace.core.records import DEFAULT_POLICY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,15 +19,15 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """The same version again, as the words in which its payload differs from another's."""
+    """A version as the words in which its payload differs from a base payload."""
 
-    # Checksum of the payload it differs from: a trainer that was started again makes versions of
-    # its own, which need not be what engines hold under the same number.
+    # Checksum of the base payload. A version number would not do: a restarted trainer repeats
+    # steps, and its weights may differ from what engines hold under the same number.
     base: int
     num_changed: int  # words
     word_bytes: int  # 2 or 4
     num_bytes: int  # indices and words together
-    location: str  # where, in the transport's own words
+    location: str  # in the transport's own format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +35,8 @@ class WeightUpdate:
     version: int
     tensors: tuple[TensorSpec, ...]
     num_bytes: int  # of the full payload
-    checksum: int  # of the full payload, whichever way it was made: see weights/checksum.py
-    transport: str  # which transport carries it: "shm", "disk", "collective" or "ipc"
-    location: str  # where, in that transport's own words
-    delta: Delta | None = None  # a shorter way for whoever holds its base
+    checksum: int  # of the full payload; see weights/checksum.py
+    transport: str  # "shm", "disk", "collective" or "ipc"
+    location: str  # of the payload, in the transport's own format
+    delta: Delta | None = None  # the change from its base, for an engine that holds that
+    policy: str = DEFAULT_POLICY  # whose version it is

@@ -98,6 +98,8 @@ CATALOG: dict[str, dict[str, str]] = {
     },
     "Flow": {
         "buffer/depth": "Groups that wait for the trainer.",
+        "buffer/wait_s": "Mean seconds that the groups taken last have waited in the buffer.",
+        "buffer/admission_held_s": "Seconds so far in which admission started no group.",
         "groups/running": "Groups that are being generated or scored.",
         "groups/replayed": "Groups of this step that an earlier step has trained on.",
         "dropped/REASON": "Groups dropped so far, by reason.",

@@ -78,7 +78,7 @@ class _Flow:
 
 
 def build_controller(run: RunParts) -> Controller:
-    state = LearnerState(version=run.cursor.version)
+    state = LearnerState(policy=run.cursor.policy, version=run.cursor.version)
     flow = _build_flow(run)
     if isinstance(run.journal, Journal):
         run.trainer.past = StepsOnRecord(flow.batches.redo, version=run.cursor.version)
@@ -241,6 +241,7 @@ def _build_checkpoints(run: RunParts, flow: _Flow) -> RunCheckpoints:
         batches=flow.batches,
         tracker=flow.tracker,
         tasks=run.tasks,
+        policy=run.cursor.policy,
         version=version,
         position=run.cursor.journal,
     )

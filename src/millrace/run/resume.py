@@ -9,6 +9,7 @@ from pathlib import Path
 from millrace.config import RunConfig
 from millrace.controller.controller import Cursor
 from millrace.core.errors import CheckpointError, ConfigError
+from millrace.core.records import DEFAULT_POLICY
 from millrace.journal import JournalHistory, Ledger
 from millrace.journal.resuming import CheckpointState, resume_history
 from millrace.models.lora.folders import check_same_kind
@@ -43,6 +44,7 @@ def resume_point(config: RunConfig) -> tuple[Found, Cursor]:
             f" trainer.steps (now {config.trainer.steps})."
         )
     return found, Cursor(
+        policy=state.get("policy", DEFAULT_POLICY),
         version=state["version"],
         next_number=state["next_number"],
         unfinished=tuple(state["unfinished"]),

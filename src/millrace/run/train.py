@@ -157,7 +157,9 @@ class _Run:
             ),
             progress=progress,
         )
-        self._broadcaster = VersionBroadcaster(version=prepared.cursor.version)
+        self._broadcaster = VersionBroadcaster(
+            version=prepared.cursor.version, policy=prepared.cursor.policy
+        )
         self._workers: RunWorkers | None = None
         self._journal: Journal | NoJournal = NoJournal()
         self._gpu_env: dict[str, str] = {}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from millrace.core.errors import WeightError
+from millrace.core.records import DEFAULT_POLICY
 from millrace.core.weight_update import WeightUpdate
 
 Receive = Callable[[WeightUpdate], Awaitable[int]]
@@ -101,8 +102,9 @@ class Subscription:
 
 
 class VersionBroadcaster:
-    def __init__(self, *, version: int) -> None:
+    def __init__(self, *, version: int, policy: str = DEFAULT_POLICY) -> None:
         """`version`: what every subscriber holds when the run starts."""
+        self._policy = policy
         self._version = version
         self._subscriptions: list[Subscription] = []
         self._unread: asyncio.Queue[WeightUpdate] = asyncio.Queue()  # to be released
@@ -124,6 +126,7 @@ class VersionBroadcaster:
 
     def publish(self, update: WeightUpdate) -> None:
         """Offer a version to every subscriber that was not offered it before and wants it."""
+        assert update.policy == self._policy, f"a version of {update.policy!r} went astray"
         wanted_by = [
             subscription
             for subscription in self._subscriptions
