@@ -203,7 +203,7 @@ class _Run:
         return self._conclude(outcome, seconds=seconds)
 
     async def _launch_scorer(self, hub: Hub, name: str, module: str) -> Worker:
-        self._watcher.starting(name, "starting the process")
+        self._monitor.starting(name, "starting the process")
         return await hub.launch(name, module)
 
     async def _conduct(
