@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sums import LengthPredictor, make_tasks
+from sums import Lengths, make_tasks
 
 WARM_UP_STEPS = 10  # left out of samples per second, or half of a run that has fewer than 20
 WINDOW = 5  # steps over which the last rewards are averaged
@@ -23,7 +23,7 @@ class Workload:
     """The same for every side."""
 
     model: str
-    lengths: LengthPredictor
+    lengths: Lengths
     prompts: int  # per step
     group: int  # completions of each prompt
     max_new_tokens: int

@@ -7,15 +7,15 @@ import random
 import re
 from typing import Any, Literal
 
-LengthPredictor = Literal["short", "long"]
-QUESTIONS: dict[LengthPredictor, str] = {
+Lengths = Literal["short", "long"]
+QUESTIONS: dict[Lengths, str] = {
     "short": "What is {a} + {b}? Answer with just the number.",
     "long": "What is {a} + {b}? Think step by step, explain each step, then give the answer.",
 }
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-def make_tasks(num: int, *, seed: int, lengths: LengthPredictor = "short") -> list[dict[str, Any]]:
+def make_tasks(num: int, *, seed: int, lengths: Lengths = "short") -> list[dict[str, Any]]:
     """Sums drawn with `seed`: chat messages, and the right number as text."""
     rng = random.Random(seed)
     tasks = []
