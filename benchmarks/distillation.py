@@ -4,7 +4,7 @@
 
 The demo's task: write the digits of a number in ascending order. The policy has learned from a
 careless example-giver, so it mostly copies; but where the answer stands before the prompt it has
-learned to repeat it. The runs differ in their [[scorer]] tables and in nothing else:
+learned to repeat it. The runs differ in their [[scorers]] tables and in nothing else:
 
     function       1 for the right answer, else 0
     teacher        a model of the same size that was shown right answers only
@@ -39,16 +39,10 @@ SETTINGS: dict[str, Any] = {
     "rollout": {"group_size": 4, "max_running_groups": 64},
     "buffer": {"max_staleness": 2, "capacity": 64},
     "engine": {"max_sequences": 128, "threads": 1},
-    "trainer": {
-        "groups_per_step": 32,
-        "learning_rate": 3e-4,
-        "schedule": "linear",
-        "min_learning_rate_share": 0.1,
-        "microbatch_tokens": 2048,
-        "threads": 1,
-    },
+    "trainer": {"groups_per_step": 32, "microbatch_tokens": 2048, "threads": 1},
+    "optimizer": {"learning_rate": 3e-4, "schedule": "linear", "min_lr_ratio": 0.1},
     "scoring": {"workers": 1},
-    "watch": {"progress": "off"},
+    "monitoring": {"progress": "off"},
 }
 
 
@@ -109,7 +103,7 @@ def compare(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
             "model": str(policy),
             "run_dir": str(folder / name),
             "seed": args.seed,
-            "scorer": scorer_tables(teacher)[name],
+            "scorers": scorer_tables(teacher)[name],
             "trainer": {**SETTINGS["trainer"], "steps": args.steps},
         }
         result = mr.train(settings)

@@ -173,24 +173,22 @@ def settings(workload: Workload, *, run_dir: Path, max_staleness: int) -> dict[s
         "rollout": {"group_size": workload.group, "max_running_groups": waiting},
         "buffer": {"capacity": waiting, "max_staleness": max_staleness},
         "engine": {
-            "device": workload.device,
             "dtype": workload.dtype,
             # All that may be under way: a place to wait in is a place to decode in.
             "max_sequences": min(1024, waiting * workload.group) if on_gpu else 32,
             "max_context": PROMPT_TOKENS + workload.max_new_tokens,
         },
         "trainer": {
-            "device": workload.device,
             "dtype": workload.dtype,
             "steps": workload.steps,
             "groups_per_step": workload.prompts,
             "microbatch_tokens": 32768 if on_gpu else 2048,
-            "learning_rate": workload.learning_rate,
-            "betas": BETAS,
         },
+        "optimizer": {"learning_rate": workload.learning_rate, "betas": BETAS},
+        "placement": {"trainer": workload.device, "engines": workload.device},
         "scoring": {"workers": 1},
         "checkpoint": {"every_steps": 0},
-        "watch": {"samples_per_step": SAMPLES_READ},
+        "monitoring": {"samples_per_step": SAMPLES_READ},
     }
 
 

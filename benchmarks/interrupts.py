@@ -76,17 +76,13 @@ def measure(interrupt: Interrupt, *, folder: Path, args: argparse.Namespace) -> 
         sampling={"max_new_tokens": args.max_new_tokens},
         rollout={"group_size": GROUP_SIZE},
         buffer={"max_staleness": 0 if interrupt == "barrier" else args.staleness},
-        trainer={
-            "steps": args.steps,
-            "groups_per_step": GROUPS,
-            "learning_rate": 1e-7,
-            "threads": threads,
-        },
+        trainer={"steps": args.steps, "groups_per_step": GROUPS, "threads": threads},
+        optimizer={"learning_rate": 1e-7},
         engine={"threads": threads, "max_sequences": GROUPS * GROUP_SIZE},
         weights={"interrupt": interrupt},
         scoring={"workers": 1},
         checkpoint={"every_steps": 0},
-        watch={"progress": "off", "samples_per_step": 0},
+        monitoring={"progress": "off", "samples_per_step": 0},
     )
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     first, last = rows[WARM_UP_STEPS - 1], rows[-1]

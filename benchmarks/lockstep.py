@@ -30,6 +30,7 @@ from millrace.demo.model import NUM_EXAMPLES, make_model
 from millrace.demo.task import exact, make_tasks
 from millrace.environments.rollouts.player import group_seed
 from millrace.environments.rollouts.renderer import Renderer
+from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.directory import load_tokenizer
@@ -106,7 +107,7 @@ class _Player:
         digits = setting.num_digits
         num_tasks = setting.groups_per_step * (setting.steps + setting.staleness)
         self.engine: EmbeddedEngine = build_engine(
-            str(model), config=config, trust_remote_code=False, version=0
+            EngineSpec(config=config, device="cpu", model_path=str(model), version=0)
         )
         self._renderer = Renderer(load_tokenizer(str(model), trust_remote_code=False))
         self._setting = setting
@@ -188,15 +189,14 @@ def _config(model: Path, setting: Setting) -> RunConfig:
             "model": str(model),
             "seed": setting.seed,
             "loss": setting.loss,
-            "engine": {"device": "cpu", "max_sequences": 128},
-            "trainer": {
-                "device": "cpu",
-                "steps": setting.steps,
+            "placement": {"trainer": "cpu", "engines": "cpu"},
+            "engine": {"max_sequences": 128},
+            "trainer": {"steps": setting.steps, "microbatch_tokens": 2048},
+            "optimizer": {
                 "learning_rate": setting.learning_rate,
                 "schedule": "linear",
-                "min_learning_rate_share": 0.1,
+                "min_lr_ratio": 0.1,
                 "warmup_steps": 5,
-                "microbatch_tokens": 2048,
             },
         }
     )

@@ -92,7 +92,6 @@ def measure(
         "type": "process_reward_model",
         "model": str(folder / "judge"),
         "steps": {"by": "delimiter", "delimiter": STEP},
-        "device": "cpu",
         "pipelined": pipelined,
         "ahead_tokens": args.ahead_tokens,
     }
@@ -100,20 +99,21 @@ def measure(
         {
             "model": str(folder / "policy"),
             "run_dir": str(run_dir),
-            "scorer": [scorer],
+            "scorers": [scorer],
+            "placement": {"scorers": {scorer["type"]: "cpu"}},
             "sampling": {"max_new_tokens": args.tokens},
             "rollout": {"group_size": 8},
             "buffer": {"max_staleness": 0, "capacity": args.groups},
             "trainer": {
                 "steps": args.steps + WARM_STEPS,
                 "groups_per_step": args.groups,
-                "learning_rate": 1e-6,
                 "threads": 2,
             },
+            "optimizer": {"learning_rate": 1e-6},
             "engine": {"threads": 1, "max_sequences": 8 * args.groups},
             "scoring": {"workers": 1, "advantages": {"type": "returns"}},
             "checkpoint": {"every_steps": 0},
-            "watch": {"progress": "off"},
+            "monitoring": {"progress": "off"},
         },
         tasks=[{"prompt": "".join(rng.choices("01234", k=5)) + "="} for _ in range(256)],
     )

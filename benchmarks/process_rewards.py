@@ -4,7 +4,7 @@ reward for the outcome alone.
     python benchmarks/process_rewards.py --json process_rewards.json
 
 The task, the policy and the judge of steps are in chains.py. Both runs start from the same policy
-and differ in their [[scorer]] tables and the advantages that go with them; accuracy is that of the
+and differ in their [[scorers]] tables and the advantages that go with them; accuracy is that of the
 likeliest answer on held-out numbers. Rows that the JSON file has already are not run again.
 """
 
@@ -87,19 +87,19 @@ def settings(policy: Path, run_dir: Path, *, seed: int, sizes: dict[str, int]) -
         "trainer": {
             "steps": sizes["steps"],
             "groups_per_step": EPISODES_PER_STEP // 8,
-            "learning_rate": 2e-4,
             "threads": 1,
         },
+        "optimizer": {"learning_rate": 2e-4},
         "engine": {"threads": 1, "max_sequences": 128},
         "evaluate": {"every_steps": 5},
         "checkpoint": {"every_steps": 0},
-        "watch": {"progress": "off"},
+        "monitoring": {"progress": "off"},
     }
 
 
 def _outcome_alone(judge: Path) -> dict[str, Any]:
     return {
-        "scorer": [{"function": f"{outcome.__module__}:{outcome.__name__}"}],
+        "scorers": [{"function": f"{outcome.__module__}:{outcome.__name__}"}],
         "scoring": {"workers": 1, "advantages": {"type": "group"}},
     }
 
@@ -110,10 +110,10 @@ def _process(judge: Path) -> dict[str, Any]:
         "model": str(judge),
         "label": GOOD,
         "steps": {"by": "delimiter", "delimiter": STEP},
-        "device": "cpu",
     }
     return {
-        "scorer": [{"function": f"{outcome.__module__}:{outcome.__name__}"}, steps],
+        "scorers": [{"function": f"{outcome.__module__}:{outcome.__name__}"}, steps],
+        "placement": {"scorers": {steps["type"]: "cpu"}},
         "scoring": {"workers": 1, "advantages": {"type": "returns", "discount": 0.95}},
     }
 

@@ -111,19 +111,15 @@ def settings(
         "sampling": {"max_new_tokens": 6 * NUM_STEPS + 1},
         "rollout": {"group_size": GROUP_SIZE},
         "environment": {} if run.recipe is None else {"recipe": run.recipe},
-        "scorer": [{"function": f"{outcome.__module__}:{outcome.__name__}"}],
+        "scorers": [{"function": f"{outcome.__module__}:{outcome.__name__}"}],
         "scoring": {"workers": 1},
         "buffer": {"max_staleness": 0},
-        "trainer": {
-            "steps": sizes["steps"],
-            "groups_per_step": run.groups_per_step,
-            "learning_rate": 3e-4,
-            "threads": 1,
-        },
+        "trainer": {"steps": sizes["steps"], "groups_per_step": run.groups_per_step, "threads": 1},
+        "optimizer": {"learning_rate": 3e-4},
         "engine": {"threads": 1, "max_sequences": 128},
         "evaluate": {"every_steps": sizes["every"], "temperature": 1.0},
         "checkpoint": {"every_steps": 0},
-        "watch": {"progress": "off"},
+        "monitoring": {"progress": "off"},
     }
 
 

@@ -23,6 +23,7 @@ from millrace.core.microbatch import Microbatch
 from millrace.core.records import Completion, Episode, Group, Request, Sampling, Task
 from millrace.demo.model import EOS_ID, PAD_ID, build_tokenizer
 from millrace.environments.rollouts.renderer import Renderer
+from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.loading import load_model, resolve_device, without_progress_bars
@@ -84,14 +85,14 @@ def make_mixture(folder: str, *, num_layers: int = 8, num_experts: int = 32) -> 
 def sample(folder: str, *, num_prompts: int, device: str) -> Microbatch:
     """Four answers to each prompt, packed for the trainer, with where their tokens went."""
     # Rounds, because they are what keeps the residual stream in float32, as on a GPU.
-    settings = {"device": device, "dtype": "bfloat16", "round_steps": 8, "max_context": 256}
-    engine = build_engine(
-        folder,
-        config=EngineConfig.model_validate(settings),
-        trust_remote_code=False,
+    spec = EngineSpec(
+        config=EngineConfig(dtype="bfloat16", max_context=256),
+        device=device,
+        model_path=folder,
         version=0,
         records_routes=True,
     )
+    engine = build_engine(spec, round_steps=8)
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, VOCAB, (num_prompts, PROMPT_TOKENS)).astype(np.int32)
     for index, prompt in enumerate(prompts):

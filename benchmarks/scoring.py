@@ -76,16 +76,14 @@ def run(name: str, folder: Path, args: argparse.Namespace) -> None:
         sampling={"max_new_tokens": args.max_new_tokens},
         rollout={"group_size": GROUP_SIZE, "max_running_groups": 128},
         buffer={"max_staleness": args.staleness},
-        trainer={
-            "steps": args.steps,
-            "groups_per_step": GROUPS,
+        trainer={"steps": args.steps, "groups_per_step": GROUPS, "threads": 1},
+        optimizer={
             "learning_rate": 1e-7,  # lengths stay what they are
-            "threads": 1,
         },
         engine={"threads": 1, "max_sequences": GROUPS * GROUP_SIZE},
         scoring={"workers": 1},
         checkpoint={"every_steps": 0},
-        watch={"progress": "off", "samples_per_step": 0},
+        monitoring={"progress": "off", "samples_per_step": 0},
     )
     (folder / f"{name}.started").write_text(str(started_s))
 

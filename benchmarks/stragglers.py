@@ -107,9 +107,10 @@ def measure(name: str, *, model: Path, run_dir: Path, steps: int) -> dict[str, A
         environment={"function": chain, "max_turns": 512, **settings.get("environment", {})},
         rollout={"group_size": GROUP_SIZE, **settings.get("rollout", {})},
         engine={"max_sequences": 16, "threads": 1},
-        trainer={"steps": steps, "groups_per_step": 4, "learning_rate": 1e-7, "threads": 1},
+        trainer={"steps": steps, "groups_per_step": 4, "threads": 1},
+        optimizer={"learning_rate": 1e-7},
         scoring={"workers": 1},
-        watch={"progress": "off"},
+        monitoring={"progress": "off"},
     )
     return summary(name, read_metrics(run_dir / "metrics.jsonl"))
 

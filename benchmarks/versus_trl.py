@@ -222,16 +222,11 @@ def measure_ours(model: Path, workload: Workload) -> Side:
         rollout={"group_size": GROUP_SIZE, "max_running_groups": 2 * GROUPS},
         buffer={"capacity": 2 * GROUPS, "max_staleness": 2},
         engine={"max_sequences": 128},
-        trainer={
-            "steps": workload.our_steps,
-            "groups_per_step": GROUPS,
-            "learning_rate": workload.learning_rate,
-            "betas": BETAS,
-            "microbatch_tokens": 2048,
-        },
+        trainer={"steps": workload.our_steps, "groups_per_step": GROUPS, "microbatch_tokens": 2048},
+        optimizer={"learning_rate": workload.learning_rate, "betas": BETAS},
         scoring={"workers": 1},
         checkpoint={"every_steps": 0},
-        watch={"progress": "off", "samples_per_step": 0},
+        monitoring={"progress": "off", "samples_per_step": 0},
     )
     # Its clock starts once settings, tasks and tokenizer are checked.
     offset_s = _since_start_s() - result.seconds

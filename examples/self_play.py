@@ -48,7 +48,8 @@ def main() -> None:
         environment={"function": propose_and_solve, "max_turns": 2},
         sampling={"max_new_tokens": 10},
         rollout={"group_size": 16},
-        trainer={"steps": given.steps, "groups_per_step": 16, "learning_rate": 1.5e-4},
+        trainer={"steps": given.steps, "groups_per_step": 16},
+        optimizer={"learning_rate": 1.5e-4},
         engine={"max_sequences": 128},
         scoring={"workers": 1},
     )

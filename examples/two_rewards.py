@@ -27,7 +27,8 @@ def main() -> None:
         eval_tasks=held_out_tasks(),
         scorers=[exact, right_length],
         sampling={"max_new_tokens": 10},
-        trainer={"steps": 60, "groups_per_step": 32, "learning_rate": 1.5e-4},
+        trainer={"steps": 60, "groups_per_step": 32},
+        optimizer={"learning_rate": 1.5e-4},
     )
     print(f"accuracy {result.accuracy_before:.3f} -> {result.accuracy_after:.3f}")
     print(f"checkpoint in {result.checkpoint}")

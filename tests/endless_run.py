@@ -183,7 +183,7 @@ def _config(folder: Path, *, steps: int) -> RunConfig:
         {
             "model": "none",
             "run_dir": str(folder / "run"),
-            "rollout": {"group_size": 3, "longest_first": 4, "max_filtered_share": 1.0},
+            "rollout": {"group_size": 3, "longest_first": 4},
             "trainer": {"steps": steps, "groups_per_step": 2},
             "buffer": {"max_staleness": 2, "replay": {"share": 0.5, "capacity": 4}},
             "checkpoint": {"every_steps": 5},
@@ -193,7 +193,7 @@ def _config(folder: Path, *, steps: int) -> RunConfig:
                 "max_bytes": 2**20,
                 "partial_every_s": 0.01,
             },
-            "watch": {"progress": "off"},
+            "monitoring": {"progress": "off"},
         }
     )
 

@@ -18,13 +18,13 @@ SETTINGS: dict[str, Any] = {
     "run_dir": "run",
     "model": "model",
     "tasks": {"path": "tasks.jsonl"},
-    "scorer": [{"function": "rewards.py:digits"}],
+    "scorers": [{"function": "rewards.py:digits"}],
     "sampling": {"max_new_tokens": 16},
     "scoring": {"workers": 1},
     "rollout": {"group_size": 4},
     "trainer": {"groups_per_step": 4, "threads": 1},
     "engine": {"threads": 1},
-    "watch": {"progress": "lines"},
+    "monitoring": {"progress": "lines"},
 }
 REWARDS = """
 def digits(completions, **columns):

@@ -1,5 +1,6 @@
 """Writes docs/reference/configuration.md: `python tools/write_configuration.py`."""
 
+import json
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,17 +9,20 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from millrace.config import RunConfig
+from millrace.config import RunConfig, TaskPlace, TasksConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
 INTRODUCTION = """# Configuration
 
-Every setting, with its default. The same names work in a TOML file, as keyword arguments of
+All settings and their defaults. The same names work in a TOML file, as keyword arguments of
 `mr.train` (`trainer={"steps": 10}`) and on the command line (`--trainer.steps 10`). Relative paths
 in a TOML start from the folder of that TOML. An unknown key is an error that names the nearest
-valid one.
+valid one, and a key of an earlier version is an error that names the new key.
 
-This page is written by `python tools/write_configuration.py` from `src/millrace/config/`.
+Where a table has a `type`, the name alone stands for the table: `loss = "grpo"`,
+`scorers = ["exact"]`, `[buffer] order = "freshest"`.
+
+`python tools/write_configuration.py` writes this page from `src/millrace/config/`.
 """
 
 
@@ -27,7 +31,7 @@ def page() -> str:
 
 
 def _tables(section: type[BaseModel], *, above: str = "") -> Iterator[str]:
-    """One for each table within a section, followed by those within that."""
+    """One for each table within a section, each followed by the tables within it."""
     for name, field in section.model_fields.items():
         below = _section(field)
         if below is not None:
@@ -41,10 +45,13 @@ def _tables(section: type[BaseModel], *, above: str = "") -> Iterator[str]:
 def _table(heading: str, section: type[BaseModel], *, text: str = "") -> str:
     rows = [f"## `{heading}`\n" if heading else "## Top level\n"]
     rows += [f"{text}\n"] if text else []
+    fields = {n: f for n, f in section.model_fields.items() if _section(f) is None}
+    if issubclass(section, TaskPlace) and section is not TasksConfig:
+        shared = ", ".join(f"`{name}`" for name in TaskPlace.model_fields)
+        rows.append(f"Takes the keys {shared} of `[tasks]`, and:\n")
+        fields = {n: f for n, f in fields.items() if n not in TaskPlace.model_fields}
     rows += ["| key | type | default | |", "|---|---|---|---|"]
-    for name, field in section.model_fields.items():
-        if _section(field) is not None:
-            continue
+    for name, field in fields.items():
         rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {_text(field)} |")
     return "\n".join(rows) + "\n"
 
@@ -54,7 +61,7 @@ def _text(field: FieldInfo) -> str:
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
-    """The table a field stands for, if it is one; some may be left out."""
+    """The section of a field that is one, may be one, or holds several."""
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return annotation
@@ -93,7 +100,7 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, str):
         return f'`"{value}"`'
     if isinstance(value, tuple):
-        return f"`{list(value)}`"
+        return f"`{json.dumps(value)}`"
     if isinstance(value, dict):
         return "`{" + ", ".join(f'{k} = "{v}"' for k, v in value.items()) + "}`"
     return f"`{value}`"

@@ -58,7 +58,8 @@ def main() -> None:
         eval_tasks=make_tasks(128, seed=given.seed, held_out=True),
         environment={"function": ask, "max_turns": 2},
         sampling={"max_new_tokens": 8},
-        trainer={"steps": given.steps, "groups_per_step": 16, "learning_rate": 1.5e-4},
+        trainer={"steps": given.steps, "groups_per_step": 16},
+        optimizer={"learning_rate": 1.5e-4},
         evaluate={"every_steps": 20},
         scoring={"workers": 1},
     )

@@ -1,4 +1,4 @@
-"""examples/scorers: five runs that differ in their [[scorer]] alone."""
+"""examples/scorers: five runs that differ in their [[scorers]] alone."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ def test_the_runs_differ_in_their_scorer_and_where_they_write():
     settings, scorers = [], set()
     for kind in KINDS:
         plain = load_config(FOLDER / f"{kind}.toml").model_dump(mode="json")
-        (scorer,) = plain.pop("scorer")
+        (scorer,) = plain.pop("scorers")
         scorers.add(json.dumps(scorer))
         assert Path(plain.pop("run_dir")).name == kind
         settings.append(plain)
@@ -46,7 +46,7 @@ def project(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_of_them_runs(project, kind):
     config = load_config(project / "examples" / "scorers" / f"{kind}.toml")
-    plain = {**config.model_dump(mode="json"), "watch": {"progress": "off"}}
+    plain = {**config.model_dump(mode="json"), "monitoring": {"progress": "off"}}
     plain["trainer"] = {**plain["trainer"], "steps": 2, "groups_per_step": 2}
     result = mr.train(plain)
     rows = read_metrics(result.run_dir / "metrics.jsonl")

@@ -137,8 +137,8 @@ def test_a_setting_without_a_value_is_refused(arguments):
 
 
 def test_a_scorer_cannot_be_set_on_the_command_line():
-    with pytest.raises(ConfigError, match=r"edit the \[\[scorer\]\] table"):
-        split_settings(["train", "run.toml", "--scorer.0.weight", "2"])
+    with pytest.raises(ConfigError, match=r"edit the \[\[scorers\]\] table"):
+        split_settings(["train", "run.toml", "--scorers.0.weight", "2"])
 
 
 # How a run ends
@@ -199,7 +199,7 @@ def test_the_starter_trains_as_it_is(tmp_path):
 def test_the_starter_sets_only_what_exists_and_holds_tasks_out(tmp_path):
     write_starter(tmp_path, make_model=make_no_model)
     config = load_config(tmp_path / "run.toml")
-    assert config.scorer[0].function == f"{tmp_path}/rewards.py:exact_match"
+    assert config.scorers[0].function == f"{tmp_path}/rewards.py:exact_match"
     rows = {
         name: [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         for name in ("tasks.jsonl", "heldout.jsonl")
@@ -207,7 +207,7 @@ def test_the_starter_sets_only_what_exists_and_holds_tasks_out(tmp_path):
     trained, held_out = ({row["prompt"] for row in rows[name]} for name in rows)
     assert len(rows["heldout.jsonl"]) == config.evaluate.max_tasks
     assert not trained & held_out
-    reward = load_reference(config.scorer[0].function)
+    reward = load_reference(config.scorers[0].function)
     answers = [row["answer"] for row in rows["tasks.jsonl"]]
     assert set(reward(completions=answers, answer=answers, prompts=answers)) == {1.0}
     assert reward(completions=["no"], answer=["01"]) == [0.0]

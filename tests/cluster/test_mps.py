@@ -274,7 +274,7 @@ async def test_auto_starts_none_for_a_single_worker(machine: Machine):
         ("gpu", "this machine has no NVIDIA GPU"),
         ("program", "nvidia-cuda-mps-control is not on PATH"),
         ("visible", "CUDA_VISIBLE_DEVICES hides every GPU"),
-        ("workers", "engine.device and trainer.device leave no worker that uses a GPU"),
+        ("workers", "placement. leaves no worker that uses a GPU"),
     ],
 )
 async def test_without_what_it_takes_auto_does_nothing_and_on_says_what_is_missing(

@@ -2,20 +2,24 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
-from millrace.config import RunConfig, load_config, parse_override
+from millrace.config import ModelConfig, RunConfig, load_config, parse_override
+from millrace.config.old_keys import OLD_KEYS
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin, load_reference
+from millrace.run.checks import check_settings
 
 
 def sentence_of(table: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config({"model": "m", **table})
+        check_settings(load_config({"model": "m", **table}))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -31,8 +35,8 @@ def sentence_of(table: dict[str, Any]) -> str:
         ({"trainer": {"zzz": 3}}, "Unknown setting 'trainer.zzz'; valid here: steps, "),
         ({"zzz": 3}, "Unknown setting 'zzz'; valid here: run_dir, seed, model, "),
         (
-            {"scorer": [{"function": "a:b", "wieght": 2}]},
-            "Unknown setting 'scorer.0.wieght'; did you mean 'weight'?",
+            {"scorers": [{"function": "a:b", "wieght": 2}]},
+            "Unknown setting 'scorers.0.wieght'; did you mean 'weight'?",
         ),
         ({"model": {"pth": "x", "path": "y"}}, "did you mean 'path'?"),
         ({"lora": {"rnk": 8}}, "Unknown setting 'lora.rnk'; did you mean 'rank'?"),
@@ -49,10 +53,19 @@ def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
         ({"trainer": {"steps": "many"}}, "Setting 'trainer.steps' = 'many': "),
         ({"trainer": {"steps": 1.5}}, "Setting 'trainer.steps' = 1.5: "),
         ({"trainer": {"steps": 0}}, "Setting 'trainer.steps' = 0: input should be greater than 0"),
-        ({"trainer": {"learning_rate": float("nan")}}, "Setting 'trainer.learning_rate' = nan: "),
-        ({"trainer": {"learning_rate": float("inf")}}, "Setting 'trainer.learning_rate' = inf: "),
-        ({"trainer": {"betas": [0.1, 0.2, 0.3]}}, "Setting 'trainer.betas' = [0.1, 0.2, 0.3]: "),
-        ({"trainer": {"schedule": "cosin"}}, "'constant', 'linear' or 'cosine'"),
+        (
+            {"optimizer": {"learning_rate": float("nan")}},
+            "Setting 'optimizer.learning_rate' = nan: ",
+        ),
+        (
+            {"optimizer": {"learning_rate": float("inf")}},
+            "Setting 'optimizer.learning_rate' = inf: ",
+        ),
+        (
+            {"optimizer": {"betas": [0.1, 0.2, 0.3]}},
+            "'optimizer.betas' = [0.1, 0.2, 0.3]: ",
+        ),
+        ({"optimizer": {"schedule": "cosin"}}, "'constant', 'linear' or 'cosine'"),
         ({"trainer": 3}, "Setting 'trainer' = 3: "),
         ({"lora": {"rank": 0}}, "Setting 'lora.rank' = 0: input should be greater than 0"),
         ({"lora": {"target_modules": []}}, "Setting 'lora.target_modules' = []: "),
@@ -67,14 +80,14 @@ def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
         ({"weights": {"transport": "pigeon"}}, "Setting 'weights.transport' = 'pigeon': "),
         ({"weights": {"notify": ["http://a:1/b"]}}, "weights.transport = 'auto' writes none"),
         ({"weights": {"notify": ["a:1"], "transport": "disk"}}, "weights.notify"),
-        ({"watch": {"progress": "loud"}}, "Setting 'watch.progress' = 'loud': "),
+        ({"monitoring": {"progress": "loud"}}, "Setting 'monitoring.progress' = 'loud': "),
         ({"run_dir": 3}, "Setting 'run_dir' = 3: "),
         ({"model": 3}, "Setting 'model' = 3: "),
-        ({"loss": "clipped"}, "Setting 'loss' = 'clipped': "),
-        ({"scorer": {"function": "a:b"}}, "Setting 'scorer' = {'function': 'a:b'}: "),
-        ({"scorer": [{}]}, "Setting 'scorer.0' = {}: a scorer has either a function or a type"),
+        ({"loss": 3}, "Setting 'loss' = 3: "),
+        ({"scorers": {"function": "a:b"}}, "Setting 'scorers' = {'function': 'a:b'}: "),
+        ({"scorers": [{}]}, "Setting 'scorers.0' = {}: a scorer has either a function or a type"),
         (
-            {"scorer": [{"function": "a:b", "type": "exact"}]},
+            {"scorers": [{"function": "a:b", "type": "exact"}]},
             ": a scorer has either a function or a type; set one of the two",
         ),
     ],
@@ -123,12 +136,15 @@ def test_several_adapters_cannot_be_merged_nor_be_called_base():
 @pytest.mark.parametrize(
     ("buffer", "said"),
     [
-        ({"staleness": "share"}, "how many tokens may be too stale; set buffer.max_stale_share"),
-        ({"max_stale_share": 0.1}, "buffer.staleness = 'oldest'; set that to 'share', or leave"),
+        (
+            {"staleness": "share"},
+            "share of tokens that may be too stale; set buffer.max_stale_share",
+        ),
+        ({"max_stale_share": 0.1}, "buffer.staleness = 'oldest'; set that to 'share', or remove"),
         ({"replay": {"share": 0.1}}, "is less than one group; raise it to 0.125 or more"),
         (
             {"replay": {"share": 0.5, "capacity": 3}},
-            "buffer.replay.capacity = 3 can never hold the 4 groups",
+            "buffer.replay.capacity = 3 cannot hold the 4 groups",
         ),
         ({"replay": {"max_staleness": 1}}, "Setting 'buffer.replay.max_staleness' = 1"),
         ({"replay": {"shares": 0.5}}, "'buffer.replay.shares'; did you mean 'share'"),
@@ -137,7 +153,7 @@ def test_several_adapters_cannot_be_merged_nor_be_called_base():
 )
 def test_what_a_buffer_cannot_be_is_refused_with_the_remedy(buffer, said):
     with pytest.raises(ConfigError) as caught:
-        load_config({"model": "m", "buffer": buffer})
+        check_settings(load_config({"model": "m", "buffer": buffer}))
     assert said in str(caught.value)
 
 
@@ -147,8 +163,8 @@ def test_a_barrier_leaves_nothing_to_replay():
         "buffer": {"max_staleness": 0, "replay": {}},
         "weights": {"interrupt": "barrier"},
     }
-    with pytest.raises(ConfigError, match=r"on-policy, which buffer\.replay is not; leave out"):
-        load_config(table)
+    with pytest.raises(ConfigError, match=r"on-policy, which buffer\.replay is not; remove"):
+        check_settings(load_config(table))
 
 
 def test_an_order_may_be_just_its_name():
@@ -158,8 +174,8 @@ def test_an_order_may_be_just_its_name():
 
 def test_more_minibatches_than_groups_are_refused():
     said = sentence_of({"trainer": {"groups_per_step": 2, "minibatches": 3}})
-    assert "trainer.minibatches = 3 leaves some of them without any" in said
-    assert said.endswith("trainer.groups_per_step = 2; lower it.")
+    assert "trainer.minibatches = 3 is more than trainer.groups_per_step = 2" in said
+    assert said.endswith("lower it.")
 
 
 @pytest.mark.parametrize("section", ["tasks", "evaluate"])
@@ -207,14 +223,161 @@ def test_every_mistake_is_told_at_once():
     assert "'bufer'; did you mean 'buffer'?" in said
 
 
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"trainer": {"learning_rate": 1e-5}}, "it is now 'optimizer.learning_rate'; rename it"),
+        ({"trainer": {"min_learning_rate_share": 0}}, "it is now 'optimizer.min_lr_ratio'"),
+        ({"trainer": {"device": "cpu"}}, "it is now 'placement.trainer'"),
+        ({"engine": {"device": "cpu"}}, "it is now 'placement.engines'"),
+        (
+            {"environment": {"models": {"judge": {"path": "m", "device": "cpu"}}}},
+            "'environment.models.judge.device' is of an earlier version: it is now"
+            " 'placement.models.NAME'",
+        ),
+        ({"scorers": [{"type": "reward_model", "device": "cpu"}]}, "now 'placement.scorers.NAME'"),
+        ({"scorer": [{"function": "a:b"}]}, "its tables are now [[scorers]]"),
+        ({"watch": {"tensorboard": True}}, "its table is now [monitoring]"),
+        ({"weights": {"bucket_bytes": 8}}, "it is a constant now; remove it"),
+        ({"critic": {"discount": 0.9}}, "it is now 'critic.gamma'"),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_answered_with_the_new_one(table, said):
+    assert said in sentence_of(table)
+
+
+def test_every_old_key_is_refused_today_and_names_a_key_that_exists():
+    known = set(all_keys(RunConfig))
+    for old, replacement in OLD_KEYS.items():
+        assert old.replace("*", "NAME") not in known
+        named = re.match(r"it is now '(.+)'; rename it", replacement)
+        assert named is None or any(named[1].startswith(key) for key in known)
+
+
+def all_keys(section: type[BaseModel], above: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield f"{above}{name}"
+        for below in sections_in(field.annotation):
+            is_by_name = get_origin(field.annotation) is dict
+            yield from all_keys(below, f"{above}{name}.NAME." if is_by_name else f"{above}{name}.")
+
+
+def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from sections_in(argument)
+
+
+def test_every_setting_has_a_description_that_stands_alone():
+    for section in {RunConfig, *descendants(RunConfig)}:
+        for name, field in section.model_fields.items():
+            text = field.description or ""
+            assert text.endswith("."), f"{section.__name__}.{name} has no description"
+            words = text.split()
+            assert words[0][:1].isupper(), f"{section.__name__}.{name}: {text}"
+            assert words[0] not in {"Or", "So", "Of", "As", "With", "And", "Then"}, name
+            assert len(words) > 2, f"{section.__name__}.{name}: {text}"
+
+
+def descendants(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for field in section.model_fields.values():
+        for below in sections_in(field.annotation):
+            yield below
+            yield from descendants(below)
+
+
+# A name alone stands for its table
+
+
+def test_a_loss_a_scorer_and_a_tracker_may_be_just_their_names():
+    config = load_config(
+        {
+            "model": "m",
+            "loss": "grpo",
+            "scorers": ["exact", "rewards.py:digits", {"type": "numeric", "weight": 0.5}],
+            "tracker": ["tensorboard"],
+            "scoring": {"advantages": "group", "penalty": ["linear"]},
+            "rollout": {"filter": ["zero_variance"]},
+        }
+    )
+    assert config.loss == {"type": "grpo"}
+    assert [scorer.type for scorer in config.scorers] == ["exact", None, "numeric"]
+    assert config.scorers[1].function == "rewards.py:digits"
+    assert config.tracker[0].own == {"type": "tensorboard"}
+    assert config.scoring.advantages == {"type": "group"}
+    assert config.scoring.penalty == ({"type": "linear"},)
+    assert config.rollout.filter == ({"type": "zero_variance"},)
+    assert load_config({"model": "m", "scorers": "exact"}).scorers[0].type == "exact"
+
+
+def test_an_override_within_a_table_keeps_the_name_that_stood_for_it():
+    table = {"model": "m", "loss": "grpo"}
+    overrides = {"loss.high": 0.3, "model.trust_remote_code": True}
+    config = load_config(table, overrides=overrides)
+    assert config.loss == {"type": "grpo", "high": 0.3}
+    assert config.model == ModelConfig(path="m", trust_remote_code=True)
+
+
+# Placement and defaults that follow the situation
+
+
+def test_engines_use_the_devices_of_a_list_in_turn():
+    placement = load_config(
+        {
+            "model": "m",
+            "environment": {"models": {"judge": {"path": "j"}}},
+            "placement": {
+                "engines": ["cuda:0", "cuda:1"],
+                "models": {"judge": "cpu"},
+                "scorers": {"teacher": "cuda:1"},
+            },
+        }
+    ).placement
+    assert [placement.engine(i) for i in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [placement.evaluator(i) for i in range(2)] == ["cuda:0", "cuda:1"]
+    assert placement.model("judge", 0) == "cpu"
+    assert (placement.scorer("teacher"), placement.scorer("other")) == ("cuda:1", "auto")
+    assert placement.trainer == ("auto",)
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        ({"trainer": "gpu"}, "Setting 'placement.trainer.0' = 'gpu'"),
+        ({"trainer": ["cuda:0", "cuda:1"]}, "names 2 devices, and the trainer runs on one"),
+        ({"engines": []}, "Setting 'placement.engines' = []"),
+        ({"models": {"judg": "cpu"}}, "names none of environment.models; did you mean 'judge'?"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(placement, said):
+    models = {"models": {"judge": {"path": "j"}}}
+    assert said in sentence_of({"environment": models, "placement": placement})
+
+
+def test_the_learning_rate_follows_from_what_is_trained():
+    assert load_config({"model": "m"}).learning_rate == 1e-6
+    assert load_config({"model": "m", "lora": {}}).learning_rate == 1e-4
+    own = {"model": "m", "lora": {}, "optimizer": {"learning_rate": 3e-5}}
+    assert load_config(own).learning_rate == 3e-5
+
+
+def test_only_an_optimizer_of_the_users_own_has_further_keys():
+    said = sentence_of({"optimizer": {"momentum": 0.9}})
+    assert said.startswith("Unknown setting 'optimizer.momentum'; valid here: type, ")
+    assert "is not a built-in optimizer" in sentence_of({"optimizer": {"type": "adam"}})
+    own = {"type": "torch.optim:SGD", "momentum": 0.9}
+    assert load_config({"model": "m", "optimizer": own}).optimizer.own == {"momentum": 0.9}
+
+
 # Where settings come from
 
 
 def test_overrides_win_whether_dotted_or_nested():
-    table = {"model": "m", "trainer": {"steps": 1, "schedule": "cosine"}}
+    table = {"model": "m", "trainer": {"steps": 1}, "optimizer": {"schedule": "cosine"}}
     for overrides in ({"trainer.steps": 7}, {"trainer": {"steps": 7}}):
-        trainer = load_config(table, overrides=overrides).trainer
-        assert (trainer.steps, trainer.schedule) == (7, "cosine")
+        config = load_config(table, overrides=overrides)
+        assert (config.trainer.steps, config.optimizer.schedule) == (7, "cosine")
 
 
 def test_a_wrong_override_is_named_like_any_setting():
@@ -256,7 +419,7 @@ def test_paths_in_a_toml_start_from_its_folder(tmp_path):
     file.write_text(
         'run_dir = "run"\nmodel.path = "model"\ntasks.path = "t.jsonl"\n'
         'evaluate.function = "held.py:out"\nloss.type = "losses.py:Mine"\n'
-        '[[scorer]]\nfunction = "rewards.py:reward"\n[[scorer]]\nfunction = "pack.mod:reward"\n'
+        '[[scorers]]\nfunction = "rewards.py:reward"\n[[scorers]]\nfunction = "pack.mod:reward"\n'
     )
     config = load_config(file)
     assert config.run_dir == str(tmp_path / "run")
@@ -264,7 +427,7 @@ def test_paths_in_a_toml_start_from_its_folder(tmp_path):
     assert config.tasks.path == str(tmp_path / "t.jsonl")
     assert config.evaluate.function == f"{tmp_path}/held.py:out"
     assert config.loss["type"] == f"{tmp_path}/losses.py:Mine"
-    assert [scorer.function for scorer in config.scorer] == [
+    assert [scorer.function for scorer in config.scorers] == [
         f"{tmp_path}/rewards.py:reward",
         "pack.mod:reward",
     ]
@@ -273,10 +436,10 @@ def test_paths_in_a_toml_start_from_its_folder(tmp_path):
 def test_a_verifiers_own_keys_stand_in_its_table_and_survive_a_round_trip(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
-        'model = "m"\n[[scorer]]\ntype = "json_schema"\npath = "schema.json"\nweight = 2.0\n'
+        'model = "m"\n[[scorers]]\ntype = "json_schema"\npath = "schema.json"\nweight = 2.0\n'
     )
     config = load_config(file)
-    assert config.scorer[0].own == {
+    assert config.scorers[0].own == {
         "type": "json_schema",
         "path": str(tmp_path / "schema.json"),
     }
@@ -400,9 +563,9 @@ JOINABLE = {
     ("change", "said"),
     [
         ({"engine": {"remote": -1}}, "Setting 'engine.remote' = -1: "),
-        ({"engine": {"count": 0}}, "engine.count = 0 and engine.remote = 0 leave nobody"),
+        ({"engine": {"count": 0}}, "engine.count = 0 and engine.remote = 0 leave no engine"),
         ({"cluster": {"ticket": "t"}}, "cluster.address = 'auto' is a local socket"),
-        ({"cluster": {"address": "tcp://*:5000"}}, "no cluster.ticket says where"),
+        ({"cluster": {"address": "tcp://*:5000"}}, "no cluster.ticket, the file that"),
         (
             {"cluster": {"address": "tcp://*:5000", "ticket": "runs/run/t.json"}},
             "cluster.ticket = 'runs/run/t.json' is a secret and lies in run_dir",

@@ -27,17 +27,20 @@ def open_embedded(
     model_path: Path, *, lora: LoraConfig | None = None, **settings: Any
 ) -> AbstractAsyncContextManager[Any]:
     config = EngineConfig(
-        device="cpu",
         max_sequences=8,
-        block_tokens=4,
         prefill_tokens=16,
         max_context=MAX_CONTEXT,
         **settings,
     )
     spec = EngineSpec(
-        config=config, model_path=str(model_path), version=0, lora=lora, records_routes=True
+        config=config,
+        device="cpu",
+        model_path=str(model_path),
+        version=0,
+        lora=lora,
+        records_routes=True,
     )
-    return open_in_process(EmbeddedBackend(), spec)
+    return open_in_process(EmbeddedBackend(block_tokens=4), spec)
 
 
 class TestEmbeddedEngine(

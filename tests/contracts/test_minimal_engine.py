@@ -19,7 +19,7 @@ from millrace.inference.backend import EngineSpec
 
 
 def open_minimal(model_path: Path) -> AbstractAsyncContextManager[Any]:
-    config = EngineConfig(device="cpu", max_context=MAX_CONTEXT)
+    config = EngineConfig(max_context=MAX_CONTEXT)
     spec = EngineSpec(config=config, model_path=str(model_path), version=0)
     return open_in_process(MinimalBackend(), spec, interrupt="drain")
 

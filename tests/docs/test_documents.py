@@ -147,7 +147,7 @@ def test_the_page_on_verifiers_has_every_key_with_its_default():
 def test_the_verifiers_in_the_page_on_them_can_be_built():
     (toml,) = examples("verifiers", "toml")
     config = load_config({"model": "m", **tomllib.loads(toml)})
-    built = [build_verifier(row.own, section="scorer") for row in config.scorer]
+    built = [build_verifier(row.own, section="scorer") for row in config.scorers]
     assert built
     assert all(isinstance(verifier, tuple(VERIFIERS.values())) for verifier in built)
 
@@ -158,7 +158,7 @@ def test_the_settings_in_the_page_on_reward_models_are_valid():
     assert blocks
     for block in blocks:
         config = load_config({"model": "m", **tomllib.loads(block)})
-        for row in config.scorer:
+        for row in config.scorers:
             assert row.function or resolve_scorer(row, section="scorer").name == row.type
 
 
@@ -169,7 +169,7 @@ def test_the_settings_in_the_page_on_scoring_are_settings(monkeypatch, tmp_path)
     page = text_of("scorers")
     (example,) = re.findall(r"```toml\n(.*?)```", page, re.S)
     config = load_config({"model": "m", **tomllib.loads(example)})
-    specs = [resolve_scorer(row, section="scorer") for row in config.scorer]
+    specs = [resolve_scorer(row, section="scorer") for row in config.scorers]
     check_scorers(specs, [Task(prompt="p", columns={"answer": "a"})])
     assert [spec.name for spec in specs] == ["format", "judge", "style"]
 

@@ -28,7 +28,7 @@ def test_groups_that_can_no_longer_be_trained_are_cancelled_and_tried_again(tmp_
         engine={"threads": 1, "max_sequences": 16},
         weights={"interrupt": "abort"},
         scoring={"workers": 1},
-        watch={"progress": "off"},
+        monitoring={"progress": "off"},
     )
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert result.steps == 10

@@ -17,13 +17,13 @@ def test_a_run_with_a_critic_learns_both_and_keeps_both(tmp_path):
     settings = {
         "model": str(make_tiny_model(tmp_path / "model")),
         "run_dir": str(tmp_path / "run"),
-        "critic": {"learning_rate": 1e-2, "decay": 0.95, "warmup_steps": 1},
+        "critic": {"learning_rate": 1e-2, "gae_lambda": 0.95, "warmup_steps": 1},
         "sampling": {"max_new_tokens": 12},
         "rollout": {"group_size": 4},
         "trainer": {"steps": 3, "groups_per_step": 4, "minibatches": 2, "threads": 1},
         "engine": {"threads": 1},
         "scoring": {"workers": 1},
-        "watch": {"progress": "off"},
+        "monitoring": {"progress": "off"},
     }
     result = mr.train(settings, tasks=TASKS, scorers=[share_of_digits])
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -32,9 +32,10 @@ def test_an_environment_is_trained_with_its_own_rewards(tmp_path):
         environment={"function": two_turns, "max_turns": 3},
         sampling={"max_new_tokens": 6},
         rollout={"group_size": 4, "redundancy": 1},
-        trainer={"steps": 2, "groups_per_step": 2, "learning_rate": 1e-3},
+        trainer={"steps": 2, "groups_per_step": 2},
+        optimizer={"learning_rate": 1e-3},
         scoring={"workers": 1},
-        watch={"progress": "off", "record_episodes": 2},
+        monitoring={"progress": "off", "record_episodes": 2},
     )
     assert result.episodes == 2 * 2 * 4
     assert result.accuracy_after is not None

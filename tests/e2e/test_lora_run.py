@@ -38,18 +38,14 @@ def settings(model: Path, run_dir: Path) -> dict:
         "sampling": {"max_new_tokens": 24},
         "rollout": {"group_size": 4},
         "buffer": {"max_staleness": 0},
-        "trainer": {
-            "steps": 12,
-            "groups_per_step": 4,
-            "learning_rate": 1e-2,
-            "threads": 1,
-            "device": "cpu",
-        },
-        "engine": {"threads": 1, "max_sequences": 32, "device": "cpu"},
+        "trainer": {"steps": 12, "groups_per_step": 4, "threads": 1},
+        "optimizer": {"learning_rate": 1e-2},
+        "engine": {"threads": 1, "max_sequences": 32},
+        "placement": {"trainer": "cpu", "engines": "cpu"},
         "weights": {"transport": "shm"},
         "scoring": {"workers": 1},
         "checkpoint": {"every_steps": 6},
-        "watch": {"progress": "off"},
+        "monitoring": {"progress": "off"},
     }
 
 

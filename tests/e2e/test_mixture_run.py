@@ -17,10 +17,11 @@ def test_a_mixture_learns_with_its_routes_replayed_and_goes_on_where_it_was(tmp_
         "sampling": {"max_new_tokens": 12},
         "rollout": {"group_size": 4},
         "buffer": {"max_staleness": 0},
-        "trainer": {"steps": 3, "groups_per_step": 4, "threads": 1, "learning_rate": 1e-3},
+        "trainer": {"steps": 3, "groups_per_step": 4, "threads": 1},
+        "optimizer": {"learning_rate": 1e-3},
         "engine": {"threads": 1, "count": 2},
         "scoring": {"workers": 1},
-        "watch": {"progress": "off"},
+        "monitoring": {"progress": "off"},
     }
     mr.train(settings, tasks=TASKS, scorers=[share_of_digits])
     further = {**settings, "trainer": {**settings["trainer"], "steps": 5}}

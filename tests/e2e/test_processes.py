@@ -123,7 +123,7 @@ def test_a_run_outlives_its_only_scorer_and_resumes_after_a_kill_of_everything(s
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (["--trainer.lerning_rate", "1"], "did you mean 'learning_rate'"),
+        (["--optimizer.lerning_rate", "1"], "did you mean 'learning_rate'"),
         (["--trainer.steps", "many"], "'trainer.steps' = 'many'"),
         (["--model.path", "./nowhere"], "Model './nowhere' does not exist"),
         (["--tasks.path", "empty.jsonl"], "is empty"),

@@ -34,9 +34,10 @@ def test_a_run_is_trained_on_branches(tmp_path, by):
         environment={"function": two_turns, "recipe": {"type": "pivot", "by": by}},
         sampling={"max_new_tokens": 6},
         rollout={"group_size": 4},
-        trainer={"steps": 1, "groups_per_step": 2, "learning_rate": 1e-3},
+        trainer={"steps": 1, "groups_per_step": 2},
+        optimizer={"learning_rate": 1e-3},
         scoring={"workers": 1},
-        watch={"progress": "off", "record_episodes": 8},
+        monitoring={"progress": "off", "record_episodes": 8},
     )
     assert result.episodes == 2 * 4
     for row in read_metrics(result.run_dir / "metrics.jsonl"):

@@ -13,7 +13,8 @@ from project import Command, make_project, steps_in
 def project(tmp_path: Path) -> Path:
     return make_project(
         tmp_path / "controller",
-        trainer={"steps": 5, "learning_rate": 1e-3},
+        trainer={"steps": 5},
+        optimizer={"learning_rate": 1e-3},
         engine={"count": 0, "remote": 1},
         cluster={
             "address": "tcp://127.0.0.1:0",
@@ -88,7 +89,7 @@ def test_the_place_of_a_joined_engine_that_died_is_open_to_another_host(project,
 
 @pytest.mark.slow
 def test_an_engine_that_cannot_start_on_its_host_is_told_with_the_host(project, commands):
-    settings = ["--weights.transport", "disk", "--engine.device", "nonsense"]
+    settings = ["--weights.transport", "disk", "--placement.engines", "cuda:7"]
     run, host = start(project, commands, *settings)
     code, _, stderr = run.finish()
     assert code == 2

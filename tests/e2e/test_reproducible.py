@@ -37,11 +37,13 @@ def settings_of(model: Path, run_dir: Path) -> dict:
         "rollout": {"group_size": 4},
         "buffer": {"max_staleness": 0},
         "weights": {"interrupt": "barrier"},
-        "trainer": {"steps": STEPS, "groups_per_step": GROUPS, "learning_rate": 3e-3, "threads": 1},
+        "trainer": {"steps": STEPS, "groups_per_step": GROUPS, "threads": 1},
+        "optimizer": {"learning_rate": 3e-3},
         # Fewer places than sequences: who waits for whom is part of what must be the same.
-        "engine": {"threads": 1, "max_sequences": 16, "device": "cpu"},
+        "engine": {"threads": 1, "max_sequences": 16},
+        "placement": {"engines": "cpu"},
         "scoring": {"workers": 2},
-        "watch": {"progress": "off"},
+        "monitoring": {"progress": "off"},
     }
 
 

@@ -29,7 +29,7 @@ def test_a_batch_may_be_chosen_trained_for_epochs_and_partly_replayed(tmp_path):
         loss={"type": "decoupled_ppo"},
         engine={"threads": 1, "max_sequences": 32},
         scoring={"workers": 1},
-        watch={"progress": "off"},
+        monitoring={"progress": "off"},
     )
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert result.steps == 8

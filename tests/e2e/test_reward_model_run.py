@@ -1,4 +1,4 @@
-"""Whole runs judged by models in processes of their own: only the [[scorer]] tables differ."""
+"""Whole runs judged by models in processes of their own: only the [[scorers]] tables differ."""
 
 import os
 import signal
@@ -26,8 +26,8 @@ def train(folder, scorer: dict[str, Any], *, scorers=None, **settings):
             "trainer": {"steps": 2, "groups_per_step": 2, "threads": 1},
             "engine": {"threads": 1},
             "scoring": {"workers": 1},
-            "watch": {"progress": "off"},
-            "scorer": [scorer],
+            "monitoring": {"progress": "off"},
+            "scorers": [scorer],
             **settings,
         },
         tasks=TASKS,

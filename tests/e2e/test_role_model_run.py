@@ -39,7 +39,7 @@ def settings_of(folder: Path) -> dict:
         "rollout": {"group_size": 4},
         "trainer": {"steps": 2, "groups_per_step": 2},
         "scoring": {"workers": 1},
-        "watch": {"progress": "off", "record_episodes": 2},
+        "monitoring": {"progress": "off", "record_episodes": 2},
     }
 
 
@@ -105,7 +105,7 @@ def test_what_is_wrong_with_another_model_is_said_before_the_run(tmp_path):
     settings["environment"]["models"] = {"judge": {"path": str(tmp_path / "absent" / "model")}}
     with pytest.raises(ConfigError, match=r"does not exist; check environment\.models\.judge\.pat"):
         mr.train(**settings)
-    settings["environment"], settings["watch"] = {"models": {"judge": judge}}, {}
+    settings["environment"], settings["monitoring"] = {"models": {"judge": judge}}, {}
     with pytest.raises(ConfigError, match=r"\(judge\) are for roles that an environment\.function"):
         mr.train(**settings, scorers=[lambda completions, **_: [0.0 for _ in completions]])
     assert not (tmp_path / "run").exists()

@@ -74,7 +74,7 @@ def test_a_run_whose_judge_fails_every_other_time_loses_nothing(judge_url, tmp_p
         "breaker_s": 0.05,
     }
     result = mr.train(
-        {"scorer": [judge]},
+        {"scorers": [judge]},
         model=str(make_tiny_model(tmp_path / "model")),
         run_dir=str(tmp_path / "run"),
         tasks=[{"prompt": f"{n}+1="} for n in range(10)],
@@ -84,7 +84,7 @@ def test_a_run_whose_judge_fails_every_other_time_loses_nothing(judge_url, tmp_p
         rollout={"group_size": 4},
         trainer={"steps": STEPS, "groups_per_step": 4, "threads": 1},
         engine={"threads": 1},
-        watch={"progress": "off"},
+        monitoring={"progress": "off"},
     )
     assert result.steps == STEPS
     last = read_metrics(result.run_dir / "metrics.jsonl")[-1]
@@ -109,7 +109,7 @@ async def takes_its_time(completions, **columns):
 def test_a_run_that_waits_for_scores_says_so_and_for_whose(tmp_path, capsys):
     slow = {"function": f"{__file__}:takes_its_time", "concurrency": 1}
     result = mr.train(
-        {"scorer": [slow]},
+        {"scorers": [slow]},
         model=str(make_tiny_model(tmp_path / "model")),
         run_dir=str(tmp_path / "run"),
         tasks=[{"prompt": f"{n}+1="} for n in range(10)],
@@ -118,7 +118,7 @@ def test_a_run_that_waits_for_scores_says_so_and_for_whose(tmp_path, capsys):
         rollout={"group_size": 4},
         trainer={"steps": 6, "groups_per_step": 4, "threads": 1},
         engine={"threads": 1},
-        watch={"progress": "lines"},
+        monitoring={"progress": "lines"},
     )
     last = read_metrics(result.run_dir / "metrics.jsonl")[-1]
     assert last["waiting/trainer/scores"] > 0.3

@@ -54,7 +54,7 @@ def shaped(tmp_path_factory) -> mr.RunResult:
         trainer={"steps": STEPS, "groups_per_step": 4, "threads": 1},
         engine={"threads": 1},
         checkpoint={"every_steps": 4},
-        watch={"progress": "off"},
+        monitoring={"progress": "off"},
     )
 
 

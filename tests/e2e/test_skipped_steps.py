@@ -40,7 +40,7 @@ def moody_project(folder: Path, *, bad: list[int], steps: int) -> Path:
 @pytest.mark.slow
 def test_a_run_goes_on_after_skipped_steps_and_says_what_they_were_given(tmp_path):
     moody_project(tmp_path, bad=[2, 3, 5], steps=6)
-    run_dir = mr.train(tmp_path / "run.toml", watch={"progress": "off"}).run_dir
+    run_dir = mr.train(tmp_path / "run.toml", monitoring={"progress": "off"}).run_dir
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["skipped/updates"] for row in rows] == [0, 1, 1, 0, 1, 0]

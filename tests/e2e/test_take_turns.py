@@ -28,7 +28,7 @@ def train(folder: Path, *, take_turns: bool) -> mr.RunResult:
         engine={"count": 2, "threads": 1},
         scoring={"workers": 1},
         evaluate={"every_steps": 1},
-        watch={"progress": "off"},
+        monitoring={"progress": "off"},
         cluster={"take_turns": take_turns, "stall_timeout_s": 60.0},
     )
 

@@ -20,10 +20,11 @@ def settings_of(tmp_path, **sections: Any) -> dict[str, Any]:
         "run_dir": str(tmp_path / "run"),
         "sampling": {"max_new_tokens": 12},
         "rollout": {"group_size": 4},
-        "trainer": {"steps": 3, "groups_per_step": 4, "threads": 1, "learning_rate": 1e-3},
+        "trainer": {"steps": 3, "groups_per_step": 4, "threads": 1},
+        "optimizer": {"learning_rate": 1e-3},
         "engine": {"threads": 1},
         "scoring": {"workers": 1},
-        "watch": {"progress": "off"},
+        "monitoring": {"progress": "off"},
         **sections,
     }
 
@@ -46,7 +47,7 @@ def test_a_run_learns_from_a_teacher_without_any_reward(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 def test_a_run_stays_close_to_its_reference(tmp_path, lora):
-    sections = {"scorer": [{"type": "reference"}], "loss": {"kl": 0.1}, "lora": lora}
+    sections = {"scorers": [{"type": "reference"}], "loss": {"kl": 0.1}, "lora": lora}
     mr.train(settings_of(tmp_path, **sections), tasks=TASKS, scorers=[share_of_digits])
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert abs(rows[0]["kl"]) < 1e-6  # it has not moved yet
@@ -60,9 +61,10 @@ def test_a_run_stays_close_to_its_reference(tmp_path, lora):
 @pytest.mark.parametrize("follows", [{"lag": 1}, {"ema": 0.5, "every": 2}])
 def test_a_run_learns_from_its_own_past_and_says_which(tmp_path, follows, lora):
     sections = {
-        "scorer": [{"type": "self_teacher", **follows}],
+        "scorers": [{"type": "self_teacher", **follows}],
         "lora": lora,
-        "trainer": {"steps": 8, "groups_per_step": 4, "threads": 1, "learning_rate": 1e-3},
+        "trainer": {"steps": 8, "groups_per_step": 4, "threads": 1},
+        "optimizer": {"learning_rate": 1e-3},
         "loss": {"distil_weight": 0.1},
     }
     mr.train(settings_of(tmp_path, **sections), tasks=TASKS, scorers=[share_of_digits])
@@ -85,8 +87,9 @@ def test_a_self_teacher_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path)
         teacher.kill()
 
     sections = {
-        "scorer": [{"type": "self_teacher", "ema": 0.5}],
-        "trainer": {"steps": 8, "groups_per_step": 4, "threads": 1, "learning_rate": 1e-3},
+        "scorers": [{"type": "self_teacher", "ema": 0.5}],
+        "trainer": {"steps": 8, "groups_per_step": 4, "threads": 1},
+        "optimizer": {"learning_rate": 1e-3},
         "loss": {"distil_weight": 0.1},
     }
     killing = threading.Thread(target=kill_one)

@@ -26,11 +26,12 @@ def settings_of(model: Path, run_dir: Path) -> dict:
         "run_dir": str(run_dir),
         "sampling": {"max_new_tokens": 24},
         "rollout": {"group_size": 4},
-        "trainer": {"steps": 6, "groups_per_step": 4, "learning_rate": 3e-3, "threads": 1},
+        "trainer": {"steps": 6, "groups_per_step": 4, "threads": 1},
+        "optimizer": {"learning_rate": 3e-3},
         "engine": {"threads": 1, "max_sequences": 32},
         "scoring": {"workers": 1},
         "checkpoint": {"every_steps": 5},
-        "watch": {"progress": "off"},
+        "monitoring": {"progress": "off"},
     }
 
 
@@ -48,7 +49,7 @@ def finished(model, tmp_path_factory) -> mr.RunResult:
         eval_tasks=TASKS[:8],
         scorers=[share_of_digits],
         trainer={"steps": 12},
-        watch={"tensorboard": True},
+        tracker=["tensorboard"],
     )
 
 
@@ -179,7 +180,7 @@ def test_resume_goes_on_from_the_newest_good_checkpoint_also_with_more_engines(
         resume=True,
         trainer={"steps": 15},
         engine={"count": 2},
-        watch={"progress": "lines"},
+        monitoring={"progress": "lines"},
     )
     assert "step_12' is not used: it has a model.safetensors that is not" in capsys.readouterr().out
     assert result.steps == 15

@@ -246,7 +246,8 @@ def test_an_engine_started_with_adapters_serves_them_beside_a_saved_policy(
     engine = build_engine(
         EngineSpec(
             model_path=str(tmp_path),
-            config=EngineConfig(device="cpu", max_context=128, max_sequences=8, adapters=paths),
+            config=EngineConfig(max_context=128, max_sequences=8, adapters=paths),
+            device="cpu",
             version=7,
             lora=POLICY.model_copy(update={"apply": apply}),
             adapter_path=folders[None],
@@ -272,7 +273,8 @@ def test_an_adapter_alone_is_merged_unless_told_otherwise(lora, merges, tmp_path
     engine = build_engine(
         EngineSpec(
             model_path=str(tmp_path),
-            config=EngineConfig(device="cpu", max_context=64, max_sequences=2),
+            config=EngineConfig(max_context=64, max_sequences=2),
+            device="cpu",
             version=0,
             lora=lora,
         )

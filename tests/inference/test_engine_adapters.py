@@ -151,7 +151,8 @@ def test_an_engine_started_with_a_saved_adapter_is_one_that_was_swapped_to_it(tm
     started = build_engine(
         EngineSpec(
             model_path=str(tmp_path / "model"),
-            config=EngineConfig(device="cpu", max_context=128, max_sequences=4),
+            config=EngineConfig(max_context=128, max_sequences=4),
+            device="cpu",
             version=7,
             lora=LORA,
             adapter_path=tmp_path / "step_7",

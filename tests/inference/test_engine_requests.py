@@ -52,7 +52,7 @@ def test_what_can_never_be_served_is_refused_with_a_sentence(request_: Request, 
 
 def test_few_blocks_bound_the_context_too():
     engine = make_engine(num_blocks=5, block_tokens=4)
-    with pytest.raises(TaskError, match=r"20 tokens, and the context of 20 .*engine.num_blocks"):
+    with pytest.raises(TaskError, match=r"20 tokens, and the context of 20 .*engine.kv_bytes"):
         engine.add_request(make_request(prompt=20))
     (completion,) = finish_all(engine, [make_request(prompt=19)])["r"]
     assert len(completion.tokens) == 1

@@ -67,8 +67,11 @@ def sender() -> Iterator[PackingSender]:
 
 
 def start(link: FakeLink, model_path: Path, **engine: Any) -> None:
-    settings = {"threads": 1, "device": "cpu", "block_tokens": 4, **engine}
-    config = {"model": {"path": str(model_path)}, "engine": settings}
+    config = {
+        "model": {"path": str(model_path)},
+        "engine": {"threads": 1, **engine},
+        "placement": {"engines": "cpu"},
+    }
     link.call(StartEngine(config=config, model_path=str(model_path), version=3)).result()
 
 

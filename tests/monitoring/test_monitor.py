@@ -18,7 +18,7 @@ from millrace.monitoring.run_dir import RunDir
 
 def make_monitor(tmp_path, *, resume_from=None, progress="off", trackers=()):
     watch = {"progress": progress}
-    config = load_config({"model": "m", "run_dir": str(tmp_path), "watch": watch})
+    config = load_config({"model": "m", "run_dir": str(tmp_path), "monitoring": watch})
     run_dir = RunDir(tmp_path)
     for folder in (run_dir.rollouts, run_dir.logs):
         folder.mkdir(parents=True, exist_ok=True)

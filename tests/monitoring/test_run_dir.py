@@ -48,7 +48,7 @@ def test_config_toml_reads_back_as_the_same_settings_from_another_folder(tmp_pat
             "run_dir": "runs/x",
             "model": "model",
             "tasks": {"path": "tasks.jsonl"},
-            "scorer": [
+            "scorers": [
                 {"function": "rewards.py:reward", "weight": 0.5},
                 {"type": "json_schema", "path": "schema.json"},
             ],

@@ -58,7 +58,7 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
         ({"loss": {"type": "cispo", "dual": 3.0}}, "'loss.dual' = 3.0 belongs to shape = 'clip'"),
         (
             {"loss": {"type": "online_dpo", "reference": "reference"}},
-            "the run has none; add a [[scorer]] with type = 'reference'",
+            "the run has none; add one to scorers (type = 'reference')",
         ),
         (
             {"loss": {"type": "online_dpo"}, "scoring": {"advantages": {"type": "group"}}},
@@ -74,7 +74,7 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
         ),
         (
             {"critic": {}, "scoring": {"advantages": {"type": "group"}}},
-            "of type 'group' needs no critic, and [critic] is there; leave [critic] out, or set",
+            "of type 'group' needs no critic, and [critic] is set; remove [critic], or set",
         ),
         (
             {"scoring": {"advantages": {"type": "gae"}}},
@@ -82,15 +82,15 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
         ),
         (
             {"critic": {}, "loss": {"type": "online_dpo"}},
-            "a critic judges single episodes; leave [critic] out, or set loss.type to 'ppo'",
+            "a critic judges single episodes; remove [critic], or set loss.type to 'ppo'",
         ),
         (
             {"critic": {}, "rollout": {"filter": [{"type": "overlong"}, {}]}},
             "rollout.filter 'zero_variance' drops groups that all failed or all succeeded, from"
-            " which a critic learns what to expect; leave the filter or [critic] out",
+            " which a critic learns; remove the filter or [critic]",
         ),
         ({"critic": {"path": "/nowhere/at/all"}}, "does not exist; check critic.path"),
-        ({"critic": {"discount": 0.0}}, "critic.discount"),
+        ({"critic": {"gamma": 0.0}}, "critic.gamma"),
         (
             {"buffer": {"order": "freshest", "max_staleness": 0}},
             "buffer.order = 'freshest' chooses among 16 waiting groups, who would wait for longer",
@@ -108,7 +108,7 @@ def test_what_cannot_work_is_refused_at_the_start(model, settings, said):
 
 
 def test_with_a_critic_the_objective_is_ppo_and_advantages_are_left_to_the_critic(model):
-    result = prepared(model, critic={"decay": 0.95})
+    result = prepared(model, critic={"gae_lambda": 0.95})
     assert result.advantages == CriticAdvantages()
     assert result.config.scoring.advantages == {"type": "gae"}
     assert result.config.loss == {"type": "ppo"}

@@ -35,7 +35,7 @@ def prepared(folder: Path, *scorers: dict, reward=length, held_out=None, **setti
         {**table, "model": str(folder / table["model"])} if "model" in table else table
         for table in scorers
     ]
-    config = load_config({"model": str(folder / "policy"), "scorer": tables, **settings})
+    config = load_config({"model": str(folder / "policy"), "scorers": tables, **settings})
     tasks = [
         {"prompt": "1+1=", "answer": "2", "kind": "sum"},
         {"prompt": "1*1=", "answer": "1", "kind": "product"},
@@ -103,8 +103,8 @@ def test_a_reference_serves_the_divergence_from_it(folder):
             {},
             "'teacher' and 'other' differ in weight (1.0 and 2.0)",
         ),
-        ([TEACHER], {"loss": {"distil": "none"}}, "loss.distil = 'none' learns nothing from it"),
-        ([TEACHER], {"loss": {"distil": "jsd"}}, "scorer 'teacher' tells none of them; set its"),
+        ([TEACHER], {"loss": {"distil": "none"}}, "loss.distil = 'none' ignores it"),
+        ([TEACHER], {"loss": {"distil": "jsd"}}, "scorer 'teacher' returns none; set its"),
         ([], {"loss": {"type": "distil"}}, "learns from a teacher, and there is none"),
         (
             [{**TEACHER, "loss": "jsd", "top_k": 4}],
@@ -139,8 +139,8 @@ def test_what_cannot_work_is_refused_at_the_start(folder, scorers, settings, sai
     ("settings", "said"),
     [
         ({"rollout": {"filter": [{"type": "zero_variance"}]}}, "would drop every group"),
-        ({"critic": {}}, "[critic] would learn that nothing is worth anything"),
-        ({"tasks": {"order": "curriculum"}}, "would take every task for unsolved"),
+        ({"critic": {}}, "[critic] would learn that every value is 0"),
+        ({"tasks": {"order": "curriculum"}}, "would count every task as unsolved"),
         ({"scoring": {"advantages": {"type": "best_worst"}}}, "would find no pairs"),
     ],
 )

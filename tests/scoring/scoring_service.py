@@ -62,9 +62,9 @@ async def no_process(name: str, module: str):
 async def open_pool(
     *tables: dict[str, Any], folder, warn=print, tasks=(), launch=no_process
 ) -> AsyncIterator:
-    """A pool of such [[scorer]] tables."""
-    config = load_config({"model": "m", "scorer": list(tables)})
-    specs = [resolve_scorer(row, section=f"scorer.{i}") for i, row in enumerate(config.scorer)]
+    """A pool of such [[scorers]] tables."""
+    config = load_config({"model": "m", "scorers": list(tables)})
+    specs = [resolve_scorer(row, section=f"scorers.{i}") for i, row in enumerate(config.scorers)]
     check_scorers(specs, tasks)
     async with WorkerPool(launch) as worker_pool:
         pool = build_scorer_pool(

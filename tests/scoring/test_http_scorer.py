@@ -233,7 +233,7 @@ async def test_secrets_come_from_the_environment_and_show_nowhere(service, tmp_p
 
     headers = {"Authorization": "Bearer env:SERVICE_KEY", "X-Team": "a"}
     settings = table(service, headers=headers)
-    dumped = load_config({"model": "m", "scorer": [settings]}).model_dump_json()
+    dumped = load_config({"model": "m", "scorers": [settings]}).model_dump_json()
     assert "sk-very-secret" not in dumped
     service.first = [echo]
     async with open_pool(settings, folder=tmp_path) as pool:
@@ -251,25 +251,25 @@ async def test_secrets_come_from_the_environment_and_show_nowhere(service, tmp_p
         ({"url": "service:80"}, r"'http' has url = 'service:80'; write 'http://HOST"),
         ({"url": "http://h:port"}, r"'http' has url = 'http://h:port'; write 'http://HOST"),
         ({"url": "http://me:pass@host/"}, "has a user or password in its url; send them"),
-        ({"url": 3}, "Section 'scorer.0' does not fit: url = 3 must be a non-empty string"),
-        ({}, "Section 'scorer.0' does not fit: .*'url'"),
-        ({"url": "http://h", "header": {}}, "'scorer.0.header' of 'http'; did you mean 'headers'"),
+        ({"url": 3}, "Section 'scorers.0' does not fit: url = 3 must be a non-empty string"),
+        ({}, "Section 'scorers.0' does not fit: .*'url'"),
+        ({"url": "http://h", "header": {}}, "'scorers.0.header' of 'http'; did you mean 'headers'"),
         ({"url": "http://h", "headers": {"X": "env:NO_SUCH"}}, "environment variable 'NO_SUCH'"),
         ({"url": "http://h", "headers": {"authorization": "s3"}}, "'authorization' header in the"),
         ({"url": "http://h", "headers": {"X": 3}}, "a header 'X' that is no text"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_sent(settings, sentence):
-    config = load_config({"model": "m", "scorer": [{"type": "http", **settings}]})
+    config = load_config({"model": "m", "scorers": [{"type": "http", **settings}]})
     with pytest.raises(ConfigError, match=sentence) as caught:
-        check_scorers([resolve_scorer(config.scorer[0], section="scorer.0")], ())
+        check_scorers([resolve_scorer(config.scorers[0], section="scorers.0")], ())
     assert "s3" not in str(caught.value)
     assert "pass@" not in str(caught.value)
 
 
 def test_a_task_that_json_cannot_say_is_refused():
-    config = load_config({"model": "m", "scorer": [{"type": "http", "url": "http://h"}]})
-    spec = resolve_scorer(config.scorer[0], section="scorer.0")
+    config = load_config({"model": "m", "scorers": [{"type": "http", "url": "http://h"}]})
+    spec = resolve_scorer(config.scorers[0], section="scorers.0")
     task = Task(prompt="p", columns={"when": object()})
     with pytest.raises(ConfigError, match=r"'http' sends tasks as JSON, but task 1 cannot"):
         check_scorers([spec], [Task(prompt="p"), task])

@@ -213,9 +213,9 @@ def test_what_is_wrong_is_said_before_anything_is_sent(settings, sentence):
     row = {"type": "judge", "url": "http://h", "model": "m", "prompt": "{completion}"}
     row = {**row, "key": "score", **settings}
     row = {name: value for name, value in row.items() if value is not None}
-    config = load_config({"model": "m", "scorer": [row]})
+    config = load_config({"model": "m", "scorers": [row]})
     with pytest.raises(ConfigError, match=sentence):
-        check_scorers([resolve_scorer(config.scorer[0], section="scorer.0")], ())
+        check_scorers([resolve_scorer(config.scorers[0], section="scorers.0")], ())
 
 
 async def test_columns_of_the_task_are_in_the_question(service, tmp_path):

@@ -39,10 +39,8 @@ async def worker_pool(tmp_path):
 
 
 def make_process(worker_pool: WorkerPool, model, **settings) -> RewardModelProcess:
-    checked = ModelSettings(model=str(model), template="ids", device="cpu", **settings).checked(
-        scorer="steps"
-    )
-    start = start_message(checked, head="token", is_whole=False, kept_tokens=1000)
+    checked = ModelSettings(model=str(model), template="ids", **settings).checked(scorer="steps")
+    start = start_message(checked, device="cpu", head="token", is_whole=False, kept_tokens=1000)
     return RewardModelProcess("steps", start=start, worker_pool=worker_pool, start_timeout_s=60.0)
 
 
@@ -118,7 +116,7 @@ async def test_one_that_does_not_answer_is_killed_and_replaced(worker_pool, mode
 @pytest.mark.slow  # starts a process
 async def test_what_cannot_be_loaded_is_said_at_the_start(worker_pool, model):
     start = start_message(
-        ModelSettings(model=str(model), device="cuda:7"), head="token", is_whole=False
+        ModelSettings(model=str(model)), device="cuda:7", head="token", is_whole=False
     )
     process = RewardModelProcess(
         "steps", start=start, worker_pool=worker_pool, start_timeout_s=60.0

@@ -206,7 +206,7 @@ def served_url(tmp_path) -> Iterator[str]:
     command = [sys.executable, "-m", "millrace.cli.main", "serve", str(tmp_path / "model")]
     options = ["--engines", "0", "--scorers", "1", "--port", "0", "--log-dir", str(tmp_path)]
     process = subprocess.Popen(
-        [*command, *options, "--engine.device", "cpu"],
+        [*command, *options, "--placement.engines", "cpu"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "MILLRACE_API_KEY": KEY},

@@ -42,7 +42,7 @@ async def test_no_secret_is_left_in_a_run_or_said(kind, misdeed, tmp_path, monke
     said: list[str] = []
     async with running(FakeService(lambda body: misdeed)) as service:
         table = {**kind, **QUICK, "url": service.url, "headers": HEADERS}
-        config = load_config({"model": "m", "run_dir": str(tmp_path / "run"), "scorer": [table]})
+        config = load_config({"model": "m", "run_dir": str(tmp_path / "run"), "scorers": [table]})
         run_dir = RunDir(config.run_dir)
         run_dir.open(config)
         async with open_pool(table, folder=run_dir.path, warn=said.append) as pool:

@@ -48,7 +48,8 @@ def start_message(
     config = load_config({"model": str(path)})
     return StartTeacher(
         config=config.model_dump(mode="json"),
-        settings=asdict(LogprobModelSettings(device="cpu", threads=1, **settings)),
+        settings=asdict(LogprobModelSettings(threads=1, **settings)),
+        device="cpu",
         model_path=str(path),
         following=None if following is None else asdict(following),
         version=None if following is None else 0,

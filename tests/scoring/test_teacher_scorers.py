@@ -186,7 +186,11 @@ def process_of(
     worker_pool = WorkerPool(launch, on_restart=on_restart)  # pyright: ignore[reportArgumentType]
 
     start = StartTeacher(
-        config={}, settings={}, model_path="m", following={"lag": 1} if follows else None
+        config={},
+        settings={},
+        device="cpu",
+        model_path="m",
+        following={"lag": 1} if follows else None,
     )
     process = TeacherProcess("t", start=start, worker_pool=worker_pool, start_timeout_s=1)
     return process, names

@@ -246,8 +246,14 @@ def test_a_reference_that_cannot_be_one_is_an_error(verifier, answer, sentence):
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ({"type": "nummeric"}, "'scorer.1.type' = 'nummeric' is not known; did you mean 'numeric'"),
-        ({"type": "numeric", "colum": "a"}, "'scorer.1.colum' of 'numeric'; did you mean 'column'"),
+        (
+            {"type": "nummeric"},
+            "'scorers.1.type' = 'nummeric' is not known; did you mean 'numeric'",
+        ),
+        (
+            {"type": "numeric", "colum": "a"},
+            "'scorers.1.colum' of 'numeric'; did you mean 'column'",
+        ),
         ({"type": "numeric", "tolerance": -1}, "tolerance = -1 must be at least 0"),
         ({"type": "numeric", "tolerance": True}, "tolerance = True must be a finite number"),
         ({"type": "exact", "column": ""}, "column = '' must be a text that is not empty"),
@@ -266,17 +272,17 @@ def test_a_reference_that_cannot_be_one_is_an_error(verifier, answer, sentence):
     ],
 )
 def test_a_wrong_setting_is_one_sentence_before_anything_starts(table, sentence):
-    config = load_config({"model": "m", "scorer": [{"function": "a:b", "name": "f"}, table]})
+    config = load_config({"model": "m", "scorers": [{"function": "a:b", "name": "f"}, table]})
     with pytest.raises(ConfigError) as caught:
-        _scorers(config.scorer, None)
+        _scorers(config.scorers, None)
     assert sentence in str(caught.value)
 
 
 def test_a_verifier_names_itself_and_the_column_it_needs():
     config = load_config(
-        {"model": "m", "scorer": [{"type": "numeric", "column": "n"}, {"type": "exact"}]}
+        {"model": "m", "scorers": [{"type": "numeric", "column": "n"}, {"type": "exact"}]}
     )
-    specs = _scorers(config.scorer, None)
+    specs = _scorers(config.scorers, None)
     assert [spec.name for spec in specs] == ["numeric", "exact"]
     check_scorers(specs, [Task(prompt="p", columns={"n": 3, "answer": "3"})])
     with pytest.raises(ConfigError, match="Reward 'numeric' needs the column 'n', which task 0"):

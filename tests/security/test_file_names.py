@@ -28,9 +28,9 @@ def files_in(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("name", LEADING_AWAY)
 def test_a_scorer_whose_name_leads_away_is_refused_before_anything_starts(name):
     table = {"type": "http", "url": "http://h", "name": name or "."}
-    config = load_config({"model": "m", "scorer": [table]})
+    config = load_config({"model": "m", "scorers": [table]})
     with pytest.raises(ConfigError, match=r"^A scorer has the name .*; files of the run are") as e:
-        check_scorers([resolve_scorer(config.scorer[0], section="scorer.0")], ())
+        check_scorers([resolve_scorer(config.scorers[0], section="scorers.0")], ())
     assert "\n" not in str(e.value)
 
 

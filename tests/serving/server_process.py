@@ -37,7 +37,7 @@ class ServerProcess:
 def server_process(model: Path, *options: str, logs: Path) -> Iterator[ServerProcess]:
     """A server named "tiny" that ends in order, and all its processes with it."""
     general = ["--port", "0", "--name", "tiny", "--log-dir", str(logs)]
-    engine = ["--engine.device", "cpu", "--engine.threads=1"]
+    engine = ["--placement.engines", "cpu", "--engine.threads=1"]
     process = subprocess.Popen(
         [*_COMMAND, str(model), *general, *engine, *options],
         stdout=subprocess.PIPE,

@@ -35,8 +35,9 @@ CONTEXT = 48  # tokens; so that no answer takes long
 
 
 async def serve(model: Path, *, ready: "Future[tuple[str, asyncio.Event]]") -> None:
-    config = EngineConfig(device="cpu", max_sequences=128, block_tokens=8)
-    engine = build_engine(EngineSpec(config=config, model_path=str(model), version=0))
+    config = EngineConfig(max_sequences=128)
+    spec = EngineSpec(config=config, device="cpu", model_path=str(model), version=0)
+    engine = build_engine(spec, block_tokens=8)
     remote = InProcessEngine(engine, receiver=None)  # type: ignore[arg-type]
     served = Served(
         remote,

@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 top_p=args.top_p,
                 top_k=args.top_k,
             ),
-            settings={"round_steps": args.round_steps, "compile": not args.no_compile},
+            compile_layers=not args.no_compile,
+            round_steps=args.round_steps,
             records_routes=args.routes,
             profiles=args.profile,
         )
@@ -88,7 +89,8 @@ def measure(
     batches: Sequence[int],
     prompt_tokens: int,
     sampling: Sampling,
-    settings: dict[str, Any],
+    compile_layers: bool = True,
+    round_steps: int | None = None,
     records_routes: bool = False,
     profiles: bool = False,
 ) -> list[dict[str, Any]]:
@@ -96,12 +98,14 @@ def measure(
     started_s = time.perf_counter()
     model, tokenizer = make_model(name, dtype=dtype, device=device, attention=PAGED_ATTENTION)
     context = prompt_tokens + sampling.max_new_tokens
-    config = EngineConfig(max_sequences=max(batches), max_context=context, **settings)
+    config = EngineConfig(max_sequences=max(batches), max_context=context, compile=compile_layers)
     shape = measure_kv(model)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     token_bytes = block_bytes(shape, block_tokens=1, dtype=dtype)
     routing = find_routing(model) if records_routes else None
-    engine = engine_of(model, tokenizer, config=config, version=0, routing=routing)
+    engine = engine_of(
+        model, tokenizer, config=config, version=0, routing=routing, round_steps=round_steps
+    )
     _generate(engine, 1, prompt_tokens=prompt_tokens, sampling=Sampling(max_new_tokens=1))
     start_s = time.perf_counter() - started_s
     bytes_per_s = copy_bandwidth(device)

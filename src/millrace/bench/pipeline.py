@@ -73,16 +73,12 @@ def measure(
             sampling={"max_new_tokens": max_new_tokens},
             rollout={"group_size": GROUP_SIZE},
             buffer={"max_staleness": limit},
-            trainer={
-                "steps": steps,
-                "groups_per_step": GROUPS,
-                "learning_rate": 1e-7,
-                "threads": threads,
-            },
+            trainer={"steps": steps, "groups_per_step": GROUPS, "threads": threads},
+            optimizer={"learning_rate": 1e-7},
             engine={"threads": threads, "max_sequences": GROUPS * GROUP_SIZE},
             scoring={"workers": 1},
             checkpoint={"every_steps": 0},
-            watch={"progress": "off", "samples_per_step": 0},
+            monitoring={"progress": "off", "samples_per_step": 0},
         )
         measured[name] = {"threads": threads, **_rates(result.run_dir)}
     sync = max(measured["sync"], measured["sync, half"], key=lambda run: run["samples_per_s"])

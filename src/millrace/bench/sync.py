@@ -128,13 +128,13 @@ def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfi
             "run_dir": str(scratch / "run"),
             "engine": {
                 "count": case.engines,
-                "device": args.device,
                 "dtype": args.dtype,
                 "threads": args.threads,
                 "max_sequences": args.sequences,
                 "max_context": 2 * NEW_TOKENS,
             },
-            "trainer": {"device": args.device, "threads": args.threads},
+            "trainer": {"threads": args.threads},
+            "placement": {"trainer": args.device, "engines": args.device},
             "lora": None if apply is None else {"rank": args.rank, "apply": apply},
             "weights": {
                 "transport": case.transport,
@@ -146,7 +146,7 @@ def settings(args: argparse.Namespace, case: Case, *, scratch: Path) -> RunConfi
 
 async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dict[str, Any]:
     bench = Bench(config)
-    on_gpu = resolve_device(config.engine.device).type == "cuda"
+    on_gpu = resolve_device(config.placement.engine(0)).type == "cuda"
     async with (
         shared_gpu(
             config.cluster.mps,
@@ -182,7 +182,7 @@ async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dic
         "engines": config.engine.count,
         "versions": num_versions,
         "model": config.model.path,
-        "device": config.engine.device,
+        "device": config.placement.engine(0),
         "dtype": config.engine.dtype,
     }
 

@@ -14,7 +14,7 @@ from millrace.core.spans import Timeline
 from millrace.inference.embedded.build import applied_adapters, engine_of
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
 from millrace.inference.worker import wire
-from millrace.models.loading import resolve_device
+from millrace.models.loading import resolve_device, resolve_dtype
 
 
 def main(link: Link, name: str) -> None:
@@ -23,10 +23,11 @@ def main(link: Link, name: str) -> None:
     assert isinstance(call.message, StartEngine)
     config = RunConfig.model_validate(call.message.config)
     torch.set_num_threads(config.engine.threads or 1)
+    device = resolve_device(config.placement.engine(0))
     model, tokenizer = make_model(
         config.model.path,
-        dtype=getattr(torch, config.engine.dtype),
-        device=resolve_device(config.engine.device),
+        dtype=resolve_dtype(config.engine.dtype, device),
+        device=device,
         attention=PAGED_ATTENTION,
     )
     merger, adapters = applied_adapters(model, config=config.engine, lora=config.lora)

@@ -47,7 +47,7 @@ def make_weights(config: RunConfig) -> dict[str, torch.Tensor]:
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     else:
         shapes = adapter_of(model, config.lora).shapes()
-    device = resolve_device(config.trainer.device)
+    device = resolve_device(config.placement.trainer[0])
     draw = torch.Generator(device).manual_seed(0)
     return {
         name: torch.empty(shape, device=device).normal_(std=0.02, generator=draw)

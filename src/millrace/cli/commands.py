@@ -47,7 +47,7 @@ def train(args: argparse.Namespace, settings: dict[str, str]) -> int:
     config = load_config(args.config, overrides=overrides)
     from millrace.monitoring.terminal.progress import make_progress
 
-    progress = make_progress(config.watch.progress)
+    progress = make_progress(config.monitoring.progress)
     progress.starting("run", "importing PyTorch")
     try:
         from millrace.run import train as run

@@ -66,7 +66,7 @@ Relative paths in the file start from the file's folder, those given here from y
 TRAIN_MORE = """\
 examples:
   millrace train run.toml
-  millrace train run.toml --trainer.steps 500 --trainer.learning_rate 3e-5
+  millrace train run.toml --trainer.steps 500 --optimizer.learning_rate 3e-5
   millrace train run.toml --run_dir runs/second --seed 2 --loss.high=0.3
   millrace train run.toml --resume
 
@@ -111,9 +111,9 @@ if that does not add up; with --number, of one of them.
 
 
 REPLAY = """\
-Read episodes that a run recorded (setting watch.record_episodes), without an engine: as they were,
-or with --environment played again on the recorded replies and tool results, which tells where the
-environment has come to ask something else. Prints a line of JSON for each.
+Read episodes that a run recorded (setting monitoring.record_episodes), without an engine. With
+--environment, play them again on the recorded replies and tool results; the output says where the
+environment now asks something else. Prints one line of JSON per episode.
 """
 
 REPLAY_MORE = """\
@@ -169,8 +169,9 @@ def split_settings(
             if value.startswith("--"):
                 hint = "" if only_dotted else "; without one there is only --resume"
                 raise ConfigError(f"--{key} needs a value{hint}.")
-        if key.startswith("scorer."):
-            raise ConfigError(f"--{key} cannot be given here; edit the [[scorer]] table instead.")
+        table = key.partition(".")[0]
+        if table in ("scorers", "tracker") and table != key:
+            raise ConfigError(f"--{key} cannot be given here; edit the [[{table}]] table instead.")
         settings[key.replace("-", "_")] = value
     return rest, settings
 
@@ -283,7 +284,7 @@ def _add_replay(commands: Any) -> None:
         help="score them anew with a reward function, or a verifier by its type",
     )
     replay.add_argument(
-        "--config", type=Path, metavar="RUN.toml", help="score them with its [[scorer]] tables"
+        "--config", type=Path, metavar="RUN.toml", help="score them with its [[scorers]] tables"
     )
     replay.add_argument(
         "--tool-result",

@@ -305,6 +305,7 @@ class StartRewardModel(Message, frozen=True):
     """Load the model. -> Done"""
 
     settings: dict[str, Any]  # ModelSettings as plain data
+    device: str  # of placement.scorers
     head: str  # "sequence" or "token"
     is_whole: bool  # it judges whole conversations, rather than steps
     separator: str | None = None  # put behind each step
@@ -343,6 +344,7 @@ class StartTeacher(Message, frozen=True):
 
     config: dict[str, Any]  # RunConfig as plain data
     settings: dict[str, Any]  # ReaderSettings as plain data
+    device: str  # of placement.scorers
     model_path: str
     num_known: int | None = None  # token ids it may name; None = those of the config's model
     following: dict[str, Any] | None = None  # Following as plain data; None = it never changes

@@ -88,7 +88,7 @@ class MpsFailed(Exception):
 def _obstacle(*, num_cuda_workers: int, gpu_files: Sequence[Path]) -> str | None:
     """Why there can be no MPS; None if there can."""
     if num_cuda_workers == 0:
-        return "engine.device and trainer.device leave no worker that uses a GPU"
+        return "[placement] leaves no worker that uses a GPU"
     if not any(path.exists() for path in gpu_files):
         return "this machine has no NVIDIA GPU"
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):

@@ -4,25 +4,32 @@ Promise: a wrong key, type or combination fails here, with the field, the value 
 before any worker starts. Nothing is accepted and ignored. Torch-free.
 """
 
-from millrace.config.environment import EnvironmentConfig, McpConfig
-from millrace.config.journal import JournalConfig
-from millrace.config.loading import load_config, parse_override
-from millrace.config.role_model import RoleModelConfig
-from millrace.config.run_config import RunConfig
-from millrace.config.scorer import ScorerConfig
-from millrace.config.sections import (
-    ALL_LINEAR,
-    CriticConfig,
+from millrace.config.environment import EnvironmentConfig, McpConfig, RoleModelConfig
+from millrace.config.generation import (
     EngineConfig,
     Interrupt,
+    ModelConfig,
+    SamplingConfig,
+    WeightsConfig,
+)
+from millrace.config.journal import JournalConfig
+from millrace.config.loading import load_config, parse_override
+from millrace.config.operations import PlacementConfig, SupervisionConfig, TrackerConfig
+from millrace.config.run_config import RunConfig
+from millrace.config.scorers import ScorerConfig
+from millrace.config.tasks import HUB, EvaluateConfig, TaskPlace, TasksConfig
+from millrace.config.training import (
+    ALL_LINEAR,
+    CriticConfig,
     LoraConfig,
+    OptimizerConfig,
     ReplayConfig,
     TrainerConfig,
 )
-from millrace.config.tasks import EvaluateConfig, TaskPlace, TasksConfig
 
 __all__ = [
     "ALL_LINEAR",
+    "HUB",
     "CriticConfig",
     "EngineConfig",
     "EnvironmentConfig",
@@ -31,13 +38,20 @@ __all__ = [
     "JournalConfig",
     "LoraConfig",
     "McpConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PlacementConfig",
     "ReplayConfig",
     "RoleModelConfig",
     "RunConfig",
+    "SamplingConfig",
     "ScorerConfig",
+    "SupervisionConfig",
     "TaskPlace",
     "TasksConfig",
+    "TrackerConfig",
     "TrainerConfig",
+    "WeightsConfig",
     "load_config",
     "parse_override",
 ]

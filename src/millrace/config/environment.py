@@ -1,94 +1,137 @@
-"""[environment]: what is played, and when an episode ends. Torch-free."""
+"""Settings of [environment]: what is played, its limits, and the models besides the policy.
+
+Torch-free.
+"""
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from millrace.config.role_model import RoleModelConfig, ToolFormatName
-from millrace.config.sections import Float, PositiveFloat, PositiveInt, Section
+from millrace.config.generation import EngineConfig, ModelConfig
+from millrace.config.section import Dtype, Float, Plugin, PositiveFloat, PositiveInt, Section
+
+ToolFormatName = Literal["auto", "hermes", "llama3", "mistral", "gemma"]
 
 
 class McpConfig(Section):
     command: tuple[str, ...] = ()
-    """A program and its arguments, which speaks MCP by its input and output."""
+    """Program and its arguments that speak MCP over standard input and output. Each server has
+    either a command or a url."""
     url: str | None = None
-    """Or where one listens, by streamable HTTP."""
+    """URL of a server that speaks MCP over streamable HTTP."""
     name: str | None = None
-    """In messages and logs; by default the url, or what the command ends with."""
+    """Name in messages and logs. By default the url, or the end of the command."""
     env: dict[str, str] = Field(default={})
-    """What the program finds in its environment besides PATH, HOME and the like; values may hold
+    """Environment variables of the program, besides PATH, HOME and the like. Values may hold
     "env:NAME"."""
     headers: dict[str, str] = Field(default={})
-    """Of requests to the url; values may hold "env:NAME"."""
+    """HTTP headers of requests to the url. Values may hold "env:NAME"."""
     tools: tuple[str, ...] | None = None
-    """Which of its tools are offered; by default all."""
+    """Names of the server's tools that are offered. By default all of them."""
+
+
+class RoleModelConfig(Section):
+    path: str
+    """Hugging Face model directory, or the name of a model on the hub."""
+    trust_remote_code: bool = False
+    """Permission to run Python code from this model's directory."""
+    count: PositiveInt = 1
+    """Number of engine processes that serve the model, on this host."""
+    dtype: Dtype = "auto"
+    """Data type of its weights and KV cache. "auto" is bfloat16 on CUDA and float32 on a CPU."""
+    max_sequences: PositiveInt = 64
+    """Maximum number of sequences that one of its engines decodes in a batch."""
+    max_context: PositiveInt | None = None
+    """Maximum length of a sequence in tokens. By default the limit of the model."""
+    kv_bytes: PositiveInt | None = None
+    """Maximum size of the KV cache in bytes. By default 1 GiB on a CPU and 40 % of the free memory
+    on a GPU."""
+    threads: PositiveInt | None = None
+    """Number of CPU threads per engine. By default all workers share the cores evenly."""
+    tool_format: ToolFormatName = "auto"
+    """Format of this model's tool calls. "auto" detects it from the chat template."""
+    template: dict[str, Any] = Field(default={})
+    """Variables of this model's chat template, such as {enable_thinking = false}."""
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(path=self.path, trust_remote_code=self.trust_remote_code)
+
+    @property
+    def engine(self) -> EngineConfig:
+        return EngineConfig(
+            count=self.count,
+            dtype=self.dtype,
+            max_sequences=self.max_sequences,
+            max_context=self.max_context,
+            kv_bytes=self.kv_bytes,
+            threads=self.threads,
+        )
 
 
 class EnvironmentConfig(Section):
     function: str | None = None
-    """ "module:name" or "file.py:name" of a coroutine `play(task, agent)`; by default one prompt
-    and one completion. See docs/how-to/environments.md."""
+    """Coroutine `play(task, agent)`, as "module:name" or "file.py:name". By default an episode is
+    one prompt and one completion; see docs/how-to/environments.md."""
     command: tuple[str, ...] = ()
-    """Or a program and its arguments, which speaks to the OpenAI API; see docs/how-to/serve.md."""
+    """Program and its arguments that play an episode through the OpenAI API, instead of a
+    function; see docs/how-to/serve.md."""
     score: str | None = None
-    """Of a command: "module:name" or "file.py:name" of a function `score(task, result)` that judges
-    what the program did; by default that is left to the scorers."""
+    """Function `score(task, result)` that rewards what a command did, as "module:name" or
+    "file.py:name". By default the scorers do."""
     columns: tuple[str, ...] = ()
-    """Of a command: columns of the task that the program is told besides the prompt."""
+    """Names of task columns that a command receives besides the prompt."""
     max_programs: PositiveInt = 32
-    """Of a command: how many run at once; the others wait."""
+    """Maximum number of commands that run at the same time."""
     mcp: tuple[McpConfig, ...] = ()
-    """MCP servers, whose tools are `agent.tools`; without a function, the model chats and calls
-    them until it calls none, and the scorers judge. Needs the extra millrace[mcp]."""
+    """MCP servers whose tools are `agent.tools`. Without a function, the model chats and calls
+    them until it calls none, and the scorers reward. It needs the extra millrace[mcp]."""
     max_turns: PositiveInt = 32
-    """Replies of the model in an episode, at most."""
+    """Maximum number of model replies in an episode."""
     episode_timeout_s: PositiveFloat | None = None
-    """An episode that takes longer is ended and marked; with a command 600 if nothing is said."""
+    """Time limit for an episode in seconds. A longer episode is ended and marked. By default
+    there is none, and 600 for a command."""
     turn_timeout_s: PositiveFloat | None = None
-    """So is one in which a single reply does."""
+    """Time limit for one model reply in seconds. By default there is none."""
     ended_reward: Float = 0.0
-    """Reward of an episode that came to one of these limits, or to the end of the context."""
+    """Reward of an episode that reached a limit or the end of the context."""
     tool_timeout_s: PositiveFloat = 30.0
-    """A tool call that takes longer is given up, and the model is told."""
+    """Time limit for one tool call in seconds. The model is told when it is exceeded."""
     tool_result_chars: PositiveInt = 16384
-    """What is longer is cut, and the model is told."""
+    """Maximum length of a tool result in characters. Longer results are cut, and the model is
+    told."""
     tool_format: ToolFormatName = "auto"
-    """How the model writes tool calls; "auto" sees it by the chat template."""
+    """Format of the model's tool calls. "auto" detects it from the chat template."""
     history: Literal["template", "sampled"] = "template"
-    """Where the chat template would render earlier turns otherwise than before (some drop their
-    thinking): do so in a new branch, or go on after what was sampled all the same."""
+    """Treatment of earlier turns that the chat template renders differently later (some templates
+    drop reasoning): "template" starts a new branch with that rendering, "sampled" continues after
+    the tokens that were sampled."""
     template: dict[str, Any] = Field(default={})
-    """What the chat template is told besides messages and tools, such as {enable_thinking =
+    """Variables of the chat template besides messages and tools, such as {enable_thinking =
     false}."""
     models: dict[str, RoleModelConfig] = Field(default={})
-    """Models besides the policy, by name, which roles may be: `agent.role("judge", model="NAME")`.
-    They are never trained; see docs/how-to/environments.md."""
-
-    recipe: dict[str, Any] | None = None
-    """How a group is played, where not n times side by side: "pivot" (branches at the tokens
-    that matter most), "tree", or {type = "module:Name", ...} of yours; see
+    """Models besides the policy, by name, for `agent.role("judge", model="NAME")`. They are never
+    trained; see docs/how-to/environments.md."""
+    recipe: Plugin | None = None
+    """Branching recipe of a group: "pivot" (branches at the tokens that matter most), "tree", or
+    "module:Name". By default the episodes of a group are independent; see
     docs/how-to/environments.md."""
 
     @property
     def may_reward(self) -> bool:
-        """True if there is someone besides the scorers who can."""
+        """True if the environment itself can give rewards."""
         return self.function is not None or bool(self.command)
 
-    @field_validator("recipe", mode="before")
-    @classmethod
-    def _may_be_a_name(cls, value: Any) -> Any:
-        return {"type": value} if isinstance(value, str) else value
-
     @model_validator(mode="after")
-    def _is_one_thing(self) -> Self:
+    def _is_one_environment(self) -> Self:
         if self.command and self.function is not None:
             raise ValueError("a command and a function cannot both be the environment; keep one")
         if self.command and self.mcp:
-            raise ValueError("a command runs its tools itself; leave out mcp, or the command")
+            raise ValueError("a command runs its own tools; remove mcp, or the command")
         for server in self.mcp:
             if bool(server.command) == (server.url is not None):
-                raise ValueError("each of mcp has either a command or a url; set one of the two")
+                raise ValueError("each server of mcp has either a command or a url; set one")
         for key in ("score", "columns"):
             if getattr(self, key) and not self.command:
-                raise ValueError(f"{key} is for a command, and there is none; leave it out")
+                raise ValueError(f"{key} needs a command, and there is none; remove it")
         return self

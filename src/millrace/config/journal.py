@@ -1,6 +1,6 @@
 """Settings of the journal. Torch-free."""
 
-from millrace.config.sections import NonNegativeFloat, PositiveInt, Section
+from millrace.config.section import NonNegativeFloat, PositiveInt, Section
 
 
 class JournalConfig(Section):

@@ -1,9 +1,8 @@
-"""Settings from TOML files, mappings and the command line; what is wrong with them, as sentences.
+"""Loading of settings from TOML files, mappings and the command line; errors as sentences.
 
 Torch-free.
 """
 
-import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,23 +10,32 @@ from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from millrace.config.old_keys import old_key
 from millrace.config.run_config import RunConfig
 from millrace.config.tasks import HUB
 from millrace.core.errors import ConfigError
+from millrace.core.spelling import suggestion
 
-# Settings that are paths.
+# Settings that are always paths.
 _PATHS = (
     "run_dir",
     "tasks.path",
     "tasks.source.path",
     "evaluate.path",
-    "scorer.path",
+    "scorers.path",
     "cluster.ticket",
     "weights.directory",
 )
 
-# Of these, words that are files beside the TOML.
-_COMMANDS = ("environment.command", "environment.mcp.command")
+# Settings that may be a path, a hub name, or another word of a command line.
+_PERHAPS_PATHS = (
+    "model",
+    "model.path",
+    "critic.path",
+    "scorers.model",
+    "environment.command",
+    "environment.mcp.command",
+)
 
 
 def load_config(
@@ -35,8 +43,8 @@ def load_config(
     *,
     overrides: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Read settings from a TOML file, a mapping, or nothing, with dotted or nested overrides on
-    top."""
+    """Settings from a TOML file, a mapping, or nothing. Overrides, dotted or nested, take
+    precedence."""
     if isinstance(source, RunConfig):
         table = source.model_dump(mode="python")
     elif isinstance(source, Mapping):
@@ -54,7 +62,7 @@ def load_config(
 
 
 def parse_override(text: str) -> Any:
-    """A command-line value as TOML would read it; anything else is a string."""
+    """A command-line value as TOML reads it; anything that is not TOML is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -86,19 +94,19 @@ def _anchored(value: Any, *, folder: Path, key: str = "") -> Any:
         return [_anchored(row, folder=folder, key=key) for row in cast(list[Any], value)]
     if not isinstance(value, str):
         return value
-    # A model may also be a hub name, which is no path at all; a reference to a file holds ".py:".
-    # What a command names is a file beside the TOML, or anything else.
-    may_be_path = ("model", "model.path", "critic.path", "scorer.model", *_COMMANDS)
     is_of_role = key.startswith("environment.models.") and key.endswith(".path")
-    is_found = (key in may_be_path or is_of_role) and (folder / value).exists()
+    is_found = (key in _PERHAPS_PATHS or is_of_role) and (folder / value).exists()
     is_path = (key in _PATHS and not value.startswith(HUB)) or key.startswith("engine.adapters.")
+    # A reference to a function in a file holds ".py:".
     return str(folder / value) if is_found or is_path or ".py:" in value else value
 
 
 def _merged(table: Mapping[str, Any], keys: list[str], value: Any) -> dict[str, Any]:
-    """`table` with a setting on top; a table on top of a table leaves its other keys alone."""
+    """`table` with one setting changed. A table is merged into a table, key by key."""
     head, *rest = keys
     below = cast(dict[str, Any], table[head]) if isinstance(table.get(head), Mapping) else {}
+    if rest and isinstance(name := table.get(head), str):  # a name alone stands for its table
+        below = {"path" if head == "model" else "type": name}
     if rest:
         value = _merged(below, rest, value)
     elif isinstance(value, Mapping):
@@ -108,7 +116,7 @@ def _merged(table: Mapping[str, Any], keys: list[str], value: Any) -> dict[str, 
 
 def _sentence(error: ValidationError) -> str:
     sentence = "; ".join(_clauses(error))
-    return sentence if sentence.endswith("?") else f"{sentence}."
+    return sentence if sentence.endswith(("?", ".")) else f"{sentence}."
 
 
 def _clauses(error: ValidationError) -> Iterator[str]:
@@ -116,7 +124,10 @@ def _clauses(error: ValidationError) -> Iterator[str]:
         path = [str(part) for part in detail["loc"]]
         where = ".".join(path)
         if detail["type"] == "extra_forbidden":
-            yield f"Unknown setting {where!r}{_nearest(path)}"
+            if (replacement := old_key(path)) is not None:
+                yield f"Setting {where!r} is of an earlier version: {replacement}"
+            else:
+                yield f"Unknown setting {where!r}; {_suggestion(path)}"
         elif detail["type"] == "missing":
             yield f"Setting {where!r} is missing"
         elif not path:
@@ -127,19 +138,20 @@ def _clauses(error: ValidationError) -> Iterator[str]:
             yield f"Setting {where!r} = {detail['input']!r}: {message}"
 
 
-def _nearest(path: list[str]) -> str:
-    """A hint at the key that was probably meant."""
+def _suggestion(path: list[str]) -> str:
+    """The key that was probably meant, or all keys of the table."""
     section: type[BaseModel] = RunConfig
     for part in path[:-1]:
         field = section.model_fields.get(part)
-        if part.isdigit():
-            continue
-        annotation = field.annotation if field else None
-        if get_args(annotation):  # a section that may be left out, or of which there are several
-            annotation = get_args(annotation)[0]
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return ""
-        section = annotation
-    names = list(section.model_fields)
-    close = difflib.get_close_matches(path[-1], names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; valid here: {', '.join(names)}"
+        below = None if field is None else _section_in(field.annotation)
+        # A position or a name within a list or table of sections has no field of its own.
+        section = below or section
+    return suggestion(path[-1], section.model_fields)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section of a field that is one, may be one, or holds several."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_section_in(argument) for argument in get_args(annotation))
+    return next((section for section in found if section is not None), None)

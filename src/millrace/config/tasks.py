@@ -1,17 +1,16 @@
-"""[tasks] and [evaluate]: which tasks are trained, in which order, and which are held out.
+"""Settings of [tasks] and [evaluate]: training tasks, their order, and held-out tasks.
 
 Torch-free.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from millrace.config.sections import (
+from millrace.config.section import (
     Float,
     NonNegativeFloat,
     NonNegativeInt,
+    Plugin,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -22,26 +21,27 @@ HUB = "hub:"
 
 
 class TaskPlace(Section):
-    """Where tasks come from; all of its keys can stand in each table that names tasks."""
+    """Where tasks come from: keys of every table that names tasks."""
 
     path: str | None = None
-    """JSONL file (one task a line: "prompt", a text or chat messages, and any further columns),
-    Parquet file or folder of such, folder of a Hugging Face dataset, or "hub:NAME" of one; see
-    docs/how-to/tasks.md."""
+    """Path of the tasks: a JSONL file (one task per line: "prompt", a text or chat messages, and
+    further columns), a Parquet file or a folder of them, a folder of a Hugging Face dataset, or
+    "hub:NAME"; see docs/how-to/tasks.md."""
     function: str | None = None
-    """Or "module:name" of a function that returns a list of such tasks."""
-    generator: dict[str, Any] | None = None
-    """Or a table of what makes them, such as {type = "reasoning_gym", dataset = "leg_counting"};
-    see docs/how-to/tasks.md."""
+    """Function that returns a list of tasks, as "module:name" or "file.py:name", instead of a
+    path."""
+    generator: Plugin | None = None
+    """Generator of tasks, such as {type = "reasoning_gym", dataset = "leg_counting"}, instead of a
+    path; see docs/how-to/tasks.md."""
     prompt: str = "prompt"
-    """Of a path: the column that is the prompt."""
+    """Name of the column of a path that holds the prompt."""
     columns: tuple[str, ...] | None = None
-    """Of a path: which columns tasks have besides; by default all."""
+    """Names of the further columns of a path that tasks keep. By default all of them."""
     subset: str | None = None
-    """Of a "hub:NAME": its subset, if it has several."""
+    """Subset of a "hub:NAME" dataset that has several."""
     split: str | None = None
-    """Of a Hugging Face dataset: its split, if it has several; on the hub also a part of one, such
-    as "train[:1000]"."""
+    """Split of a Hugging Face dataset that has several; on the hub also a slice, such as
+    "train[:1000]"."""
 
     @property
     def is_named(self) -> bool:
@@ -49,14 +49,14 @@ class TaskPlace(Section):
 
     @property
     def own_name(self) -> str:
-        """For metrics, if no other is given."""
+        """Default name in metrics."""
         if self.path is not None:
             return Path(self.path.removeprefix(HUB)).stem
         place = self.function or str((self.generator or {}).get("type", ""))
         return place.rpartition(":")[2]
 
     def check(self, section: str) -> None:
-        """Raise ValueError unless it is at most one place, and its keys belong to it."""
+        """Raise ValueError unless it names at most one place, and its keys apply to it."""
         named = [key for key in ("path", "function", "generator") if getattr(self, key) is not None]
         if len(named) > 1:
             keys = " and ".join(f"{section}.{key}" for key in named)
@@ -65,43 +65,42 @@ class TaskPlace(Section):
             value = getattr(self, key)
             if self.path is None and value != type(self).model_fields[key].default:
                 raise ValueError(
-                    f"{section}.{key} = {value!r} is for a path, and there is none; leave it out"
+                    f"{section}.{key} = {value!r} needs a path, and there is none; remove it"
                 )
 
 
 class TaskSourceConfig(TaskPlace):
     weight: PositiveFloat = 1.0
-    """Its share of all groups, beside the weights of the other sources."""
+    """Weight of the source, above 0. Its share of all groups is its weight over the sum of all
+    weights."""
     name: str | None = None
-    """Name in metrics; that of the file, dataset, function or generator if not given."""
+    """Name in metrics. By default that of the file, dataset, function or generator."""
 
 
 class TasksConfig(TaskPlace):
     source: tuple[TaskSourceConfig, ...] = ()
-    """Or several sources at once, mixed by their weights; see
-    docs/how-to/shape-training-data.md."""
+    """Several sources that are mixed by their weights, instead of one path, function or generator;
+    see docs/how-to/shape-training-data.md."""
     order: Literal["shuffle", "sequential", "curriculum"] = "shuffle"
-    """"shuffle" = a new order each epoch, fixed by the seed; "sequential" = as they come;
-    "curriculum" = those whose recent solve rate is near target_solve_rate more often."""
+    """Order of tasks: "shuffle" = a new order each epoch, fixed by the seed; "sequential" = as
+    given; "curriculum" = tasks whose recent solve rate is near target_solve_rate more often."""
     target_solve_rate: Share = 0.5
-    """Of "curriculum"."""
-    explore_share: Annotated[Float, Field(gt=0, le=1)] = 0.25
-    """With "curriculum", the share of groups that go through all tasks in turn, so that none is
-    forgotten."""
+    """Solve rate, from 0 to 1, that order = "curriculum" prefers."""
 
 
 class EvaluateConfig(TaskPlace):
     every_steps: NonNegativeInt = 0
-    """Besides before the first and after the last step; 0 = only then."""
+    """Number of steps between evaluations. Held-out tasks are always evaluated before the first
+    and after the last step; 0 = only then."""
     solved_at: Float = 1.0
-    """An episode counts as solved when its score reaches this."""
+    """Score at which an episode counts as solved."""
     max_tasks: PositiveInt = 256
+    """Maximum number of held-out tasks that are evaluated: the first ones."""
     samples: PositiveInt = 1
-    """Episodes per task, for mean@k and pass@k."""
+    """Number of episodes per task, for mean@k and pass@k."""
     temperature: NonNegativeFloat | None = None
-    """0 = greedy; by default that for one sample, and sampling.temperature for several."""
+    """Sampling temperature of evaluations; 0 = greedy. By default 0 for one sample, and
+    sampling.temperature for several."""
     engines: NonNegativeInt = 0
-    """Further engine processes that only evaluate, each time with exactly one version; 0 = the
-    engines of the rollouts do it, with whatever versions they hold meanwhile."""
-    score_timeout_s: PositiveFloat = 600.0
-    """So long without any score, then tasks that still wait for theirs are counted as unscored."""
+    """Number of additional engine processes that only evaluate, always with exactly one version.
+    0 = the engines of the rollouts evaluate, with the versions they have at the time."""

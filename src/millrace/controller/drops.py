@@ -13,6 +13,7 @@ from millrace.core.errors import RunFailed, TaskError
 from millrace.core.staleness import Stamps
 
 WINDOW = 100  # recent groups over which shares are taken
+MAX_FILTERED_SHARE = 0.9  # of recent groups, above which the run warns
 FEWEST = 20  # outcomes before a share of failures means anything
 
 DROPPED = "dropped"  # became too stale in the buffer
@@ -96,9 +97,8 @@ class Filtering:
         self._has_warned = True
         most = Counter(filter(None, self._recent)).most_common(1)[0][0]
         self._warn(
-            f"{share:.0%} of the last {WINDOW} groups were filtered, most of them by {most!r}, more"
-            f" than rollout.max_filtered_share = {self._max_share:g}; {_remedy(most)}, or remove"
-            " the filter."
+            f"{share:.0%} of the last {WINDOW} groups were filtered, most of them by {most!r};"
+            f" {_remedy(most)}, or remove the filter."
         )
 
     def _share(self) -> float:

@@ -22,6 +22,8 @@ from millrace.inference.pool import EnginePool
 from millrace.monitoring.monitor import RunMonitor
 from millrace.scoring.pool import ScorerPool
 
+SCORE_TIMEOUT_S = 600.0  # without any score; tasks that still wait then count as unscored
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Evaluation:
@@ -184,7 +186,6 @@ class EvalSet:
     ) -> None:
         self._tasks = tasks
         self._settings = config.evaluate
-        self._stall_warning_s = config.supervision.stall_warning_s
         self._scorers = scorers
         self._engines = engines
         self._monitor = monitor
@@ -212,7 +213,6 @@ class EvalSet:
             return None
         tally = Tally(step=step, num_tasks=len(self._tasks))
         stalls = StallWatchdog(
-            warn_after_s=self._stall_warning_s,
             limit_s=math.inf,  # engines and scorers have their own limits
             what="No held-out task made progress",
             explain=lambda: str(tally),
@@ -228,7 +228,7 @@ class EvalSet:
             self._monitor.warn(
                 f"{evaluation.num_unscored} of {evaluation.num_tasks} held-out tasks have no score"
                 " and count as not solved: their scorers did not answer for"
-                f" {self._settings.score_timeout_s:g} s."
+                f" {SCORE_TIMEOUT_S:g} s."
             )
         self._monitor.evaluated(evaluation.metrics())
         return evaluation
@@ -253,5 +253,5 @@ class EvalSet:
             score=self._scorers.evaluate,
             solved_at=self._settings.solved_at,
             max_running=max_running,
-            score_timeout_s=self._settings.score_timeout_s,
+            score_timeout_s=SCORE_TIMEOUT_S,
         )

@@ -51,7 +51,6 @@ class Learner:
         self._paused = paused
         self._barrier = barrier
         self._stalls = StallWatchdog(
-            warn_after_s=config.supervision.stall_warning_s,
             limit_s=config.cluster.stall_timeout_s,
             explain=reporter.standstill,
             moved=lambda: trainer.num_redone,

@@ -4,7 +4,6 @@ Plug-ins are their own config: a frozen dataclass whose fields are its TOML keys
 """
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import importlib
@@ -17,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from millrace.core.errors import ConfigError
+from millrace.core.spelling import suggestion
 
 
 def load_reference(reference: str) -> Any:
@@ -60,7 +60,7 @@ def _load_module(name: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[module_name]  # half a module must not be found by the next one who asks
+        del sys.modules[module_name]  # half a module must not be found by the next import
         raise
     return module
 
@@ -78,8 +78,7 @@ def build_plugin(
     cls = builtins.get(name)
     if cls is None:
         if ":" not in name:
-            close = difflib.get_close_matches(name, builtins, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"built in: {', '.join(builtins)}."
+            hint = suggestion(name, builtins, otherwise="built in")
             raise ConfigError(f"Setting '{section}.type' = {name!r} is not known; {hint}")
         cls = load_reference(name)
     if not dataclasses.is_dataclass(cls):
@@ -87,9 +86,7 @@ def build_plugin(
     valid = [field.name for field in dataclasses.fields(cls) if field.init]
     for key in settings:
         if key not in valid:
-            close = difflib.get_close_matches(key, valid, n=1)
-            names = ", ".join(valid) or "none"
-            hint = f"did you mean {close[0]!r}?" if close else f"valid here: {names}."
+            hint = suggestion(key, valid)
             raise ConfigError(f"Unknown setting '{section}.{key}' of {name!r}; {hint}")
     return _call(cls, settings, section=section)
 

@@ -29,6 +29,7 @@ class EngineSpec:
     config: EngineConfig
     model_path: str
     version: int  # of the weights at model_path, with the adapter on top if there is one
+    device: str = "auto"
     trust_remote_code: bool = False
     lora: LoraConfig | None = None  # updates bring adapters of this kind instead of all weights
     adapter_path: Path | None = None
@@ -171,12 +172,16 @@ class EngineBackend(Protocol):
 class EmbeddedBackend:
     """Millrace's own engine: continuous batching over a transformers model."""
 
+    block_tokens: int = 16  # per KV block: smaller blocks share more, larger ones need less lookup
+    # Tokens per sequence and round trip to the device: more hide its latency, fewer notice new
+    # requests and weights sooner. By default 1 on a CPU and 32 on a GPU.
+    round_steps: int | None = None
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
 
     def load(self, spec: EngineSpec) -> EngineCore:
         from millrace.inference.embedded.build import build_engine
 
-        return build_engine(spec)
+        return build_engine(spec, block_tokens=self.block_tokens, round_steps=self.round_steps)
 
 
 BACKENDS: dict[str, type] = {"embedded": EmbeddedBackend}

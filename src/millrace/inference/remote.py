@@ -30,7 +30,7 @@ from millrace.cluster.messages import (
 )
 from millrace.cluster.supervision.replica import WorkerReplica
 from millrace.cluster.worker import Worker
-from millrace.config.supervision import SupervisionConfig
+from millrace.config import SupervisionConfig
 from millrace.core.errors import EngineLost, MillraceError, WorkerError
 from millrace.core.protocols import Capability, Engine, OnCompletion, OnTokens
 from millrace.core.records import Completion, Request

@@ -50,7 +50,7 @@ from millrace.inference.backend import (
     load_backend,
 )
 from millrace.inference.interrupt import INTERRUPTS
-from millrace.models.loading import resolve_device
+from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.weights.receiver import make_receiver
 
 PROGRESS_S = 0.25
@@ -72,6 +72,7 @@ def _start(message: StartEngine, link: Link, timeline: Timeline) -> "EngineWorke
 
     spec = EngineSpec(
         config=config.engine,
+        device=config.placement.engine(0),
         model_path=message.model_path,
         version=message.version,
         trust_remote_code=config.model.trust_remote_code,
@@ -88,11 +89,12 @@ def wire(
     engine: EngineCore, config: RunConfig, *, link: Link, timeline: Timeline
 ) -> "EngineWorker":
     """An engine that is built, and the weights' way to it."""
+    device = resolve_device(config.placement.engine(0))
     receiver = make_receiver(
         config.weights.transport,
         expected=engine.parameter_shapes(),
-        dtype=getattr(torch, config.travel_dtype),
-        device=resolve_device(config.engine.device),
+        dtype=resolve_dtype(config.travel_dtype, device),
+        device=device,
         payload=config.weights.payload,
         timeout_s=config.weights.timeout_s,
     )

@@ -95,6 +95,13 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return tuple(sorted(set(ids)))
 
 
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """ "auto" is bfloat16 on CUDA and float32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
 def resolve_device(name: str) -> torch.device:
     """ "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1" -> device."""
     if name == "auto":

@@ -73,16 +73,16 @@ class RunMonitor:
         self._trace: TraceWriter | None = TraceWriter(
             run_dir.trace, earlier=run_dir.earlier_trace, resume=resume_from is not None
         )
-        self._samples = SampleLog(run_dir.rollouts, per_step=config.watch.samples_per_step)
+        self._samples = SampleLog(run_dir.rollouts, per_step=config.monitoring.samples_per_step)
         self._recordings = EpisodeLog(
-            run_dir.episodes, per_step=config.watch.record_episodes, model=config.model.path
+            run_dir.episodes, per_step=config.monitoring.record_episodes, model=config.model.path
         )
         self._trackers = trackers
         for tracker in trackers:
             tracker.open(
                 run_dir.path, settings=config.model_dump(mode="json"), resume_from=resume_from
             )
-        self._progress = progress or make_progress(config.watch.progress)
+        self._progress = progress or make_progress(config.monitoring.progress)
         self._activity = Activity()
         self._scorer_rates = ScorerRates()
         earlier = read_metrics(run_dir.metrics)  # rows of the run that this one resumes

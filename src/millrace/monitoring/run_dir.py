@@ -32,13 +32,13 @@ class RunDir:
         self.summary = self.path / "summary.json"  # only once the run has finished
         self.checkpoints = self.path / "checkpoints"  # step_N/
         self.rollouts = self.path / "rollouts"  # step_N.jsonl, for reading
-        self.episodes = self.path / "episodes"  # step_N.jsonl, with watch.record_episodes
+        self.episodes = self.path / "episodes"  # step_N.jsonl, with monitoring.record_episodes
         self.skipped = self.path / "skipped"  # step_N.jsonl, of steps that were not finite
         self.scorers = self.path / "scorers"  # what a scorer keeps for after a resume
         self.journal = self.path / "journal"  # what a crash must not lose
         self.logs = self.path / "logs"  # one file per worker
         self.plots = self.path / "plots"  # made by `millrace inspect`
-        self.tensorboard = self.path / "tensorboard"  # with watch.tensorboard
+        self.tensorboard = self.path / "tensorboard"  # with the tracker "tensorboard"
         self.control = self.path / "control"  # where a running run can be asked to change
         self._lock_path = self.path / "run.lock"
         self._lock: IO[str] | None = None
@@ -174,7 +174,7 @@ def _self_contained(config: RunConfig) -> dict[str, Any]:
         # A model may also be a hub name, which is no path at all.
         if path is not None and Path(path).exists():
             table[section]["path"] = str(Path(path).absolute())
-    for row in table["scorer"]:
+    for row in table["scorers"]:
         if "path" in row:  # a verifier's
             row["path"] = str(Path(row["path"]).absolute())
     adapters = config.engine.adapters

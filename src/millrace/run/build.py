@@ -197,7 +197,6 @@ def _build_tracker(run: RunParts, *, clock: Clock) -> tuple[Admission, GroupTrac
         admission=admission,
         solved_at=config.evaluate.solved_at,
         max_failure_share=config.rollout.max_failure_share,
-        max_filtered_share=config.rollout.max_filtered_share,
         warn=run.monitor.warn,
         version=next_take,
         next_number=cursor.next_number,

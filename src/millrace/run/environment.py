@@ -41,9 +41,9 @@ def build_environment(
                 " one by one, and there is no environment.function or command; use"
                 " rollout.oversample."
             )
-        if config.watch.record_episodes:
+        if config.monitoring.record_episodes:
             raise ConfigError(
-                f"watch.record_episodes = {config.watch.record_episodes} records what an"
+                f"monitoring.record_episodes = {config.monitoring.record_episodes} records what an"
                 " environment plays, and there is no environment.function or command; read"
                 " rollouts/ instead, or write one."
             )
@@ -72,7 +72,7 @@ def recipe_of(config: RunConfig, specs: Sequence[ScorerSpec]) -> Recipe | None:
     if by_value and not any(spec.may_reward_tokens for spec in specs):
         raise ConfigError(
             "environment.recipe.by = 'value' needs a scorer that rewards single tokens, and there"
-            " is none; add a [[scorer]] of type 'process_reward_model', or set it to 'entropy'."
+            " is none; add one to scorers of type 'process_reward_model', or set it to 'entropy'."
         )
     return recipe
 

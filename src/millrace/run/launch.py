@@ -11,8 +11,7 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Message, StartEngine, StartTrainer
 from millrace.cluster.mps import behind
 from millrace.cluster.worker import Worker
-from millrace.config import RunConfig
-from millrace.config.sections import WeightsConfig
+from millrace.config import RunConfig, WeightsConfig
 from millrace.core.errors import ConfigError
 from millrace.run.prepare import PreparedRun
 
@@ -45,13 +44,18 @@ class Launcher:
     async def start_engine(self, name: str, *, is_late: bool = False) -> Worker:
         """`is_late`: the engine gets the newest weights before it serves."""
         worker = await self._launch(name, "millrace.inference.worker", env=self._gpu_env)
-        await self._load(worker, self._start_message(self._prepared.config, is_late=is_late))
+        config = self._prepared.config
+        role, _, index = name.rpartition("-")
+        place = config.placement.evaluator if role == "evaluator" else config.placement.engine
+        config = config.placed_on(place(int(index)))
+        await self._load(worker, self._start_message(config, is_late=is_late))
         return worker
 
     async def start_model(self, name: str, *, model: str) -> Worker:
         """Start an engine of one of environment.models."""
         config = self._prepared.config
         settings = config.environment.models[model]
+        device = config.placement.model(model, int(name.rpartition("-")[2]))
         own = {
             "model": settings.model,
             "engine": settings.engine,
@@ -60,7 +64,7 @@ class Launcher:
         }
         worker = await self._launch(name, "millrace.inference.worker", env=self._gpu_env)
         start = StartEngine(
-            config=config.model_copy(update=own).model_dump(mode="json"),
+            config=config.model_copy(update=own).placed_on(device).model_dump(mode="json"),
             model_path=_absolute(settings.path),
             version=0,
         )
@@ -77,7 +81,9 @@ class Launcher:
         self._on_phase(name, "waiting for another host to join")
         worker = await self._hub.await_joined(name, timeout_s=timeout_s)
         try:
-            await self._load(worker, self._start_message(self._remote_config, is_late=is_late))
+            device = self._remote_config.placement.engine(int(name.rpartition("-")[2]))
+            config = self._remote_config.placed_on(device)
+            await self._load(worker, self._start_message(config, is_late=is_late))
         except ConfigError as error:
             raise ConfigError(f"On {worker.host}, for {name}: {error}") from error
         return worker

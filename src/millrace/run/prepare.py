@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.config import ReplayConfig, RunConfig, ScorerConfig
+from millrace.config import RunConfig, ScorerConfig
 from millrace.controller.controller import Cursor
 from millrace.controller.orders import check_room
 from millrace.core.errors import ConfigError, TaskError
@@ -29,30 +29,32 @@ from millrace.models.directory import (
     load_tokenizer,
     text_config,
 )
+from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.models.lora.factors import require_peft
 from millrace.models.lora.folders import check_resident
+from millrace.run.checks import (
+    check_devices,
+    check_estimator,
+    check_filters,
+    check_loss,
+    check_roles,
+    check_settings,
+    check_teaching,
+    teachers_in,
+)
 from millrace.run.environment import build_environment, others_of, recipe_of
 from millrace.run.resume import advance_cursor, journal_history, resume_point
-from millrace.run.teacher_checks import (
-    check_evaluation,
-    check_models,
-    check_teaching,
-    with_distillation,
-)
-from millrace.scoring.advantages.estimators import CRITIC, PAIRS, TREE, build_advantages
+from millrace.scoring.advantages.estimators import CRITIC, TREE, build_advantages
 from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer, resolve_scorer
 from millrace.scoring.scorer_type import RunInfo
 from millrace.scoring.shaping.selection import ROC
 from millrace.scoring.shaping.shaping import Shaping, build_shaping
+from millrace.scoring.teachers.reference import Reference
+from millrace.scoring.teachers.teacher import SelfTeacher, Teacher
 from millrace.tasks.sources import load_section, load_sources, make_stream
 from millrace.tasks.streams import TaskStream
-from millrace.training.checkpoints.directory import (
-    Found,
-)
-from millrace.training.losses.loss import Loss
-from millrace.training.losses.policy_loss import PolicyLoss
-from millrace.training.losses.preference import PreferenceLoss
-from millrace.training.losses.recipes import ADVANTAGES, DEFAULT, PREFERENCE, build_loss
+from millrace.training.checkpoints.directory import Found
+from millrace.training.losses.recipes import ADVANTAGES, DEFAULT, RECIPES, build_loss
 
 PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
 
@@ -114,6 +116,7 @@ def prepare(
     environment: Callable[..., Any] | None = None,
     resume: bool = False,
 ) -> PreparedRun:
+    check_settings(config)
     if config.lora is not None:
         require_peft()
     if config.engine.count > 0:  # other hosts have folders of their own
@@ -127,25 +130,27 @@ def prepare(
             f"evaluate.engines = {config.evaluate.engines} have no tasks to evaluate; set"
             " evaluate.path, or pass eval_tasks=[...] to train()."
         )
-    specs = _scorers(config.scorer, scorers)
+    specs = _scorers(config.scorers, scorers)
     all_tasks = [*train_tasks, *held_out]
     specs, played = seated(specs, build_environment(config, environment), tasks=all_tasks)
     rewards = environment is not None or config.environment.may_reward
     check_scorers(specs, all_tasks, may_be_empty=rewards)
-    check_evaluation(specs, num_held_out=len(held_out))
-    config = with_distillation(_with_advantages(config), specs)
+    check_roles(config, specs, num_held_out=len(held_out))
+    config = _with_distillation(_with_advantages(config), specs)
     check_room(
         config.buffer.order,
         groups_per_step=config.trainer.groups_per_step,
         capacity=config.buffer.capacity,
         max_staleness=config.buffer.max_staleness,
     )
-    loss = _check_loss(config)
+    loss = build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)
+    check_loss(config, loss)
     check_teaching(config, specs, loss=loss)
-    _check_filters(config)
+    check_filters(config)
     advantages = build_advantages(config.scoring.advantages)
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    check_devices(config, resolve_device)
     capabilities = load_backend(config.engine).capabilities
     check_capabilities(
         config,
@@ -164,7 +169,7 @@ def prepare(
     if past is not None:
         cursor = advance_cursor(cursor, past.ledger, stream)
     prepared = PreparedRun(
-        config=_with_threads(config),
+        config=_with_dtypes(_with_threads(config)),
         tasks=stream,
         held_out=tuple(held_out[: config.evaluate.max_tasks]),
         scorers=specs,
@@ -181,7 +186,9 @@ def prepare(
         past=past,
         doubts=(*found.refused, *doubts, *seed_doubts(config.engine, capabilities)),
     )
-    check_models(specs, prepared.facts)
+    for spec in specs:
+        if isinstance(spec.type, Teacher | SelfTeacher | Reference):
+            spec.type.check_model(prepared.facts, name=spec.name)
     return prepared
 
 
@@ -189,7 +196,7 @@ def _scorers(
     settings: Sequence[ScorerConfig], given: Sequence[Callable[..., Any]] | None
 ) -> tuple[ScorerSpec, ...]:
     configured = [
-        resolve_scorer(row, section=f"scorer.{index}") for index, row in enumerate(settings)
+        resolve_scorer(row, section=f"scorers.{index}") for index, row in enumerate(settings)
     ]
     return (*configured, *(function_scorer(function) for function in given or ()))
 
@@ -206,44 +213,6 @@ def _shaping(config: RunConfig, *, scorers: Sequence[str]) -> Shaping:
         seed=config.seed,
         scorers=scorers,
     )
-
-
-def _check_loss(config: RunConfig) -> Loss:
-    """A typo costs no start-up; returns the loss."""
-    loss = build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)
-    if config.buffer.replay is not None and isinstance(loss, PolicyLoss):
-        _check_replay(config.buffer.replay, loss)
-    if not isinstance(loss, PreferenceLoss):
-        return loss
-    if config.critic is not None:
-        raise ConfigError(
-            f"loss.type = '{PREFERENCE}' learns from pairs, and a critic judges single episodes;"
-            " leave [critic] out, or set loss.type to 'ppo'."
-        )
-    estimator = config.scoring.advantages["type"]
-    if estimator != PAIRS:
-        raise ConfigError(
-            f"loss.type = '{PREFERENCE}' learns from pairs, but scoring.advantages of type"
-            f" {estimator!r} makes none; set that to '{PAIRS}' or 'auto'."
-        )
-    return loss
-
-
-def _check_filters(config: RunConfig) -> None:
-    """Both of a pair are trained, or none; and a critic hears of all that happened."""
-    for table in config.rollout.filter:
-        kind = table.get("type", "zero_variance")
-        if kind == "zero_variance" and config.critic is not None:
-            raise ConfigError(
-                "rollout.filter 'zero_variance' drops groups that all failed or all succeeded, from"
-                " which a critic learns what to expect; leave the filter or [critic] out."
-            )
-        masks = kind == "overlong" and table.get("action", "mask") == "mask"
-        if masks and config.scoring.advantages["type"] == PAIRS:
-            raise ConfigError(
-                "rollout.filter 'overlong' with action = 'mask' would leave half of a pair, which"
-                f" scoring.advantages of type '{PAIRS}' makes; set its action to 'drop'."
-            )
 
 
 def _check_critic(config: RunConfig, *, num_tokens: int, max_context: int) -> None:
@@ -267,22 +236,11 @@ def _check_critic(config: RunConfig, *, num_tokens: int, max_context: int) -> No
         )
 
 
-def _check_replay(replay: ReplayConfig, loss: PolicyLoss) -> None:
-    """No token of a replayed group is less than two versions stale."""
-    limit = loss.staleness.max_token_staleness
-    if limit < 2 and loss.staleness.staleness_half_life == 0:
-        raise ConfigError(
-            f"loss.max_token_staleness = {limit:g} masks every token of buffer.replay, which are 2"
-            f" to {replay.max_staleness} versions stale; raise it, set loss.staleness_half_life, or"
-            " leave out buffer.replay."
-        )
-
-
 def _with_advantages(config: RunConfig) -> RunConfig:
     """With the estimator that belongs to the loss, where nothing else is said."""
     table = {"type": "group", **config.scoring.advantages}
     if table["type"] != "auto":
-        _check_estimator(str(table["type"]), has_critic=config.critic is not None)
+        check_estimator(str(table["type"]), has_critic=config.critic is not None)
         return _with_estimator(config, table)
     if len(table) > 1:
         raise ConfigError(
@@ -295,19 +253,6 @@ def _with_advantages(config: RunConfig) -> RunConfig:
         return _with_estimator(config, {"type": TREE})
     recipe = str(config.loss.get("type", DEFAULT))
     return _with_estimator(config, dict(ADVANTAGES.get(recipe, {"type": "group"})))
-
-
-def _check_estimator(estimator: str, *, has_critic: bool) -> None:
-    if has_critic and estimator != CRITIC:
-        raise ConfigError(
-            f"scoring.advantages of type {estimator!r} needs no critic, and [critic] is there;"
-            f" leave [critic] out, or set the type to '{CRITIC}' or 'auto'."
-        )
-    if estimator == CRITIC and not has_critic:
-        raise ConfigError(
-            f"scoring.advantages of type '{CRITIC}' needs a critic, and there is none; add a"
-            " [critic] table, or set the type to 'auto'."
-        )
 
 
 def _with_estimator(config: RunConfig, table: dict[str, Any]) -> RunConfig:
@@ -371,3 +316,47 @@ def _with_threads(config: RunConfig) -> RunConfig:
             ),
         }
     )
+
+
+def _with_dtypes(config: RunConfig) -> RunConfig:
+    """Data types that fit the devices of this host, where the settings say "auto". All engines
+    use the same one, those of other hosts included: weights travel in it."""
+
+    def chosen(dtype: str, device: str) -> str:
+        return str(resolve_dtype(dtype, resolve_device(device))).removeprefix("torch.")
+
+    placement, engine, trainer = config.placement, config.engine, config.trainer
+    has_engines_here = engine.count > 0
+    device = placement.engine(0) if has_engines_here else placement.trainer[0]
+    dtypes = {
+        "engine": engine.model_copy(update={"dtype": chosen(engine.dtype, device)}),
+        "trainer": trainer.model_copy(
+            update={"dtype": chosen(trainer.dtype, placement.trainer[0])}
+        ),
+    }
+    return config.model_copy(update=dtypes)
+
+
+def _with_distillation(config: RunConfig, specs: Sequence[ScorerSpec]) -> RunConfig:
+    """With the teachers' settings of the loss, where [loss] does not set them."""
+    found = teachers_in(specs)
+    if not found or config.loss.get("type", DEFAULT) not in RECIPES:
+        return config
+    (first, teacher), *others = found
+    mine = _teaching(first, teacher)
+    for spec, other in others:
+        for key, value in _teaching(spec, other).items():
+            if value != mine[key]:
+                raise ConfigError(
+                    f"Scorers {first.name!r} and {spec.name!r} differ in {key} ({mine[key]!r} and"
+                    f" {value!r}), and all teachers of a run share it; make it the same."
+                )
+    implied: dict[str, Any] = {"distil": teacher.loss, "distil_weight": first.weight}
+    if teacher.loss == "jsd":
+        implied["distil_beta"] = teacher.beta
+    return config.model_copy(update={"loss": {**implied, **config.loss}})
+
+
+def _teaching(spec: ScorerSpec, kind: Teacher | SelfTeacher) -> dict[str, Any]:
+    """The settings that all teachers of a run must share."""
+    return {"loss": kind.loss, "beta": kind.beta, "top_k": kind.num_top, "weight": spec.weight}

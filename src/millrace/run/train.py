@@ -41,6 +41,7 @@ from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.trackers import build_trackers
 from millrace.run.build import RunParts, build_controller
+from millrace.run.checks import local_devices
 from millrace.run.launch import Launcher
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import scaling_server
@@ -48,6 +49,8 @@ from millrace.run.workers import RunWorkers
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
 from millrace.tasks.lengths import LengthPredictor
 from millrace.weights.broadcaster import VersionBroadcaster
+
+ScorerLike = Callable[..., Any] | str | Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +71,7 @@ def train(
     *,
     tasks: Sequence[Any] | None = None,
     eval_tasks: Sequence[Any] | None = None,
-    scorers: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+    scorers: Sequence[ScorerLike] | ScorerLike | None = None,
     environment: Callable[..., Any] | Mapping[str, Any] | None = None,
     resume: bool = False,
     **settings: Any,
@@ -78,18 +81,22 @@ def train(
     Settings come from a TOML file or a dict; keyword arguments (`model="...", trainer={"steps":
     10}`) override them. Tasks, reward functions and the environment may be Python objects. Settings
     of an environment function are given beside it: `environment={"function": play, "max_turns":
-    8}`.
+    8}`. `scorers` are added to those of the file: reward functions, names ("exact",
+    "rewards.py:digits") or tables ({"type": "numeric", "tolerance": 0.01}).
     """
     play, table = _environment_of(environment)
+    functions, tables = _scorers_of(scorers)
     settled = load_config(config, overrides={**settings, **table})
-    progress = make_progress(settled.watch.progress)
+    if tables:
+        settled = load_config(settled, overrides={"scorers": [*settled.scorers, *tables]})
+    progress = make_progress(settled.monitoring.progress)
     progress.starting("run", "reading the model's settings and the tasks")
     try:
         prepared = prepare(
             settled,
             tasks=tasks,
             eval_tasks=eval_tasks,
-            scorers=[scorers] if callable(scorers) else scorers,
+            scorers=functions,
             environment=play,
             resume=resume,
         )
@@ -118,6 +125,16 @@ def _train(
         ) from error
     finally:
         run_dir.close()
+
+
+def _scorers_of(
+    given: Sequence[ScorerLike] | ScorerLike | None,
+) -> tuple[list[Callable[..., Any]], list[str | Mapping[str, Any]]]:
+    """Reward functions, and scorers that settings describe."""
+    if given is None or callable(given) or isinstance(given, str | Mapping):
+        given = [] if given is None else [given]
+    functions = [scorer for scorer in given if callable(scorer)]
+    return functions, [scorer for scorer in given if not callable(scorer)]
 
 
 def _environment_of(
@@ -152,9 +169,7 @@ class _Run:
             prepared.config,
             run_dir=run_dir,
             resume_from=prepared.cursor.version if resume else None,
-            trackers=build_trackers(
-                [{"type": "tensorboard"}] if prepared.config.watch.tensorboard else []
-            ),
+            trackers=build_trackers([table.own for table in prepared.config.tracker]),
             progress=progress,
         )
         self._broadcaster = VersionBroadcaster(
@@ -245,14 +260,9 @@ class _Run:
         return outcome
 
     def _shared_gpu(self) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
-        engine, trainer = self._config.engine, self._config.trainer
-        num_engines = engine.count + self._config.evaluate.engines
-        num_engines = num_engines if engine.device != "cpu" else 0
-        others = self._config.environment.models.values()
-        num_engines += sum(other.count for other in others if other.device != "cpu")
         return shared_gpu(
             self._config.cluster.mps,
-            num_cuda_workers=num_engines + (trainer.device != "cpu"),
+            num_cuda_workers=sum(device != "cpu" for device in local_devices(self._config)),
             log=self._run_dir.logs / "mps.log",
             warn=self._monitor.warn,
         )
@@ -270,7 +280,7 @@ class _Run:
                 rules=rules_of(
                     self._config.environment,
                     redundancy=self._config.rollout.redundancy,
-                    records=self._config.watch.record_episodes > 0,
+                    records=self._config.monitoring.record_episodes > 0,
                 ),
                 thread=thread,
                 recipe=self._prepared.recipe,

@@ -1,4 +1,4 @@
-"""Turns [[scorer]] tables and Python functions into scorers.
+"""Turns [[scorers]] tables and Python functions into scorers.
 
 A new built-in type is one module with a dataclass (see scorer_type.py) and one line in
 SCORER_TYPES. A user's own type needs no registration: `type = "module:Name"` names a class. If the
@@ -61,7 +61,7 @@ class ScorerSpec:
 
 
 def resolve_scorer(row: ScorerConfig, *, section: str) -> ScorerSpec:
-    """Resolve one [[scorer]] table; raises ConfigError."""
+    """Resolve one [[scorers]] table; raises ConfigError."""
     if row.function is not None:
         scorer_type: ScorerType = Function(function=row.function)
     else:
@@ -93,7 +93,7 @@ def check_scorers(
     names = [spec.name for spec in specs]
     if not names and not may_be_empty:
         raise ConfigError(
-            "The run has no scorer; add a [[scorer]] table, or pass scorers=[...] to train()."
+            "The run has no scorer; add a [[scorers]] table, or pass scorers=[...] to train()."
         )
     for name in names:
         check_file_name(name, of="A scorer")

@@ -1,6 +1,6 @@
-"""The interface of a [[scorer]] type: its settings, its call settings, and how it is built.
+"""The interface of a [[scorers]] type: its settings, its call settings, and how it is built.
 
-A type is a frozen dataclass whose fields are the keys of its [[scorer]] table. It is created and
+A type is a frozen dataclass whose fields are the keys of its [[scorers]] table. It is created and
 checked before any worker starts. `build` returns the Scorer that the run uses.
 docs/how-to/scorers.md has a complete example in one file.
 """
@@ -60,6 +60,9 @@ class ScorerContext:
     functions: dict[str, str | Callable[..., Any]] = field(default_factory=dict)
     """Functions by name. A scorer adds the functions that `workers` shall run for it."""
 
+    def device_of(self, scorer: str) -> str:
+        return "auto" if self.run is None else self.run.config.placement.scorer(scorer)
+
     @property
     def run_info(self) -> RunInfo:
         assert self.run is not None, "this scorer type needs a training run"
@@ -68,11 +71,11 @@ class ScorerContext:
 
 @runtime_checkable
 class ScorerType(Protocol):
-    """A [[scorer]] type. Called in the controller's process."""
+    """A [[scorers]] type. Called in the controller's process."""
 
     @property
     def default_name(self) -> str:
-        """Name in metrics if the [[scorer]] table sets none."""
+        """Name in metrics if the [[scorers]] table sets none."""
         ...
 
     def call_settings(self, *, num_workers: int) -> CallSettings:

@@ -105,12 +105,11 @@ async def _reading(
     from millrace.models.directory import vocabulary_checksum
 
     engine, num_tokens = settings.config.engine, max(tokenizer.get_vocab().values()) + 1
-    reader = LogprobModelSettings(
-        device=engine.device, dtype=engine.dtype, threads=engine.threads or 1
-    ).plain()
+    reader = LogprobModelSettings(dtype=engine.dtype, threads=engine.threads or 1).plain()
     start = StartTeacher(
         config=settings.config.model_dump(mode="json"),
         settings=reader,
+        device=settings.config.placement.engine(0),
         model_path=settings.config.model.path,
         num_known=num_tokens,
     )

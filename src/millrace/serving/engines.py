@@ -62,8 +62,9 @@ class Engines:
 
     async def _start(self, name: str, _is_late: bool) -> Worker:
         worker = await self._worker_pool.launch(name, "millrace.inference.worker")
+        device = self._config.placement.engine(int(name.rpartition("-")[2]))
         start = StartEngine(
-            config=self._config.model_dump(mode="json"),
+            config=self._config.placed_on(device).model_dump(mode="json"),
             model_path=self._config.model.path,
             version=0,
         )

@@ -15,6 +15,7 @@ from millrace.core.machine import available_cores
 from millrace.serving.options import ServerLimits
 
 KEY_VARIABLE = "MILLRACE_API_KEY"
+_SECTIONS = ("engine.", "model.", "supervision.", "placement.engines")
 _NOT_HERE = ("engine.count", "engine.remote", "model.path")
 
 
@@ -34,10 +35,10 @@ class ServeSettings:
 def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> ServeSettings:
     """`settings` are those of a run, by dotted key."""
     for key in settings:
-        if not key.startswith(("engine.", "model.", "supervision.")) or key in _NOT_HERE:
+        if not key.startswith(_SECTIONS) or key in _NOT_HERE:
             raise ConfigError(
-                f"--{key} is no setting of a server; it has --engine.KEY and --supervision.KEY, as"
-                " a run, and --engines."
+                f"--{key} is not a setting of a server; it has --engine.KEY, --supervision.KEY and"
+                " --placement.engines, as a run, and --engines."
             )
     if min(args.engines, args.scorers) < 0 or args.engines + args.scorers == 0:
         raise ConfigError(

@@ -16,6 +16,7 @@ from millrace.core.records import Task
 from millrace.tasks.streams import Epochs
 
 MEMORY = 0.5  # weight of the previous mean when a new group arrives
+EXPLORE_SHARE = 0.25  # of all groups: these take every task in turn, so that none is forgotten
 WIDTH = 0.2  # standard deviation of the Gaussian
 
 
@@ -23,7 +24,12 @@ class Curriculum:
     """A TaskStream that prefers tasks near a target solve rate."""
 
     def __init__(
-        self, tasks: Sequence[Task], *, seed: int, target: float, explore_share: float
+        self,
+        tasks: Sequence[Task],
+        *,
+        seed: int,
+        target: float,
+        explore_share: float = EXPLORE_SHARE,
     ) -> None:
         self._tasks = tuple(tasks)
         self._seed = seed % 2**64

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.config.tasks import HUB
+from millrace.config import HUB
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import load_reference
 from millrace.core.records import Prompt, Task

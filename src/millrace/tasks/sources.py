@@ -48,7 +48,6 @@ def make_stream(sources: Sequence[TaskList], settings: TasksConfig, *, seed: int
             tasks,
             seed=seed,
             target=settings.target_solve_rate,
-            explore_share=settings.explore_share,
         )
 
     streams = [ordered(source.tasks) for source in sources]

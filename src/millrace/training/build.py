@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from millrace.config import CriticConfig, RunConfig, TrainerConfig
+from millrace.config import CriticConfig, RunConfig
 from millrace.models.attention.packed import PACKED_ATTENTION
-from millrace.models.loading import load_model, resolve_device
+from millrace.models.loading import load_model, resolve_device, resolve_dtype
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.moe.router_search import check_replay, find_routing
 from millrace.models.moe.routing import RouteReplay
@@ -28,7 +28,7 @@ def build_trainer(
     config: RunConfig, *, path: str, on_forward: Callable[[], None] = lambda: None
 ) -> Trainer:
     """The trainer with the weights at `path`."""
-    settings = config.trainer
+    optimizer = config.optimizer
     critic = None
     if config.critic is not None:
         critic = build_critic(config, config.critic, on_forward=on_forward)
@@ -37,13 +37,13 @@ def build_trainer(
         critic=critic,
         loss=build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens),
         schedule=Schedule(
-            learning_rate=settings.learning_rate,
-            kind=settings.schedule,
-            warmup_steps=settings.warmup_steps,
-            total_steps=settings.steps,
-            min_share=settings.min_learning_rate_share,
+            learning_rate=config.learning_rate,
+            kind=optimizer.schedule,
+            warmup_steps=optimizer.warmup_steps,
+            total_steps=config.trainer.steps,
+            min_share=optimizer.min_lr_ratio,
         ),
-        epochs=settings.epochs,
+        epochs=config.trainer.epochs,
     )
 
 
@@ -54,10 +54,9 @@ def build_policy(config: RunConfig, *, path: str, on_forward: Callable[[], None]
         adapter = TrainedAdapter(model, config.lora, model_path=path)
     return PolicyModel(
         model,
-        settings=train_settings(config.trainer),
+        settings=train_settings(config),
         adapter=adapter,
         replay=build_replay(model) if config.trainer.replay_routes else None,
-        logprob_chunk=config.trainer.logprob_chunk,
         on_forward=on_forward,
     )
 
@@ -78,23 +77,25 @@ def build_critic(
     return Critic(
         _load(config, path=settings.path or config.model.path),
         estimator=GaeEstimator(
-            discount=settings.discount, decay=settings.decay, normalize=settings.normalize
+            discount=settings.gamma, decay=settings.gae_lambda, normalize=settings.normalize
         ),
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         value_clip=settings.value_clip,
-        loss_weight=settings.loss_weight,
-        settings=train_settings(config.trainer),
+        settings=train_settings(config),
         on_forward=on_forward,
     )
 
 
-def train_settings(settings: TrainerConfig) -> TrainSettings:
+def train_settings(config: RunConfig) -> TrainSettings:
+    settings, optimizer = config.trainer, config.optimizer
     return TrainSettings(
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        compute_dtype=getattr(torch, settings.dtype),
+        optimizer=optimizer.type,
+        optimizer_options=optimizer.own,
+        betas=optimizer.betas,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+        compute_dtype=resolve_dtype(settings.dtype, resolve_device(config.placement.trainer[0])),
         gradient_checkpointing=settings.gradient_checkpointing,
         compile_layers=settings.compile,
     )
@@ -103,14 +104,17 @@ def train_settings(settings: TrainerConfig) -> TrainSettings:
 def build_sender(config: RunConfig) -> Sender:
     """The trainer's end of the weight transport."""
     weights, engine = config.weights, config.engine
-    device = resolve_device(config.trainer.device)
+    device = resolve_device(config.placement.trainer[0])
     is_one_host = engine.remote == 0
+    engine_device = config.placement.engine(0)
     transport = resolve_transport(
-        weights.transport, device=device, engine_device=engine.device, is_one_host=is_one_host
+        weights.transport, device=device, engine_device=engine_device, is_one_host=is_one_host
     )
     return make_sender(
         transport,
-        dtype=getattr(torch, config.travel_dtype),
+        dtype=resolve_dtype(
+            config.travel_dtype, torch.device("cpu") if engine_device == "cpu" else device
+        ),
         payload=weights.payload,
         directory=Path(weights.directory or Path(config.run_dir) / "weights"),
         address=resolve_address(
@@ -119,9 +123,8 @@ def build_sender(config: RunConfig) -> Sender:
             cluster_address=config.cluster.advertise or config.cluster.address,
         ),
         num_engines=engine.count + engine.remote,
-        bucket_bytes=weights.bucket_bytes,
         timeout_s=weights.timeout_s,
-        device=device if engine.device != "cpu" else None,
+        device=device if engine_device != "cpu" else None,
     )
 
 
@@ -136,7 +139,7 @@ def _load(config: RunConfig, *, path: str) -> PreTrainedModel:
     return load_model(
         path,
         dtype=torch.float32,
-        device=resolve_device(config.trainer.device),
+        device=resolve_device(config.placement.trainer[0]),
         attention=PACKED_ATTENTION,
         trust_remote_code=config.model.trust_remote_code,
     )

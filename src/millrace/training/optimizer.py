@@ -10,11 +10,14 @@ between they lie where float16 is precise. The power is as large as has lately b
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from millrace.config.training import ADAMW
+from millrace.core.errors import ConfigError
+from millrace.core.plugins import load_reference
 from millrace.training.settings import TrainSettings
 
 
@@ -43,17 +46,32 @@ class Schedule:
         return 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
 
 
-def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW over all parameters; the trainer sets the learning rate before each step."""
+def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+    """The optimizer of all parameters; the trainer sets the learning rate before each step."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         # Norms and biases: pulling these towards zero changes scale, not complexity.
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=0.0, betas=settings.betas, fused=True
-    )
+    groups = [group for group in groups if group["params"]]
+    if settings.optimizer == ADAMW:
+        return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True)
+    return _build_custom_optimizer(groups, settings)
+
+
+def _build_custom_optimizer(
+    groups: list[dict[str, Any]], settings: TrainSettings
+) -> torch.optim.Optimizer:
+    """An optimizer class of the user's own, given lr and the further keys of [optimizer]."""
+    name = settings.optimizer
+    try:
+        made = load_reference(name)(groups, lr=0.0, **settings.optimizer_options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"Section 'optimizer' does not fit {name!r}: {error}.") from None
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer.type = {name!r} is not a torch.optim.Optimizer.")
+    return made
 
 
 _FIRST = 2.0**16

@@ -1,12 +1,18 @@
 """How a model is trained, whatever it learns: the policy and its critic share these settings."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from millrace.config.training import ADAMW
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
+    optimizer: str = ADAMW  # or "module:Class" of a torch.optim.Optimizer
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     weight_decay: float = 0.0  # of matrices; norms and biases are not decayed
     max_grad_norm: float = 1.0

@@ -47,7 +47,7 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
         "seed": seed,
         "tasks": {"function": "millrace.bench.faults.subject:train_tasks"},
         "evaluate": {"function": "millrace.bench.faults.subject:held_out_tasks"},
-        "scorer": [{"function": "millrace.demo.task:exact", "timeout_s": 10.0, "retries": 10}],
+        "scorers": [{"function": "millrace.demo.task:exact", "timeout_s": 10.0, "retries": 10}],
         "sampling": {"max_new_tokens": 5},
         "rollout": {"group_size": 8, "max_running_groups": 32},
         "buffer": {"max_staleness": MAX_STALENESS, "capacity": 4 * GROUPS_PER_STEP},
@@ -56,10 +56,12 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
             "steps": steps,
             "groups_per_step": GROUPS_PER_STEP,
             "threads": 1,
+            "microbatch_tokens": 2048,
+        },
+        "optimizer": {
             "learning_rate": 3e-4,
             "schedule": "linear",  # a run that ends in small steps ends near its best
             "warmup_steps": 5,
-            "microbatch_tokens": 2048,
         },
         "scoring": {"workers": 1},
         "checkpoint": {"every_steps": 5, "keep": 2},
@@ -70,13 +72,12 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
             "backoff_s": 0.1,
             "report_s": 0.25,
             "hang_timeout_s": 10.0,
-            "swap_timeout_s": 30.0,
             "step_timeout_s": 120.0,
-            "save_timeout_s": 120.0,
         },
         "cluster": {"start_timeout_s": 60.0},
         "weights": {"timeout_s": 60.0},
-        "watch": {"progress": "lines", "samples_per_step": GROUPS_PER_STEP},  # one of each group
+        # One sample of each group.
+        "monitoring": {"progress": "lines", "samples_per_step": GROUPS_PER_STEP},
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from millrace.config.supervision import SupervisionConfig
+from millrace.config import SupervisionConfig
 from millrace.core.errors import RestartLimitExceeded, WorkerError
 
 MAX_BACKOFF_S = 60.0

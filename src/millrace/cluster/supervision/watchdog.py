@@ -58,13 +58,14 @@ class ProgressWatchdog:
 
 
 T = TypeVar("T")
+STALL_WARNING_S = 120.0  # without progress before the first warning; the interval then doubles
 
 
 class StallWatchdog:
     def __init__(
         self,
         *,
-        warn_after_s: float,
+        warn_after_s: float = STALL_WARNING_S,
         limit_s: float,
         explain: Callable[[], str],
         moved: Callable[[], int],

@@ -45,7 +45,7 @@ class ReplayOptions:
     environment: str | None = None  # "module:name"; None = the episodes are taken as they were
     model: str | None = None  # whose tokenizer is used; None = the recorded one
     scores: tuple[str, ...] = ()  # "module:name" of reward functions, or verifiers by name
-    config: Path | None = None  # whose [[scorer]] tables judge
+    config: Path | None = None  # whose [[scorers]] tables judge
     tool_results: tuple[str, ...] = ()  # "NUMBER=TEXT", of every episode
     reward: float | None = None  # instead of the environment's
     out: Path | None = None  # where the episodes go that came of it
@@ -121,9 +121,9 @@ def _specs(options: ReplayOptions) -> list[ScorerSpec]:
         for name in options.scores
     ]
     if options.config is not None:
-        tables = load_config(options.config).scorer
+        tables = load_config(options.config).scorers
         specs += [
-            resolve_scorer(row, section=f"scorer.{index}") for index, row in enumerate(tables)
+            resolve_scorer(row, section=f"scorers.{index}") for index, row in enumerate(tables)
         ]
     return specs
 

@@ -37,7 +37,7 @@ def read_recordings(path: str | Path) -> Iterator[Line]:
         except msgspec.DecodeError as error:
             raise ConfigError(
                 f"{path}:{number} is no recorded episode: {error}; such files are written with"
-                " watch.record_episodes, and by this version of millrace."
+                " monitoring.record_episodes, and by this version of millrace."
             ) from None
 
 

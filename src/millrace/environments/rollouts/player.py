@@ -183,7 +183,7 @@ class GroupPolicy:
         if self._scoring is None or not self._takes_episodes:
             raise TaskError(
                 f"{self.name}: no scorer rewards single tokens while a group is generated; add a"
-                " [[scorer]] of type 'process_reward_model'."
+                " [[scorers]] of type 'process_reward_model'."
             )
         return await self._scoring.token_rewards(index)
 

@@ -21,6 +21,7 @@ from millrace.models.loading import (
     load_model,
     max_context,
     resolve_device,
+    resolve_dtype,
     stop_token_ids,
 )
 from millrace.models.lora.factors import Adapter, adapter_of
@@ -33,14 +34,16 @@ _GPU_KV_SHARE = 0.4  # of the free memory; a trainer may want the rest
 _GIB = 2**30
 
 
-def build_engine(spec: EngineSpec) -> EmbeddedEngine:
+def build_engine(
+    spec: EngineSpec, *, block_tokens: int = 16, round_steps: int | None = None
+) -> EmbeddedEngine:
     """Load the model and make the engine that the spec describes."""
     config, model_path = spec.config, spec.model_path
-    device = resolve_device(config.device)
+    device = resolve_device(spec.device)
     try:
         model = load_model(
             model_path,
-            dtype=getattr(torch, config.dtype),
+            dtype=resolve_dtype(config.dtype, device),
             device=device,
             attention=PAGED_ATTENTION,
             trust_remote_code=spec.trust_remote_code,
@@ -49,7 +52,7 @@ def build_engine(spec: EngineSpec) -> EmbeddedEngine:
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"The weights of {model_path!r} do not fit on {device} ({_free(device)}); free some of"
-            " it, set engine.dtype to bfloat16, or use another engine.device."
+            " it, set engine.dtype to bfloat16, or change placement.engines."
         ) from None
     tokenizer = load_tokenizer(model_path, trust_remote_code=spec.trust_remote_code)
     engine = engine_of(
@@ -61,6 +64,8 @@ def build_engine(spec: EngineSpec) -> EmbeddedEngine:
         adapters=adapters,
         routing=find_routing(model) if spec.records_routes else None,
         on_warm_up=spec.on_warm_up,
+        block_tokens=block_tokens,
+        round_steps=round_steps,
     )
     if spec.adapter_path is not None:
         engine.swap(read_checkpoint(spec.adapter_path), version=spec.version)
@@ -77,16 +82,18 @@ def engine_of(
     adapters: Mapping[str | None, Adapter] | None = None,
     routing: Routing | None = None,
     on_warm_up: Callable[[], None] = lambda: None,
+    block_tokens: int = 16,
+    round_steps: int | None = None,
 ) -> EmbeddedEngine:
     """The engine these settings describe, ready for its first request."""
     on_gpu = model.device.type == "cuda"
-    round_steps = _round_steps(model, config)
+    round_steps = _round_steps(model, round_steps)
     if on_gpu and round_steps != 1:
         _check_compiler()
     context = _context(model, config)
-    of_block = _block_bytes(model, config, routing)
-    num_blocks = config.num_blocks or _default_num_blocks(
-        config, context=context, size=of_block, device=model.device
+    of_block = _block_bytes(model, block_tokens, routing)
+    num_blocks = _num_blocks(
+        config, context=context, block_tokens=block_tokens, size=of_block, device=model.device
     )
     try:
         engine = EmbeddedEngine(
@@ -100,7 +107,7 @@ def engine_of(
             max_context=context,
             max_sequences=config.max_sequences,
             num_blocks=num_blocks,
-            block_tokens=config.block_tokens,
+            block_tokens=block_tokens,
             prefill_tokens=config.prefill_tokens or (16384 if on_gpu else 2048),
             kv=config.kv,
             prefix_cache=config.prefix_cache,
@@ -139,12 +146,12 @@ def applied_adapters(
     return None, {None: policy, **residents}
 
 
-def _round_steps(model: PreTrainedModel, config: EngineConfig) -> int:
+def _round_steps(model: PreTrainedModel, wanted: int | None) -> int:
     """Tokens per round trip to the device; one where an expert's share of the tokens has to be
     asked for on the way, which no CUDA graph can."""
     if model.device.type != "cuda":
-        return config.round_steps or 1
-    wanted = config.round_steps or 32
+        return wanted or 1
+    wanted = wanted or 32
     has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
     major, _ = torch.cuda.get_device_capability(model.device)
     if wanted == 1 or not has_experts or (model.dtype == torch.bfloat16 and major in (9, 10)):
@@ -162,7 +169,7 @@ def _check_compiler() -> None:
     if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
         raise ConfigError(
             "Decoding on a GPU needs a C compiler, and neither cc, gcc nor clang is on PATH;"
-            " install one, or set engine.round_steps to 1 and be several times slower."
+            " install one, or set engine.options.round_steps to 1 and be several times slower."
         )
 
 
@@ -178,11 +185,11 @@ def _context(model: PreTrainedModel, config: EngineConfig) -> int:
     return config.max_context
 
 
-def _default_num_blocks(
-    config: EngineConfig, *, context: int, size: int, device: torch.device
+def _num_blocks(
+    config: EngineConfig, *, context: int, block_tokens: int, size: int, device: torch.device
 ) -> int:
     """Enough for all sequences at full context, within kv_bytes; a block has `size` bytes."""
-    enough = config.max_sequences * -(-context // config.block_tokens)
+    enough = config.max_sequences * -(-context // block_tokens)
     bound = config.kv_bytes or _default_kv_bytes(device)
     if bound < size:
         raise ConfigError(
@@ -198,10 +205,10 @@ def _default_kv_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
 
 
-def _block_bytes(model: PreTrainedModel, config: EngineConfig, routing: Routing | None) -> int:
+def _block_bytes(model: PreTrainedModel, block_tokens: int, routing: Routing | None) -> int:
     """With the routes of its tokens, if they are noted."""
-    of_kv = block_bytes(measure_kv(model), block_tokens=config.block_tokens, dtype=model.dtype)
-    return of_kv + (0 if routing is None else config.block_tokens * routing.token_bytes)
+    of_kv = block_bytes(measure_kv(model), block_tokens=block_tokens, dtype=model.dtype)
+    return of_kv + (0 if routing is None else block_tokens * routing.token_bytes)
 
 
 def _free(device: torch.device) -> str:

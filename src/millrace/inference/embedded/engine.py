@@ -360,7 +360,7 @@ class EmbeddedEngine:
         if not np.isfinite(logprobs).all():
             raise RunFailed(
                 f"Version {self.version} of the weights gives logits that are not finite;"
-                " lower trainer.learning_rate."
+                " lower optimizer.learning_rate."
             )
 
     def _sample(self, lanes: np.ndarray, *, hidden: Tensor, rows: np.ndarray) -> None:

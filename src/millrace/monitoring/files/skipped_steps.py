@@ -49,7 +49,7 @@ class SkippedSteps:
         raise RunFailed(
             f"Steps {steps} were skipped one after the other, the last with loss"
             f" {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g}; their groups are in"
-            f" {files}. Lower trainer.learning_rate or set trainer.dtype to float32, and look"
+            f" {files}. Lower optimizer.learning_rate or set trainer.dtype to float32, and look"
             " there for what the loss cannot take."
         )
 

@@ -32,6 +32,7 @@ class RewardModelProcess(ModelProcess):
 def start_message(
     settings: ModelSettings,
     *,
+    device: str,
     head: Literal["sequence", "token"],
     is_whole: bool,
     separator: str | None = None,
@@ -41,6 +42,7 @@ def start_message(
     shared = {field.name: getattr(settings, field.name) for field in fields(ModelSettings)}
     return StartRewardModel(
         settings=shared,
+        device=device,
         head=head,
         is_whole=is_whole,
         separator=separator,

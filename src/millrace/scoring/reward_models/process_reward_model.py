@@ -84,6 +84,7 @@ class ProcessRewardModel(ModelSettings):
             settings = replace(settings, template="ids")
         start = start_message(
             settings,
+            device=context.device_of(name),
             head=self.head,
             is_whole=False,
             separator=self.separator,

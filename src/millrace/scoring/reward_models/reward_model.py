@@ -29,7 +29,9 @@ class RewardModel(ModelSettings):
             self.require_same_tokens(context.run_info.tokenizer, scorer=name)
         process = RewardModelProcess(
             name,
-            start=start_message(settings, head="sequence", is_whole=True),
+            start=start_message(
+                settings, device=context.device_of(name), head="sequence", is_whole=True
+            ),
             worker_pool=context.worker_pool,
             start_timeout_s=context.start_timeout_s,
         )

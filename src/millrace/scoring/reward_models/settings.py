@@ -11,12 +11,12 @@ from millrace.scoring.scorer_type import CallSettings
 from millrace.scoring.setting_checks import check_choice, check_integer
 
 Template = Literal["auto", "chat", "text", "ids"]
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
-    """The fields are keys of [[scorer]]."""
+    """The fields are keys of [[scorers]]."""
 
     model: str
     """Directory or hub name."""
@@ -27,8 +27,8 @@ class ModelSettings:
     """Input of the model. "chat": messages through the chat template of its tokenizer. "text":
     prompt and completion as text. "ids": the policy's tokens, for a model with the same tokenizer.
     "auto": chat for messages if the tokenizer has a chat template, otherwise text."""
-    device: str = "auto"
-    dtype: Dtype = "float32"
+    dtype: Dtype = "auto"
+    """Data type of the model. "auto" is bfloat16 on CUDA and float32 on a CPU."""
     threads: int = 1
     """CPU threads."""
     batch_tokens: int = 8192

@@ -31,7 +31,7 @@ from millrace.core.spans import Timeline
 from millrace.models.classifier import Classifier, ClassifierInput, load_classifier
 from millrace.models.continuing import Shelf
 from millrace.models.directory import load_tokenizer
-from millrace.models.loading import resolve_device
+from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.scoring.reward_models.reading_encoder import ReadingEncoder
 from millrace.scoring.reward_models.settings import ModelSettings
 
@@ -66,12 +66,13 @@ def main(link: Link, name: str) -> None:
 def _start(message: StartRewardModel, link: Link, timeline: Timeline) -> "RewardModelWorker":
     settings = ModelSettings(**message.settings)
     torch.set_num_threads(settings.threads)
+    device = resolve_device(message.device)
     classifier = load_classifier(
         settings.model,
         head="token" if message.head == "token" else "sequence",
         label=settings.label,
-        dtype=getattr(torch, settings.dtype),
-        device=resolve_device(settings.device),
+        dtype=resolve_dtype(settings.dtype, device),
+        device=device,
         trust_remote_code=settings.trust_remote_code,
     )
     needs_tokenizer = settings.template != "ids" or message.separator is not None

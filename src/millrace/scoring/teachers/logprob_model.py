@@ -52,6 +52,7 @@ def make_process(
     start = StartTeacher(
         config=run.config.model_dump(mode="json"),
         settings=settings.process_settings(),
+        device=run.config.placement.scorer(name),
         model_path=model,
         following=following,
         version=None if following is None else run.version,

@@ -1,4 +1,4 @@
-"""Settings of the [[scorer]] types that are language models; see docs/how-to/teachers.md.
+"""Settings of the [[scorers]] types that are language models; see docs/how-to/teachers.md.
 
 name, weight, timeout_s and similar keys belong to every scorer and are not listed here.
 """
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from millrace.scoring.setting_checks import check_choice, check_integer, check_positive
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 TOP_K = 32  # default for losses that compare distributions
 
@@ -17,8 +17,8 @@ TOP_K = 32  # default for losses that compare distributions
 class LogprobModelSettings:
     """How a model process that computes logprobs is run."""
 
-    device: str = "auto"
-    dtype: Dtype = "float32"
+    dtype: Dtype = "auto"
+    """Data type of the model. "auto" is bfloat16 on CUDA and float32 on a CPU."""
     threads: int = 1
     """CPU threads."""
     pass_tokens: int = 8192

@@ -35,7 +35,7 @@ from millrace.core.spans import Timeline
 from millrace.inference.embedded.scoring import ScoringEngine, num_rows
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.directory import text_config
-from millrace.models.loading import load_model, resolve_device
+from millrace.models.loading import load_model, resolve_device, resolve_dtype
 from millrace.scoring.teachers.history import HistorySettings
 from millrace.scoring.teachers.self_teacher_weights import (
     SavedWeights,
@@ -57,11 +57,11 @@ def start(message: StartTeacher, link: Link, timeline: Timeline) -> "TeacherWork
     config, settings = load_config(message.config), LogprobModelSettings(**message.settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    device = resolve_device(settings.device)
+    device = resolve_device(message.device)
     try:
         model = load_model(
             message.model_path,
-            dtype=getattr(torch, settings.dtype),
+            dtype=resolve_dtype(settings.dtype, device),
             device=device,
             attention=PACKED_ATTENTION,
             trust_remote_code=config.model.trust_remote_code,

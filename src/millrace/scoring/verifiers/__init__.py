@@ -1,6 +1,6 @@
 """Ready verifiers: reward functions that compare completions with what the task knows.
 
-Each is a frozen dataclass whose fields are the keys of its [[scorer]] table, and is called like any
+Each is a frozen dataclass whose fields are the keys of its [[scorers]] table. It is called like a
 reward function; its __name__ is what metrics call it. It gives a number per completion, and None
 where the task's column is None: there it does not apply.
 

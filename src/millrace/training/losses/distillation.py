@@ -31,7 +31,7 @@ Distil = Literal["none", "reverse_kl", "forward_kl", "jsd"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distillation:
     distil: Distil = "none"
-    """How a teacher is learned from. By default as its [[scorer]] says, or not at all."""
+    """How a teacher is learned from. By default as its [[scorers]] says, or not at all."""
     distil_weight: float = 1.0
     """Of what it adds, beside the rewards."""
     distil_beta: float = 0.5

@@ -8,12 +8,12 @@ Promise: a wrong key, value or combination is one sentence before any process st
 """
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin, load_reference
+from millrace.core.spelling import suggestion
 from millrace.training.losses.distillation import Distillation
 from millrace.training.losses.loss import Loss
 from millrace.training.losses.policy_loss import PolicyLoss
@@ -123,8 +123,7 @@ def _shape(name: Any) -> type:
             )
         return shape  # pyright: ignore[reportReturnType] - a class, as an instance has no name
     if not isinstance(name, str) or name not in SHAPES:
-        close = difflib.get_close_matches(str(name), SHAPES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"built in: {', '.join(SHAPES)}."
+        hint = suggestion(str(name), SHAPES, otherwise="built in")
         raise ConfigError(f"Setting '{SECTION}.shape' = {name!r} is not known; {hint}")
     return SHAPES[name]
 
@@ -145,6 +144,5 @@ def _check_keys(settings: Mapping[str, Any], *, name: str, valid: list[str]) -> 
                 f"Setting {setting} = {value!r} belongs to shape = {shapes}, which {name!r} is not"
                 " here; leave it out, or set that shape."
             )
-        close = difflib.get_close_matches(key, ["shape", *valid], n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"valid here: shape, {', '.join(valid)}."
+        hint = suggestion(key, ["shape", *valid])
         raise ConfigError(f"Unknown setting {setting} of {name!r}; {hint}")

@@ -61,7 +61,7 @@ class ReferenceKl:
         if tokens.reference_logprobs is None:
             raise RunFailed(
                 f"loss.kl = {self.kl} compares with a reference model, but the batch has no"
-                " reference logprobs; add a [[scorer]] of type 'reference'."
+                " reference logprobs; add a [[scorers]] of type 'reference'."
             )
         estimate = kl_estimate(
             tokens.trainer_logprobs, tokens.reference_logprobs, estimator=self.kl_estimator

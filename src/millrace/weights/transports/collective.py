@@ -281,8 +281,8 @@ class CollectiveRecvBackend:
             return torch.device("cpu")
         if self._engine_device.type != "cuda":
             raise WeightError(
-                "The trainer broadcasts between GPUs and this engine has engine.device ="
-                f" {str(self._engine_device)!r}; set engine.device = 'cpu' in the trainer's"
+                "The trainer broadcasts between GPUs and this engine has placement.engines ="
+                f" {str(self._engine_device)!r}; set placement.engines = 'cpu' in the trainer's"
                 " settings too, or weights.transport = 'disk'."
             )
         return self._engine_device

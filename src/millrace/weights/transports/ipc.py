@@ -90,7 +90,7 @@ class IpcRecvBackend:
     def __init__(self, *, device: torch.device, keep: int = 4) -> None:
         if device.type != "cuda":
             raise WeightError(
-                "weights.transport = 'ipc' shares GPU memory, and engine.device is"
+                "weights.transport = 'ipc' shares GPU memory, and placement.engines is"
                 f" {str(device)!r}; set the transport to 'auto' or 'shm'."
             )
         self._device = device

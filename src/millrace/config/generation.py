@@ -1,0 +1,139 @@
+"""Settings of generation: the model, sampling, rollouts, engines and weight updates. Torch-free."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from millrace.config.section import (
+    Dtype,
+    Float,
+    Int,
+    NonNegativeInt,
+    Plugin,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+)
+
+Interrupt = Literal["swap", "abort", "save", "drain", "barrier"]
+
+
+class ModelConfig(Section):
+    path: str
+    """Hugging Face model directory, or the name of a model on the hub."""
+    trust_remote_code: bool = False
+    """Permission to run Python code from the model directory. Enable it only for models whose
+    code you have read."""
+
+
+class SamplingConfig(Section):
+    max_new_tokens: PositiveInt = 256
+    """Maximum number of tokens in one completion."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature, above 0. Lower values favour likelier tokens."""
+    top_k: NonNegativeInt = 0
+    """Number of likeliest tokens to sample from; 0 = all tokens."""
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """Probability mass to sample from, above 0 and up to 1: the likeliest tokens that reach it
+    together. 1 = all tokens."""
+    min_p: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    """Minimum probability of a sampled token, as a share of the likeliest token's probability,
+    from 0 to below 1. 0 = no minimum."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion. The end-of-sequence token always ends it."""
+
+
+class RolloutConfig(Section):
+    group_size: Annotated[Int, Field(ge=2)] = 8
+    """Number of episodes trained per task, at least 2. They are compared with each other."""
+    oversample: NonNegativeInt = 0
+    """Number of additional episodes played per task. rollout.selection chooses which group_size
+    of them are trained."""
+    redundancy: NonNegativeInt = 0
+    """Number of additional episodes started per task of an environment. The slowest ones are
+    cancelled as soon as group_size (plus oversample) have finished."""
+    longest_first: NonNegativeInt = 0
+    """Number of queued requests that a request may skip if earlier episodes of its task were
+    long. Starting long episodes early shortens the tail of a step. 0 = first come, first
+    served."""
+    selection: Plugin = Field(default={"type": "roc"})
+    """Method that selects episodes of an oversampled group: "roc" (failures at random, the
+    cleanest successes), "first", or "module:Name"; see docs/how-to/shape-training-data.md."""
+    filter: tuple[Plugin, ...] = ()
+    """Filters that drop or mask what is not worth training: "zero_variance", "overlong", or
+    "module:Name"; see docs/how-to/shape-training-data.md."""
+    max_running_groups: PositiveInt = 64
+    """Maximum number of groups that are played or scored at the same time."""
+    max_failure_share: Share = 0.5
+    """Share of failed groups among the last 100, from 0 to 1, above which the run stops."""
+
+
+class EngineConfig(Section):
+    type: str = "embedded"
+    """Engine backend: "embedded" (Millrace's own engine), or "module:Class"."""
+    options: dict[str, Any] = Field(default={})
+    """Options of the backend. "embedded" has block_tokens (tokens per KV block, 16) and
+    round_steps (tokens per sequence and round trip to the device; by default 1 on a CPU and 32 on
+    a GPU); a class of your own has its fields."""
+    count: NonNegativeInt = 1
+    """Number of engine processes on this host."""
+    remote: NonNegativeInt = 0
+    """Number of additional engines that other hosts bring with `millrace join`; see
+    docs/how-to/join-hosts.md."""
+    dtype: Dtype = "auto"
+    """Data type of the engine's weights and KV cache. "auto" is bfloat16 on CUDA, which decodes
+    at twice the speed of float32 in half the memory, and float32 on a CPU."""
+    max_sequences: PositiveInt = 64
+    """Maximum number of sequences that one engine decodes in a batch."""
+    max_context: PositiveInt | None = None
+    """Maximum length of a sequence in tokens, prompt included. By default the limit of the
+    model."""
+    kv_bytes: PositiveInt | None = None
+    """Maximum size of the KV cache in bytes. By default 1 GiB on a CPU, and 40 % of the free
+    memory on a GPU, which a trainer may share."""
+    prefill_tokens: PositiveInt | None = None
+    """Maximum number of prompt tokens in one forward pass. Longer prompts are prefilled in
+    chunks. By default 2048 on a CPU and 16384 on a GPU."""
+    prefix_cache: bool = True
+    """Reuse of the KV cache of known prefixes. Only entries of the current weights are reused;
+    with kv = "keep" also earlier turns of the same episode."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """Treatment of the KV cache when new weights arrive: "keep" continues with it, "recompute"
+    prefills running sequences again under the new weights."""
+    compile: bool = True
+    """Compilation of decoder layers with torch.compile on a GPU. It takes some seconds at the
+    start and speeds up decoding."""
+    threads: PositiveInt | None = None
+    """Number of CPU threads per engine. By default all workers share the cores evenly."""
+    adapters: dict[str, str] = Field(default={})
+    """Additional LoRA adapters by name: PEFT folders that requests can select and that are never
+    trained; see docs/how-to/lora.md."""
+
+
+class WeightsConfig(Section):
+    transport: Literal["auto", "shm", "ipc", "collective", "disk"] = "auto"
+    """Transport of new weights to the engines: "shm" = shared memory of one host, "ipc" = GPU
+    memory of one host, "collective" = one broadcast to all engines, "disk" = files in a shared
+    directory. "auto" is ipc between GPUs of one host, shm on one host otherwise, and collective
+    with remote engines."""
+    payload: Literal["full", "delta"] = "full"
+    """Content of an update: "full" = every value, "delta" = only the values that changed in
+    engine.dtype since the last version."""
+    interrupt: Interrupt = "swap"
+    """Treatment of running sequences when new weights arrive: "swap" = they continue under the
+    new weights, "abort" = they resume on any engine, "save" = they pause during the transfer,
+    "drain" = they finish first, "barrier" = as drain, and generation and training alternate; see
+    docs/explanation/weights.md."""
+    directory: str | None = None
+    """Directory for transport "disk", under the same path on all hosts. By default weights/ in
+    run_dir."""
+    address: str = "auto"
+    """Host name or address at which the trainer's host listens for transport "collective". "auto"
+    is loopback, and with remote engines the host of cluster.advertise or cluster.address."""
+    timeout_s: PositiveFloat = 60.0
+    """Time limit in seconds for a broadcast, and for a full disk to become free, before the
+    update fails."""
+    notify: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+\S*$")], ...] = ()
+    """URLs that receive {"version", "path"} by POST for every version, with transport "disk":
+    external engines use them. The files stay until the URLs answer, at most timeout_s."""

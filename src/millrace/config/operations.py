@@ -1,0 +1,134 @@
+"""Settings of operation: placement, monitoring, trackers, cluster and supervision. Torch-free."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from millrace.config.section import (
+    Device,
+    Devices,
+    Float,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    Section,
+)
+
+
+class PlacementConfig(Section):
+    """Each value is "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"."""
+
+    trainer: Devices = ("auto",)
+    """Device of the trainer, and of its critic."""
+    engines: Devices = ("auto",)
+    """Device of the engines, or a list of devices that the engines use in turn."""
+    evaluators: Devices | None = None
+    """Device or devices of the engines that only evaluate (evaluate.engines). By default those of
+    placement.engines."""
+    models: dict[str, Devices] = Field(default={})
+    """Device or devices of each model of environment.models, by its name. By default "auto"."""
+    scorers: dict[str, Device] = Field(default={})
+    """Device of each scorer that is a model, by the scorer's name. By default "auto"."""
+
+    def engine(self, index: int) -> Device:
+        return self.engines[index % len(self.engines)]
+
+    def evaluator(self, index: int) -> Device:
+        devices = self.evaluators or self.engines
+        return devices[index % len(devices)]
+
+    def model(self, name: str, index: int) -> Device:
+        devices = self.models.get(name, ("auto",))
+        return devices[index % len(devices)]
+
+    def scorer(self, name: str) -> Device:
+        return self.scorers.get(name, "auto")
+
+
+class MonitoringConfig(Section):
+    progress: Literal["auto", "live", "lines", "off"] = "auto"
+    """Progress in the terminal: "live" = a view that is redrawn, "lines" = one line per step.
+    "auto" is live in a terminal and lines elsewhere."""
+    samples_per_step: NonNegativeInt = 1
+    """Number of episodes written to rollouts/ at each step, for reading."""
+    record_episodes: NonNegativeInt = 0
+    """Number of episodes of an environment written to episodes/ at each step, in full, for
+    `millrace replay`."""
+
+
+class TrackerConfig(Section):
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "tensorboard"
+    """Metrics tracker: "tensorboard" (needs the extra millrace[tensorboard]), or "module:Class".
+    Further arguments are keys of the same table."""
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The table of its type: the name of that, and its own keys."""
+        return {"type": self.type, **(self.model_extra or {})}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_a_name(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+
+class ClusterConfig(Section):
+    address: str = "auto"
+    """Address at which the controller listens: "auto" (a private local socket) or
+    "tcp://HOST:PORT", where HOST is a name or interface of this machine, or * for all. TCP is
+    always encrypted, and only workers with the run's keys can connect."""
+    advertise: str | None = None
+    """Host name by which other hosts reach the controller. By default the HOST of address, and
+    with * this machine's own name."""
+    ticket: str | None = None
+    """Path of the file that `millrace join` needs, written while the run lasts. It is a secret and
+    must lie outside run_dir."""
+    join_timeout_s: PositiveFloat = 600.0
+    """Time limit in seconds for engines of other hosts to join."""
+    heartbeat_timeout_s: Annotated[Float, Field(ge=1, le=3600)] = 30.0
+    """Silence in seconds, from 1 to 3600, after which a worker on another host counts as dead, and
+    the controller counts as dead for that host."""
+    start_timeout_s: PositiveFloat = 180.0
+    """Time limit in seconds for a worker to start and load its model."""
+    stall_timeout_s: PositiveFloat = 600.0
+    """Time in seconds without a completed step after which the run stops and reports what waits
+    for what."""
+    mps: Literal["auto", "on", "off"] = "auto"
+    """Sharing of a GPU through NVIDIA MPS, whose daemon the run starts and stops: "auto" = where
+    it is installed and several workers use a GPU, "on" = required; see
+    docs/how-to/share-one-gpu.md."""
+    take_turns: bool = False
+    """Alternation of engines and trainer on one GPU: engines pause while the trainer steps."""
+
+
+class SupervisionConfig(Section):
+    max_restarts: NonNegativeInt = 5
+    """Maximum number of restarts of one engine or of the trainer within window_s. One more death
+    ends the run."""
+    window_s: PositiveFloat = 600.0
+    """Time window in seconds in which restarts are counted."""
+    backoff_s: NonNegativeFloat = 0.5
+    """Wait in seconds before a worker is restarted. It doubles with each death within window_s, up
+    to a minute."""
+    hang_timeout_s: PositiveFloat = 300.0
+    """Time in seconds without progress after which a worker with work to do counts as dead; its
+    stacks are written to its log. Before its first computation, cluster.start_timeout_s is
+    added."""
+    step_timeout_s: PositiveFloat = 3600.0
+    """Time limit in seconds for one training step. It also bounds a checkpoint (at most 30
+    minutes) and a weight update (at most 10 minutes)."""
+    report_s: Annotated[Float, Field(ge=0.05)] = 2.0
+    """Interval in seconds, at least 0.05, at which engines report sampled tokens. If an engine
+    dies, its sequences resume elsewhere from the last report."""
+
+    @property
+    def swap_timeout_s(self) -> float:
+        """Time limit for a weight update, sequences that finish first included."""
+        return min(600.0, self.step_timeout_s)
+
+    @property
+    def save_timeout_s(self) -> float:
+        """Time limit until a checkpoint is on the disk."""
+        return min(1800.0, self.step_timeout_s)

@@ -1,0 +1,75 @@
+"""The base class of every settings table, and the types of its values. Torch-free."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core import InitErrorDetails
+
+# Strict: true is not a number, and "8" is not 8.
+Int = Annotated[int, Field(strict=True)]
+PositiveInt = Annotated[Int, Field(gt=0)]
+NonNegativeInt = Annotated[Int, Field(ge=0)]
+Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegativeFloat = Annotated[Float, Field(ge=0)]
+Share = Annotated[Float, Field(ge=0, le=1)]
+Beta = Annotated[Float, Field(ge=0, lt=1)]
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+
+
+_POSITIVE = TypeAdapter[float](PositiveFloat)
+
+
+def _positive_or_auto(value: Any) -> Any:
+    """A union would report both of its halves."""
+    if value == "auto":
+        return value
+    try:
+        return _POSITIVE.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{error.errors()[0]['msg']}, or 'auto'") from None
+
+
+PositiveFloatOrAuto = Annotated[float | Literal["auto"], PlainValidator(_positive_or_auto)]
+
+
+def _table_of_name(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+def _tuple_of_one(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Devices = Annotated[tuple[Device, ...], BeforeValidator(_tuple_of_one), Field(min_length=1)]
+"""One device, or a list of devices."""
+
+Plugin = Annotated[dict[str, Any], BeforeValidator(_table_of_name)]
+"""A table of a built-in or of the user's own class: its `type` and its keys, or the name alone."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="constants",  # inf is a valid value; a worker must not read it as null
+    )
+
+
+def forbid(title: str, unknown: dict[str, Any]) -> None:
+    """Raise for these keys as extra="forbid" does."""
+    errors: list[InitErrorDetails] = [
+        {"type": "extra_forbidden", "loc": (key,), "input": value} for key, value in unknown.items()
+    ]
+    raise ValidationError.from_exception_data(title, errors)

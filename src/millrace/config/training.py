@@ -1,0 +1,193 @@
+"""Settings of training: the buffer, the trainer, the optimizer, critic, LoRA and checkpoints.
+
+Torch-free.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from millrace.config.section import (
+    Beta,
+    Dtype,
+    Float,
+    Int,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Plugin,
+    PositiveFloat,
+    PositiveFloatOrAuto,
+    PositiveInt,
+    Section,
+    Share,
+    forbid,
+)
+from millrace.core.staleness import Measure, StalenessLimit
+
+ALL_LINEAR = "all-linear"
+ADAMW = "adamw"
+
+
+class ReplayConfig(Section):
+    share: Annotated[Float, Field(gt=0, lt=1)] = 0.25
+    """Maximum share of a batch that is replayed, between 0 and 1."""
+    capacity: PositiveInt = 64
+    """Number of trained groups that are kept for replay."""
+    max_staleness: Annotated[Int, Field(ge=2)] = 8
+    """Maximum staleness of a replayed group in versions, at least 2: a group can return in the
+    second batch after its own at the earliest."""
+
+    def groups_of(self, num_groups: int) -> int:
+        """Number of groups in a batch of `num_groups` that may be replayed."""
+        return int(self.share * num_groups + 1e-9)  # 0.29 * 100 is slightly less than 29
+
+
+class BufferConfig(Section):
+    capacity: PositiveInt = 64
+    """Maximum number of groups that wait for the trainer, at least trainer.groups_per_step."""
+    max_staleness: NonNegativeInt = 2
+    """Maximum staleness of a trained token: the trainer's version minus the version that sampled
+    it. 0 = strictly on-policy."""
+    staleness: Measure = "oldest"
+    """Tokens of a group to which max_staleness applies: "oldest" = every token, "mean" = their
+    average, "share" = all but max_stale_share of them; see docs/explanation/buffer.md."""
+    max_stale_share: Annotated[Float, Field(ge=0, lt=1)] | None = None
+    """Share of a group's tokens that may exceed max_staleness, from 0 to below 1. Required with
+    staleness = "share"."""
+    order: Plugin = Field(default={"type": "oldest"})
+    """Order in which waiting groups are trained: "oldest", "freshest", "ready" (first come, first
+    served), "difficulty" (half solved first), or "module:Name"."""
+    replay: ReplayConfig | None = None
+    """Replay of trained groups, such as {share = 0.25, capacity = 64, max_staleness = 8}. By
+    default every group is trained once."""
+
+    @property
+    def limit(self) -> StalenessLimit:
+        return StalenessLimit(
+            max_staleness=self.max_staleness,
+            measure=self.staleness,
+            max_stale_share=self.max_stale_share or 0.0,
+        )
+
+
+class TrainerConfig(Section):
+    steps: PositiveInt = 100
+    """Number of training steps. Each step makes one version of the weights."""
+    groups_per_step: PositiveInt = 8
+    """Number of groups per step. Times rollout.group_size it is the number of episodes per
+    step."""
+    minibatches: PositiveInt = 1
+    """Number of optimizer updates per step, each on its share of the groups."""
+    epochs: PositiveInt = 1
+    """Number of passes over the minibatches of a step."""
+    microbatch_tokens: PositiveInt = 8192
+    """Token budget of one forward and backward pass. It bounds memory and does not change the
+    result; a longer sequence gets a pass of its own."""
+    dtype: Dtype = "auto"
+    """Data type of the computation; master weights and optimizer state stay float32. "auto" is
+    bfloat16 on CUDA, which is several times as fast as float32, and float32 on a CPU. With
+    "float16" the loss is scaled; see docs/performance.md."""
+    gradient_checkpointing: bool = False
+    """Recomputation of activations in the backward pass. It saves memory and costs about a third
+    more computation."""
+    compile: bool = False
+    """Compilation of the layers with torch.compile: a slower start and faster steps. It needs g++,
+    and Triton on a GPU."""
+    replay_routes: bool = True
+    """Replay of expert routes in a mixture of experts: the trainer sends each token to the experts
+    that the engine chose; see docs/explanation/expert-routing.md."""
+    threads: PositiveInt | None = None
+    """Number of CPU threads. By default all workers share the cores evenly."""
+
+
+class OptimizerConfig(Section):
+    model_config = ConfigDict(extra="allow")
+
+    type: str = ADAMW
+    """Optimizer class: "adamw", or "module:Class" of a torch.optim.Optimizer, whose further
+    arguments are keys of this table."""
+    learning_rate: PositiveFloatOrAuto = "auto"
+    """Peak learning rate, above 0. "auto" is 1e-6 for all weights, where reinforcement learning
+    needs small steps, and 1e-4 with [lora], whose low-rank factors start at zero and need larger
+    ones."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up, over trainer.steps."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of first steps in which the learning rate rises linearly to its peak."""
+    min_lr_ratio: Share = 0.0
+    """Learning rate at the end of a linear or cosine schedule, as a share of learning_rate from 0
+    to 1."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moment, each from 0 to below 1."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay of matrices, at least 0. Norms and biases have none."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Maximum norm of the gradient, above 0. Larger gradients are scaled down."""
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """Further arguments of an optimizer class of the user's own."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _adamw_has_no_further_keys(self) -> Self:
+        if self.type == ADAMW and self.model_extra:
+            forbid(type(self).__name__, self.model_extra)
+        if self.type != ADAMW and ":" not in self.type:
+            raise ValueError(
+                f"type = {self.type!r} is not a built-in optimizer; use {ADAMW!r} or 'module:Class'"
+            )
+        return self
+
+
+class CriticConfig(Section):
+    path: str | None = None
+    """Model that the critic starts from, with the policy's vocabulary. By default model.path."""
+    learning_rate: PositiveFloat = 1e-5
+    """Learning rate of the critic, above 0 and constant."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of first steps in which only the critic is trained."""
+    gamma: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """Discount of rewards per token, above 0 and up to 1."""
+    gae_lambda: Share = 1.0
+    """Lambda of generalized advantage estimation, per token, from 0 to 1: 1 trusts the observed
+    rewards, 0 trusts the critic's value of the next token."""
+    normalize: bool = True
+    """Normalization of advantages over all tokens of a step, to mean 0 and standard deviation
+    1."""
+    value_clip: PositiveFloat | None = None
+    """PPO value clip: maximum change of a value within a step, above 0. By default values are not
+    clipped."""
+
+
+class LoraConfig(Section):
+    rank: PositiveInt = 16
+    """Rank of the adapter matrices."""
+    alpha: PositiveFloat = 32.0
+    """Scale of the update, above 0: it is multiplied by alpha / rank."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (ALL_LINEAR,)
+    """Names of the layers to adapt, such as "q_proj". "all-linear" = every linear layer except the
+    head."""
+    rslora: bool = False
+    """Rank-stabilized scaling: alpha / sqrt(rank) instead of alpha / rank, so that a higher rank
+    does not learn more slowly."""
+    dora: bool = False
+    """Weight-decomposed adaptation (DoRA): the length of each row of the updated weights is
+    trained too."""
+    apply: Literal["auto", "merged", "unmerged"] = "auto"
+    """Application in the engines: "merged" into the weights at each version, or "unmerged" beside
+    them at each token. "auto" is merged, unless engine.adapters are set."""
+    export_merged: bool = False
+    """Export of the whole model, with the adapter merged into it, beside the last checkpoint."""
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _may_be_one_name(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
+class CheckpointConfig(Section):
+    every_steps: NonNegativeInt = 100
+    """Number of steps between checkpoints. 0 = only after the last step."""
+    keep: PositiveInt = 3
+    """Number of newest checkpoints that are kept."""

@@ -1,0 +1,399 @@
+"""Checks between settings: each raises ConfigError with the settings, their values and the remedy.
+
+Promise: a combination that cannot work is refused before any worker starts, and before torch is
+imported where no file of a model is needed. Torch-free.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from millrace.config import ReplayConfig, RunConfig
+from millrace.core.errors import ConfigError
+from millrace.core.records import Sampling
+from millrace.core.spelling import suggestion
+from millrace.scoring.advantages.estimators import CRITIC, PAIRS
+from millrace.scoring.registry import ScorerSpec
+from millrace.scoring.reward_models.process_reward_model import ProcessRewardModel
+from millrace.scoring.reward_models.settings import ModelSettings
+from millrace.scoring.teachers.reference import Reference
+from millrace.scoring.teachers.settings import LogprobModelSettings
+from millrace.scoring.teachers.teacher import SelfTeacher, Teacher
+from millrace.training.losses.loss import Loss
+from millrace.training.losses.policy_loss import PolicyLoss
+from millrace.training.losses.preference import PreferenceLoss
+from millrace.training.losses.recipes import PREFERENCE
+
+TeacherSpecs = Sequence[tuple[ScorerSpec, Teacher | SelfTeacher]]
+
+
+def check_settings(config: RunConfig) -> None:
+    """Everything that the settings alone can tell."""
+    for check in (_tasks, _evaluation, _steps, _buffer, _replay, _engines, _adapters, _placement):
+        check(config)
+    if config.engine.remote > 0:
+        _joining(config)
+
+
+def _tasks(config: RunConfig) -> None:
+    tables = [("tasks", config.tasks), ("evaluate", config.evaluate)]
+    for section, place in [*tables, *(("tasks.source", row) for row in config.tasks.source)]:
+        try:
+            place.check(section)
+        except ValueError as error:
+            raise ConfigError(f"{error}.") from None
+    if config.tasks.source and config.tasks.is_named:
+        raise ConfigError(
+            "tasks.source is set beside tasks.path, function or generator; make that one a"
+            " [[tasks.source]], too."
+        )
+    if not all(row.is_named for row in config.tasks.source):
+        raise ConfigError(
+            "a [[tasks.source]] has neither path nor function nor generator; set one of them."
+        )
+
+
+def _evaluation(config: RunConfig) -> None:
+    samples, engines = config.evaluate.samples, config.evaluate.engines
+    if samples > 1 and config.evaluate.temperature == 0:
+        raise ConfigError(
+            f"evaluate.samples = {samples} at evaluate.temperature = 0 are all the same; raise the"
+            " temperature, or set evaluate.samples to 1."
+        )
+    transport = config.weights.transport
+    if engines > 0 and _broadcasts(config):
+        raise ConfigError(
+            f"evaluate.engines = {engines} take single versions, but weights.transport ="
+            f" {transport!r} broadcasts each version to the same engines; use another transport, or"
+            " set evaluate.engines to 0."
+        )
+
+
+def _broadcasts(config: RunConfig) -> bool:
+    transport = config.weights.transport
+    return transport == "collective" or (transport == "auto" and config.engine.remote > 0)
+
+
+def _steps(config: RunConfig) -> None:
+    groups = f"trainer.groups_per_step = {config.trainer.groups_per_step}"
+    if config.buffer.capacity < config.trainer.groups_per_step:
+        raise ConfigError(
+            f"buffer.capacity = {config.buffer.capacity} cannot hold the {groups} that a step"
+            " takes; raise buffer.capacity."
+        )
+    if config.trainer.minibatches > config.trainer.groups_per_step:
+        raise ConfigError(
+            f"trainer.minibatches = {config.trainer.minibatches} is more than {groups}, so some"
+            " would have no group; lower it."
+        )
+
+
+def _buffer(config: RunConfig) -> None:
+    buffer = config.buffer
+    if buffer.staleness == "share" and buffer.max_stale_share is None:
+        raise ConfigError(
+            "buffer.staleness = 'share' needs the share of tokens that may be too stale; set"
+            " buffer.max_stale_share."
+        )
+    if buffer.staleness != "share" and buffer.max_stale_share is not None:
+        raise ConfigError(
+            f"buffer.max_stale_share = {buffer.max_stale_share} has no effect with buffer.staleness"
+            f" = {buffer.staleness!r}; set that to 'share', or remove max_stale_share."
+        )
+    if config.weights.interrupt == "barrier" and buffer.max_staleness != 0:
+        raise ConfigError(
+            "weights.interrupt = 'barrier' alternates generation and training, which"
+            f" buffer.max_staleness = {buffer.max_staleness} does not; set buffer.max_staleness to"
+            " 0, or choose another weights.interrupt."
+        )
+
+
+def _replay(config: RunConfig) -> None:
+    replay, groups = config.buffer.replay, config.trainer.groups_per_step
+    if replay is None:
+        return
+    if config.weights.interrupt == "barrier":
+        raise ConfigError(
+            "weights.interrupt = 'barrier' is strictly on-policy, which buffer.replay is not;"
+            " remove buffer.replay, or choose another weights.interrupt."
+        )
+    num_replayed = replay.groups_of(groups)
+    if num_replayed == 0:
+        raise ConfigError(
+            f"buffer.replay.share = {replay.share} of trainer.groups_per_step = {groups} is less"
+            f" than one group; raise it to {1 / groups:.3g} or more."
+        )
+    if num_replayed > replay.capacity:
+        raise ConfigError(
+            f"buffer.replay.capacity = {replay.capacity} cannot hold the {num_replayed} groups that"
+            " a batch replays; raise it."
+        )
+
+
+def _engines(config: RunConfig) -> None:
+    if config.engine.count + config.engine.remote < 1:
+        raise ConfigError("engine.count = 0 and engine.remote = 0 leave no engine; raise one.")
+    if config.weights.notify and config.weights.transport != "disk":
+        raise ConfigError(
+            f"weights.notify announces files, and weights.transport = {config.weights.transport!r}"
+            " writes none; set it to 'disk'."
+        )
+
+
+def _adapters(config: RunConfig) -> None:
+    adapters = config.engine.adapters
+    if "base" in adapters or "" in adapters:
+        raise ConfigError(
+            "engine.adapters has an adapter named 'base', which means the model without an adapter,"
+            " or one without a name; choose another name."
+        )
+    if adapters and config.lora is not None and config.lora.apply == "merged":
+        raise ConfigError(
+            "lora.apply = 'merged' leaves no base weights for engine.adapters"
+            f" ({', '.join(adapters)}); set it to 'unmerged'."
+        )
+
+
+def _joining(config: RunConfig) -> None:
+    """Engines of other hosts must be able to join."""
+    remote, cluster = f"engine.remote = {config.engine.remote}", config.cluster
+    if cluster.address == "auto":
+        raise ConfigError(
+            f"{remote}, but cluster.address = 'auto' is a local socket that no other host reaches;"
+            " set cluster.address to 'tcp://HOST:PORT'."
+        )
+    if cluster.ticket is None:
+        raise ConfigError(
+            f"{remote}, but there is no cluster.ticket, the file that `millrace join` needs; set it"
+            " to a path outside run_dir."
+        )
+    if Path(cluster.ticket).resolve().is_relative_to(Path(config.run_dir).resolve()):
+        raise ConfigError(
+            f"cluster.ticket = {cluster.ticket!r} is a secret and lies in run_dir ="
+            f" {config.run_dir!r}, which is for keeping and sharing; choose another path."
+        )
+    if config.weights.transport in ("shm", "ipc"):
+        raise ConfigError(
+            f"{remote}, but weights.transport = {config.weights.transport!r} reaches engines on"
+            " this host only; use 'collective', or 'disk' with a directory that all hosts share."
+        )
+
+
+def _placement(config: RunConfig) -> None:
+    placement = config.placement
+    if len(placement.trainer) > 1:
+        raise ConfigError(
+            f"placement.trainer names {len(placement.trainer)} devices, and the trainer runs on"
+            " one; keep one."
+        )
+    for name in placement.models:
+        if name not in config.environment.models:
+            hint = suggestion(name, config.environment.models, otherwise="there are")
+            raise ConfigError(f"placement.models.{name} names none of environment.models; {hint}")
+
+
+def local_devices(config: RunConfig) -> list[str]:
+    """The devices of the trainer and of all engines on this host, one for each process."""
+    return [device for _, device in _places(config)]
+
+
+def check_devices(config: RunConfig, resolve: Callable[[str], object]) -> None:
+    """Every device of this host must exist; `resolve` raises ConfigError for one that does not."""
+    scorers = [(f"placement.scorers.{name}", d) for name, d in config.placement.scorers.items()]
+    for setting, device in [*_places(config), *scorers]:
+        try:
+            resolve(device)
+        except ConfigError as error:
+            raise ConfigError(f"{setting} = {device!r}: {error}") from None
+
+
+def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The setting and the device of each process on this host that computes."""
+    placement, models = config.placement, config.environment.models
+    yield "placement.trainer", placement.trainer[0]
+    yield from (("placement.engines", placement.engine(i)) for i in range(config.engine.count))
+    evaluators = range(config.evaluate.engines)
+    yield from (("placement.evaluators", placement.evaluator(i)) for i in evaluators)
+    for name, model in models.items():
+        for i in range(model.count):
+            yield f"placement.models.{name}", placement.model(name, i)
+
+
+# Scorers
+
+
+def check_roles(config: RunConfig, specs: Sequence[ScorerSpec], *, num_held_out: int) -> None:
+    # Without any scorer, the environment rewards.
+    if num_held_out and specs and not any(_gives_scores(spec) for spec in specs):
+        raise ConfigError(
+            f"There are {num_held_out} held-out tasks and no scorer that says whether they are"
+            " solved; add one (with loss.reward_weight = 0 it is not trained on), or remove"
+            " [evaluate]."
+        )
+    names = [
+        spec.name for spec in specs if isinstance(spec.type, ModelSettings | LogprobModelSettings)
+    ]
+    for name in config.placement.scorers:
+        if name not in names:
+            hint = suggestion(name, names, otherwise="scorers that are models")
+            raise ConfigError(f"placement.scorers.{name} names no scorer that is a model; {hint}")
+
+
+def _gives_scores(spec: ScorerSpec) -> bool:
+    if isinstance(spec.type, ProcessRewardModel):
+        return spec.type.score is not None
+    return not isinstance(spec.type, LogprobModelSettings)
+
+
+def check_estimator(estimator: str, *, has_critic: bool) -> None:
+    if has_critic and estimator != CRITIC:
+        raise ConfigError(
+            f"scoring.advantages of type {estimator!r} needs no critic, and [critic] is set; remove"
+            f" [critic], or set the type to '{CRITIC}' or 'auto'."
+        )
+    if estimator == CRITIC and not has_critic:
+        raise ConfigError(
+            f"scoring.advantages of type '{CRITIC}' needs a critic, and there is none; add a"
+            " [critic] table, or set the type to 'auto'."
+        )
+
+
+def check_filters(config: RunConfig) -> None:
+    for table in config.rollout.filter:
+        kind = table.get("type", "zero_variance")
+        if kind == "zero_variance" and config.critic is not None:
+            raise ConfigError(
+                "rollout.filter 'zero_variance' drops groups that all failed or all succeeded, from"
+                " which a critic learns; remove the filter or [critic]."
+            )
+        masks = kind == "overlong" and table.get("action", "mask") == "mask"
+        if masks and config.scoring.advantages["type"] == PAIRS:
+            raise ConfigError(
+                "rollout.filter 'overlong' with action = 'mask' would leave half of a pair, which"
+                f" scoring.advantages of type '{PAIRS}' makes; set its action to 'drop'."
+            )
+
+
+# The loss
+
+
+def check_loss(config: RunConfig, loss: Loss) -> None:
+    if config.buffer.replay is not None and isinstance(loss, PolicyLoss):
+        _replayed_tokens(config.buffer.replay, loss)
+    if not isinstance(loss, PreferenceLoss):
+        return
+    if config.critic is not None:
+        raise ConfigError(
+            f"loss.type = '{PREFERENCE}' learns from pairs, and a critic judges single episodes;"
+            " remove [critic], or set loss.type to 'ppo'."
+        )
+    estimator = config.scoring.advantages["type"]
+    if estimator != PAIRS:
+        raise ConfigError(
+            f"loss.type = '{PREFERENCE}' learns from pairs, but scoring.advantages of type"
+            f" {estimator!r} makes none; set that to '{PAIRS}' or 'auto'."
+        )
+
+
+def _replayed_tokens(replay: ReplayConfig, loss: PolicyLoss) -> None:
+    """Every token of a replayed group is at least two versions stale."""
+    limit = loss.staleness.max_token_staleness
+    if limit < 2 and loss.staleness.staleness_half_life == 0:
+        raise ConfigError(
+            f"loss.max_token_staleness = {limit:g} masks every token of buffer.replay, which are 2"
+            f" to {replay.max_staleness} versions stale; raise it, set loss.staleness_half_life, or"
+            " remove buffer.replay."
+        )
+
+
+# Teachers and references
+
+
+def teachers_in(specs: Sequence[ScorerSpec]) -> list[tuple[ScorerSpec, Teacher | SelfTeacher]]:
+    return [(s, s.type) for s in specs if isinstance(s.type, Teacher | SelfTeacher)]
+
+
+def check_teaching(config: RunConfig, specs: Sequence[ScorerSpec], *, loss: Loss) -> None:
+    """The loss must use every teacher and reference, and must have those that it needs."""
+    teachers = teachers_in(specs)
+    if isinstance(loss, PolicyLoss):
+        _distillation(config, teachers, loss)
+    elif teachers and isinstance(loss, PreferenceLoss):
+        raise ConfigError(
+            f"Scorer {teachers[0][0].name!r} teaches, but loss.type = '{PREFERENCE}' learns from"
+            " pairs alone; choose another loss, or remove the teacher."
+        )
+    _reference(specs, loss)
+    if teachers and len(specs) == sum(isinstance(s.type, LogprobModelSettings) for s in specs):
+        _without_scores(config, teacher=teachers[0][0].name)
+
+
+def _distillation(config: RunConfig, teachers: TeacherSpecs, loss: PolicyLoss) -> None:
+    distil = loss.distil.distil
+    if teachers and not loss.distil.is_on:
+        raise ConfigError(
+            f"Scorer {teachers[0][0].name!r} teaches, but loss.distil = 'none' ignores it; remove"
+            " that setting, or the scorer."
+        )
+    if loss.distil.is_on and not teachers:
+        raise ConfigError(
+            f"loss.distil = {distil!r} learns from a teacher, and there is none; add one to scorers"
+            " (type 'teacher' or 'self_teacher'), or choose another loss."
+        )
+    if not loss.distil.needs_topk:
+        return
+    for spec, kind in teachers:
+        if kind.num_top == 0:
+            raise ConfigError(
+                f"loss.distil = {distil!r} compares distributions, and scorer {spec.name!r} returns"
+                " none; set its top_k."
+            )
+    if Sampling(**config.sampling.model_dump()).truncates:
+        raise ConfigError(
+            f"loss.distil = {distil!r} compares whole distributions, and sampling.top_k, top_p or"
+            " min_p truncate the policy's; turn them off, or set loss.distil to 'reverse_kl'."
+        )
+
+
+def _reference(specs: Sequence[ScorerSpec], loss: Loss) -> None:
+    references = [spec.name for spec in specs if isinstance(spec.type, Reference)]
+    if len(references) > 1:
+        raise ConfigError(
+            f"Scorers {references[0]!r} and {references[1]!r} are both a reference, and a run has"
+            " at most one; remove one."
+        )
+    if isinstance(loss, PolicyLoss):
+        wants, setting = loss.needs_reference, f"loss.kl = {loss.kl.kl}"
+    elif isinstance(loss, PreferenceLoss):
+        wants, setting = loss.needs_reference, "loss.reference = 'reference'"
+    else:
+        return  # a loss of the user's own knows what it needs
+    if wants and not references:
+        raise ConfigError(
+            f"{setting} compares with a reference model, and the run has none; add one to scorers"
+            " (type = 'reference')."
+        )
+    if references and not wants:
+        raise ConfigError(
+            f"Scorer {references[0]!r} is a reference that nothing compares with; set loss.kl, or"
+            " remove it."
+        )
+
+
+def _without_scores(config: RunConfig, *, teacher: str) -> None:
+    """All scores are 0 then: what depends on their differences cannot work."""
+    conflicts = [
+        f"rollout.filter of type {table['type']!r} would drop every group"
+        for table in config.rollout.filter
+        if table.get("type") == "zero_variance"
+    ]
+    if config.scoring.advantages["type"] == PAIRS:
+        conflicts.append(f"scoring.advantages of type '{PAIRS}' would find no pairs")
+    if config.critic is not None:
+        conflicts.append("[critic] would learn that every value is 0")
+    if config.tasks.order == "curriculum":
+        conflicts.append("tasks.order = 'curriculum' would count every task as unsolved")
+    if conflicts:
+        raise ConfigError(
+            f"Scorer {teacher!r} gives no scores, and there is no other, so {conflicts[0]}; remove"
+            " that setting, or add a scorer that gives scores."
+        )
