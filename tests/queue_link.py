@@ -20,7 +20,7 @@ class FakeCall:
     def reply(self, message: Message | None = None) -> None:
         self._answers.put(message or Done())
 
-    def tell(self, part: Message) -> None:
+    def send_part(self, part: Message) -> None:
         assert self._answers.empty(), "a part comes before the reply"
         self.parts.append(part)
 

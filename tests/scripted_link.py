@@ -28,7 +28,7 @@ class RecordedCall:
         self.tokens_at_reply: int | None = None
         self._engine = engine
 
-    def tell(self, part: Part) -> None:
+    def send_part(self, part: Part) -> None:
         assert isinstance(part, TokensSampled)
         assert not self.replies, "a part comes before the reply"
         for piece in part.pieces:

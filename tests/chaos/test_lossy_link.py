@@ -40,5 +40,5 @@ async def test_a_reply_that_is_late_answers_its_own_call_or_nobodys(tmp_path):
         assert isinstance(await supervised.worker.call(ask("fine")), Done)
         assert not late.done()  # overtaken
         assert isinstance(await late, Done)
-        assert supervised.hub.unclaimed == 1
+        assert supervised.hub.num_unclaimed == 1
         assert supervised.restarts == []

@@ -9,8 +9,8 @@ from echo_worker import ask
 from millrace.cluster.hub import Hub
 
 
-async def main(log_dir: Path) -> None:
-    async with Hub(log_dir, log_dir=log_dir, on_event=lambda *_: None) as hub:
+async def main(log_dir: Path, *preload: str) -> None:
+    async with Hub(log_dir, log_dir=log_dir, on_event=lambda *_: None, preload=preload) as hub:
         idle = await hub.launch("idle", "echo_worker")
         busy = await hub.launch("busy", "echo_worker")
         await busy.call(ask("go deaf"))
@@ -18,4 +18,4 @@ async def main(log_dir: Path) -> None:
         await asyncio.sleep(3600)
 
 
-asyncio.run(main(Path(sys.argv[1])))
+asyncio.run(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -7,7 +7,7 @@ from pathlib import Path
 from echo_worker import ask
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.join.ticket import offered
+from millrace.cluster.join.ticket import ticket_file
 
 
 async def main(folder: Path) -> None:
@@ -17,7 +17,7 @@ async def main(folder: Path) -> None:
         address="tcp://127.0.0.1:0",
         heartbeat_timeout_s=2.0,
     ) as hub:
-        with offered(hub.ticket(), folder / "ticket.json"):
+        with ticket_file(hub.ticket(), folder / "ticket.json"):
             worker = await hub.await_joined("echo-0", timeout_s=60)
             await worker.call(ask("go deaf"))
             print("ready", flush=True)

@@ -7,8 +7,9 @@ import time
 
 import numpy as np
 
-from millrace.cluster.link import Link, WorkerCall, run_worker
+from millrace.cluster.link import Link, WorkerCall
 from millrace.cluster.messages import Generate, GenerateDone, Stop, TokensSampled, WorkerProgress
+from millrace.cluster.worker_main import run_worker
 from millrace.core.errors import ScoreError
 from millrace.core.records import Completion, CompletionChunk, Request, Sampling
 
@@ -45,7 +46,7 @@ def handle(call: WorkerCall, request: Request, link: Link) -> None:
             raise SystemExit(3)
         case ["tell", count]:
             for number in range(int(count)):
-                call.tell(TokensSampled(pieces=[piece(number)]))
+                call.send_part(TokensSampled(pieces=[piece(number)]))
             call.reply(answer(request.prompt))
         case ["emit", count]:
             for number in range(int(count)):

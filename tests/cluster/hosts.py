@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.join.ticket import offered
+from millrace.cluster.join.ticket import ticket_file
 
 HERE = Path(__file__).parent
 
@@ -27,7 +27,7 @@ def outside_address() -> str:
 
 def write_ticket(hub: Hub, path: Path) -> Path:
     """The ticket of a hub, as if copied: it stays when the run is over."""
-    with offered(hub.ticket(), path):
+    with ticket_file(hub.ticket(), path):
         copy = path.with_name(f"copy-of-{path.name}")
         copy.unlink(missing_ok=True)
         copy.touch(mode=0o600)
@@ -51,7 +51,7 @@ class Host:
             cwd=folder,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{HERE.parents[1]}:{HERE}"},
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{HERE.parents[1] / 'src'}:{HERE}"},
         )
         return cls(process, folder=folder)
 

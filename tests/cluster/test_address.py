@@ -16,7 +16,7 @@ from millrace.core.errors import ConfigError
         ("tcp://[::1]:5000", "tcp://[::1]:5000"),
     ],
 )
-def test_an_address_is_bound_by_its_numbers(written: str, bound: str):
+def test_address_is_bound_in_numeric_form(written: str, bound: str):
     assert addresses.to_bind(written) == bound
 
 
@@ -27,8 +27,8 @@ def test_an_address_is_bound_by_its_numbers(written: str, bound: str):
         *("tcp://h:99999", "tcp://::1:5000", "tcp://h:5000/x", "tcp://h:5000\n"),
     ],
 )
-def test_what_is_no_address_is_refused(address: str):
-    with pytest.raises(ConfigError, match="is no address; write 'auto' or 'tcp://HOST:PORT'"):
+def test_invalid_address_is_refused(address: str):
+    with pytest.raises(ConfigError, match="is not an address; write 'auto' or 'tcp://HOST:PORT'"):
         addresses.to_bind(address)
 
 
@@ -49,5 +49,5 @@ def test_workers_on_this_host_reach_a_hub_on_all_interfaces_by_loopback():
         ("tcp://0.0.0.0:5000", "[fd00::2]", "tcp://[fd00::2]:5000"),
     ],
 )
-def test_other_hosts_are_told_the_name_that_reaches_this_one(bound, host, advertised):
+def test_advertised_address_has_the_name_of_this_host(bound, host, advertised):
     assert addresses.advertised(bound, host=host) == advertised

@@ -86,7 +86,7 @@ async def test_parts_of_an_answer_arrive_in_order_before_it_and_at_their_own_cal
     assert heard == {count: list(range(count)) for count in heard}
 
 
-async def test_an_error_in_who_listens_to_parts_ends_that_call_alone(hub: Hub):
+async def test_error_in_a_part_callback_ends_that_call_only(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
 
     def refuse(_part: Part) -> None:
@@ -97,7 +97,7 @@ async def test_an_error_in_who_listens_to_parts_ends_that_call_alone(hub: Hub):
         await worker.call(ask("tell 3"), on_part=refuse)
     assert tokens_of(await other).size == 4
     await worker.call(ask("tell 2"))  # nobody listens: counted
-    assert hub.unclaimed == 2 + 3  # and of the first, two parts and the reply
+    assert hub.num_unclaimed == 2 + 3  # and of the first, two parts and the reply
 
 
 async def test_a_workers_own_error_is_raised_as_its_class(hub: Hub):
@@ -120,7 +120,7 @@ async def test_any_other_exception_is_a_worker_error_with_its_traceback(hub: Hub
     assert not worker.dead.done()
 
 
-async def test_a_message_that_cannot_travel_fails_its_call_only(hub: Hub):
+async def test_message_that_cannot_be_encoded_fails_its_call_only(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
     with pytest.raises(WireError):
         await worker.call(ask("echo", np.array([object()])))
@@ -144,23 +144,23 @@ async def test_late_replies_to_cancelled_calls_are_counted_and_dropped(hub: Hub)
         for result in await asyncio.gather(*calls, return_exceptions=True)
     )
     await worker.call(ask("echo after 0.4"))
-    assert hub.unclaimed == 5
+    assert hub.num_unclaimed == 5
     assert not worker._waiting
 
 
-async def test_strangers_and_garbage_are_counted_and_dropped(hub: Hub):
+async def test_invalid_messages_and_unknown_senders_are_counted_and_dropped(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(hub.address)
         hello = encode(Hello(worker="echo-0", pid=1))
         for frames in ([b""], [b"\xff" * 100], [bytes(8), *hello], [b"x"] * 50):
             stranger.send_multipart(frames)
-        while hub.refused < 4:  # noqa: ASYNC110 - the hub tells nobody, it only counts
+        while hub.num_invalid < 4:  # noqa: ASYNC110 - the hub tells nobody, it only counts
             await asyncio.sleep(0.01)
     assert tokens_of(await worker.call(ask("echo"))).size == 4
 
 
-async def test_a_stranger_cannot_take_a_workers_place(hub: Hub, events: Events):
+async def test_unknown_sender_cannot_pose_as_a_worker(hub: Hub, events: Events):
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.ROUTING_ID, b"echo-0:")
         stranger.connect(hub.address)
@@ -173,7 +173,7 @@ async def test_a_stranger_cannot_take_a_workers_place(hub: Hub, events: Events):
 async def test_garbage_from_a_known_worker_is_counted_and_dropped(hub: Hub):
     worker = await hub.launch("garbler", "garbling_worker")
     assert isinstance(await worker.call(Release(version=1)), Done)
-    assert (hub.refused, hub.unclaimed) == (4, 1)
+    assert (hub.num_invalid, hub.num_unclaimed) == (4, 1)
     worker.kill()
 
 
@@ -185,14 +185,14 @@ async def test_an_error_in_the_event_handler_fails_the_worker_it_came_from(tmp_p
     async with Hub(log_dir=tmp_path, on_event=refuse_progress) as hub:
         worker = await hub.launch("echo-0", "echo_worker")
         with pytest.raises(
-            WorkerError, match="said WorkerProgress, which could not be handled"
+            WorkerError, match="sent WorkerProgress, which could not be handled"
         ) as info:
             await worker.call(ask("emit 1"))
     assert "no such metric" in info.value.traceback
 
 
-def test_what_is_no_address_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="is no address"):
+def test_invalid_address_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="is not an address"):
         Hub(log_dir=tmp_path, on_event=ignore, address="localhost:5000")
 
 

@@ -16,12 +16,12 @@ import zmq
 from echo_worker import ask
 from hosts import HERE, Host, outside_address, write_ticket
 
-from millrace.cluster.address import dial
+from millrace.cluster.address import connect
 from millrace.cluster.hub import Hub
-from millrace.cluster.join.gate import host_identity
-from millrace.cluster.join.guest import JoinedProcess
+from millrace.cluster.join.joined_process import JoinedProcess
+from millrace.cluster.join.registry import host_identity
 from millrace.cluster.link import EVENT_ID
-from millrace.cluster.messages import Done, Ended, GenerateDone, Join, Message
+from millrace.cluster.messages import Done, GenerateDone, Join, Message, WorkerExited
 from millrace.cluster.process import ProcessExit
 from millrace.cluster.wire import encode
 from millrace.cluster.worker import Worker
@@ -85,7 +85,7 @@ async def wait_until_dead(*processes: psutil.Process, timeout_s: float = 15) -> 
                 await asyncio.sleep(0.02)
 
 
-async def test_a_worker_that_hangs_on_another_host_writes_its_stacks_there_and_they_are_told(
+async def test_joined_worker_that_hangs_dumps_its_stacks_and_its_host_reports_them(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
     _, (worker,) = await joined(hub, tmp_path, hosts)
@@ -97,7 +97,7 @@ async def test_a_worker_that_hangs_on_another_host_writes_its_stacks_there_and_t
 
 
 @pytest.mark.slow
-async def test_a_host_that_does_not_answer_is_waited_for_a_few_seconds_only(
+async def test_stacks_of_a_silent_host_are_awaited_for_a_few_seconds_only(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
     host, (worker,) = await joined(hub, tmp_path, hosts)
@@ -117,7 +117,7 @@ def in_time(seconds: float, do, *arguments) -> None:
 
 
 @pytest.mark.parametrize("listen", ["outside", "everywhere", "ipv6"])
-async def test_a_worker_from_another_host_answers_calls_until_the_run_ends(
+async def test_joined_worker_answers_calls_until_the_run_ends(
     tmp_path: Path, hosts: list[Host], listen: str
 ):
     address = {"everywhere": "tcp://*:0", "ipv6": "tcp://[::1]:0"}.get(listen)
@@ -134,7 +134,7 @@ async def test_a_worker_from_another_host_answers_calls_until_the_run_ends(
             assert isinstance(reply, GenerateDone)
             assert reply.completions[0].tokens[-1] == 999_999
         processes = host.workers()
-        assert hub.refused == 0
+        assert hub.num_invalid == 0
     code, stdout, stderr = await host.finish()
     assert (code, stderr) == (0, "")
     if listen != "ipv6":
@@ -142,7 +142,7 @@ async def test_a_worker_from_another_host_answers_calls_until_the_run_ends(
     await wait_until_dead(*processes)
 
 
-async def test_hosts_with_copies_of_one_ticket_get_different_places(
+async def test_hosts_with_copies_of_one_ticket_get_different_slots(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
     expected = [asyncio.create_task(hub.await_joined(f"echo-{i}", timeout_s=30)) for i in range(2)]
@@ -154,15 +154,15 @@ async def test_hosts_with_copies_of_one_ticket_get_different_places(
     assert all(isinstance(reply, GenerateDone) for reply in replies)
 
 
-async def test_more_workers_than_places_are_refused_with_a_sentence(
+async def test_more_workers_than_free_slots_are_refused(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
     _, (worker,) = await joined(hub, tmp_path, hosts)
     waiting = asyncio.create_task(hub.await_joined("echo-1", timeout_s=30))
     ticket = write_ticket(hub, tmp_path / "ticket.json")
     for count, sentence in (
-        (2, "has 1 place left, and 1 taken, but --count = 2"),
-        (0, "brings nobody"),
+        (2, "has 1 free slot and 1 taken, but --count = 2"),
+        (0, "starts no worker"),
     ):
         greedy = await Host.start(ticket, str(count), folder=tmp_path / f"greedy-{count}")
         code, _, stderr = await greedy.finish()
@@ -173,7 +173,7 @@ async def test_more_workers_than_places_are_refused_with_a_sentence(
     waiting.cancel()
 
 
-async def test_nobody_joining_in_time_is_one_sentence(hub: Hub):
+async def test_error_if_no_host_joins_in_time_is_one_sentence(hub: Hub):
     with pytest.raises(WorkerError, match=r"No host joined with 'echo-0' within 0\.1 s"):
         await hub.await_joined("echo-0", timeout_s=0.1)
     assert not hub._workers
@@ -201,11 +201,11 @@ async def test_a_ticket_of_an_earlier_run_at_the_same_port_is_one_sentence(tmp_p
         assert "does not accept this ticket" in stderr
         assert len(stderr.splitlines()) == 1
         assert not waiting.done()
-        assert hub.refused == 0
+        assert hub.num_invalid == 0
         waiting.cancel()
 
 
-async def test_a_worker_that_cannot_start_there_is_reported_with_its_log(
+async def test_joined_worker_that_cannot_start_is_reported_with_its_log(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
     with pytest.raises(
@@ -218,7 +218,7 @@ async def test_a_worker_that_cannot_start_there_is_reported_with_its_log(
     assert "exited with code 1" in stderr
 
 
-async def test_a_worker_that_never_says_hello_is_killed_there(tmp_path: Path, hosts: list[Host]):
+async def test_joined_worker_without_hello_is_killed(tmp_path: Path, hosts: list[Host]):
     async with new_hub(tmp_path, start_timeout_s=1.0) as hub:
         with pytest.raises(WorkerError, match=r"did not come up within 1\.0 s"):
             await joined(hub, tmp_path, hosts, module="mute_worker")
@@ -240,7 +240,7 @@ async def test_sigkill_of_a_joined_worker_fails_its_calls_and_names_the_signal(
     assert isinstance(await other.call(ask("echo")), GenerateDone)
 
 
-async def test_a_joined_worker_that_stands_still_fails_its_calls_and_is_killed(
+async def test_joined_worker_that_is_stopped_fails_its_calls_and_is_killed(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
     host, (victim, other) = await joined(hub, tmp_path, hosts, count=2)
@@ -280,7 +280,7 @@ async def test_the_death_of_join_itself_ends_its_workers_and_their_calls(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_join_can_be_interrupted_and_tells_the_controller(
+async def test_interrupted_join_reports_to_the_controller(
     hub: Hub, tmp_path: Path, hosts: list[Host], number: signal.Signals
 ):
     host, (worker,) = await joined(hub, tmp_path, hosts)
@@ -291,7 +291,9 @@ async def test_join_can_be_interrupted_and_tells_the_controller(
     await wait_until_dead(process)
 
 
-async def test_a_busy_main_thread_is_no_silence(hub: Hub, tmp_path: Path, hosts: list[Host]):
+async def test_worker_with_a_busy_main_thread_answers_heartbeats(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
     _, (worker,) = await joined(hub, tmp_path, hosts)
     assert isinstance(await worker.call(ask("sleep")), Done)
     with pytest.raises(WorkerError, match="did not answer Generate within"):
@@ -330,60 +332,60 @@ async def test_killing_the_controller_ends_join_and_its_workers(tmp_path: Path, 
     await controller.wait()
     code, _, stderr = await host.finish()
     assert code == 1
-    assert "was silent for 2.0 s; the workers of this host were ended" in stderr
+    assert "was silent for 2.0 s; the workers on this host were stopped" in stderr
     await wait_until_dead(process)
 
 
-async def test_a_controller_that_was_busy_does_not_take_its_guests_for_dead():
+async def test_a_controller_that_was_busy_does_not_take_joined_workers_for_dead():
     async def echo(_message: Message) -> None:
-        asyncio.get_running_loop().call_later(0.01, guest.heard)
+        asyncio.get_running_loop().call_later(0.01, joined.on_message)
 
     async def ignore(_message: Message) -> None: ...
 
-    guest = JoinedProcess(
-        "echo-0", host="there", tell_worker=echo, tell_host=ignore, heartbeat_timeout_s=0.4
+    joined = JoinedProcess(
+        "echo-0", host="there", send_to_worker=echo, send_to_host=ignore, heartbeat_timeout_s=0.4
     )
-    guest.heard()
-    ended = asyncio.create_task(guest.ended())
+    joined.on_message()
+    ended = asyncio.create_task(joined.exited())
     await asyncio.sleep(0.05)
     time.sleep(1.0)  # noqa: ASYNC251 - nothing is read meanwhile, whoever speaks
     await asyncio.sleep(0.5)
     assert not ended.done()
-    guest.told(ProcessExit(reason="was stopped"))
+    joined.on_exit(ProcessExit(reason="was stopped"))
     assert (await ended).reason == "was stopped"
 
 
 # What a host may say
 
 
-async def test_a_host_that_asks_and_vanishes_costs_its_place_and_nothing_else(
-    hub: Hub, tmp_path: Path
-):
+async def test_host_that_joins_and_vanishes_costs_its_slot_only(hub: Hub, tmp_path: Path):
     worker = await hub.launch("local", "echo_worker")
     waiting = asyncio.create_task(hub.await_joined("echo-0", timeout_s=30))
     ticket = hub.ticket()
     with zmq.Context() as context, context.socket(zmq.DEALER) as host:
         identity = host_identity(ticket.token)
-        dial(host, ticket.address, identity=identity, keys=ticket.keys, heartbeat_timeout_s=None)
+        connect(host, ticket.address, identity=identity, keys=ticket.keys, heartbeat_timeout_s=None)
         await asyncio.sleep(0.5)  # for the handshake, which needs the hub's loop
         host.send_multipart([EVENT_ID, *encode(Join(host="ghost", num_workers=1))])
     time.sleep(0.5)  # noqa: ASYNC251 - it is gone before the hub reads what it wanted
     with pytest.raises(WorkerError, match="'echo-0' lost its connection from ghost"):
         await asyncio.wait_for(waiting, 10)
     assert isinstance(await worker.call(ask("echo"), timeout_s=10), GenerateDone)
-    assert hub.refused == 0
+    assert hub.num_invalid == 0
 
 
-async def test_a_host_speaks_for_its_own_workers_only(hub: Hub, tmp_path: Path, hosts: list[Host]):
+async def test_host_can_report_about_its_own_workers_only(
+    hub: Hub, tmp_path: Path, hosts: list[Host]
+):
     _, (worker,) = await joined(hub, tmp_path, hosts)
     intruder = f"host:{hub.ticket().token}:intruder".encode()
-    ended = Ended(worker="echo-0", reason="fell asleep", log_tail="", may_have_spoken=False)
+    ended = WorkerExited(worker="echo-0", reason="fell asleep", log_tail="", may_have_sent=False)
     assert not await hub._gate.hear(intruder, bytes(8), ended)
     assert not await hub._gate.hear(intruder, bytes(8), Done())
     assert isinstance(await worker.call(ask("echo")), GenerateDone)
 
 
-async def test_the_token_of_another_run_opens_nothing(hub: Hub, tmp_path: Path):
+async def test_token_of_another_run_is_rejected(hub: Hub, tmp_path: Path):
     async with new_hub(tmp_path) as other:
         assert hub._gate.knows(f"host:{hub.ticket().token}:1".encode())
         assert not hub._gate.knows(f"host:{other.ticket().token}:1".encode())
@@ -397,7 +399,7 @@ def texts_in(folder: Path) -> list[str]:
     return [path.read_text() for path in folder.rglob("*") if path.is_file()]
 
 
-async def test_no_secret_lies_in_any_log_or_command_line(
+async def test_no_log_or_command_line_contains_a_secret(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
     ticket = hub.ticket()

@@ -45,7 +45,7 @@ def link(controller: Controller) -> Iterator[Link]:
     link.close()
 
 
-def test_receive_polls_waits_a_while_or_waits_for_ever(controller: Controller, link: Link):
+def test_receive_polls_or_waits_with_or_without_a_limit(controller: Controller, link: Link):
     assert link.receive(0) is None
     assert link.receive(0.02) is None
     controller.say(b"call-001", *encode(Release(version=3)))
@@ -69,7 +69,7 @@ def test_replies_carry_the_id_of_their_call_in_any_order(controller: Controller,
     assert (error.kind, error.reason) == ("ValueError", "no such version")
 
 
-def test_a_second_reply_is_a_mistake(controller: Controller, link: Link):
+def test_second_reply_raises(controller: Controller, link: Link):
     controller.say(b"call-001", *encode(Release(version=1)))
     call = link.receive(5)
     assert call is not None
@@ -108,7 +108,7 @@ def test_many_threads_may_emit_at_once(controller: Controller, link: Link):
         thread.join()
 
 
-def test_a_closed_link_refuses_to_send_rather_than_losing_it(link: Link):
+def test_closed_link_raises_instead_of_dropping_messages(link: Link):
     link.close()
     with pytest.raises(WireError, match="The link is closed; Done was not sent"):
         link.emit(Done())

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from millrace.cluster import mps_daemon as mps_keeper
+from millrace.cluster import mps_daemon
 from millrace.cluster.mps import shared_gpu
 from millrace.core.errors import ConfigError
 
@@ -33,7 +33,7 @@ class Machine:
         self.warnings: list[str] = []
         self.programs = folder / "bin"
         self.programs.mkdir()
-        program = self.programs / mps_keeper.CONTROL
+        program = self.programs / mps_daemon.CONTROL
         source = (HERE / "fake_mps_control.py").read_text()
         program.write_text(f"#!{sys.executable} -IS\n{source}")
         program.chmod(0o755)
@@ -85,7 +85,7 @@ async def test_a_daemon_in_a_private_folder_lives_as_long_as_the_run(machine: Ma
         assert daemon["mode"] == 0o700
         assert env["CUDA_MPS_PIPE_DIRECTORY"] == daemon["pipe"]
         assert env["CUDA_MPS_LOG_DIRECTORY"] == daemon["log"]
-        assert mps_keeper.ask("get_server_list", env={**os.environ, **env}, timeout_s=10)
+        assert mps_daemon.ask("get_server_list", env={**os.environ, **env}, timeout_s=10)
     assert machine.is_clean()
     assert machine.warnings == []
     log = machine.log.read_text()
@@ -166,7 +166,7 @@ async def test_the_daemon_does_not_outlive_a_controller_that_is_killed(machine: 
     await until_clean(machine)
 
 
-async def test_the_daemon_does_not_outlive_its_keeper(machine: Machine):
+async def test_daemon_does_not_outlive_its_guard(machine: Machine):
     async with machine.share():
         daemon = psutil.Process(machine.daemon["daemon"])
         keeper = daemon.parent()
@@ -180,7 +180,7 @@ async def test_the_daemon_does_not_outlive_its_keeper(machine: Machine):
 
 
 @pytest.mark.parametrize("fault", ["broken", "mute"])
-async def test_a_daemon_that_does_not_start_costs_a_warning_and_the_run_goes_on(
+async def test_daemon_that_does_not_start_costs_a_warning_only(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, fault: str
 ):
     monkeypatch.setenv("FAKE_MPS", fault)
@@ -208,16 +208,16 @@ async def test_on_fails_with_a_sentence_when_the_daemon_does_not_start(
     assert list(machine.temp.iterdir()) == []
 
 
-async def test_a_daemon_that_was_there_is_used_and_left_alone(
+async def test_existing_daemon_is_used_and_not_touched(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     (tmp_path / "pipe").mkdir()
     (tmp_path / "log").mkdir()
-    for name, value in mps_keeper.environment(tmp_path).items():
+    for name, value in mps_daemon.environment(tmp_path).items():
         monkeypatch.setenv(name, value)
-    daemon = await asyncio.create_subprocess_exec(mps_keeper.CONTROL, "-f")
+    daemon = await asyncio.create_subprocess_exec(mps_daemon.CONTROL, "-f")
     try:
-        while not mps_keeper.ask("get_server_list", env=os.environ, timeout_s=10):
+        while not mps_daemon.ask("get_server_list", env=os.environ, timeout_s=10):
             assert daemon.returncode is None
         for mode in ("auto", "on"):
             async with machine.share(mode) as env:
@@ -226,7 +226,7 @@ async def test_a_daemon_that_was_there_is_used_and_left_alone(
         assert machine.daemon["daemon"] == daemon.pid
         assert "was already there" in machine.log.read_text()
     finally:
-        assert mps_keeper.ask("quit", env=os.environ, timeout_s=10)
+        assert mps_daemon.ask("quit", env=os.environ, timeout_s=10)
         await daemon.wait()
 
 
@@ -256,13 +256,13 @@ def nothing_starts(machine: Machine):
     assert list(machine.temp.iterdir()) == []
 
 
-async def test_off_never_starts_one(machine: Machine):
+async def test_off_starts_no_daemon(machine: Machine):
     with nothing_starts(machine):
         async with machine.share("off") as env:
             assert env == {}
 
 
-async def test_auto_starts_none_for_a_single_worker(machine: Machine):
+async def test_auto_starts_no_daemon_for_a_single_worker(machine: Machine):
     with nothing_starts(machine):
         async with machine.share(num_cuda_workers=1) as env:
             assert env == {}
@@ -277,7 +277,7 @@ async def test_auto_starts_none_for_a_single_worker(machine: Machine):
         ("workers", "placement. leaves no worker that uses a GPU"),
     ],
 )
-async def test_without_what_it_takes_auto_does_nothing_and_on_says_what_is_missing(
+async def test_without_prerequisites_auto_does_nothing_and_on_names_what_is_missing(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, lack: str, sentence: str
 ):
     if lack == "gpu":
@@ -299,7 +299,7 @@ USE_CUDA = "import torch; torch.ones(1).cuda(); print('ready', flush=True); inpu
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(shutil.which(mps_keeper.CONTROL) is None, reason="MPS is not installed")
+@pytest.mark.skipif(shutil.which(mps_daemon.CONTROL) is None, reason="MPS is not installed")
 async def test_the_real_daemon_serves_two_processes_and_is_gone_afterwards(tmp_path: Path):
     log = tmp_path / "mps.log"
     async with shared_gpu("on", num_cuda_workers=2, log=log, warn=pytest.fail) as env:
@@ -317,7 +317,7 @@ async def test_the_real_daemon_serves_two_processes_and_is_gone_afterwards(tmp_p
             assert client.stdout is not None
             assert await client.stdout.readline() == b"ready\n"
         listing = await asyncio.create_subprocess_exec(
-            mps_keeper.CONTROL,
+            mps_daemon.CONTROL,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **env},
@@ -330,4 +330,4 @@ async def test_the_real_daemon_serves_two_processes_and_is_gone_afterwards(tmp_p
     assert not [name for name in names if name.startswith("nvidia-cuda-mps")]
     assert "share their GPU through MPS" in log.read_text()
     absent = {**os.environ, **env}
-    assert not mps_keeper.ask("get_server_list", env=absent, timeout_s=10)
+    assert not mps_daemon.ask("get_server_list", env=absent, timeout_s=10)

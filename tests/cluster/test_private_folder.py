@@ -25,14 +25,14 @@ def start_owner(parent: Path) -> tuple[subprocess.Popen[str], Path]:
     return owner, Path(owner.stdout.readline().strip())
 
 
-def test_a_folder_is_private_and_removed_on_the_way_out(tmp_path):
+def test_folder_is_private_and_removed_on_exit(tmp_path):
     with private_folder(tmp_path) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "socket").touch()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_and_what_lives_is_not(tmp_path):
+def test_folders_of_killed_processes_are_removed_and_those_of_live_ones_are_not(tmp_path):
     other = tmp_path / "millrace-of-somebody-else"  # who does not lock it
     other.mkdir()
     living, kept = start_owner(tmp_path)

@@ -19,7 +19,7 @@ class Rig:
         )
 
 
-async def test_a_standstill_is_warned_of_ever_more_rarely_and_then_ends_the_run():
+async def test_stall_is_reported_ever_more_rarely_and_then_ends_the_run():
     rig = Rig(limit_s=0.1)
     with pytest.raises(RunFailed, match=r"No step completed for 0.1 s .*waits for generation"):
         await rig.stalls.until(asyncio.Event().wait())
@@ -27,7 +27,7 @@ async def test_a_standstill_is_warned_of_ever_more_rarely_and_then_ends_the_run(
     assert told == [f"No step completed for {s} s" for s in (0.02, 0.04, 0.08)]
 
 
-async def test_what_moves_otherwise_begins_the_time_anew():
+async def test_other_signs_of_progress_restart_the_clock():
     rig = Rig(limit_s=0.1)
 
     async def work():
@@ -39,7 +39,7 @@ async def test_what_moves_otherwise_begins_the_time_anew():
     assert await rig.stalls.until(work()) == "done"
 
 
-async def test_the_work_of_who_is_cancelled_is_cancelled():
+async def test_cancelling_the_wait_cancels_the_work():
     rig = Rig(limit_s=10)
     work = asyncio.create_task(asyncio.Event().wait())
     waiting = asyncio.create_task(rig.stalls.until(work))

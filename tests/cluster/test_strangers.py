@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 from echo_worker import ask
 
-from millrace.cluster.address import dial
+from millrace.cluster.address import connect
 from millrace.cluster.credentials import ClientKeys, Credentials, RunKeys
 from millrace.cluster.hub import Hub
 from millrace.cluster.link import EVENT_ID, Link
@@ -49,12 +49,12 @@ def without_curve(_hub: Hub, _socket: zmq.Socket) -> None: ...
 
 
 def with_keys_of_another_run(_hub: Hub, socket: zmq.Socket) -> None:
-    RunKeys.make().client.lock(socket)
+    RunKeys.make().client.apply(socket)
 
 
 def with_a_key_of_its_own(hub: Hub, socket: zmq.Socket) -> None:
     public, secret = (key.decode() for key in zmq.curve_keypair())
-    ClientKeys(server=keys_of(hub).server, public=public, secret=secret).lock(socket)
+    ClientKeys(server=keys_of(hub).server, public=public, secret=secret).apply(socket)
 
 
 def with_plain_text(_hub: Hub, socket: zmq.Socket) -> None:
@@ -69,7 +69,7 @@ async def assert_answers(worker: Worker) -> None:
 @pytest.mark.parametrize(
     "comes", [without_curve, with_keys_of_another_run, with_a_key_of_its_own, with_plain_text]
 )
-async def test_a_stranger_gets_no_message_in_and_the_run_goes_on(
+async def test_messages_of_unknown_peers_are_rejected_and_the_run_continues(
     hub: Hub, events: Events, comes: Callable[[Hub, zmq.Socket], None]
 ):
     worker = await hub.launch("echo-0", "echo_worker")
@@ -85,8 +85,8 @@ async def test_a_stranger_gets_no_message_in_and_the_run_goes_on(
             await monitor.recv_multipart()
         stranger.disable_monitor()
     await assert_answers(worker)
-    assert hub.refused == 0  # nothing arrived that could be refused
-    assert hub.turned_away == (comes is with_a_key_of_its_own)
+    assert hub.num_invalid == 0  # nothing arrived that could be refused
+    assert hub.num_rejected == (comes is with_a_key_of_its_own)
     assert events == [("echo-0", Hello(worker="echo-0", pid=worker.pid or 0))]
 
 
@@ -97,18 +97,18 @@ async def test_with_the_runs_keys_but_no_token_messages_are_counted_and_dropped(
     with zmq.Context() as context:
         for identity in (b"echo-0:", b"echo-1:", b"host:", b"host:" + b"0" * 32 + b":1"):
             with context.socket(zmq.DEALER) as stranger:
-                keys_of(hub).lock(stranger)
+                keys_of(hub).apply(stranger)
                 stranger.setsockopt(zmq.ROUTING_ID, identity)
                 stranger.connect(hub.address)
                 stranger.send_multipart([EVENT_ID, *encode(Hello(worker="echo-0", pid=1))])
         async with asyncio.timeout(10):
-            while hub.refused < 4:  # noqa: ASYNC110 - the hub tells nobody, it only counts
+            while hub.num_invalid < 4:  # noqa: ASYNC110 - the hub tells nobody, it only counts
                 await asyncio.sleep(0.01)
     await assert_answers(worker)
     assert len(events) == 1
 
 
-async def test_bytes_that_are_no_zmq_at_all_are_survived(hub: Hub):
+async def test_bytes_of_another_protocol_do_no_harm(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
     host, port = hub.address.removeprefix("tcp://").split(":")
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f" + b"\xff" * 5000, b""):
@@ -118,7 +118,7 @@ async def test_bytes_that_are_no_zmq_at_all_are_survived(hub: Hub):
     await assert_answers(worker)
 
 
-def test_a_worker_says_nothing_to_one_who_is_not_the_hub():
+def test_worker_sends_nothing_to_a_server_without_the_hub_key():
     """Not even its token: whoever takes over a freed port learns nothing."""
     keys, impostor_keys = RunKeys.make().client, RunKeys.make()
     with (
@@ -131,7 +131,7 @@ def test_a_worker_says_nothing_to_one_who_is_not_the_hub():
         impostor.bind("tcp://127.0.0.1:*")
         monitor = impostor.get_monitor_socket(NO_ENTRY)
         address = impostor.getsockopt_string(zmq.LAST_ENDPOINT)
-        dial(dealer, address, identity=b"worker-0:token", keys=keys, heartbeat_timeout_s=None)
+        connect(dealer, address, identity=b"worker-0:token", keys=keys, heartbeat_timeout_s=None)
         dealer.linger = 0
         dealer.send_multipart([EVENT_ID, *encode(Hello(worker="worker-0", pid=1))])
         assert monitor.poll(10_000), "the handshake was not refused"
@@ -139,12 +139,12 @@ def test_a_worker_says_nothing_to_one_who_is_not_the_hub():
         impostor.disable_monitor()
 
 
-async def test_a_worker_without_keys_does_not_start_to_talk(hub: Hub):
-    with pytest.raises(ConfigError, match="without the run's keys"):
+async def test_worker_without_keys_does_not_connect(hub: Hub):
+    with pytest.raises(ConfigError, match="without the keys of the run"):
         Link(hub.address, name="worker-0")
 
 
-async def test_keys_travel_neither_on_the_command_line_nor_to_what_a_worker_starts(hub: Hub):
+async def test_keys_reach_neither_command_lines_nor_children_of_workers(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
     commands = " ".join(psutil.Process(worker.pid).cmdline())
     for secret in (keys_of(hub).secret, next(iter(hub._workers)).split(b":")[1].decode()):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cluster.join.ticket import JoinTicket, offered, read_ticket
+from millrace.cluster.join.ticket import JoinTicket, read_ticket, ticket_file
 from millrace.core.errors import ConfigError
 
 TICKET = JoinTicket(
@@ -17,9 +17,9 @@ TICKET = JoinTicket(
 )
 
 
-def test_a_ticket_can_be_read_while_it_is_offered_and_is_gone_afterwards(tmp_path: Path):
+def test_ticket_can_be_read_while_the_run_lasts_and_is_removed_afterwards(tmp_path: Path):
     path = tmp_path / "new" / "ticket.json"
-    with offered(TICKET, path):
+    with ticket_file(TICKET, path):
         assert read_ticket(path) == TICKET
     assert list(path.parent.iterdir()) == []
 
@@ -28,7 +28,7 @@ def test_only_its_owner_can_read_a_ticket_whatever_the_umask(tmp_path: Path):
     path = tmp_path / "ticket.json"
     before = os.umask(0)
     try:
-        with offered(TICKET, path):
+        with ticket_file(TICKET, path):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
     finally:
         os.umask(before)
@@ -36,45 +36,45 @@ def test_only_its_owner_can_read_a_ticket_whatever_the_umask(tmp_path: Path):
 
 def test_a_ticket_is_removed_also_when_the_run_fails(tmp_path: Path):
     path = tmp_path / "ticket.json"
-    with pytest.raises(ZeroDivisionError), offered(TICKET, path):
+    with pytest.raises(ZeroDivisionError), ticket_file(TICKET, path):
         raise ZeroDivisionError
     assert not path.exists()
 
 
-def test_the_ticket_of_a_killed_run_is_replaced_and_that_of_a_newer_run_is_left(tmp_path: Path):
+def test_ticket_of_a_killed_run_is_replaced_and_that_of_a_newer_run_is_kept(tmp_path: Path):
     path = tmp_path / "ticket.json"
     newer = JoinTicket(
         **{name: getattr(TICKET, name) for name in TICKET.__struct_fields__} | {"token": "n"}
     )
-    with offered(TICKET, path):
-        leave_open = offered(newer, path)
+    with ticket_file(TICKET, path):
+        leave_open = ticket_file(newer, path)
         leave_open.__enter__()
     assert read_ticket(path) == newer
 
 
 @pytest.mark.parametrize("content", [b"my notes", b"{}", b"\xff\xfe", b""])
-def test_a_file_that_is_no_ticket_is_never_written_over(tmp_path: Path, content: bytes):
+def test_file_that_is_not_a_ticket_is_never_overwritten(tmp_path: Path, content: bytes):
     path = tmp_path / "ticket.json"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="exists and is no ticket"), offered(TICKET, path):
+    with pytest.raises(ConfigError, match="exists and is not a ticket"), ticket_file(TICKET, path):
         pass
     assert path.read_bytes() == content
     path.chmod(0o600)
-    with pytest.raises(ConfigError, match="is no ticket, or not a whole one"):
+    with pytest.raises(ConfigError, match="is not a complete ticket"):
         read_ticket(path)
 
 
-def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path):
+def test_error_of_an_unwritable_path_is_one_sentence(tmp_path: Path):
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "ticket.json"):
         with pytest.raises(ConfigError, match=r"cluster\.ticket = .* choose another path"):
-            offered(TICKET, path).__enter__()
+            ticket_file(TICKET, path).__enter__()
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
 def test_a_ticket_that_others_can_read_is_refused(tmp_path: Path, mode: int):
     path = tmp_path / "ticket.json"
-    with offered(TICKET, path):
+    with ticket_file(TICKET, path):
         path.chmod(mode)
         with pytest.raises(ConfigError, match=f"chmod 600 {path}"):
             read_ticket(path)
@@ -85,9 +85,9 @@ def test_a_missing_ticket_is_one_sentence(tmp_path: Path):
         read_ticket(tmp_path / "ticket.json")
 
 
-def test_half_a_ticket_is_refused_without_quoting_it(tmp_path: Path):
+def test_incomplete_ticket_is_refused_without_quoting_it(tmp_path: Path):
     path = tmp_path / "ticket.json"
-    with offered(TICKET, path):
+    with ticket_file(TICKET, path):
         half = path.read_bytes()[:-8]
     path.touch(mode=0o600)
     path.write_bytes(half)

@@ -198,7 +198,7 @@ def test_an_unaligned_frame_is_copied_to_an_aligned_array():
     [object(), np.array([object()]), np.array(["text"]), 2**70, np.zeros((1,) * 9)],
     ids=["object", "object array", "string array", "huge int", "many dimensions"],
 )
-def test_what_cannot_travel_is_refused_when_it_is_sent(value: object):
+def test_values_that_cannot_be_encoded_are_refused_by_the_sender(value: object):
     message = ScoreGroup(
         function="f", prompts=[], completions=[], completion_ids=[], columns={"answer": [value]}
     )
@@ -218,7 +218,7 @@ def with_array_header(header: object, *frames: bytes) -> list[bytes]:
     return [msgspec.msgpack.encode(raw), *frames, b"", b""]
 
 
-def test_the_handmade_message_is_sound():
+def test_handmade_message_is_valid():
     assert isinstance(decode(with_array_header((0, "<i4", [2]), bytes(8))), GenerateDone)
 
 
@@ -244,8 +244,8 @@ def test_an_array_that_is_not_what_it_claims_is_refused(header: object, frame: b
         decode(with_array_header(header, frame))
 
 
-def test_a_frame_that_no_array_names_is_refused():
-    with pytest.raises(WireError, match="names 0 arrays but brings 1"):
+def test_frame_without_an_array_is_refused():
+    with pytest.raises(WireError, match="refers to 0 arrays but has 1"):
         decode([*as_bytes(encode(Done())), b"stowaway"])
 
 

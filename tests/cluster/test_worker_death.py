@@ -85,7 +85,7 @@ async def test_sigint_is_left_to_the_controller(hub: Hub):
     assert isinstance(await worker.call(ask("echo")), GenerateDone)
 
 
-async def test_a_large_reply_arrives_although_the_worker_exits_behind_it(hub: Hub):
+async def test_large_reply_arrives_although_the_worker_exits_after_it(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
     reply = await worker.call(ask("zeros 10000000 and leave"))
     assert isinstance(reply, GenerateDone)
@@ -93,7 +93,7 @@ async def test_a_large_reply_arrives_although_the_worker_exits_behind_it(hub: Hu
     assert "exited with code 3" in str(await asyncio.wait_for(worker.dead, 3))
 
 
-async def test_what_a_worker_started_dies_with_it(hub: Hub):
+async def test_children_of_a_worker_die_with_it(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
     reply = await worker.call(ask("have a child"))
     assert isinstance(reply, GenerateDone)
@@ -103,7 +103,7 @@ async def test_what_a_worker_started_dies_with_it(hub: Hub):
     await wait_until_dead(child, timeout_s=2)
 
 
-async def test_stop_lets_a_worker_finish_by_itself(hub: Hub):
+async def test_stop_lets_a_worker_exit_by_itself(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
     await worker.stop()
     assert str(await worker.dead) == "Worker 'echo-0' was stopped."
@@ -112,7 +112,7 @@ async def test_stop_lets_a_worker_finish_by_itself(hub: Hub):
     await worker.stop()  # again is fine
 
 
-async def test_stop_terminates_a_worker_that_does_not_listen(tmp_path: Path):
+async def test_stop_terminates_a_worker_that_does_not_answer(tmp_path: Path):
     async with Hub(log_dir=tmp_path, on_event=lambda *_: None, stop_timeout_s=2.0) as hub:
         worker = await hub.launch("echo-0", "echo_worker")
         assert isinstance(await worker.call(ask("sleep")), Done)
@@ -191,7 +191,7 @@ async def test_a_module_that_cannot_start_is_reported_with_its_log(hub: Hub):
     assert "No module named no_such_module" in info.value.traceback
 
 
-async def test_a_worker_that_never_says_hello_is_killed(tmp_path: Path):
+async def test_worker_without_hello_is_killed(tmp_path: Path):
     async with Hub(log_dir=tmp_path, on_event=lambda *_: None, start_timeout_s=0.5) as hub:
         with pytest.raises(WorkerError, match=r"'mute' did not come up within 0\.5 s"):
             await hub.launch("mute", "mute_worker")
@@ -242,7 +242,7 @@ def is_up(process: psutil.Process) -> bool:
     return process.cmdline()[1:3] == ["-m", "mute_worker"]
 
 
-async def test_a_worker_that_hangs_writes_its_stacks_to_its_log_before_it_is_ended(hub: Hub):
+async def test_hung_worker_dumps_its_stacks_to_its_log_before_it_is_killed(hub: Hub):
     worker = await hub.launch("w", "echo_worker")
     await worker.call(ask("sleep"))
     with pytest.raises(WorkerError, match=r"Generate within 0.1 s; its stacks are in"):
@@ -253,7 +253,7 @@ async def test_a_worker_that_hangs_writes_its_stacks_to_its_log_before_it_is_end
     assert "in handle" in (await worker.dead).traceback
 
 
-async def test_a_stopped_worker_cannot_write_its_stacks_and_is_ended_all_the_same(hub: Hub):
+async def test_stopped_worker_is_killed_without_a_stack_dump(hub: Hub):
     worker = await hub.launch("w", "echo_worker")
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGSTOP)

@@ -163,7 +163,7 @@ def test_published_weights_become_visible(link: FakeLink, model_path: Path, send
     assert set(completion.versions) == {4}
 
 
-def test_a_damaged_update_is_refused_and_the_old_version_goes_on(
+def test_damaged_update_is_refused_and_the_old_version_serves_on(
     link: FakeLink, model_path: Path, sender: PackingSender
 ):
     start(link, model_path)
@@ -175,7 +175,7 @@ def test_a_damaged_update_is_refused_and_the_old_version_goes_on(
     assert link.call(SwapWeights(update=update)).result().version == 4
 
 
-def test_decoding_goes_on_while_weights_are_staged():
+def test_decoding_continues_while_weights_are_staged():
     link, receiver = FakeLink(), GatedReceiver()
     with serving(link, receiver):
         swap = link.call(SwapWeights(update=update_of(1)))
@@ -204,7 +204,7 @@ def test_a_newer_update_supersedes_one_that_is_still_staging():
     assert [e.counters["swaps"] for e in link.events if isinstance(e, WorkerProgress)][-1] == 1
 
 
-def test_an_update_that_cannot_be_made_ready_is_refused_and_the_old_version_goes_on():
+def test_update_that_cannot_be_staged_is_refused_and_the_old_version_serves_on():
     link, receiver = FakeLink(), GatedReceiver({1: lambda tensor: tensor.to("meta")})
     receiver.open()
     with serving(link, receiver):
@@ -237,9 +237,7 @@ def test_an_abort_answers_the_request_with_what_it_has(link: FakeLink, model_pat
         assert [completion.finish for completion in reply.completions] == ["abort"]
 
 
-def test_completions_that_end_before_others_are_told_once_and_only_if_wanted(
-    link: FakeLink, model_path: Path
-):
+def test_early_completions_are_sent_once_and_only_on_request(link: FakeLink, model_path: Path):
     start(link, model_path)
     request = make_request("r", n=2, seed=1, max_new_tokens=200)  # the second has 4 tokens
     silent = link.call(Generate(request=dataclasses.replace(request, id="silent")))
@@ -277,7 +275,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_and_the_worker_waits_for_
         link.call(StartScorer(functions={})).result()
 
 
-def test_tokens_are_read_beside_decoding_and_not_while_it_is_paused():
+def test_tokens_are_scored_between_decoding_and_not_while_paused():
     link = FakeLink()
     about = ScoreRequest(
         tokens=np.arange(3, 15, dtype=np.int32),

@@ -49,15 +49,15 @@ def reading(length: int, *ends: int, **settings) -> StepReading:
     return StepReading(tokens=tokens, ends=list(ends), **settings)
 
 
-async def test_calls_overlap_and_sequences_are_read_on_where_they_were_left(worker_pool, model):
+async def test_calls_overlap_and_partial_sequences_resume_from_cached_states(worker_pool, model):
     process = make_process(worker_pool, model, batch_tokens=40)
     await process.start()
     try:
         alone = await process.read([reading(30, 4, 29)], timeout_s=60)
-        growing = await process.read([reading(30, 4, goes_on=True)], timeout_s=60)
+        growing = await process.read([reading(30, 4, is_partial=True)], timeout_s=60)
         rest = await process.read([reading(30, 4, 29, num_known=1)], timeout_s=60)
         np.testing.assert_allclose(growing[0] + rest[0], alone[0], atol=1e-5)
-        await process.read([reading(30, 4, goes_on=True)], timeout_s=60)
+        await process.read([reading(30, 4, is_partial=True)], timeout_s=60)
         empty = await process.read([reading(30, 4, 4, 29, num_known=1)], timeout_s=60)
         np.testing.assert_allclose(empty, alone, atol=1e-5)
         outcomes = await asyncio.gather(
@@ -78,7 +78,7 @@ async def test_calls_overlap_and_sequences_are_read_on_where_they_were_left(work
 
 
 @pytest.mark.slow  # starts two processes
-async def test_what_a_kill_takes_with_it_is_read_again(worker_pool, model):
+async def test_calls_lost_with_a_killed_process_are_made_again(worker_pool, model):
     process = make_process(worker_pool, model, batch_tokens=40)
     await process.start()
     try:
@@ -99,7 +99,7 @@ async def test_what_a_kill_takes_with_it_is_read_again(worker_pool, model):
 
 
 @pytest.mark.slow  # starts two processes
-async def test_one_that_does_not_answer_is_killed_and_replaced(worker_pool, model):
+async def test_process_that_does_not_answer_is_killed_and_restarted(worker_pool, model):
     process = make_process(worker_pool, model)
     await process.start()
     try:
@@ -114,7 +114,7 @@ async def test_one_that_does_not_answer_is_killed_and_replaced(worker_pool, mode
 
 
 @pytest.mark.slow  # starts a process
-async def test_what_cannot_be_loaded_is_said_at_the_start(worker_pool, model):
+async def test_model_that_cannot_be_loaded_is_reported_at_the_start(worker_pool, model):
     start = start_message(
         ModelSettings(model=str(model)), device="cuda:7", head="token", is_whole=False
     )

@@ -27,7 +27,7 @@ class Process:
     async def read(self, readings, *, timeout_s):
         (reading,) = readings
         text = "".join(map(chr, reading.tokens))
-        self.asked.append((text, reading.num_known, reading.goes_on))
+        self.asked.append((text, reading.num_known, reading.is_partial))
         await self.let.wait()
         if self.failure is not None:
             raise self.failure

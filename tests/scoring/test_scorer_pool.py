@@ -242,7 +242,7 @@ async def test_a_failing_function_costs_its_group_and_not_its_worker(open_pool, 
         ("segfaults_on_x", r"'segfaults_on_x' lost its process on group 12: .*SEGV"),
     ],
 )
-async def test_a_function_that_takes_its_worker_down_costs_one_group(open_pool, name, sentence):
+async def test_function_that_crashes_its_process_costs_one_group(open_pool, name, sentence):
     timeout_s = 0.5 if name == "hangs_on_x" else 30.0
     pool = await open_pool(spec(name, timeout_s=timeout_s, retries=0))
     bad = asyncio.create_task(shaped(pool, group("x", "x")))
@@ -257,7 +257,7 @@ async def test_a_function_that_takes_its_worker_down_costs_one_group(open_pool, 
     assert pool.loads()[name].failures == 1
 
 
-async def test_a_worker_that_dies_while_idle_is_replaced_and_costs_nothing(open_pool):
+async def test_process_that_dies_while_idle_is_restarted_and_costs_nothing(open_pool):
     pool = await open_pool(spec("length"))
     (process,) = scorer_processes()
     process.kill()
@@ -270,7 +270,7 @@ async def test_a_worker_that_dies_while_idle_is_replaced_and_costs_nothing(open_
     assert pool.loads()["length"].retries == 0
 
 
-async def test_a_worker_that_is_killed_at_work_costs_a_second_try(open_pool):
+async def test_process_killed_during_a_call_costs_one_retry(open_pool):
     pool = await open_pool(spec("sleeps"))
     scoring = asyncio.create_task(shaped(pool, group("0.5", "0.5")))
     await asyncio.sleep(0.1)
@@ -337,7 +337,7 @@ async def test_async_functions_share_a_worker(open_pool):
     assert len({score.total for one in scored for score in one.scores}) == 1  # one process id
 
 
-async def test_more_async_calls_than_fit_wait_for_a_place(open_pool, monkeypatch):
+async def test_async_calls_beyond_the_limit_wait_for_a_slot(open_pool, monkeypatch):
     monkeypatch.setattr(scorer_workers, "CALLS_PER_WORKER", 2)
     pool = await open_pool(spec("sleeps_async", concurrency=9), num_workers=2)
     scoring = [asyncio.create_task(shaped(pool, group("0.3", number=n))) for n in range(6)]
@@ -379,9 +379,7 @@ async def test_a_stream_of_async_calls_does_not_starve_a_sync_one(open_pool):
     ("bad", "sentence"),
     [("x", "lost its process on group 9"), ("o", r"took longer than 1.5 s on group 9")],
 )
-async def test_calls_that_share_a_worker_survive_the_one_that_takes_it_down(
-    open_pool, bad, sentence
-):
+async def test_calls_that_share_a_process_survive_the_one_that_crashes_it(open_pool, bad, sentence):
     pool = await open_pool(spec("misbehaves_async", timeout_s=1.5, retries=0))
     culprit = asyncio.create_task(shaped(pool, group(bad, number=9)))
     await asyncio.sleep(1.2 if bad == "o" else 0.0)  # the others run when its time is over
@@ -392,7 +390,7 @@ async def test_calls_that_share_a_worker_survive_the_one_that_takes_it_down(
     assert pool.loads()["misbehaves_async"].failures == 1
 
 
-async def test_a_cancelled_caller_leaves_the_worker_in_order(open_pool):
+async def test_cancelled_caller_does_not_disturb_the_process(open_pool):
     pool = await open_pool(spec("sleeps"))
     running = asyncio.create_task(shaped(pool, group("0.4")))
     waiting = asyncio.create_task(shaped(pool, group("5")))
@@ -466,7 +464,7 @@ async def test_closing_while_a_function_hangs_leaves_no_process(open_pool):
         await shaped(pool, group("a"))
 
 
-async def test_a_pool_whose_workers_cannot_be_replaced_ends_the_run(open_pool, tmp_path):
+async def test_run_ends_if_scorer_processes_cannot_be_restarted(open_pool, tmp_path):
     file = tmp_path / "fleeting_rewards.py"
     file.write_text("import os\ndef crash(completions):\n    os._exit(1)\n")
     pool = await open_pool(function_spec(f"{file}:crash", retries=0))
@@ -520,7 +518,7 @@ async def test_advantages_must_be_finite_and_one_per_episode(open_pool):
         ([spec("exakt", name="exact")], "has no 'exakt'"),
     ],
 )
-def test_what_can_be_known_before_start_is_refused_then(specs, sentence, tmp_path):
+def test_wrong_scorer_settings_are_refused_before_the_start(specs, sentence, tmp_path):
     with pytest.raises(ConfigError, match=sentence):
         build_scorer_pool(
             specs,

@@ -181,7 +181,7 @@ async def test_a_swap_in_the_middle_of_scoring_never_mixes_versions_in_a_sequenc
 @pytest.mark.parametrize(
     "following", [HistorySettings(ema=0.5), HistorySettings(lag=0)], ids=["ema", "lag"]
 )
-def test_who_takes_the_place_of_a_self_teacher_goes_on_from_what_it_was(tmp_path, following):
+def test_restarted_self_teacher_resumes_from_its_saved_versions(tmp_path, following):
     save_model(tmp_path / "model")
     past = str(tmp_path / "scorers" / "teacher.safetensors")
     start = msgspec.structs.replace(
@@ -205,7 +205,7 @@ def test_who_takes_the_place_of_a_self_teacher_goes_on_from_what_it_was(tmp_path
     assert np.abs(told[1].logprobs - expected).max() > 1e-2, "not what it was at the start"
 
 
-def test_a_past_that_cannot_be_written_costs_nothing_but_itself(link, tmp_path, capfd):
+def test_unwritable_file_of_past_versions_does_not_stop_the_teacher(link, tmp_path, capfd):
     save_model(tmp_path / "model")
     (tmp_path / "scorers").write_text("a file where a folder is wanted")
     past = str(tmp_path / "scorers" / "teacher.safetensors")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.host import _HostWorkers
-from millrace.cluster.messages import JoinPlace
+from millrace.cluster.messages import JoinSlot
 from millrace.config import load_config
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.files import check_file_name
@@ -49,7 +49,7 @@ class SilentLine:
 
 async def test_a_host_that_joins_starts_no_worker_whose_name_leads_away(tmp_path: Path):
     crew = _HostWorkers(SilentLine(), ticket=None)  # type: ignore[arg-type]
-    places = [JoinPlace(name="../../engine", token="t")]
+    places = [JoinSlot(name="../../engine", token="t")]
     with pytest.raises(ConfigError, match=r"A worker of this run has the name '\.\./\.\./engine'"):
         await crew.serve(places, module="no_such_module", log_dir=tmp_path)
 

@@ -1,6 +1,7 @@
 import queue
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,10 +30,10 @@ from millrace.cluster.messages import (
     TrainStep,
     WorkerProgress,
 )
+from millrace.cluster.worker_main import serve
 from millrace.config import load_config
 from millrace.core.microbatch import Batch
 from millrace.core.records import Request, Sampling
-from millrace.core.spans import Timeline
 from millrace.training.build import build_trainer
 from millrace.training.checkpoints.directory import damage_to, read_run_state
 from millrace.training.checkpoints.writer import CheckpointWriter
@@ -232,10 +233,8 @@ def gated() -> Iterator[InProcessLink]:
     link = InProcessLink()
 
     def run() -> None:
-        worker = start(link, Timeline("trainer"), make_writer=GatedWriter)
-        assert worker is not None
-        worker.run()
-        worker.close()
+        load = partial(start, make_writer=GatedWriter)
+        serve(link, "trainer", message=StartTrainer, start=load)
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -39,7 +39,7 @@ from millrace.cluster.messages import (
     TrainStep,
     WorkerProgress,
 )
-from millrace.cluster.mps import behind, shared_gpu
+from millrace.cluster.mps import below_normal, shared_gpu
 from millrace.config import RunConfig
 from millrace.core.microbatch import Batch
 from millrace.core.records import Request, Sampling
@@ -223,7 +223,7 @@ class Bench:
             await hub.launch(name, "millrace.bench.sync_engine", env=env) for name in names
         ]
         self._trainer: Worker = await hub.launch(
-            "trainer", "millrace.bench.sync_trainer", env=behind(env)
+            "trainer", "millrace.bench.sync_trainer", env=below_normal(env)
         )
         start = StartEngine(config=plain, model_path=self._config.model.path, version=0)
         await asyncio.gather(

@@ -1,8 +1,8 @@
-"""What gets a worker past the hub's door: its token, and over TCP the CURVE keys of the run.
+"""How a worker authenticates to the hub: its token, and over TCP the CURVE keys of the run.
 
-Promise: over TCP nobody without the run's client secret key gets a message through, and nobody
-without the hub's secret key is taken for the hub; all that passes is encrypted. Secrets travel by
-environment variable and by ticket, never by command line; no repr shows one.
+Promise: over TCP only holders of the client secret key can send a message, only the holder of the
+hub's secret key can act as the hub, and all traffic is encrypted. Secrets travel by environment
+variable and by ticket, never by command line; no repr shows one.
 """
 
 from collections.abc import MutableMapping
@@ -17,20 +17,20 @@ from millrace.core.errors import ConfigError
 
 TOKEN_VARIABLE = "MILLRACE_HUB_TOKEN"
 KEYS_VARIABLE = "MILLRACE_HUB_KEYS"
-ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks who may come in
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq sends authentication requests
 ZAP_DOMAIN = b"millrace"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientKeys:
-    """What a worker shows and expects. Keys are Z85 text: 40 characters, no spaces."""
+    """The CURVE keys of a client. Keys are Z85 text: 40 characters, no spaces."""
 
     server: str  # public key of the hub
     public: str
     secret: str = field(repr=False)
 
-    def lock(self, socket: zmq.Socket) -> None:
-        """Before connect: speak CURVE, and to this hub only."""
+    def apply(self, socket: zmq.Socket) -> None:
+        """Before connect: use CURVE, and accept this hub only."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
@@ -38,7 +38,7 @@ class ClientKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunKeys:
-    """Both key pairs of one run; they live as long as its hub."""
+    """Both key pairs of one run; they are as old as its hub."""
 
     server_secret: str = field(repr=False)
     client: ClientKeys
@@ -54,21 +54,21 @@ class RunKeys:
         keys = ClientKeys(server=server.decode(), public=public.decode(), secret=secret.decode())
         return cls(server_secret=server_secret.decode(), client=keys)
 
-    def lock(self, socket: zmq.Socket) -> None:
-        """Before bind: take in nobody whom the doorkeeper does not let pass."""
+    def apply(self, socket: zmq.Socket) -> None:
+        """Before bind: accept only connections that the authenticator accepts."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.server_secret.encode())
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        # Without a doorkeeper, libzmq would let any key pass; with this, none.
+        # Without an authenticator libzmq would accept any key; with this it accepts none.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
-    """What one worker holds."""
+    """The secrets of one worker."""
 
     token: str = field(default="", repr=False)
-    keys: ClientKeys | None = None  # None: the hub listens at a local socket
+    keys: ClientKeys | None = None  # None if the hub listens at a local socket
 
     def to_environment(self) -> dict[str, str]:
         if self.keys is None:
@@ -78,7 +78,7 @@ class Credentials:
 
     @classmethod
     def take(cls, environment: MutableMapping[str, str]) -> Self:
-        """Out of the environment: what a worker itself starts has no business with the hub."""
+        """Remove them from the environment: processes that a worker starts must not have them."""
         token = environment.pop(TOKEN_VARIABLE, "")
         words = environment.pop(KEYS_VARIABLE, "").split()
         if len(words) != 3:
@@ -88,13 +88,14 @@ class Credentials:
 
 
 class TokenAuthenticator:
-    """Answers libzmq (ZAP, RFC 27) who may connect: holders of the run's client key, nobody else.
+    """Answers the authentication requests of libzmq (ZAP, RFC 27).
 
-    Made before the hub binds; run() is a task on the hub's loop.
+    It accepts the client key of the run only. Create it before the hub binds; run() is a task on
+    the hub's loop.
     """
 
     def __init__(self, context: zmq.asyncio.Context, *, keys: ClientKeys) -> None:
-        self.turned_away = 0  # peers that spoke CURVE with another key
+        self.num_rejected = 0  # connections with another key
         self._key = z85.decode(keys.public)
         self._socket = context.socket(zmq.REP)
         self._socket.bind(ZAP_ENDPOINT)
@@ -108,9 +109,9 @@ class TokenAuthenticator:
                 _address,
                 _identity,
                 mechanism,
-                *proof,
+                *client_key,
             ) = await self._socket.recv_multipart()
-            passes = mechanism == b"CURVE" and proof == [self._key]
-            self.turned_away += not passes
-            status = [b"200", b"OK"] if passes else [b"400", b"unknown key"]
+            is_valid = mechanism == b"CURVE" and client_key == [self._key]
+            self.num_rejected += not is_valid
+            status = [b"200", b"OK"] if is_valid else [b"400", b"unknown key"]
             await self._socket.send_multipart([version, request, *status, b"", b""])

@@ -1,7 +1,7 @@
-"""The event loop that a command lives on: uvloop where it is installed.
+"""Runs a command on an event loop of its own: uvloop where it is installed.
 
-Promise: Ctrl-C and SIGTERM cancel what runs, so that it can clean up, and are raised as
-KeyboardInterrupt once it has. A loop that runs already, as in a notebook, is left alone.
+Promise: Ctrl-C and SIGTERM cancel the command, so that it can clean up, and then raise
+KeyboardInterrupt. A loop that already runs, as in a notebook, is not touched.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def run_on_own_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run the coroutine that `make` returns to its end."""
+    """Run the coroutine that `make` returns; returns its result."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

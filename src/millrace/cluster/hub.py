@@ -1,21 +1,20 @@
-"""The controller's end of the wire: one socket, and the worker processes behind it.
+"""The controller's side of the connection: one socket, and the worker processes behind it.
 
-Promise: a worker that dies fails every call that waits for it, at once and with its own account, or
-within `heartbeat_timeout_s` if it died on another host; no process, socket or file of the hub
-outlives it, but for a folder that the next hub removes where this one was killed. Over TCP, only
-holders of the run's keys get a message in. What is no message of a known worker is counted and
-dropped.
+Promise: when a worker dies, every call that waits for it fails with the reason: at once, or within
+`heartbeat_timeout_s` if it died on another host. No process, socket or file outlives the hub; if
+the hub is killed, the next one removes its folder. Over TCP, only holders of the run's keys can
+send a message. Anything that is not a message of a known worker is counted and dropped.
 
-Everything here runs on the controller's event loop. Bounds: the socket takes in RECEIVE_MESSAGES
-per worker and then lets that worker's sends block. Sending is not bounded by the socket, whose
-choice at a full queue would be to drop; it is bounded by the callers, who wait for their replies.
+Everything here runs on the controller's event loop. Bounds: the socket holds RECEIVE_MESSAGES per
+worker, then that worker's sends block. Outgoing messages are bounded by the callers, who wait for
+replies, and not by the socket, which would drop messages when its queue is full.
 """
 
 import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -24,10 +23,11 @@ import zmq.asyncio
 
 from millrace.cluster import address as addresses
 from millrace.cluster.credentials import Credentials, RunKeys, TokenAuthenticator
-from millrace.cluster.join.gate import JoinGate
+from millrace.cluster.fork_server import ForkServer, is_supported
+from millrace.cluster.join.registry import JoinRegistry
 from millrace.cluster.join.ticket import JoinTicket
 from millrace.cluster.link import EVENT_ID, identity_of, read_frames
-from millrace.cluster.messages import Beat, Message
+from millrace.cluster.messages import Heartbeat, Message
 from millrace.cluster.private_folder import private_folder
 from millrace.cluster.process import start_worker
 from millrace.cluster.wire import WireError, encode, message_decoder
@@ -43,8 +43,8 @@ OnEvent = Callable[[str, Message], None]
 class Hub:
     """Starts workers and carries calls to them; use as an async context manager.
 
-    `on_event(worker, message)` gets what workers say unasked: Hello, Progress, Published, Failed.
-    An error in it is treated as a failure of that worker.
+    `on_event(worker, message)` gets messages that are no replies: Hello, WorkerProgress, Published,
+    Failed. An error in it counts as a failure of that worker.
     """
 
     def __init__(
@@ -58,26 +58,30 @@ class Hub:
         start_timeout_s: float = 180.0,
         stop_timeout_s: float = 10.0,
         heartbeat_timeout_s: float = 30.0,
+        preload: Sequence[str] = (),
     ) -> None:
-        """At "auto" the socket lies in a private folder in `runtime_dir`, by default the temp dir.
+        """With "auto" the socket is in a private folder in `runtime_dir`, by default the temp dir.
 
-        `advertise` is the name by which other hosts reach this one.
+        `advertise` is the name by which other hosts reach this one. `preload`: modules that a fork
+        server imports once for all workers; without any, each worker imports its own.
         """
-        self.refused = 0  # messages from strangers, and what was no message at all
-        self.unclaimed = 0  # replies to calls that were given up
+        self.num_invalid = 0  # messages of unknown senders, and bytes that are no message
+        self.num_unclaimed = 0  # replies to calls that had ended
         self.address = address if address == "auto" else addresses.to_bind(address)
-        """Where workers on this host connect, once the hub is entered."""
+        """The address for workers on this host, once the hub is entered."""
         self._keys = None if address == "auto" else RunKeys.make()
-        self._doorkeeper: TokenAuthenticator | None = None  # over TCP
+        self._authenticator: TokenAuthenticator | None = None  # over TCP
         self._advertise = advertise
         self._runtime_parent = runtime_dir
         self._log_dir = log_dir
+        self._preload = preload
+        self._fork_server: ForkServer | None = None
         self._on_event = on_event
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._gate = JoinGate(tell=self._send, heartbeat_timeout_s=heartbeat_timeout_s)
-        # By routing id: launched or expected. The dead stay until the next one comes.
+        self._registry = JoinRegistry(send=self._send, heartbeat_timeout_s=heartbeat_timeout_s)
+        # By routing id. Dead workers stay until the next one is added.
         self._workers: dict[bytes, Worker] = {}
         self._exit = contextlib.AsyncExitStack()
 
@@ -86,14 +90,18 @@ class Hub:
             folder = stack.enter_context(private_folder(self._runtime_parent))
             if self.address == "auto":
                 self.address = _local(folder)
+            if self._preload and is_supported():
+                log = self._log_dir / "fork_server.log"
+                self._fork_server = ForkServer(self._preload, log=log)
+                stack.callback(self._fork_server.close)
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
             if self._keys is not None:
-                self._doorkeeper = TokenAuthenticator(context, keys=self._keys.client)
-                keeping = asyncio.create_task(self._doorkeeper.run(), name="hub-doorkeeper")
-                stack.push_async_callback(_cancelled, keeping)
+                self._authenticator = TokenAuthenticator(context, keys=self._keys.client)
+                task = asyncio.create_task(self._authenticator.run(), name="hub-authenticator")
+                stack.push_async_callback(_cancelled, task)
             self._socket = context.socket(zmq.ROUTER)
-            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what it cannot send
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or it drops what it cannot send
             self._socket.setsockopt(zmq.SNDHWM, 0)
             self._socket.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES)
             self._bind()
@@ -107,20 +115,20 @@ class Hub:
         await self._exit.aclose()
 
     @property
-    def turned_away(self) -> int:
-        """Connections over TCP whose key is not the run's."""
-        return 0 if self._doorkeeper is None else self._doorkeeper.turned_away
+    def num_rejected(self) -> int:
+        """Connections over TCP with another key than the run's."""
+        return 0 if self._authenticator is None else self._authenticator.num_rejected
 
     async def launch(
         self, name: str, module: str, *, env: Mapping[str, str] | None = None
     ) -> Worker:
         """Start `python -m module` as the worker `name` and wait for its Hello.
 
-        The name may be that of a worker that died.
+        The name of a dead worker can be used again.
         """
         check_file_name(name, of="A worker")
         token = secrets.token_hex(16)
-        async with self._enrolled(name, identity=identity_of(name, token=token)) as worker:
+        async with self._registered(name, identity=identity_of(name, token=token)) as worker:
             keys = None if self._keys is None else self._keys.client
             process = await start_worker(
                 name,
@@ -129,18 +137,21 @@ class Hub:
                 credentials=Credentials(token=token, keys=keys),
                 log=self._log_dir / f"{name}.log",
                 env=env,
+                fork_server=self._fork_server,
             )
             await worker.start(process, timeout_s=self._start_timeout_s)
         return worker
 
     async def await_joined(self, name: str, *, timeout_s: float | None) -> Worker:
-        """Wait for another host to bring the worker `name`, and for its Hello; None = however long
-        that takes."""
+        """Wait for a host that joins with the worker `name`, and for its Hello.
+
+        Without `timeout_s` it waits without limit.
+        """
         token = secrets.token_hex(16)
         identity = identity_of(name, token=token)
-        async with self._enrolled(name, identity=identity) as worker:
+        async with self._registered(name, identity=identity) as worker:
             try:
-                guest = await self._gate.arrival(
+                process = await self._registry.wait_for_host(
                     name, token=token, worker=identity, timeout_s=timeout_s
                 )
             except TimeoutError:
@@ -149,11 +160,11 @@ class Hub:
                     " sooner, or raise cluster.join_timeout_s.",
                     worker=name,
                 ) from None
-            await worker.start(guest, timeout_s=self._start_timeout_s)
+            await worker.start(process, timeout_s=self._start_timeout_s)
         return worker
 
     def ticket(self) -> JoinTicket:
-        """What another host needs to bring workers."""
+        """What another host needs to join."""
         assert self._keys is not None, "only a hub at a TCP address can be joined"
         keys = self._keys.client
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -163,12 +174,12 @@ class Hub:
             server_key=keys.server,
             client_key=keys.public,
             client_secret=keys.secret,
-            token=self._gate.token,
+            token=self._registry.token,
         )
 
     @contextlib.asynccontextmanager
-    async def _enrolled(self, name: str, *, identity: bytes) -> AsyncIterator[Worker]:
-        """A worker whose messages are let in; one that does not come up leaves nothing behind."""
+    async def _registered(self, name: str, *, identity: bytes) -> AsyncIterator[Worker]:
+        """Accept the messages of a new worker; one that does not come up leaves nothing behind."""
 
         async def send(call_id: bytes, message: Message) -> None:
             await self._send(identity, call_id, message)
@@ -186,7 +197,7 @@ class Hub:
 
     def _bind(self) -> None:
         if self._keys is not None:
-            self._keys.lock(self._socket)
+            self._keys.apply(self._socket)
             self._socket.setsockopt(zmq.IPV6, int(addresses.is_ipv6(self.address)))
         try:
             self._socket.bind(self.address)
@@ -206,31 +217,32 @@ class Hub:
             frames = read_frames(await self._socket.recv_multipart(copy=False))
             identity = bytes(frames[0])
             worker = self._workers.get(identity)
-            if len(frames) < 3 or (worker is None and not self._gate.knows(identity)):
-                self.refused += 1
+            if len(frames) < 3 or (worker is None and not self._registry.is_host(identity)):
+                self.num_invalid += 1
                 continue
             try:
                 message = decoder.decode(frames[2:])
             except WireError:
-                self.refused += 1
+                self.num_invalid += 1
                 continue
             if worker is None:
-                self.refused += not await self._gate.hear(identity, bytes(frames[1]), message)
+                is_handled = await self._registry.on_message(identity, bytes(frames[1]), message)
+                self.num_invalid += not is_handled
             elif frames[1] == EVENT_ID:
-                self._hear(worker, message)
-            elif not worker.answer(bytes(frames[1]), message):
-                self.unclaimed += 1
+                self._dispatch_event(worker, message)
+            elif not worker.on_reply(bytes(frames[1]), message):
+                self.num_unclaimed += 1
 
-    def _hear(self, worker: Worker, message: Message) -> None:
+    def _dispatch_event(self, worker: Worker, message: Message) -> None:
         if worker.dead.done():
-            return  # another may have its name by now
-        worker.hear(message)
-        if isinstance(message, Beat):
+            return  # another worker may have its name by now
+        worker.on_event(message)
+        if isinstance(message, Heartbeat):
             return
         try:
             self._on_event(worker.name, message)
         except Exception as error:  # noqa: BLE001 - reported as the failure of this worker
-            reason = f"said {type(message).__name__}, which could not be handled: {error!r}"
+            reason = f"sent {type(message).__name__}, which could not be handled: {error!r}"
             worker.fail(reason, error=error)
 
     async def _stop_workers(self) -> None:
@@ -238,7 +250,7 @@ class Hub:
         try:
             await asyncio.gather(*(worker.stop() for worker in workers))
         finally:
-            # Also when the stop itself is cancelled: nothing outlives the hub.
+            # Also when the stop itself is cancelled: no process outlives the hub.
             for worker in workers:
                 worker.kill()
             await asyncio.gather(*(worker.is_gone_within(None) for worker in workers))

@@ -1,8 +1,8 @@
 """Every message between processes. One tagged union; anything else on a socket is refused.
 
 Arrays inside (numpy) travel as raw frames beside the message, uncopied; see wire.py.
-A call has exactly one reply: the message named behind its arrow, or an Error. Parts may come before
-it, where the call says so.
+A call has exactly one reply: the message named behind its arrow, or an Error. Parts may precede
+the reply where the call says so. An event is a message that is neither a call nor a reply.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Part(Message, frozen=True):
-    """Base of what a worker says about a call before it replies."""
+    """Base of messages about a call before its reply."""
 
 
 # To any worker
@@ -37,93 +37,93 @@ class Done(Message, frozen=True):
 
 
 class Error(Message, frozen=True):
-    """A reply: the call failed in the worker, which goes on."""
+    """A reply: the call failed in the worker, which continues."""
 
     kind: str  # class name of the exception
     reason: str  # one sentence
     traceback: str
 
 
-# From any worker, unasked
+# Events of any worker
 
 
 class Hello(Message, frozen=True):
-    """First message of a worker's life."""
+    """First message of a worker."""
 
     worker: str
     pid: int
 
 
 class WorkerProgress(Message, frozen=True):
-    """Sent a few times a second: what the worker did since the last one."""
+    """Sent a few times per second: what the worker did since the last one."""
 
     spans: list[Span]
     counters: dict[str, float]  # e.g. tokens generated so far
-    work: float = 0.0  # grows only if what it was asked for moves
-    waits: bool = True  # it cannot go on by itself, such as one that is told to pause
+    work: float = 0.0  # grows only while calls in flight make progress
+    waits: bool = True  # it cannot make progress by itself, such as a paused engine
 
 
 class Failed(Message, frozen=True):
-    """Last message of a worker that cannot go on."""
+    """Last message of a worker that fails."""
 
     reason: str
     traceback: str
 
 
-# Between the controller and a host that brings workers: `millrace join`
+# Between the controller and a host that joins: `millrace join`
 
 
 class Join(Message, frozen=True):
-    """From a host: it offers workers. -> Admitted"""
+    """From a host: it offers workers. -> JoinAdmitted"""
 
-    host: str  # its name, for reading
+    host: str  # its name, for messages to the user
     num_workers: int
 
 
-class JoinPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JoinSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str  # of the worker
-    token: str  # which that worker shows to the hub
+    token: str  # with which that worker authenticates
 
     def __repr__(self) -> str:
-        return f"Place(name={self.name!r})"
+        return f"JoinSlot(name={self.name!r})"
 
 
 class JoinAdmitted(Message, frozen=True):
-    places: list[JoinPlace]
+    slots: list[JoinSlot]
 
 
-class Ended(Message, frozen=True):
-    """Unasked, from a host: a worker process of it has ended."""
+class WorkerExited(Message, frozen=True):
+    """Event of a host: one of its worker processes has ended."""
 
     worker: str
-    reason: str  # goes on from "Worker 'engine-1' ..."
+    reason: str  # continues the sentence "Worker 'engine-1' ..."
     log_tail: str
-    may_have_spoken: bool  # its last messages may still be under way
+    may_have_sent: bool  # its last messages may still arrive
 
 
-class EndWorker(Message, frozen=True):
-    """Unasked, to a host: end this worker process."""
+class SignalWorker(Message, frozen=True):
+    """Event for a host: end this worker process."""
 
     worker: str
     kill: bool  # SIGKILL, else SIGTERM
 
 
 class DumpStacks(Message, frozen=True):
-    """Unasked, to a host: have this worker process write down where it hangs. -> Dumped"""
+    """Event for a host: have this worker write its stacks to its log; StacksDumped follows."""
 
     worker: str
 
 
-class Dumped(Message, frozen=True):
-    """Unasked, from a host: what came of DumpStacks."""
+class StacksDumped(Message, frozen=True):
+    """Event of a host: the result of DumpStacks."""
 
     worker: str
-    told: str  # how it went, with the path of the log
+    outcome: str  # with the path of the log
     log_tail: str
 
 
-class Beat(Message, frozen=True):
-    """Unasked, to a host and to its workers: the controller is here. A worker sends it back."""
+class Heartbeat(Message, frozen=True):
+    """Event for a host and its workers: the controller is alive. A worker sends it back."""
 
 
 # Engine
@@ -134,14 +134,15 @@ class StartEngine(Message, frozen=True):
 
     config: dict[str, Any]  # RunConfig as plain data
     model_path: str  # the config's model, or a checkpoint of it
-    version: int  # the Version those weights are
-    adapter_path: str | None = None  # of a LoRA run: the checkpoint whose adapter goes on top
+    version: int  # of those weights
+    adapter_path: str | None = None  # in a LoRA run: the checkpoint whose adapter is applied
     records_routes: bool = False  # record the experts of each token of a mixture of experts
 
 
 class Generate(Message, frozen=True):
-    """-> Generated, once all n completions are finished or aborted. Before that, if it streams,
-    Sampled; and Completed, if each completion is wanted as soon as it has ended"""
+    """Sample n completions. -> GenerateDone, when all of them are finished or aborted
+
+    Parts: TokensSampled if `stream`; Completed, for each completion as it ends, if `singly`."""
 
     request: Request
     stream: bool = False
@@ -149,19 +150,19 @@ class Generate(Message, frozen=True):
 
 
 class TokensSampled(Part, frozen=True):
-    """What the completions have sampled since the last one."""
+    """Tokens sampled since the last such part."""
 
     pieces: list[CompletionChunk]
 
 
 class Completed(Part, frozen=True):
-    """Completions that have ended before others of their request."""
+    """Completions that ended before others of their request."""
 
     completions: dict[int, Completion]  # by their number in the request
 
 
 class GenerateDone(Message, frozen=True):
-    completions: list[Completion | None]  # None = it was told before
+    completions: list[Completion | None]  # None = sent before, in a Completed
 
 
 class SwapWeights(Message, frozen=True):
@@ -173,7 +174,7 @@ class SwapWeights(Message, frozen=True):
 class Swapped(Message, frozen=True):
     version: int
     stage_ms: float  # beside decoding
-    gap_ms: float  # between the two forward passes
+    gap_ms: float  # pause between the two forward passes
 
 
 class ScoreTokens(Message, frozen=True):
@@ -189,7 +190,7 @@ class TokensScored(Message, frozen=True):
 
 
 class AbortRequests(Message, frozen=True):
-    """End these requests now, with what they have. -> Done"""
+    """End these requests now, with the tokens they have. -> Done"""
 
     ids: list[str]
 
@@ -201,13 +202,13 @@ class Expire(Message, frozen=True):
 
 
 class Pause(Message, frozen=True):
-    """Finish the forward pass or round under way, then generate nothing until Resume. -> Done
+    """Finish the current forward pass, then generate nothing until Resume. -> Done
 
-    A paused engine still takes requests and swaps."""
+    A paused engine still accepts requests and swaps weights."""
 
 
 class Resume(Message, frozen=True):
-    """Go on generating; no matter if it was never paused. -> Done"""
+    """Continue to generate; has no effect if the engine is not paused. -> Done"""
 
 
 # Trainer
@@ -221,7 +222,7 @@ class StartTrainer(Message, frozen=True):
 
 
 class TrainStep(Message, frozen=True):
-    """One optimizer step; its weights become `version`. -> Stepped; Published follows"""
+    """One optimizer step; the weights become `version`. -> Stepped; Published follows"""
 
     batch: Batch
     version: int
@@ -232,60 +233,60 @@ class TrainStep(Message, frozen=True):
 class Stepped(Message, frozen=True):
     version: int
     metrics: dict[str, float]
-    skipped: tuple[int, ...] = ()  # which of the minibatches; their loss or gradient is not finite
+    skipped: tuple[int, ...] = ()  # indices of minibatches with a non-finite loss or gradient
 
 
 class Published(Message, frozen=True):
-    """Unasked: these weights lie ready for the engines."""
+    """Event: these weights are ready for the engines."""
 
     update: WeightUpdate
 
 
 class Lend(Message, frozen=True):
-    """Let somebody who comes late have the newest version, too. -> Lent"""
+    """Make the newest version readable for an engine that joins late. -> Lent"""
 
 
 class Lent(Message, frozen=True):
-    """As Published; it wants a Release of its own."""
+    """As Published; it needs a Release of its own."""
 
     update: WeightUpdate
 
 
 class Release(Message, frozen=True):
-    """One of those who were given this version does not read it any more. -> Done"""
+    """One reader of this version has finished. -> Done"""
 
     version: int
 
 
 class SaveCheckpoint(Message, frozen=True):
-    """Copy the state, say Copied, and write an atomic checkpoint directory. -> Saved"""
+    """Copy the state and write an atomic checkpoint directory. Part: Copied. -> Saved"""
 
     directory: str
-    run_state: dict[str, Any]  # the controller's share: task cursor and the like
+    run_state: dict[str, Any]  # of the controller, such as the task cursor
 
 
 class Copied(Part, frozen=True):
-    """The next step may come; what it changes is not part of the checkpoint."""
+    """The state is copied: the next step does not affect the checkpoint."""
 
 
 class Saved(Message, frozen=True):
     """The checkpoint is on the disk."""
 
     version: int
-    complaint: str | None = None  # why older ones could not be removed
+    complaint: str | None = None  # why older checkpoints could not be removed
 
 
 # Scorer worker
 
 
 class StartScorer(Message, frozen=True):
-    """-> Done"""
+    """Load the reward functions. -> Done"""
 
     functions: dict[str, str]  # name -> reference "module:name", or path of a file this run pickled
 
 
 class ScoreGroup(Message, frozen=True):
-    """Run one reward function on the episodes of a group. -> Scored"""
+    """Run one reward function on the episodes of a group. -> GroupScored"""
 
     function: str
     prompts: list[Prompt]
@@ -307,33 +308,33 @@ class StartRewardModel(Message, frozen=True):
     settings: dict[str, Any]  # ModelSettings as plain data
     device: str  # of placement.scorers
     head: str  # "sequence" or "token"
-    is_whole: bool  # it judges whole conversations, rather than steps
-    separator: str | None = None  # put behind each step
-    kept_tokens: int = 0  # whose states wait for what follows them
+    is_whole: bool  # it scores whole conversations instead of steps
+    separator: str | None = None  # appended to each step
+    kept_tokens: int = 0  # capacity of the cache of KV states of unfinished sequences
 
 
 class StepReading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A sequence for a reward model, cut into steps: as tokens, or as text for another tokenizer.
 
-    It is always sent whole. That the model may have read its beginning before only saves time.
+    It is always complete. A cached prefix only saves time.
     """
 
     tokens: np.ndarray | None = None  # [L] int32
     ends: list[int] = []  # last token of each step
-    prompt: Prompt = ""  # else this text,
-    pieces: list[str] = []  # and that of each step
-    num_known: int = 0  # steps at the beginning whose values are not wanted again
-    goes_on: bool = False  # further steps will come
+    prompt: Prompt = ""  # without tokens: the text of the prompt
+    pieces: list[str] = []  # without tokens: the text of each step
+    num_known: int = 0  # first steps, whose values are known already
+    is_partial: bool = False  # further steps will follow
 
 
 class ReadSteps(Message, frozen=True):
-    """-> StepValues"""
+    """Compute the values of the steps. -> StepValues"""
 
     readings: list[StepReading]
 
 
 class StepValues(Message, frozen=True):
-    values: list[list[float]]  # of each reading, of each step that was not known
+    values: list[list[float]]  # by reading and step, without the known steps
 
 
 # Teacher
@@ -346,11 +347,11 @@ class StartTeacher(Message, frozen=True):
     settings: dict[str, Any]  # ReaderSettings as plain data
     device: str  # of placement.scorers
     model_path: str
-    num_known: int | None = None  # token ids it may name; None = those of the config's model
-    following: dict[str, Any] | None = None  # Following as plain data; None = it never changes
-    version: int | None = None  # of one that follows the policy: the Version it begins with
-    adapter_path: str | None = None  # likewise, in a LoRA run: the adapter that goes on top
-    past: str | None = None  # likewise: the file with what it was, for who takes its place
+    num_known: int | None = None  # token ids it may report; None = those of the config's model
+    following: dict[str, Any] | None = None  # Following as plain data; None = fixed weights
+    version: int | None = None  # of a teacher that follows the policy: its first version
+    adapter_path: str | None = None  # likewise, in a LoRA run: the adapter that is applied
+    past: str | None = None  # likewise: file with past versions, for a restart
 
 
 AnyMessage = (
@@ -362,11 +363,11 @@ AnyMessage = (
     | Failed
     | Join
     | JoinAdmitted
-    | Ended
-    | EndWorker
+    | WorkerExited
+    | SignalWorker
     | DumpStacks
-    | Dumped
-    | Beat
+    | StacksDumped
+    | Heartbeat
     | StartEngine
     | Generate
     | TokensSampled

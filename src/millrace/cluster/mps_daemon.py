@@ -1,13 +1,12 @@
-"""The process that keeps NVIDIA's MPS control daemon: `python -I mps_keeper.py DIR START_S STOP_S`.
+"""The guard of NVIDIA's MPS control daemon: `python -I mps_daemon.py DIR START_S STOP_S`.
 
-Promise: when the controller lets go of this process's stdin, by closing it or by dying however it
-died, the daemon is asked to quit, and after twice STOP_S at most it, the servers it started and DIR
-are gone. SIGTERM: the same, without asking. Should the keeper itself be killed, the kernel kills
-the daemon.
+Promise: when the controller closes stdin of this process or dies, the guard asks the daemon to
+quit; after at most twice STOP_S the daemon, its servers and DIR are gone. SIGTERM does the same
+without asking. If the guard itself is killed, the kernel kills the daemon.
 
-It says "up", or why not, in one line on stdout. What else it has to say, and the daemon's own logs
-at the end, goes to stderr, which is logs/mps.log of the run. Single-threaded; standard library
-only, so that it starts at once.
+It prints "up", or why the daemon did not start, as one line on stdout. Messages and, at the end,
+the daemon's own logs go to stderr, which is logs/mps.log of the run. Single-threaded; it imports
+the standard library only, so that it starts fast.
 """
 
 import contextlib
@@ -23,14 +22,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 CONTROL = "nvidia-cuda-mps-control"
-ANSWER_S = 5.0  # for one question
+REPLY_TIMEOUT_S = 5.0  # for one command
 POLL_S = 0.05
-WATCH_S = 1.0  # how soon a dead daemon is noticed
+WATCH_S = 1.0  # how often the daemon is checked
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What makes a process find the daemon whose files lie in `folder`."""
+    """The environment of clients of the daemon whose files are in `folder`."""
     return {
         "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
         "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
@@ -38,7 +37,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def ask(command: str, *, env: Mapping[str, str], timeout_s: float) -> bool:
-    """Give the daemon a command; False if there is none that takes it in time."""
+    """Send a command to the daemon; False if it does not accept it in time."""
     try:
         done = subprocess.run(
             [CONTROL],
@@ -56,12 +55,12 @@ def ask(command: str, *, env: Mapping[str, str], timeout_s: float) -> bool:
 
 
 def main(folder: Path, *, start_timeout_s: float, stop_timeout_s: float) -> None:
-    signal.signal(signal.SIGTERM, _hurry)
-    # What the daemon leaves behind becomes our child, not init's; so we can end it.
+    signal.signal(signal.SIGTERM, _terminate)
+    # Orphans of the daemon become children of this process, which can end them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     env = {**os.environ, **environment(folder)}
-    # Servers must see all GPUs: they number them before the workers' own CUDA_VISIBLE_DEVICES
-    # picks, and one number would be applied twice.
+    # Servers must see all GPUs: CUDA_VISIBLE_DEVICES of the workers selects among those of the
+    # servers, so the same setting would be applied twice.
     env.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         (folder / "pipe").mkdir()
@@ -72,7 +71,7 @@ def main(folder: Path, *, start_timeout_s: float, stop_timeout_s: float) -> None
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
             stderr=sys.stderr,
-            preexec_fn=_die_with_keeper,
+            preexec_fn=_die_with_guard,
         )
         try:
             trouble = _wait_until_up(daemon, env=env, timeout_s=start_timeout_s)
@@ -88,11 +87,11 @@ def main(folder: Path, *, start_timeout_s: float, stop_timeout_s: float) -> None
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _die_with_keeper() -> None:
+def _die_with_guard() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _hurry(*_: object) -> None:
+def _terminate(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)
 
@@ -100,28 +99,28 @@ def _hurry(*_: object) -> None:
 def _wait_until_up(
     daemon: subprocess.Popen[bytes], *, env: Mapping[str, str], timeout_s: float
 ) -> str | None:
-    """None once it answers; else why it never will."""
+    """Wait until the daemon answers; returns None, or why it does not."""
     deadline_s = time.monotonic() + timeout_s
     while daemon.poll() is None and time.monotonic() < deadline_s:
-        if ask("get_server_list", env=env, timeout_s=ANSWER_S):
+        if ask("get_server_list", env=env, timeout_s=REPLY_TIMEOUT_S):
             return None
-        if _is_let_go(POLL_S):
-            return "the controller is gone"
+        if _is_released(POLL_S):
+            return "the controller has ended"
     if daemon.poll() is not None:
         return f"{CONTROL} exited with code {daemon.returncode}"
     return f"{CONTROL} did not answer within {timeout_s:g} s"
 
 
 def _watch(daemon: subprocess.Popen[bytes]) -> None:
-    """Return when the controller lets go, or there is nothing left to keep."""
-    while not _is_let_go(WATCH_S):
+    """Return when the controller closes stdin, or the daemon has ended."""
+    while not _is_released(WATCH_S):
         if daemon.poll() is not None:
-            _log(f"the daemon exited with code {daemon.returncode} in the middle of the run")
+            _log(f"the daemon exited with code {daemon.returncode} during the run")
             return
 
 
-def _is_let_go(timeout_s: float) -> bool:
-    """True as soon as the controller's end of stdin is closed; nothing is ever written to it."""
+def _is_released(timeout_s: float) -> bool:
+    """Whether the controller has closed stdin, to which nothing is ever written."""
     readable, _, _ = select.select([sys.stdin], [], [], timeout_s)
     return bool(readable)
 
@@ -138,7 +137,7 @@ def _stop(daemon: subprocess.Popen[bytes], *, env: Mapping[str, str], timeout_s:
 
 
 def _kill_descendants() -> None:
-    # The children of a process that is killed become ours, so this ends when nobody is left.
+    # Children of a killed process become children of this one, so this ends when none is left.
     with contextlib.suppress(ChildProcessError):
         while True:
             for pid in _children():
@@ -149,7 +148,7 @@ def _kill_descendants() -> None:
 
 def _children() -> Iterator[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process ended meanwhile
             # "pid (name) state parent ...", where the name may hold anything.
             parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
             if int(parent) == os.getpid():

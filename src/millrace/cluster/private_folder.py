@@ -1,8 +1,8 @@
 """Private folders in the temp dir, for sockets and files of one process.
 
-Promise: a folder goes with the process that made it. It is removed on the way out, or, where the
-process was killed, by the next one that makes such a folder. Who lives is said by the system: the
-owner keeps a file in it locked.
+Promise: a folder does not outlive its process for long. The process removes it at its end; if the
+process was killed, the next one that creates such a folder does. The owner of a folder keeps a file
+in it locked, so the operating system says whether the owner is alive.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _LOCK = "owner.lock"
 
 @contextlib.contextmanager
 def private_folder(parent: Path | None = None) -> Iterator[Path]:
-    """In `parent`, by default the temp dir; nobody else can look into it."""
+    """A folder in `parent`, by default the temp dir, that no other user can enter."""
     parent = parent or Path(tempfile.gettempdir())
     _sweep(parent)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
@@ -32,7 +32,7 @@ def private_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def _locked(folder: Path) -> IO[str]:
-    # Locked before it has its name: nobody may take it for a dead one's.
+    # Locked before it has its name, or another process could take its owner for dead.
     unnamed = folder / f"{_LOCK}.new"
     file = unnamed.open("w")
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -41,9 +41,9 @@ def _locked(folder: Path) -> IO[str]:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what killed processes of this user have left."""
+    """Remove the folders of this user's killed processes."""
     for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
-        # Somebody lives there, or has swept it meanwhile, or it is not ours.
+        # Its owner is alive, another process has removed it, or it is another user's.
         with contextlib.suppress(OSError):
             if lock.stat().st_uid != os.geteuid():
                 continue

@@ -1,6 +1,6 @@
-"""One child process: started in its own session, logged to a file, reaped, and swept up after.
+"""One child process: started in its own session, logged to a file, reaped with its children.
 
-How a worker's process is started is said once, for this host and for hosts that join.
+start_worker() starts a worker on the controller's host and on hosts that join alike.
 """
 
 import asyncio
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.cluster.credentials import Credentials
-from millrace.cluster.leash import leashed
+from millrace.cluster.fork_server import ForkedChild, ForkServer
+from millrace.cluster.parent_death import with_parent_death_signal
 
 LOG_TAIL_BYTES = 4000
 DUMP_S = 1.0  # to write the stacks of all threads
@@ -23,16 +24,16 @@ DUMP_S = 1.0  # to write the stacks of all threads
 class ProcessExit:
     """How a process ended."""
 
-    reason: str  # goes on from "Worker 'engine-0' ..."
-    account: str = ""  # its own: the end of its log
-    may_have_spoken: bool = False  # messages of its last moments may still be under way
+    reason: str  # continues the sentence "Worker 'engine-0' ..."
+    log_tail: str = ""
+    may_have_sent: bool = False  # its last messages may still arrive
     was_killed: bool = False  # by a signal
 
 
 class Process:
-    """Made by start(). Used on the event loop."""
+    """Created by start(). Used on the event loop."""
 
-    def __init__(self, child: asyncio.subprocess.Process, *, log: Path) -> None:
+    def __init__(self, child: asyncio.subprocess.Process | ForkedChild, *, log: Path) -> None:
         self.pid = child.pid
         self.log = log
         self._child = child
@@ -47,40 +48,46 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                # Its own session: a terminal's Ctrl-C reaches the controller only, and kill()
-                # reaches whatever the worker itself has started.
+                # Its own session: Ctrl-C in a terminal reaches the controller only, and kill()
+                # reaches the processes that the worker has started.
                 start_new_session=True,
             )
         return cls(child, log=log)
 
     async def wait(self) -> int:
-        """Exit code; negative: the signal that ended it."""
+        """Exit code; negative if a signal ended it."""
         code = await self._child.wait()
         self._signal_session(signal.SIGKILL)
         return code
 
-    async def ended(self) -> ProcessExit:
+    async def exited(self) -> ProcessExit:
         code = await self.wait()
         reason = f"{describe_exit(code)}; its log is {self.log}"
         return ProcessExit(
             reason=reason,
-            account=self.log_tail(),
-            may_have_spoken=code >= 0,
+            log_tail=self.log_tail(),
+            may_have_sent=code >= 0,
             was_killed=code < 0,
         )
 
     def terminate(self) -> None:
         if self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._child.terminate()
+                self._child.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill it and everything it started."""
+        """Kill it and the processes it started."""
         if self._child.returncode is None:
             self._signal_session(signal.SIGKILL)
 
-    async def dump_stacks(self) -> str:
-        """Have it write the stacks of its threads to its log; says how that went."""
+    async def dump_stacks(self) -> tuple[str, str]:
+        """Have the process write the stacks of its threads to its log.
+
+        Returns the outcome, with the path of the log, and the end of the log.
+        """
+        return f"{await self._dump_stacks()}, {self.log.absolute()}", self.log_tail()
+
+    async def _dump_stacks(self) -> str:
         if self._is_stopped():
             return "it is stopped (SIGSTOP), so its stacks are not in its log"
         size = self.log.stat().st_size
@@ -91,26 +98,21 @@ class Process:
             return "it did not write its stacks"
         return "its stacks are in its log"
 
-    async def last_words(self) -> tuple[str, str]:
-        """Of one that hangs: how it went with its stacks, and the end of its log."""
-        told = await self.dump_stacks()
-        return f"{told}, {self.log.absolute()}", self.log_tail()
-
     def _is_stopped(self) -> bool:
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:  # it is gone, or this is no Linux
+        except OSError:  # it has ended, or this is not Linux
             return False
         return status.rpartition(")")[2].split()[0] in ("T", "t")
 
     def log_tail(self) -> str:
-        """The last lines it wrote."""
+        """The end of its output."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
             return file.read().decode(errors="replace").strip()
 
     def _signal_session(self, number: signal.Signals) -> None:
-        # PermissionError: macOS says so of a group that has only a zombie left.
+        # macOS raises PermissionError for a group that consists of a zombie.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -130,15 +132,23 @@ async def start_worker(
     log: Path,
     env: Mapping[str, str] | None = None,
     heartbeat_timeout_s: float | None = None,
+    fork_server: ForkServer | None = None,
 ) -> Process:
-    """Start `python -m module` as the worker `name` of the hub at `address`."""
-    command = [sys.executable, "-m", module, "--name", name, "--address", address]
-    command += ["--parent", str(os.getpid())]
+    """Start `python -m module` as the worker `name` of the hub at `address`.
+
+    It is forked by the server if there is one that can do it.
+    """
+    arguments = [module, "--name", name, "--address", address, "--parent", str(os.getpid())]
     if heartbeat_timeout_s is not None:
-        command += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
-    # A worker must find what its parent finds, such as modules beside the user's script.
+        arguments += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
+    # A worker must find the modules that its parent finds, such as those beside the script.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
     inherited = {**os.environ, "PYTHONPATH": path, **(env or {})}
     env = {**inherited, **credentials.to_environment()}
-    # Before it imports anything: it may be stopped there, and its controller killed.
-    return await Process.start(leashed(command), env=env, log=log)
+    if fork_server is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        child = await fork_server.fork(arguments, env=env, log=log)
+        if child is not None:
+            return Process(child, log=log)
+    command = [sys.executable, "-m", *arguments]
+    return await Process.start(with_parent_death_signal(command), env=env, log=log)

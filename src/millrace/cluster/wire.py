@@ -1,9 +1,9 @@
 """Messages as frames: one msgpack header, then one raw frame per array, uncopied.
 
-Promise: decode() gives a valid message or raises WireError, whatever bytes it is handed. Nothing is
+Promise: decode() returns a valid message or raises WireError, whatever bytes it gets. Nothing is
 ever unpickled. An array in the header is a msgpack extension [frame index, dtype, shape]; the
-k-th array owns frame k, so that no bytes are shared, left over or out of range.
-Arrays come out read-only: records are frozen, and large ones are views of what the socket received.
+k-th array owns frame k, so no bytes are shared, left over or out of range. Decoded arrays are
+read-only: records are frozen, and large arrays are views of the socket's buffer.
 """
 
 import math
@@ -33,12 +33,11 @@ _ARRAY_HEADER = tuple[int, str, tuple[int, ...]]
 
 
 class WireError(MillraceError):
-    """A message cannot be put on the wire, or what came from it is not a message."""
+    """A message cannot be encoded, or received bytes are not a message."""
 
 
 def encode(message: Any) -> list[Frame]:
-    """Frames of a message, or of a record. Its arrays are handed over: they must not change until
-    they are sent."""
+    """Frames of a message or a record. Its arrays must not change until the frames are sent."""
     arrays: list[Frame] = []
     try:
         header = msgspec.msgpack.Encoder(enc_hook=_array_collector(arrays)).encode(message)
@@ -51,8 +50,8 @@ def encode(message: Any) -> list[Frame]:
 
 
 class Decoder(Generic[T]):
-    """Turns frames into messages, or records of one type. Used by one thread; building one costs
-    more than a decode."""
+    """Decodes messages, or records of one type. Used by one thread; it is worth keeping, because
+    its construction takes longer than a decode."""
 
     def __init__(self, of: type[T]) -> None:
         self._arrays: Sequence[Frame] = ()
@@ -69,19 +68,19 @@ class Decoder(Generic[T]):
         try:
             message = self._decoder.decode(header)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(f"What arrived is not a message: {error}.") from None
+            raise WireError(f"Received bytes are not a message: {error}.") from None
         finally:
             arrays, self._arrays = self._arrays, ()
         if self._next != len(arrays):
-            raise WireError(f"A message names {self._next} arrays but brings {len(arrays)}.")
+            raise WireError(f"A message refers to {self._next} arrays but has {len(arrays)}.")
         return message
 
     def _extension(self, code: int, data: memoryview) -> np.ndarray:
         if code != ARRAY_CODE:
-            raise WireError(f"Extension type {code} is not known.")
+            raise WireError(f"Extension type {code} is unknown.")
         index, dtype, shape = msgspec.msgpack.decode(data, type=_ARRAY_HEADER)
         if index != self._next or index >= len(self._arrays):
-            raise WireError(f"An array points at frame {index}, which is not its own.")
+            raise WireError(f"An array refers to frame {index}, which belongs to another.")
         self._next += 1
         return _view(self._arrays[index], dtype=dtype, shape=shape)
 
@@ -91,7 +90,7 @@ def message_decoder() -> Decoder[Message]:
 
 
 def decode(frames: Sequence[Frame]) -> Message:
-    """One message, once; whoever receives many keeps a decoder."""
+    """Decode a single message; keep a decoder to receive many."""
     return message_decoder().decode(frames)
 
 
@@ -124,7 +123,7 @@ def _expect_array(expected: type, value: Any) -> np.ndarray:
 
 def _view(frame: Frame, *, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     if dtype not in DTYPES:
-        raise WireError(f"Arrays of {dtype!r} do not travel.")
+        raise WireError(f"Arrays of {dtype!r} are not supported.")
     if len(shape) > MAX_DIMENSIONS or any(size < 0 for size in shape):
         raise WireError(f"{shape} is not the shape of an array.")
     num_bytes = memoryview(frame).nbytes

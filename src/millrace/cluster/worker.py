@@ -1,6 +1,6 @@
-"""One worker as the controller sees it: calls, death and stopping.
+"""The controller's handle of one worker: calls, death and stopping.
 
-Promise: every call ends: with its reply, its timeout, or the worker's death.
+Promise: every call ends with its reply, its timeout, or the death of the worker.
 Runs on the controller's event loop.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import zmq
 
-from millrace.cluster.join.guest import JoinedProcess
+from millrace.cluster.join.joined_process import JoinedProcess
 from millrace.cluster.messages import (
     Error,
     Failed,
@@ -28,45 +28,45 @@ from millrace.cluster.supervision.watchdog import ProgressWatchdog
 from millrace.core import errors
 from millrace.core.errors import MillraceError, WorkerError
 
-LAST_WORDS_S = 0.2  # for what a worker sent before it exited to come out of the socket
+DRAIN_S = 0.2  # for messages that a worker sent before it exited
 
 Send = Callable[[bytes, Message], Awaitable[None]]  # call id, message
 OnPart = Callable[[Part], None]
 
 
 class Worker:
-    """Made by Hub.launch and Hub.expect; `start`, `answer`, `hear` and `fail` are for the hub."""
+    """Created by the hub, which calls start, on_reply, on_event and fail."""
 
     def __init__(self, name: str, *, send: Send, stop_timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
         self.dead: asyncio.Future[WorkerError] = loop.create_future()
-        """Resolves when the worker has failed, died or been stopped; calls fail from then on."""
+        """Set when the worker has failed, died or been stopped; calls fail from then on."""
         self.watchdog = ProgressWatchdog()
         self._send = send
         self._stop_timeout_s = stop_timeout_s
-        # Started by us, or joined from another host; None until then.
+        # Started here, or joined from another host; None before that.
         self._process: Process | JoinedProcess | None = None
         self._gone: asyncio.Task[None] | None = None  # done = the process has ended
-        self._greeted: asyncio.Future[None] = loop.create_future()
+        self._connected: asyncio.Future[None] = loop.create_future()
         self._ids = itertools.count(1)  # 0 is the id of events
         self._waiting: dict[bytes, asyncio.Future[Message | WorkerError]] = {}
-        self._listeners: dict[bytes, OnPart] = {}  # of waiting calls, those that want parts
+        self._listeners: dict[bytes, OnPart] = {}  # by call id
         self._is_stopping = False
 
     @property
     def pid(self) -> int | None:
-        """None before it has started, and for one on another host."""
+        """None before the start, and for a worker on another host."""
         return self._process.pid if isinstance(self._process, Process) else None
 
     @property
     def log(self) -> Path | None:
-        """What it prints; None as for the pid."""
+        """File with its output; None as for the pid."""
         return self._process.log if isinstance(self._process, Process) else None
 
     @property
     def host(self) -> str | None:
-        """Name of the host it joined from; None on this one."""
+        """Name of the host it joined from; None on this host."""
         return self._process.host if isinstance(self._process, JoinedProcess) else None
 
     @property
@@ -131,35 +131,37 @@ class Worker:
             raise
 
     async def stop(self) -> None:
-        """Ask it to stop; tell it so (SIGTERM) when half of the time is over; then kill it."""
+        """Send Stop; after half of the time limit send SIGTERM; then kill it."""
         self._is_stopping = True
-        patience_s = self._stop_timeout_s / 2
-        if self._greeted.done():
+        half_s = self._stop_timeout_s / 2
+        if self._connected.done():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(half_s):
                     with contextlib.suppress(MillraceError):
                         await self.call(Stop())
                     await self.is_gone_within(None)
                     return
         if self._process is not None:
             self._process.terminate()
-        if not await self.is_gone_within(patience_s):
+        if not await self.is_gone_within(half_s):
             self.kill()
             await self.is_gone_within(None)
 
     async def fail_hung(self, reason: str) -> None:
-        """End it because it hangs, once it has written down where; `reason` goes on from "Worker
-        'engine-0' ..."."""
+        """Kill a worker that hangs, after it has dumped its stacks.
+
+        `reason` continues the sentence "Worker 'engine-0' ...".
+        """
         if self.dead.done():
             return
-        told, account = "it was not up", ""
+        outcome, log_tail = "it had not started", ""
         if self._process is not None:
-            told, account = await self._process.last_words()
-        self._end(self._error(f"{reason}; {told}", traceback=account))
+            outcome, log_tail = await self._process.dump_stacks()
+        self._end(self._error(f"{reason}; {outcome}", traceback=log_tail))
         self.kill()
 
     def kill(self) -> None:
-        """End it now. What waits for it fails as soon as the system reports its death."""
+        """Send SIGKILL. Calls that wait fail as soon as the system reports the death."""
         if self._process is not None:
             self._process.kill()
 
@@ -172,20 +174,20 @@ class Worker:
     async def start(self, process: Process | JoinedProcess, *, timeout_s: float) -> None:
         """Wait for the Hello of the worker that runs in this process."""
         self._process = process
-        if self._is_stopping:  # meanwhile
+        if self._is_stopping:  # stop() was called meanwhile
             self.kill()
-        self._gone = asyncio.create_task(self._watch(process), name=f"watch-{self.name}")
+        self._gone = asyncio.create_task(self._wait_for_exit(process), name=f"wait-{self.name}")
         first = asyncio.FIRST_COMPLETED
-        await asyncio.wait({self._greeted, self.dead}, timeout=timeout_s, return_when=first)
+        await asyncio.wait({self._connected, self.dead}, timeout=timeout_s, return_when=first)
         if self.dead.done():
             raise _copy(self.dead.result())
-        if not self._greeted.done():
+        if not self._connected.done():
             tail = process.log_tail()
             raise self._error(f"did not come up within {timeout_s} s", traceback=tail)
 
-    def answer(self, call_id: bytes, message: Message) -> bool:
-        """Hand a reply, or a part before it, to its call; False if nobody waits for it."""
-        self._note_life()
+    def on_reply(self, call_id: bytes, message: Message) -> bool:
+        """Pass a reply or a part to its call; False if that call has ended."""
+        self._on_sign_of_life()
         reply = self._waiting.get(call_id)
         if reply is None or reply.done():
             return False
@@ -200,37 +202,37 @@ class Worker:
                 reply.set_exception(error)
         return True
 
-    def hear(self, message: Message) -> None:
-        """Take note of what the worker said unasked."""
-        self._note_life()
-        if isinstance(message, Hello) and not self._greeted.done():
-            self._greeted.set_result(None)
+    def on_event(self, message: Message) -> None:
+        """Handle a message that is no reply."""
+        self._on_sign_of_life()
+        if isinstance(message, Hello) and not self._connected.done():
+            self._connected.set_result(None)
         elif isinstance(message, WorkerProgress):
             self.watchdog.report(work=message.work, waits=message.waits)
         elif isinstance(message, Failed):
             self._end(self._error(f"failed: {message.reason}", traceback=message.traceback))
-            # It is on its way out; a thread of its own must not keep it there.
+            # It is about to exit; one of its threads must not prevent that.
             asyncio.get_running_loop().call_later(self._stop_timeout_s, self.kill)
 
     def fail(self, reason: str, *, error: BaseException) -> None:
-        """Give up on the worker for a reason of the controller's."""
+        """Kill the worker because of an error in the controller."""
         self._end(self._error(reason, traceback="".join(traceback.format_exception(error))))
         self.kill()
 
-    def _note_life(self) -> None:
+    def _on_sign_of_life(self) -> None:
         if isinstance(self._process, JoinedProcess):
-            self._process.heard()
+            self._process.on_message()
 
-    async def _watch(self, process: Process | JoinedProcess) -> None:
-        ending = await process.ended()
-        matters = not self.dead.done() and (self._waiting or not self._is_stopping)
-        if ending.may_have_spoken and matters:
-            await asyncio.sleep(LAST_WORDS_S)
+    async def _wait_for_exit(self, process: Process | JoinedProcess) -> None:
+        exited = await process.exited()
+        is_awaited = not self.dead.done() and (self._waiting or not self._is_stopping)
+        if exited.may_have_sent and is_awaited:
+            await asyncio.sleep(DRAIN_S)
         if self._is_stopping:
             self._end(self._error("was stopped"))
         else:
-            error = self._error(ending.reason, traceback=ending.account)
-            error.was_killed = ending.was_killed
+            error = self._error(exited.reason, traceback=exited.log_tail)
+            error.was_killed = exited.was_killed
             self._end(error)
 
     def _end(self, error: WorkerError) -> None:
@@ -245,7 +247,7 @@ class Worker:
         return WorkerError(f"Worker {self.name!r} {reason}.", worker=self.name, traceback=traceback)
 
     def _raised(self, what: str, answer: Error) -> MillraceError:
-        """The worker's exception, as it looks from here."""
+        """The exception of the worker, to be raised here."""
         cls = getattr(errors, answer.kind, None)
         if not (isinstance(cls, type) and issubclass(cls, MillraceError)) or cls is WorkerError:
             reason = f"failed at {what}: {answer.kind}: {answer.reason.rstrip('.')}"
@@ -256,7 +258,7 @@ class Worker:
 
 
 def _copy(error: WorkerError) -> WorkerError:
-    """Several calls may raise it, and an exception collects the frames it passes through."""
+    """A copy for each call that raises it, because exceptions collect traceback frames."""
     return WorkerError(
         str(error),
         worker=error.worker,

@@ -1,12 +1,12 @@
 """The engine process: `python -m millrace.inference.worker`.
 
-The main thread decodes: it looks for calls between two forward passes and waits for them only when
-there is nothing to generate. New weights are fetched, verified and laid out by a staging thread
-meanwhile; only their copy into the model takes the main thread's time, between two passes. What
-becomes of the sequences under way is up to the interrupt model.
+The main thread decodes. It polls for calls between two forward passes, and waits for them only when
+it has nothing to generate. A staging thread fetches, verifies and lays out new weights meanwhile;
+the main thread only copies them into the model, between two passes. The interrupt mode decides what
+happens to running sequences.
 
-Promise: every call is answered once. An update that is refused leaves the engine serving the
-version it has.
+Promise: every call is answered once. After a failed update the engine still serves the version it
+had.
 """
 
 import time
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from millrace.cluster.link import Link, WorkerCall, run_worker
+from millrace.cluster.link import Link, WorkerCall
 from millrace.cluster.messages import (
     AbortRequests,
     Completed,
@@ -36,7 +36,7 @@ from millrace.cluster.messages import (
     TokensScored,
     WorkerProgress,
 )
-from millrace.cluster.worker_main import out_of_turn, serve_as_told
+from millrace.cluster.worker_main import run_worker, serve, unexpected
 from millrace.config import Interrupt, RunConfig, load_config
 from millrace.core.errors import TaskError, WeightError
 from millrace.core.protocols import Capability, WeightReceiver
@@ -54,11 +54,11 @@ from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.weights.receiver import make_receiver
 
 PROGRESS_S = 0.25
-STAGING_POLL_S = 0.002  # how soon an idle engine notices that weights are staged
+STAGING_POLL_S = 0.002  # how often an idle engine checks for staged weights
 
 
 def main(link: Link, name: str) -> None:
-    serve_as_told(link, name, message=StartEngine, start=_start)
+    serve(link, name, message=StartEngine, start=_start)
 
 
 def _start(message: StartEngine, link: Link, timeline: Timeline) -> "EngineWorker":
@@ -88,7 +88,7 @@ def _start(message: StartEngine, link: Link, timeline: Timeline) -> "EngineWorke
 def wire(
     engine: EngineCore, config: RunConfig, *, link: Link, timeline: Timeline
 ) -> "EngineWorker":
-    """An engine that is built, and the weights' way to it."""
+    """Connect a built engine to the link and to the weight transport."""
     device = resolve_device(config.placement.engine(0))
     receiver = make_receiver(
         config.weights.transport,
@@ -111,7 +111,7 @@ def wire(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Staging:
-    """Weights on their way in, and the calls that wait for them or were superseded by them."""
+    """An update that is being staged, and the calls that it answers."""
 
     version: int
     staged: Future[tuple[Any, float]]  # what the engine prepared, and the milliseconds it took
@@ -119,7 +119,7 @@ class _Staging:
 
 
 class EngineWorker:
-    """Wires an engine to a link. All methods run in the main thread, unless they say otherwise."""
+    """Connects an engine to a link. Methods run in the main thread unless they say otherwise."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class EngineWorker:
         capabilities: frozenset[Capability] = frozenset(Capability),
         report_s: float = 2.0,
     ) -> None:
-        """`report_s`: how often requests at leisure are told of."""
+        """`report_s`: interval of the coalesced token reports, in seconds."""
         self._link = link
         self._arrived: deque[WorkerCall] = deque()  # during a round, not yet handled
         self._engine = engine
@@ -149,13 +149,13 @@ class EngineWorker:
         self._num_swaps = 0
         self._reported_s = 0.0  # monotonic
         self._report_s = report_s
-        self._told_s = time.monotonic()  # when requests at leisure were
+        self._coalesced_s = time.monotonic()  # of the last coalesced report
 
     def serve(self) -> None:
-        """Generate, swap and answer until told to stop."""
+        """Generate, swap weights and reply until Stop."""
         try:
             while (stop := self._take_calls()) is None:
-                self._land_weights()
+                self._commit_weights()
                 if self._may_score:
                     self._timeline.enter("score", busy=True)
                     self._score(self._score_calls.popleft())
@@ -164,7 +164,7 @@ class EngineWorker:
                     self._answer(self._engine.step(should_stop=self._is_awaited))
                 if time.monotonic() - self._reported_s >= PROGRESS_S:
                     self._report()
-                if time.monotonic() - self._told_s >= self._report_s:
+                if time.monotonic() - self._coalesced_s >= self._report_s:
                     self._send_coalesced_chunks()
         finally:
             self._stager.shutdown(wait=True, cancel_futures=True)
@@ -173,28 +173,28 @@ class EngineWorker:
         stop.reply()
 
     def _is_awaited(self) -> bool:
-        """True if a round should end before its time: weights are there, or a call that is not for
-        more of the same. New weights are fetched from here on, and the round goes on meanwhile."""
+        """Whether a round of decoding should end early: weights are staged, or a call other than
+        Generate waits. Staging of new weights starts here and overlaps with the round."""
         while (call := self._link.receive(0)) is not None:
             if isinstance(call.message, SwapWeights) and not self._interrupt.needs_announcement:
                 self._stage(call.message.update, call)
             else:
                 self._arrived.append(call)
         has_urgent = any(not isinstance(call.message, Generate) for call in self._arrived)
-        return has_urgent or self._has_weights_to_land
+        return has_urgent or self._has_staged_weights
 
     @property
-    def _has_weights_to_land(self) -> bool:
+    def _has_staged_weights(self) -> bool:
         if self._staging is None or not (staged := self._staging.staged).done():
             return False
         return self._interrupt.may_land or staged.exception() is not None
 
     def _take_calls(self) -> WorkerCall | None:
-        """Handle what has arrived, waiting a little if there is nothing else to do."""
-        patience_s = self._patience_s()
-        if patience_s > 0:  # entered before the wait, or the wait would count as generating
+        """Handle the calls that have arrived; wait a little if there is nothing to generate."""
+        timeout_s = self._wait_s()
+        if timeout_s > 0:  # entered first, or the wait would count as generating
             self._timeline.enter(self._idle_reason(), busy=False)
-        call = self._next_call(patience_s)
+        call = self._next_call(timeout_s)
         while call is not None:
             if isinstance(call.message, Stop):
                 return call
@@ -202,10 +202,10 @@ class EngineWorker:
             call = self._next_call(0)
         return None
 
-    def _next_call(self, patience_s: float) -> WorkerCall | None:
-        return self._arrived.popleft() if self._arrived else self._link.receive(patience_s)
+    def _next_call(self, timeout_s: float) -> WorkerCall | None:
+        return self._arrived.popleft() if self._arrived else self._link.receive(timeout_s)
 
-    def _patience_s(self) -> float:
+    def _wait_s(self) -> float:
         if self._may_generate or self._may_score or self._arrived:
             return 0
         return PROGRESS_S if self._staging is None else STAGING_POLL_S
@@ -220,8 +220,8 @@ class EngineWorker:
 
     @property
     def _is_held(self) -> bool:
-        """It may not generate, whatever there is to do. An engine with nothing to do says no such
-        thing: if somebody waits for it, a message was lost."""
+        """Whether generation is blocked. An idle engine is not held: if a caller expects progress
+        of it, a message was lost."""
         return self._is_paused or not self._interrupt.may_generate
 
     def _idle_reason(self) -> str:
@@ -252,13 +252,13 @@ class EngineWorker:
                 self._answer(self._engine.expire(before))
                 call.reply()
             case Pause() | Resume():
-                # Calls are handled between two passes: none is under way when this is answered.
+                # Calls are handled between two passes, so no pass runs when this is answered.
                 self._is_paused = isinstance(call.message, Pause)
-                if self._is_paused:  # entered before the reply, which sets the trainer going
+                if self._is_paused:  # entered before the reply, after which the trainer may start
                     self._timeline.enter("paused", busy=False)
                 call.reply()
             case _:
-                call.fail(out_of_turn(call))
+                call.fail(unexpected(call))
 
     def _score(self, call: WorkerCall) -> None:
         assert isinstance(call.message, ScoreTokens)
@@ -277,23 +277,23 @@ class EngineWorker:
 
     def _answer(self, finished: list[FinishedRequest]) -> None:
         for id, pieces in self._engine.take_chunks().items():
-            self._calls[id].tell(TokensSampled(pieces=pieces))
+            self._calls[id].send_part(TokensSampled(pieces=pieces))
         for id, completions in self._engine.take_completions().items():
-            self._calls[id].tell(Completed(completions=completions))
+            self._calls[id].send_part(Completed(completions=completions))
         for request in finished:
-            untold = [
+            unsent = [
                 None if member in request.delivered else completion
                 for member, completion in enumerate(request.completions)
             ]
-            self._calls.pop(request.id).reply(GenerateDone(completions=untold))
+            self._calls.pop(request.id).reply(GenerateDone(completions=unsent))
 
     def _send_coalesced_chunks(self) -> None:
-        self._told_s = time.monotonic()
+        self._coalesced_s = time.monotonic()
         for id, pieces in self._engine.take_coalesced_chunks().items():
-            self._calls[id].tell(TokensSampled(pieces=pieces))
+            self._calls[id].send_part(TokensSampled(pieces=pieces))
 
     def _stage(self, update: WeightUpdate, call: WorkerCall) -> None:
-        """Begin to fetch an update. Of several under way, only the newest will be applied."""
+        """Start to stage an update. Of several updates only the newest is applied."""
         under_way = self._staging
         if under_way is not None and under_way.version >= update.version:
             under_way.calls.append(call)
@@ -304,7 +304,7 @@ class EngineWorker:
             return
         superseded = []
         if under_way is not None:
-            under_way.staged.cancel()  # if it has begun, its outcome is dropped
+            under_way.staged.cancel()  # if it has started, its result is dropped
             superseded = under_way.calls
         self._staging = _Staging(
             version=update.version,
@@ -320,9 +320,9 @@ class EngineWorker:
         prepared = self._engine.prepare(tensors, version=update.version)
         return prepared, (time.perf_counter() - started_s) * 1000
 
-    def _land_weights(self) -> None:
+    def _commit_weights(self) -> None:
         """Make staged weights visible. serve() calls this between two forward passes."""
-        if not self._has_weights_to_land:
+        if not self._has_staged_weights:
             return
         staging, self._staging = self._staging, None
         assert staging is not None

@@ -9,11 +9,22 @@ from pathlib import Path
 
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Message, StartEngine, StartTrainer
-from millrace.cluster.mps import behind
+from millrace.cluster.mps import below_normal
 from millrace.cluster.worker import Worker
 from millrace.config import RunConfig, WeightsConfig
 from millrace.core.errors import ConfigError
 from millrace.run.prepare import PreparedRun
+
+# Imported once, by the fork server. Workers of other kinds start from the same imports.
+PRELOAD = (
+    "torch",
+    "transformers",
+    "millrace.inference.worker",
+    "millrace.training.worker",
+    "millrace.scoring.functions.worker",
+    "millrace.scoring.reward_models.worker",
+    "millrace.scoring.teachers.worker",
+)
 
 
 class Launcher:
@@ -90,7 +101,7 @@ class Launcher:
 
     async def start_trainer(self, checkpoint: Path | None) -> Worker:
         worker = await self._launch(
-            "trainer", "millrace.training.worker", env=behind(self._gpu_env)
+            "trainer", "millrace.training.worker", env=below_normal(self._gpu_env)
         )
         start = StartTrainer(
             config=self._prepared.config.model_dump(mode="json"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from millrace.cluster.event_loop import run_on_own_loop
 from millrace.cluster.hub import Hub
-from millrace.cluster.join.ticket import offered
+from millrace.cluster.join.ticket import ticket_file
 from millrace.cluster.messages import Message, Published, WorkerProgress
 from millrace.cluster.mps import shared_gpu
 from millrace.cluster.private_folder import private_folder
@@ -42,7 +42,7 @@ from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.trackers import build_trackers
 from millrace.run.build import RunParts, build_controller
 from millrace.run.checks import local_devices
-from millrace.run.launch import Launcher
+from millrace.run.launch import PRELOAD, Launcher
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import scaling_server
 from millrace.run.workers import RunWorkers
@@ -195,6 +195,7 @@ class _Run:
                     start_timeout_s=cluster.start_timeout_s,
                     stop_timeout_s=cluster.stop_timeout_s,
                     heartbeat_timeout_s=cluster.heartbeat_timeout_s,
+                    preload=PRELOAD,
                 )
             )
             # Left before the hub stops the workers, or their end would count as deaths.
@@ -297,7 +298,7 @@ class _Run:
             yield
             return
         assert path is not None, "checked with the config"
-        with offered(hub.ticket(), Path(path)):
+        with ticket_file(hub.ticket(), Path(path)):
             engines = "1 engine" if remote == 1 else f"{remote} engines"
             print(
                 f"Waiting for {engines} from other hosts; copy the ticket there, it is a secret,"

@@ -30,6 +30,7 @@ from millrace.serving.served import Served
 from millrace.serving.server import make_app
 from millrace.serving.settings import ServeSettings
 
+PRELOAD = ("torch", "transformers", "millrace.inference.worker", "millrace.scoring.teachers.worker")
 READ_TIMEOUT_S = 300.0  # of the passages of one request
 
 
@@ -53,7 +54,7 @@ async def _serve(settings: ServeSettings) -> None:
     policy = RestartPolicy.from_settings(config.supervision)
     settings.log_dir.mkdir(parents=True, exist_ok=True)
     async with (
-        Hub(log_dir=settings.log_dir, on_event=on_event) as hub,
+        Hub(log_dir=settings.log_dir, on_event=on_event, preload=PRELOAD) as hub,
         WorkerPool(hub.launch, policy=policy, on_restart=on_restart) as worker_pool,
     ):
         engines = Engines(

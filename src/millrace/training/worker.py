@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from millrace.cluster.link import Link, WorkerCall, run_worker
+from millrace.cluster.link import Link, WorkerCall
 from millrace.cluster.messages import (
     Copied,
     Done,
@@ -28,6 +28,7 @@ from millrace.cluster.messages import (
     TrainStep,
     WorkerProgress,
 )
+from millrace.cluster.worker_main import run_worker, serve
 from millrace.config import RunConfig
 from millrace.core import files as storage
 from millrace.core.errors import CheckpointError
@@ -43,40 +44,16 @@ MERGED = "merged"  # subfolder of a checkpoint
 
 
 def main(link: Link, name: str) -> None:
-    timeline = Timeline(name)
-    worker = start(link, timeline)
-    if worker is None:
-        return
-    try:
-        worker.run()
-    finally:
-        worker.close()
+    serve(link, name, message=StartTrainer, start=start)
 
 
 def start(
-    link: Link, timeline: Timeline, *, make_writer: type[CheckpointWriter] = CheckpointWriter
-) -> "TrainerWorker | None":
-    """Wait for StartTrainer and load the model; None = stopped before that."""
-    while True:
-        call = link.receive()
-        assert call is not None
-        match call.message:
-            case StartTrainer() as message:
-                try:
-                    worker = TrainerWorker(
-                        message, link=link, timeline=timeline, make_writer=make_writer
-                    )
-                except Exception as error:  # noqa: BLE001 - the controller raises it again
-                    call.fail(error)
-                else:
-                    call.reply()
-                    return worker
-            case Stop():
-                call.reply()
-                return None
-            case message:
-                name = type(message).__name__
-                call.fail(TypeError(f"the first call of a trainer is StartTrainer, not {name}"))
+    message: StartTrainer,
+    link: Link,
+    timeline: Timeline,
+    make_writer: type[CheckpointWriter] = CheckpointWriter,
+) -> "TrainerWorker":
+    return TrainerWorker(message, link=link, timeline=timeline, make_writer=make_writer)
 
 
 class TrainerWorker:
@@ -117,20 +94,20 @@ class TrainerWorker:
             patience_s=config.weights.timeout_s,
         )
 
-    def run(self) -> None:
+    def serve(self) -> None:
         """Answer calls until Stop. Raises errors of the publisher's thread."""
-        while True:
-            self._timeline.enter("a batch", busy=False)
-            call = self._link.receive(PROGRESS_S)
-            self._publisher.check()
-            if call is not None and not self._handle(call):
-                return
-            if time.monotonic() - self._reported_at >= PROGRESS_S:
-                self._report_progress()
-
-    def close(self) -> None:
-        self._writer.wait()
-        self._publisher.close()
+        try:
+            while True:
+                self._timeline.enter("a batch", busy=False)
+                call = self._link.receive(PROGRESS_S)
+                self._publisher.check()
+                if call is not None and not self._handle(call):
+                    return
+                if time.monotonic() - self._reported_at >= PROGRESS_S:
+                    self._report_progress()
+        finally:
+            self._writer.wait()
+            self._publisher.close()
 
     def _handle(self, call: WorkerCall) -> bool:
         """Answer one call; False = stop."""
@@ -200,7 +177,7 @@ class TrainerWorker:
                 f" {self._trainer.state_bytes()} bytes of memory there."
             ) from error
         needed_bytes = self._trainer.state_bytes()
-        call.tell(Copied())
+        call.send_part(Copied())
         self._writer.begin(
             directory,
             write=lambda folder: self._write(snapshot, folder, exported=is_exported),

@@ -1,7 +1,7 @@
-"""The ticket of a run: all that a host needs to bring workers into it, in one small file.
+"""The ticket of a run: a small file with all that another host needs to join.
 
-Promise: only its owner can read the file, from its first byte on; it appears whole, and it is gone
-when the run is over. Whoever holds a copy can join while the run lasts: it is a secret.
+Promise: only its owner can ever read the file. It appears complete, and it is removed when the run
+ends. The ticket is a secret: anyone with a copy can join while the run lasts.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class JoinTicket(
     token: str
 
     def __repr__(self) -> str:
-        return f"Ticket(address={self.address!r})"
+        return f"JoinTicket(address={self.address!r})"
 
     @property
     def keys(self) -> ClientKeys:
@@ -37,9 +37,9 @@ class JoinTicket(
 
 
 @contextlib.contextmanager
-def offered(ticket: JoinTicket, path: Path) -> Iterator[None]:
-    """The ticket lies at `path` for as long as the context lasts."""
-    _check_place(path)
+def ticket_file(ticket: JoinTicket, path: Path) -> Iterator[None]:
+    """Keep the ticket at `path` while the context lasts."""
+    _check_path(path)
     text = msgspec.json.format(msgspec.json.encode(ticket), indent=2) + b"\n"
     try:
         _write_privately(path, text)
@@ -51,7 +51,7 @@ def offered(ticket: JoinTicket, path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Another run may have put its own there.
+        # Another run may have written its own ticket there.
         with contextlib.suppress(FileNotFoundError):
             if path.read_bytes() == text:
                 path.unlink()
@@ -74,23 +74,22 @@ def read_ticket(path: Path) -> JoinTicket:
     ticket = _decode(data)
     if ticket is None:
         raise ConfigError(
-            f"{str(path)!r} is no ticket, or not a whole one; copy it again from the run's"
-            " cluster.ticket."
+            f"{str(path)!r} is not a complete ticket; copy it again from the run's cluster.ticket."
         )
     return ticket
 
 
-def _check_place(path: Path) -> None:
-    """What lies there already may be the ticket of a run that was killed, and nothing else."""
+def _check_path(path: Path) -> None:
+    """An existing file may only be the ticket of a run that was killed."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if path.is_dir() or _decode(path.read_bytes()) is None:
             raise ConfigError(
-                f"cluster.ticket = {str(path)!r} exists and is no ticket; choose another path."
+                f"cluster.ticket = {str(path)!r} exists and is not a ticket; choose another path."
             )
 
 
 def _decode(data: bytes) -> JoinTicket | None:
-    """None for anything else; the decoder's own words could quote a secret."""
+    """None if it is not a ticket; the decoder's own error could quote a secret."""
     try:
         return msgspec.json.decode(data, type=JoinTicket)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -102,7 +101,7 @@ def _write_privately(path: Path, text: bytes) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
-        with open(os.open(partial, flags, 0o600), "wb") as file:  # noqa: PTH123 - mode from birth
+        with open(os.open(partial, flags, 0o600), "wb") as file:  # noqa: PTH123 - sets the mode
             file.write(text)
         partial.replace(path)
     finally:

@@ -1,9 +1,9 @@
-"""Scorer process: runs users' reward functions.
+"""The scorer process: `python -m millrace.scoring.functions.worker` runs users' reward functions.
 
-Sync functions run in the main thread, one at a time, and may block it: there they can do what they
-could do in a script (signals, asyncio.run), and the pool sends nothing else to a worker that runs
-one. Async functions run together on an event loop in a thread of its own, which also keeps the
-timeline, so that a call shows while it runs. What users print goes to this process's log.
+Sync functions run in the main thread, one at a time, and may block it. There they can use signals
+and asyncio.run as in a script, and the controller sends nothing else meanwhile. Async functions
+share an event loop in a second thread, which also owns the timeline, so that a call is visible
+while it runs. Output of the functions goes to the log of this process.
 """
 
 import asyncio
@@ -14,8 +14,9 @@ import threading
 from collections.abc import Awaitable
 from typing import Any, cast
 
-from millrace.cluster.link import Link, WorkerCall, run_worker
+from millrace.cluster.link import Link, WorkerCall
 from millrace.cluster.messages import GroupScored, ScoreGroup, StartScorer, Stop, WorkerProgress
+from millrace.cluster.worker_main import run_worker, serve, unexpected
 from millrace.core.errors import ScoreError
 from millrace.core.spans import Timeline
 from millrace.scoring.functions.shipping import load_function
@@ -27,44 +28,46 @@ IDLE = "no work"
 
 
 def main(link: Link, name: str) -> None:
-    cast(Any, sys.stdout).reconfigure(line_buffering=True)  # a killed worker loses no line
-    background = Background(link, name=name)
-    functions: dict[str, RewardFunction] = {}
-    while True:
-        call = link.receive()
-        assert call is not None
-        match call.message:
-            case StartScorer() as message:
-                functions = start(call, message)
-                background.mark_ready()
-            case ScoreGroup() as message:
-                score(call, message, function=functions[message.function], background=background)
-            case Stop():
-                background.close()
-                call.reply()
-                return
-            case message:
-                call.fail(TypeError(f"a scorer does not know {type(message).__name__}"))
+    cast(Any, sys.stdout).reconfigure(line_buffering=True)  # so that a kill loses no line
+    serve(link, name, message=StartScorer, start=start)
 
 
-def start(call: WorkerCall, message: StartScorer) -> dict[str, RewardFunction]:
-    """Load the functions; a failure is the controller's to tell."""
-    try:
-        functions = {
-            name: inspect_reward(load_function(location), name=name)
-            for name, location in message.functions.items()
-        }
-    except Exception as error:  # noqa: BLE001 - importing user code; the controller raises it again
-        call.fail(error)
-        return {}
-    call.reply()
-    return functions
+def start(message: StartScorer, link: Link, timeline: Timeline) -> "ScorerWorker":
+    functions = {
+        name: inspect_reward(load_function(location), name=name)
+        for name, location in message.functions.items()
+    }
+    return ScorerWorker(link, functions=functions, timeline=timeline)
+
+
+class ScorerWorker:
+    def __init__(
+        self, link: Link, *, functions: dict[str, RewardFunction], timeline: Timeline
+    ) -> None:
+        self._link = link
+        self._functions = functions
+        self._background = Background(link, timeline=timeline)
+
+    def serve(self) -> None:
+        while True:
+            call = self._link.receive()
+            assert call is not None
+            match call.message:
+                case ScoreGroup() as message:
+                    function = self._functions[message.function]
+                    score(call, message, function=function, background=self._background)
+                case Stop():
+                    self._background.close()
+                    call.reply()
+                    return
+                case _:
+                    call.fail(unexpected(call))
 
 
 def score(
     call: WorkerCall, message: ScoreGroup, *, function: RewardFunction, background: "Background"
 ) -> None:
-    """Run the function here and now; what it leaves to be awaited is awaited in the background."""
+    """Run the function in this thread; an awaitable result is awaited in the background."""
     background.begin(function.name)
     try:
         result = function(
@@ -77,7 +80,7 @@ def score(
             background.finish(result, call=call, message=message)
             return
         scored = check(result, message)
-    except Exception as error:  # noqa: BLE001 - users' code may raise anything; the caller is told
+    except Exception as error:  # noqa: BLE001 - user code may raise anything
         call.fail(explain(error, name=function.name))
     else:
         call.reply(scored)
@@ -92,9 +95,9 @@ def check(result: Any, message: ScoreGroup) -> GroupScored:
 
 
 def explain(error: BaseException, *, name: str) -> ScoreError:
-    """The error as one sentence, with the traceback of the user's code behind it."""
+    """The error as one sentence, with the traceback of the user's code as its cause."""
     if isinstance(error, ScoreError):
-        return error.with_traceback(None)  # the sentence is all: its frames are ours
+        return error.with_traceback(None)  # its frames are Millrace's own
     words = " ".join(str(error).split()) or "no message"
     words = words if len(words) <= 300 else f"{words[:297]}..."
     failure = ScoreError(f"Reward {name!r} raised {type(error).__name__}: {words}")
@@ -103,22 +106,19 @@ def explain(error: BaseException, *, name: str) -> ScoreError:
 
 
 class Background:
-    """The event loop of async functions, and the worker's timeline. Called from the main thread."""
+    """The event loop of async functions, and the timeline. Called from the main thread."""
 
-    def __init__(self, link: Link, *, name: str) -> None:
+    def __init__(self, link: Link, *, timeline: Timeline) -> None:
         self._link = link
         self._loop = asyncio.new_event_loop()
-        self._timeline = Timeline(name)  # this and what follows is touched on the loop only
-        self._running: list[str] = []  # functions at work, in the order they began
+        timeline.enter(IDLE, busy=False)
+        self._timeline = timeline  # from here on used on the loop only, as the rest
+        self._running: list[str] = []  # functions, in the order they were called
         self._num_calls = 0
         self._waits: set[asyncio.Task[None]] = set()
         self._reporting = self._loop.create_task(self._report())
         self._thread = threading.Thread(target=self._run, name="background", daemon=True)
         self._thread.start()
-
-    def mark_ready(self) -> None:
-        """Start-up is over."""
-        self._loop.call_soon_threadsafe(self._show)
 
     def begin(self, name: str) -> None:
         self._loop.call_soon_threadsafe(self._begin, name)
@@ -127,13 +127,13 @@ class Background:
         self._loop.call_soon_threadsafe(self._end, name)
 
     def finish(self, result: Awaitable[Any], *, call: WorkerCall, message: ScoreGroup) -> None:
-        """Await an async function's result, and reply."""
+        """Await the result of an async function and reply."""
         self._loop.call_soon_threadsafe(self._start_wait, result, call, message)
 
     def close(self) -> None:
-        """Report for the last time. Async calls that still run get no reply."""
+        """Send the last report. Async calls that still run get no reply."""
         self._loop.call_soon_threadsafe(self._reporting.cancel)
-        self._thread.join(CLOSE_S)  # an async function that blocks the loop is left behind
+        self._thread.join(CLOSE_S)  # a function may block the loop; it ends with the process
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -160,7 +160,7 @@ class Background:
     async def _wait(self, result: Awaitable[Any], call: WorkerCall, message: ScoreGroup) -> None:
         try:
             scored = check(await result, message)
-        except BaseException as error:  # noqa: BLE001 - SystemExit must not end the loop for all
+        except BaseException as error:  # noqa: BLE001 - SystemExit must not end the loop
             call.fail(explain(error, name=message.function))
         else:
             call.reply(scored)

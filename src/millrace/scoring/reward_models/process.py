@@ -1,8 +1,6 @@
-"""The process of one reward model: what it is told, and what is asked of it.
+"""The process of one reward model, and the values of a sequence's steps.
 
-What the steps of a sequence are worth, asked of a model that may have another tokenizer.
-
-Runs on the controller's event loop.
+The model may have another tokenizer than the policy. Runs on the controller's event loop.
 """
 
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ class RewardModelProcess(ModelProcess):
     MODULE = "millrace.scoring.reward_models.worker"
 
     async def read(self, readings: Sequence[StepReading], *, timeout_s: float) -> list[list[float]]:
-        """The values of each reading's steps; raises as ask() does."""
+        """The values of the steps of each reading; raises as ask() does."""
         reply = await self.ask(ReadSteps(readings=list(readings)), timeout_s=timeout_s)
         assert isinstance(reply, StepValues)
         return reply.values
@@ -38,7 +36,7 @@ def start_message(
     separator: str | None = None,
     kept_tokens: int = 0,
 ) -> StartRewardModel:
-    """Of what a kind of reward model is told, that which its process is told."""
+    """The start message of a reward model's process."""
     shared = {field.name: getattr(settings, field.name) for field in fields(ModelSettings)}
     return StartRewardModel(
         settings=shared,
@@ -54,7 +52,7 @@ class StepReader:
     def __init__(
         self, process: RewardModelProcess, *, tokenizer: Any, takes_ids: bool, timeout_s: float
     ) -> None:
-        """`tokenizer` is the policy's; the model is given its ids, or else text."""
+        """`tokenizer` is the policy's. `takes_ids`: the model gets token ids instead of text."""
         self.process = process
         self._tokenizer = tokenizer
         self._takes_ids = takes_ids
@@ -68,11 +66,11 @@ class StepReader:
         prompt: Prompt,
         num_prompt: int,
         num_known: int = 0,
-        goes_on: bool = False,
+        is_partial: bool = False,
     ) -> list[float]:
         """The values of all steps but the first `num_known`.
 
-        `tokens` [L] begin with the `num_prompt` of the prompt; `goes_on`: more of them will come.
+        `tokens` [L] begin with the `num_prompt` of the prompt. `is_partial`: more will follow.
         """
         if num_known == len(ends):
             return []
@@ -82,7 +80,7 @@ class StepReader:
             prompt="" if self._takes_ids else prompt,
             pieces=[] if self._takes_ids else self._pieces(tokens, ends, num_prompt=num_prompt),
             num_known=num_known,
-            goes_on=goes_on,
+            is_partial=is_partial,
         )
         (values,) = await self.process.read([reading], timeout_s=self._timeout_s)
         return values

@@ -128,7 +128,7 @@ class ReadAhead:
                     prompt=stream.prompt,
                     num_prompt=stream.num_prompt,
                     num_known=stream.num_read,
-                    goes_on=not stream.is_finished,
+                    is_partial=not stream.is_finished,
                 )
                 for future, value in zip(stream.values[stream.num_read :], values, strict=False):
                     future.set_result(value)

@@ -1,12 +1,12 @@
 """The process of a reward model: `python -m millrace.scoring.reward_models.worker`.
 
-The main thread reads: it takes what has arrived between two forward passes, and waits for calls
-only when there is nothing left to read. A pass holds sequences of similar length, within
-batch_tokens with their padding, and always the one that has waited longest. As long as all of them
-are still growing, nobody waits for their values, and they wait a moment for others to share a pass.
+The main thread computes. It takes the calls that have arrived between two forward passes, and waits
+for calls only when it has no sequence left. A pass holds sequences of similar length, within
+batch_tokens including padding, and always the one that has waited longest. While all sequences are
+partial, their values are not urgent, and they wait a moment for others to share a pass.
 
-Promise: every call is answered once. What a sequence is worth does not depend on what it is read
-with.
+Promise: every call is answered once. The values of a sequence do not depend on the other sequences
+of its batch.
 """
 
 import time
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from millrace.cluster.link import Link, WorkerCall, run_worker
+from millrace.cluster.link import Link, WorkerCall
 from millrace.cluster.messages import (
     ReadSteps,
     StartRewardModel,
@@ -25,7 +25,7 @@ from millrace.cluster.messages import (
     Stop,
     WorkerProgress,
 )
-from millrace.cluster.worker_main import out_of_turn, serve_as_told
+from millrace.cluster.worker_main import run_worker, serve, unexpected
 from millrace.core.errors import ScoreError
 from millrace.core.spans import Timeline
 from millrace.models.classifier import Classifier, ClassifierInput, load_classifier
@@ -36,13 +36,13 @@ from millrace.scoring.reward_models.reading_encoder import ReadingEncoder
 from millrace.scoring.reward_models.settings import ModelSettings
 
 PROGRESS_S = 0.25
-GATHER_TOKENS = 512  # of sequences that are still growing: more in a pass makes it no cheaper
-GATHER_S = 0.05  # or so long a wait
+GATHER_TOKENS = 512  # of partial sequences; a larger pass is not more efficient
+GATHER_S = 0.05  # longest wait of a partial sequence
 
 
 @dataclass(slots=True, eq=False)
 class _OpenSequence:
-    """A call and what is known of its answer."""
+    """A call and the values computed so far."""
 
     call: WorkerCall
     values: list[list[float]]
@@ -51,16 +51,16 @@ class _OpenSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Unread:
-    """One passage that is to be read for a call."""
+    """One sequence to compute for a call."""
 
     open: _OpenSequence
     index: int  # of the reading within the call
     passage: ClassifierInput
-    since_s: float  # when it came
+    since_s: float  # monotonic time of its arrival
 
 
 def main(link: Link, name: str) -> None:
-    serve_as_told(link, name, message=StartRewardModel, start=_start)
+    serve(link, name, message=StartRewardModel, start=_start)
 
 
 def _start(message: StartRewardModel, link: Link, timeline: Timeline) -> "RewardModelWorker":
@@ -116,7 +116,7 @@ class RewardModelWorker:
         self._max_length = max_length
         self._shelf = Shelf(max_tokens=kept_tokens)
         self._timeline = timeline
-        self._unread: list[_Unread] = []  # as they came
+        self._unread: list[_Unread] = []  # in the order of arrival
         self._counters = {"tokens_read": 0.0, "sequences_read": 0.0, "passes": 0.0}
         self._reported_s = 0.0
 
@@ -131,7 +131,7 @@ class RewardModelWorker:
         self._report(now=True)
 
     def _take_calls(self) -> bool:
-        """Everything that has arrived; False if it is to stop."""
+        """Take all calls that have arrived; False after Stop."""
         wait_s = GATHER_S / 4 if self._unread else PROGRESS_S
         call = self._link.receive(0 if self._is_worth_a_pass() else wait_s)
         while call is not None:
@@ -142,7 +142,7 @@ class RewardModelWorker:
                     call.reply()
                     return False
                 case _:
-                    call.fail(out_of_turn(call))
+                    call.fail(unexpected(call))
             call = self._link.receive(0)
         return True
 
@@ -180,10 +180,10 @@ class RewardModelWorker:
                 yield ClassifierInput(tokens=tokens, ends=[end])
             return
         known = ends[reading.num_known - 1] + 1 if reading.num_known else 0
-        if wanted[0] < known:  # a step without any text: its value is that of the step before
+        if wanted[0] < known:  # a step without tokens has the value of the step before
             known = 0
         states = self._shelf.take(tokens[:known]) if known else None
-        yield ClassifierInput(tokens=tokens, ends=wanted, states=states, keeps=reading.goes_on)
+        yield ClassifierInput(tokens=tokens, ends=wanted, states=states, keeps=reading.is_partial)
 
     def _is_worth_a_pass(self) -> bool:
         if not self._unread:
@@ -195,7 +195,7 @@ class RewardModelWorker:
         )
 
     def _next_batch(self) -> list[_Unread]:
-        """The one that waits longest, and those nearest to it in length."""
+        """The sequence that waits longest, and those nearest to it in length."""
         first = self._unread[0].passage.num_new
         order = sorted(
             range(len(self._unread)),

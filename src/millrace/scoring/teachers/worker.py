@@ -1,12 +1,12 @@
 """The teacher process: `python -m millrace.scoring.teachers.worker`.
 
-The main thread reads: what has arrived goes into one forward pass, up to a budget of tokens. A
-teacher that follows the policy is brought its versions meanwhile; a thread fetches them, keeps what
-its history needs and lays out what is due; the main thread copies that into the model between two
-passes. What it has become is kept in a file now and then, for a process that takes its place.
+The main thread scores: the requests that have arrived share one forward pass, up to a budget of
+tokens. A teacher that follows the policy also receives its versions: a thread fetches them, keeps
+those that its history needs and prepares the due one, which the main thread copies into the model
+between two passes. Now and then it saves its state to a file, for a restart.
 
-Promise: every call is answered once. A request is read in one pass, so by one version, which its
-answer names; nobody waits for a refresh.
+Promise: every call is answered once. A request is scored in one pass, so by one version, which its
+reply names. Scoring does not wait for new weights.
 """
 
 import time
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from millrace.cluster.link import Link, WorkerCall, run_worker
+from millrace.cluster.link import Link, WorkerCall
 from millrace.cluster.messages import (
     ScoreTokens,
     StartTeacher,
@@ -27,7 +27,7 @@ from millrace.cluster.messages import (
     TokensScored,
     WorkerProgress,
 )
-from millrace.cluster.worker_main import out_of_turn, serve_as_told
+from millrace.cluster.worker_main import run_worker, serve, unexpected
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, RunFailed, WeightError
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
@@ -46,11 +46,11 @@ from millrace.scoring.teachers.self_teacher_weights import (
 from millrace.scoring.teachers.settings import LogprobModelSettings
 
 PROGRESS_S = 0.25
-STAGING_POLL_S = 0.002  # how soon an idle teacher notices that weights are staged
+STAGING_POLL_S = 0.002  # how often an idle teacher checks for staged weights
 
 
 def main(link: Link, name: str) -> None:
-    serve_as_told(link, name, message=StartTeacher, start=start)
+    serve(link, name, message=StartTeacher, start=start)
 
 
 def start(message: StartTeacher, link: Link, timeline: Timeline) -> "TeacherWorker":
@@ -96,16 +96,16 @@ def start(message: StartTeacher, link: Link, timeline: Timeline) -> "TeacherWork
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """A call, and how far it is answered."""
+class _PendingCall:
+    """A call and the results so far."""
 
     call: WorkerCall
     requests: list[ScoreRequest]
-    told: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    scored: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
 
 
 class TeacherWorker:
-    """Wires a scoring engine to a link. All methods run in the main thread."""
+    """Connects a scoring engine to a link. All methods run in the main thread."""
 
     def __init__(
         self,
@@ -121,22 +121,22 @@ class TeacherWorker:
         self._pass_tokens = pass_tokens
         self._followed = followed
         self._timeline = timeline
-        self._asked: deque[_Asked] = deque()  # in the order of their arrival
+        self._pending: deque[_PendingCall] = deque()  # in the order of their arrival
         self._swaps: deque[WorkerCall] = deque()  # the first is being staged
         self._staged: Future[Staged] | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
-        self._keeping: Future[None] | None = None
+        self._saving: Future[None] | None = None
         self._num_swaps = self._num_tokens = 0
         self._reported_s = 0.0  # monotonic
 
     def serve(self) -> None:
-        """Read, swap and answer until told to stop."""
+        """Score, swap weights and reply until Stop."""
         try:
             while (stop := self._take_calls()) is None:
-                self._land_weights()
-                if self._asked:
+                self._commit_weights()
+                if self._pending:
                     self._timeline.enter("score", busy=True)
-                    self._read()
+                    self._score()
                 if time.monotonic() - self._reported_s >= PROGRESS_S:
                     self._report()
         finally:
@@ -147,41 +147,41 @@ class TeacherWorker:
         stop.reply()
 
     def _take_calls(self) -> WorkerCall | None:
-        """Take what has arrived, waiting a little if there is nothing else to do."""
-        patience_s = 0.0
-        if not self._asked:
-            patience_s = PROGRESS_S if self._staged is None else STAGING_POLL_S
+        """Take the calls that have arrived; wait a little if there is nothing to score."""
+        timeout_s = 0.0
+        if not self._pending:
+            timeout_s = PROGRESS_S if self._staged is None else STAGING_POLL_S
             self._timeline.enter("no work", busy=False)
-        call = self._link.receive(patience_s)
+        call = self._link.receive(timeout_s)
         while call is not None:
             match call.message:
                 case Stop():
                     return call
                 case ScoreTokens(requests=requests):
-                    self._asked.append(_Asked(call, requests))
+                    self._pending.append(_PendingCall(call, requests))
                 case SwapWeights() if self._followed is not None:
                     self._swaps.append(call)
                     self._stage_next()
                 case _:
-                    call.fail(out_of_turn(call))
+                    call.fail(unexpected(call))
             call = self._link.receive(0)
         return None
 
     def _stage_next(self) -> None:
-        """One at a time and all of them: each becomes part of the history."""
+        """Stage every update, one at a time: each becomes part of the history."""
         if self._swaps and self._staged is None:
             assert self._followed is not None
             swap = self._swaps[0].message
             assert isinstance(swap, SwapWeights)
             self._staged = self._stager.submit(self._followed.stage, swap.update)
 
-    def _land_weights(self) -> None:
+    def _commit_weights(self) -> None:
         """Make staged weights visible; called between two passes."""
         if self._staged is None or not self._staged.done():
             return
         assert self._followed is not None
-        if self._keeping is not None:
-            self._keeping.result()  # it is over: one thread did both
+        if self._saving is not None:
+            self._saving.result()  # it is done, because one thread does both
         call, outcome = self._swaps.popleft(), self._staged
         self._staged = None
         started_s = time.perf_counter()
@@ -191,7 +191,7 @@ class TeacherWorker:
             if staged.prepared is not None:
                 self._followed.commit(staged.prepared)
                 self._num_swaps += 1
-                self._keeping = self._stager.submit(self._followed.save)
+                self._saving = self._stager.submit(self._followed.save)
         except WeightError as error:
             call.fail(error)
         else:
@@ -201,45 +201,45 @@ class TeacherWorker:
             call.reply(Swapped(version=version, stage_ms=staged.stage_ms, gap_ms=gap_ms))
         self._stage_next()
 
-    def _read(self) -> None:
-        """One forward pass, over the longest waiting; whole requests only."""
+    def _score(self) -> None:
+        """Run one forward pass over the requests that wait longest; a request is never split."""
         taken = self._next_pass()
         groups = [requests for _, requests in taken]
         version = None if self._followed is None else self._followed.live.version
         try:
-            told = self._engine.score(groups, version=version)
+            scored = self._engine.score(groups, version=version)
         except torch.OutOfMemoryError:
-            self._refuse(taken)
+            self._fail(taken)
             return
         self._num_tokens += sum(num_rows(group) for group in groups)
-        for (asked, _), logprobs in zip(taken, told, strict=True):
-            asked.told += logprobs
-            if len(asked.told) == len(asked.requests):
-                self._asked.remove(asked)
-                asked.call.reply(TokensScored(logprobs=asked.told))
+        for (pending, _), logprobs in zip(taken, scored, strict=True):
+            pending.scored += logprobs
+            if len(pending.scored) == len(pending.requests):
+                self._pending.remove(pending)
+                pending.call.reply(TokensScored(logprobs=pending.scored))
 
-    def _next_pass(self) -> list[tuple[_Asked, list[ScoreRequest]]]:
-        taken: list[tuple[_Asked, list[ScoreRequest]]] = []
+    def _next_pass(self) -> list[tuple[_PendingCall, list[ScoreRequest]]]:
+        taken: list[tuple[_PendingCall, list[ScoreRequest]]] = []
         room = self._pass_tokens
-        for asked in self._asked:
+        for pending in self._pending:
             group: list[ScoreRequest] = []
-            for request in asked.requests[len(asked.told) :]:
+            for request in pending.requests[len(pending.scored) :]:
                 if num_rows([*group, request]) > room and (group or taken):
                     break
                 group.append(request)
             if not group:
                 break
-            taken.append((asked, group))
+            taken.append((pending, group))
             room -= num_rows(group)
-            if len(asked.told) + len(group) < len(asked.requests):
+            if len(pending.scored) + len(group) < len(pending.requests):
                 break
         return taken
 
-    def _refuse(self, taken: list[tuple[_Asked, list[ScoreRequest]]]) -> None:
+    def _fail(self, taken: list[tuple[_PendingCall, list[ScoreRequest]]]) -> None:
         size = sum(num_rows(group) for _, group in taken)
-        for asked, _ in taken:
-            self._asked.remove(asked)
-            asked.call.fail(
+        for pending, _ in taken:
+            self._pending.remove(pending)
+            pending.call.fail(
                 RunFailed(
                     f"A forward pass of {size} tokens does not fit into the memory of the teacher;"
                     f" lower the scorer's pass_tokens (now {self._pass_tokens})."

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.cluster.leash import leashed
+from millrace.cluster.parent_death import with_parent_death_signal
 from millrace.cluster.process import describe_exit
 from millrace.core.errors import TaskError
 from millrace.core.records import Task
@@ -52,7 +52,7 @@ async def run_program(
     path = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
     transport, watch = await asyncio.get_running_loop().subprocess_exec(
         _ProgramWatch,
-        *leashed(command),
+        *with_parent_death_signal(command),
         env={**os.environ, "PATH": path, **(env or {})},
         start_new_session=True,  # to be ended with all it has started
     )

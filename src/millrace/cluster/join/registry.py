@@ -1,0 +1,118 @@
+"""Registry of joining hosts: `millrace join` asks it for slots and brings a worker for each.
+
+Promise: a slot is given once, to a host that has the token of the ticket. A host can report about
+its own workers only. Runs on the controller's event loop.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import zmq
+
+from millrace.cluster.join.joined_process import JoinedProcess
+from millrace.cluster.link import EVENT_ID
+from millrace.cluster.messages import (
+    Error,
+    Join,
+    JoinAdmitted,
+    JoinSlot,
+    Message,
+    StacksDumped,
+    WorkerExited,
+)
+from millrace.cluster.process import ProcessExit
+
+Send = Callable[[bytes, bytes, Message], Awaitable[None]]  # routing id, call id, message
+
+
+def host_identity(token: str) -> bytes:
+    """Routing id of a host; several hosts may use copies of one ticket."""
+    return f"host:{token}:{secrets.token_hex(8)}".encode()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _FreeSlot:
+    """A worker that no host has brought yet."""
+
+    name: str
+    token: str  # of the worker; its host passes it on
+    worker: bytes  # routing id
+    joined: asyncio.Future[JoinedProcess]
+
+
+class JoinRegistry:
+    def __init__(self, *, send: Send, heartbeat_timeout_s: float) -> None:
+        self.token = secrets.token_hex(16)
+        self._send = send
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._free: list[_FreeSlot] = []  # in the order they are given
+        self._num_taken = 0
+        self._processes: dict[tuple[bytes, str], JoinedProcess] = {}  # by host's routing id, worker
+
+    def is_host(self, identity: bytes) -> bool:
+        prefix = f"host:{self.token}:".encode()
+        return secrets.compare_digest(identity[: len(prefix)], prefix)
+
+    async def wait_for_host(
+        self, name: str, *, token: str, worker: bytes, timeout_s: float | None
+    ) -> JoinedProcess:
+        """Offer a slot and wait until a host takes it; raises TimeoutError if none does."""
+        joined = asyncio.get_running_loop().create_future()
+        slot = _FreeSlot(name=name, token=token, worker=worker, joined=joined)
+        self._free.append(slot)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await joined
+        finally:
+            if slot in self._free:
+                self._free.remove(slot)
+
+    async def on_message(self, host: bytes, call_id: bytes, message: Message) -> bool:
+        """Handle a message of a host; False if a host may not send it."""
+        match message:
+            case Join():
+                reply = self._admit(host, message)
+                # If the host has ended, the heartbeats of its workers will show it.
+                with contextlib.suppress(zmq.ZMQError):
+                    await self._send(host, call_id, reply)
+            case WorkerExited() if (host, message.worker) in self._processes:
+                process = self._processes.pop((host, message.worker))
+                process.on_exit(
+                    ProcessExit(
+                        reason=f"{message.reason} on {process.host}",
+                        log_tail=message.log_tail,
+                        may_have_sent=message.may_have_sent,
+                    )
+                )
+            case StacksDumped() if (host, message.worker) in self._processes:
+                self._processes[host, message.worker].on_stacks(message)
+            case _:
+                return False
+        return True
+
+    def _admit(self, host: bytes, request: Join) -> JoinAdmitted | Error:
+        wanted, free = request.num_workers, len(self._free)
+        if not 1 <= wanted <= free:
+            slots = "1 free slot" if free == 1 else f"{free} free slots"
+            reason = f"The run has {slots} and {self._num_taken} taken, but --count = {wanted}"
+            reason += "; lower --count." if free else "; raise engine.remote of the run."
+            return Error(kind="ConfigError", reason=reason, traceback="")
+        taken, self._free = self._free[:wanted], self._free[wanted:]
+        self._num_taken += wanted
+        for slot in taken:
+            process = self._join(slot, host=host, host_name=request.host)
+            self._processes[host, slot.name] = process
+            slot.joined.set_result(process)
+        return JoinAdmitted(slots=[JoinSlot(name=slot.name, token=slot.token) for slot in taken])
+
+    def _join(self, slot: _FreeSlot, *, host: bytes, host_name: str) -> JoinedProcess:
+        return JoinedProcess(
+            slot.name,
+            host=host_name,
+            send_to_worker=lambda message: self._send(slot.worker, EVENT_ID, message),
+            send_to_host=lambda message: self._send(host, EVENT_ID, message),
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+        )
