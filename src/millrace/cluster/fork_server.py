@@ -1,0 +1,284 @@
+"""A fork server: it imports slow modules once and forks workers from there, on Linux.
+
+Importing torch and transformers takes seconds at each start of a worker; a fork takes milliseconds.
+
+Promise: a forked worker is a child of the controller, as one that was started directly: exit
+status, signals and parent death work alike, and it survives the fork server. Its command line reads
+`python -m MODULE ...`. If a worker cannot be forked, fork() returns None and the caller starts it
+directly.
+
+How a worker becomes a child of the controller: the server forks twice, and the process in between
+exits at once. The kernel gives the orphan to the nearest subreaper, which the controller is for
+that moment.
+
+The server creates no thread of its own and does not load the CUDA driver, so forking is safe; if an
+import loads the driver, the server ends and workers are started directly. The controller's side
+runs on its event loop; this module, run as a program, is the server.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from millrace.cluster.parent_death import set_parent_death_signal, with_parent_death_signal
+
+TITLE_BYTES = 2048  # room for the command line of a worker
+# Variables that no import reads: workers may differ in them. (pytest sets its own for each phase.)
+LATE_VARIABLES = (
+    "CUDA_MPS_",
+    "CUDA_VISIBLE_DEVICES",
+    "MILLRACE_HUB_",
+    "PYTEST_CURRENT_TEST",
+    "PYTHONPATH",
+)
+# torch.cuda.is_available() asks NVML then: an initialised CUDA driver does not survive a fork.
+SERVER_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+CUDA_DRIVER = b"/libcuda.so"
+PR_SET_CHILD_SUBREAPER = 36
+READY = b"ready\n"
+
+
+def is_supported() -> bool:
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+class ForkedChild:
+    """A child of this process that the fork server made; as asyncio.subprocess.Process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._reaping = asyncio.create_task(self._reap(), name=f"reap-{pid}")
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._reaping)
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    async def _reap(self) -> int:
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            loop, exited = asyncio.get_running_loop(), asyncio.Event()
+            loop.add_reader(pidfd, exited.set)
+            try:
+                await exited.wait()
+            finally:
+                loop.remove_reader(pidfd)
+        finally:
+            os.close(pidfd)
+        self.returncode = _exit_code(self.pid)
+        return self.returncode
+
+
+def _exit_code(pid: int) -> int:
+    """Reap a child that has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class ForkServer:
+    """The controller's side. Start it early: its imports overlap with other work."""
+
+    def __init__(self, preload: Sequence[str], *, log: Path) -> None:
+        """`preload`: names of the modules to import."""
+        self._env = dict(os.environ)
+        command = [sys.executable, "-m", __name__, " " * TITLE_BYTES]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                with_parent_death_signal(command),
+                env={**self._env, **SERVER_ENV, "PYTHONPATH": path},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                start_new_session=True,
+            )
+        self._is_ready = False
+        self._lock = asyncio.Lock()
+        self._send(list(preload))
+
+    async def fork(
+        self, arguments: Sequence[str], *, env: Mapping[str, str], log: Path
+    ) -> ForkedChild | None:
+        """Fork a worker `python -m ARGUMENTS`; None if it must be started directly."""
+        if not self._has_same_imports(env):
+            return None
+        task = asyncio.create_task(self._fork(arguments, env=env, log=log))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_kill_result)
+            raise
+
+    def close(self) -> None:
+        """End the server; its workers live on."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+    async def _fork(
+        self, arguments: Sequence[str], *, env: Mapping[str, str], log: Path
+    ) -> ForkedChild | None:
+        async with self._lock:
+            if not self._is_ready:
+                self._is_ready = await asyncio.to_thread(self._receive) == READY
+            if not self._is_ready:
+                return None
+            with _subreaper():
+                self._send(_request(arguments, env=env, log=log))
+                reply = await asyncio.to_thread(self._receive)
+        pid = int(reply or b"0")
+        return ForkedChild(pid) if pid else None
+
+    def _send(self, message: object) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no reply, either
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _receive(self) -> bytes:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+    def _has_same_imports(self, env: Mapping[str, str]) -> bool:
+        """Whether modules that were imported in the server's environment fit this one."""
+        different = {name for name in {*self._env, *env} if self._env.get(name) != env.get(name)}
+        return all(name.startswith(LATE_VARIABLES) for name in different)
+
+
+def _request(arguments: Sequence[str], *, env: Mapping[str, str], log: Path) -> dict[str, Any]:
+    return {
+        "arguments": list(arguments),
+        "env": dict(env),
+        "folder": str(Path.cwd()),
+        "log": str(log.absolute()),
+        "parent": os.getpid(),
+    }
+
+
+def _kill_result(task: "asyncio.Task[ForkedChild | None]") -> None:
+    """The launch was cancelled: end the worker that was forked meanwhile."""
+    if not task.cancelled() and task.exception() is None and (child := task.result()) is not None:
+        child.send_signal(signal.SIGKILL)
+
+
+class _Subreaper:
+    """How many forks are in flight in this process: it is a subreaper while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        self._change(1)
+        try:
+            yield
+        finally:
+            self._change(-1)
+
+    def _change(self, by: int) -> None:
+        with self._lock:
+            self._count += by
+            is_subreaper = int(self._count > 0)
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, is_subreaper, 0, 0, 0)
+
+
+_subreaper = _Subreaper()  # a property of the process, so there is one
+
+
+# The server
+
+
+def main() -> None:
+    for module in json.loads(sys.stdin.buffer.readline()):
+        importlib.import_module(module)
+        # A worker module is run as __main__ later; only its imports are of use here.
+        if module.endswith(".worker"):
+            del sys.modules[module]
+    if CUDA_DRIVER in Path("/proc/self/maps").read_bytes():
+        sys.exit("An import has loaded the CUDA driver, so workers are not forked.")
+    gc.collect()
+    gc.freeze()  # or the collector of each worker would copy all pages
+    os.write(1, READY)
+    while line := sys.stdin.buffer.readline():
+        request = json.loads(line)
+        reader, writer = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            middle = os.getpid()
+            if os.fork() > 0:
+                os._exit(0)
+            os.close(reader)
+            _become_worker(request, middle=middle, writer=writer)
+            _run_worker(request["arguments"])
+            return
+        os.close(writer)
+        os.waitpid(middle, 0)
+        os.write(1, os.read(reader, 32) + b"\n")  # empty if the worker could not start
+        os.close(reader)
+
+
+def _become_worker(request: dict[str, Any], *, middle: int, writer: int) -> None:
+    """In the new process: take the place of a worker that was started directly."""
+    try:
+        while os.getppid() == middle:
+            time.sleep(0.0005)
+        set_parent_death_signal(request["parent"])  # exits unless the controller is the parent
+        os.setsid()
+        os.chdir(request["folder"])
+        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.close(log)
+        os.close(nothing)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        path = request["env"]["PYTHONPATH"].split(os.pathsep)
+        sys.path[:] = [request["folder"], *path]
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # or all workers would draw the same numbers
+        _set_command_line([sys.executable, "-m", *request["arguments"]])
+        os.write(writer, str(os.getpid()).encode())
+        os.close(writer)
+    except BaseException:  # noqa: BLE001 - the server replies that it failed
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _set_command_line(command: list[str]) -> None:
+    """Overwrite the arguments in memory, which /proc/PID/cmdline and ps read."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
+    line = b"\0".join(os.fsencode(each) for each in command)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, line, len(line))
+
+
+def _run_worker(arguments: list[str]) -> None:
+    sys.argv = arguments
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
