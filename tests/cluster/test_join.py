@@ -380,16 +380,16 @@ async def test_host_can_report_about_its_own_workers_only(
     _, (worker,) = await joined(hub, tmp_path, hosts)
     intruder = f"host:{hub.ticket().token}:intruder".encode()
     ended = WorkerExited(worker="echo-0", reason="fell asleep", log_tail="", may_have_sent=False)
-    assert not await hub._gate.hear(intruder, bytes(8), ended)
-    assert not await hub._gate.hear(intruder, bytes(8), Done())
+    assert not await hub._registry.on_message(intruder, bytes(8), ended)
+    assert not await hub._registry.on_message(intruder, bytes(8), Done())
     assert isinstance(await worker.call(ask("echo")), GenerateDone)
 
 
 async def test_token_of_another_run_is_rejected(hub: Hub, tmp_path: Path):
     async with new_hub(tmp_path) as other:
-        assert hub._gate.knows(f"host:{hub.ticket().token}:1".encode())
-        assert not hub._gate.knows(f"host:{other.ticket().token}:1".encode())
-        assert not hub._gate.knows(b"host:")
+        assert hub._registry.is_host(f"host:{hub.ticket().token}:1".encode())
+        assert not hub._registry.is_host(f"host:{other.ticket().token}:1".encode())
+        assert not hub._registry.is_host(b"host:")
 
 
 # Secrets
