@@ -55,15 +55,15 @@ class TestCollective(DeltaContract, FaultContract, TransportContract):
         self, sender: Sender, update: WeightUpdate, *, is_delta: bool, how: Damage
     ) -> WeightUpdate:
         assert isinstance(sender, PackingSender)
-        assert isinstance(sender._outlet, CollectiveSendBackend)
-        outlet, field = sender._outlet, "delta" if is_delta else "payload"
-        offer = outlet._offers[update.version]
+        assert isinstance(sender._backend, CollectiveSendBackend)
+        backend, field = sender._backend, "delta" if is_delta else "payload"
+        offer = backend._offers[update.version]
         blob = getattr(offer, field)
         if how == "corrupted":
             blob.flat[0] ^= 1
         else:
-            shorter = outlet._blob(blob.flat[: -(2**16)])
-            outlet._offers[update.version] = dataclasses.replace(offer, **{field: shorter})
+            shorter = backend._blob(blob.flat[: -(2**16)])
+            backend._offers[update.version] = dataclasses.replace(offer, **{field: shorter})
         return update
 
 
@@ -99,7 +99,7 @@ def test_two_engines_receive_in_one_broadcast_and_the_group_is_kept(pair: Sender
         sent = some_tensors(seed=version)
         for received in together(pair.publish(version, sent), *receivers):
             assert_arrived(received, sent, torch.float32)
-        groups.add(pair._outlet._group_number)  # type: ignore[attr-defined]
+        groups.add(pair._backend._group_number)  # type: ignore[attr-defined]
         pair.release(version)
     assert groups == {1}
     for receiver in receivers:
@@ -164,5 +164,5 @@ def _fields(update: WeightUpdate) -> dict[str, Any]:
 
 
 def test_an_address_that_is_not_this_hosts_is_refused():
-    with pytest.raises(WeightError, match=r"weights\.address = '192\.0\.2\.1' cannot be listened"):
+    with pytest.raises(WeightError, match=r"Cannot listen on weights\.address = '192\.0\.2\.1'"):
         new_sender(torch.float32, address="192.0.2.1")

@@ -125,7 +125,7 @@ def test_a_truncated_file_is_named(
 ):
     update = sender.publish(1, some_tensors())
     os.truncate(update.location, num_bytes)
-    with pytest.raises(WeightError, match=rf"{MODEL_FILE}' are damaged or gone"):
+    with pytest.raises(WeightError, match=rf"{MODEL_FILE}' are damaged or missing"):
         receiver.stage(update)
 
 

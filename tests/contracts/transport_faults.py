@@ -100,7 +100,7 @@ class FaultContract:
         right = weights_of(2, kind)
         name = next(iter(right))
         for wrong, said in (
-            ({**right, "another": torch.ones(2)}, "brings 'another'"),
+            ({**right, "another": torch.ones(2)}, "has 'another', which the model lacks"),
             ({n: t for n, t in right.items() if n != name}, f"lacks '{name}'"),
             ({**right, name: torch.ones(2, 3)}, f"'{name}' as [2, 3], and the model as"),
         ):

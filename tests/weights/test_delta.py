@@ -73,7 +73,7 @@ def test_an_index_outside_the_payload_is_refused_before_anything_is_written(inde
     changes = torch.tensor([index], dtype=torch.int32), torch.ones(1, dtype=torch.int16)
     into = torch.full_like(base, 7)
     assert update.delta is not None
-    with pytest.raises(WeightError, match="leaves its payload"):
+    with pytest.raises(WeightError, match="has an index outside its payload"):
         delta.apply(blob_of(changes, update), update, delta=update.delta, base=base, into=into)
     assert torch.all(into == 7)
 

@@ -81,7 +81,7 @@ def test_an_anonymous_segment_cannot_shrink_under_its_readers():
 def test_a_truncated_file_is_refused():
     segment, reader = Segment(100, backing="file"), SegmentReader(keep=1)
     os.truncate(segment.location, 50)
-    with pytest.raises(WeightError, match="holds 50 bytes and the update 100"):
+    with pytest.raises(WeightError, match="has 50 bytes, but the update has 100"):
         reader.map(segment.location, num_bytes=100)
     segment.close()
 

@@ -61,5 +61,5 @@ def test_parts_that_are_not_the_tensor_are_refused():
     specs, _ = lay_out({"weight": torch.zeros(4)}, dtype=torch.float32)
     first, overlapping = Box(offset=(0,), shape=(2,)), Box(offset=(1,), shape=(2,))
     for other in (first, overlapping):
-        with pytest.raises(WeightError, match="shards of 'weight' are not boxes"):
+        with pytest.raises(WeightError, match="shards of 'weight' do not tile"):
             plan(specs, [[first], [other]], bucket_bytes=64)

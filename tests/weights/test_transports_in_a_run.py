@@ -36,7 +36,7 @@ def test_a_run_tells_an_engine_elsewhere_of_every_version_and_survives_one_that_
     assert all(engine.had_marker)
     assert "weights/notify_failures" in read_metrics(result.run_dir / "metrics.jsonl")[-1]
     said = "".join(capfd.readouterr())
-    assert f"warning: {gone.url} could not be told" in said
+    assert f"warning: {gone.url} could not be notified" in said
     assert "posts to weights.notify failed" in said
 
 

@@ -22,7 +22,7 @@ class Span:
     count: int = 1  # how many consecutive activities of this name were joined
 
 
-class Clock:
+class WallClock:
     """Wall time that advances monotonically: comparable across processes of a host, immune to
     jumps."""
 
@@ -38,7 +38,7 @@ class Timeline:
 
     def __init__(self, worker: str, *, name: str = "start", busy: bool = True) -> None:
         self.worker = worker
-        self._clock = Clock()
+        self._clock = WallClock()
         self._name, self._busy, self._count = name, busy, 1
         self._start = self._clock.now()
         self._done: list[Span] = []

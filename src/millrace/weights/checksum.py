@@ -1,12 +1,12 @@
-"""Does what arrived equal what was sent?
+"""Checksums of payloads.
 
 Promise: both ends compute the same number for the same bytes. On the host it is xxh3_64, at memory
-speed. On a GPU hashing would mean to copy everything to the host first; there it is a weighted sum
-of 32-bit words, computed where the bytes lie, in one pass over them.
+speed. Hashing on a GPU would first copy everything to the host, so there it is a weighted sum of
+32-bit words, computed in one pass on the device.
 
-Strength of the sum: exact integers, so it never differs for equal bytes. Any change within one
-word, and any exchange of two words, changes it for certain; random damage goes unseen once in
-about 2**64. It is no defence against somebody who makes up damage on purpose; neither is xxh3.
+Strength of the sum: it uses exact integers, so it is equal for equal bytes. Any change within one
+word and any exchange of two words changes it; random damage goes undetected once in about 2**64.
+Like xxh3, it does not protect against deliberate damage.
 """
 
 import torch
@@ -24,12 +24,12 @@ def checksum(payload: torch.Tensor) -> int:
 
 
 def word_sum(payload: torch.Tensor) -> int:
-    """Sums of the words laid out in rows, each weighted by its row and by its column."""
+    """Sums of the words as a table of rows, weighted by row and by column."""
     words = payload.view(torch.int32)
     num_whole = len(words) // _COLUMNS * _COLUMNS
     table = words[:num_whole].view(-1, _COLUMNS)
     tail = words[num_whole:]
-    # int64 wraps around, which is addition modulo 2**64: the order of summing cannot matter.
+    # int64 wraps around, which is addition modulo 2**64, so the order does not matter.
     by_row, by_column = _weighted_sums(table)
     by_row += (2 * len(table) + 1) * tail.sum(dtype=torch.int64)
     by_column += _weighted(tail.long())

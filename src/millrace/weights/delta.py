@@ -1,9 +1,9 @@
-"""A version as what changed since another: indices and values of the words that differ.
+"""A version as its difference from another: indices and values of the words that changed.
 
 Promise: apply(find(new, old), old) is new, bit for bit. A word is as wide as the engine's dtype, so
-that small steps, which leave most bfloat16 values as they were, travel small.
+a small step, which leaves most bfloat16 values unchanged, makes a small delta.
 
-The blob: num_changed indices (int32, or int64 from 2**31 words on), ascending; then as many words.
+The blob: num_changed indices (int32, or int64 from 2**31 words on), ascending; then the words.
 """
 
 import torch
@@ -12,16 +12,16 @@ from millrace.core.errors import WeightError
 from millrace.core.weight_update import Delta, WeightUpdate
 
 _WORDS = {2: torch.int16, 4: torch.int32}
-_CHUNK_WORDS = 2**24  # compared at a time: bounds the memory that comparing takes
+_CHUNK_WORDS = 2**24  # compared at a time; bounds the memory of the comparison
 
 
 def find(
     new: torch.Tensor, old: torch.Tensor, *, word_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Indices and values of the words that differ; None if they take no less than `new`."""
+    """Indices and values of the words that differ; None if they are not smaller than `new`."""
     new_words, old_words = _words(new, word_bytes), _words(old, word_bytes)
     index_dtype = _index_dtype(len(new_words))
-    left = (len(new) - 1) // (index_dtype.itemsize + word_bytes)  # how many still are smaller
+    left = (len(new) - 1) // (index_dtype.itemsize + word_bytes)  # changes before it is larger
     found: list[torch.Tensor] = []
     for start in range(0, len(new_words), _CHUNK_WORDS):
         chunk = slice(start, start + _CHUNK_WORDS)
@@ -47,7 +47,7 @@ def write(changes: tuple[torch.Tensor, torch.Tensor], *, into: torch.Tensor) -> 
 
 
 def check(update: WeightUpdate, delta: Delta) -> None:
-    """Refuse a delta that cannot be one of this update."""
+    """Refuse a delta whose size does not fit this update."""
     is_sound = delta.word_bytes in _WORDS and delta.num_changed >= 0
     if not is_sound or delta.num_bytes != blob_bytes(
         delta.num_changed, num_bytes=update.num_bytes, word_bytes=delta.word_bytes
@@ -70,7 +70,9 @@ def apply(
     indices = blob[:end].view(index_dtype).to(words.device).long()
     values = blob[end : delta.num_bytes].view(words.dtype).to(words.device)
     if len(indices) and not (int(indices.min()) >= 0 and int(indices.max()) < len(words)):
-        raise WeightError(f"The delta of version {update.version} leaves its payload.")
+        raise WeightError(
+            f"The delta of version {update.version} has an index outside its payload."
+        )
     into.copy_(base)
     words[indices] = values
 

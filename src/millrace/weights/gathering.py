@@ -1,15 +1,15 @@
-"""All ranks of a trainer as one sender: weights that live as shards are gathered as they go out.
+"""All ranks of a trainer as one sender: sharded weights are gathered while they are sent.
 
-Promise: no rank ever holds more gathered values than two buckets. Rank 0 writes each bucket where
-its transport keeps the version; the others send their parts and keep nothing. What is published is
-bit for bit what the same weights in one piece would be.
+Promise: no rank holds gathered values of more than two buckets. Rank 0 writes each bucket into its
+transport's memory; the others send their parts and keep nothing. The published bytes are those that
+the same weights without sharding would give.
 
-Every rank makes one, publishes the same versions of the same tensors, and closes it; only rank 0
-has the transport, and releases versions. Which of several versions goes out is agreed: a rank with
-an older one than another's drops it (Superseded) and comes again. A rank that is lost is a RankLost
-on all others, and nothing of that version is published.
+Every rank makes a GatheringSender, publishes the same versions of the same tensors, and closes it;
+only rank 0 has the transport and releases versions. Ranks agree on the version to send: a rank with
+an older one drops it (Superseded) and tries again with its next. If a rank is lost, all others
+raise RankLost and nothing of that version is published.
 
-Used by one thread of each rank: the publisher's, and after it has ended the one that closes it.
+Used by one thread of each rank: the publisher's, then the one that closes it.
 """
 
 import contextlib
@@ -30,22 +30,22 @@ from millrace.weights.ranks import RankLost, Ranks
 from millrace.weights.send_backend import NoSpace, PackingSender, Superseded
 from millrace.weights.shards import Box, ShardPiece, box_of, local_part, plan
 
-_CLOSING = 2**62  # the version that ranks agree on in the end
+_CLOSING = 2**62  # the version that ranks agree on when they close
 
 
-class Word(msgspec.Struct, kw_only=True, frozen=True):
-    """What rank 0 tells the others: one of these."""
+class RankMessage(msgspec.Struct, kw_only=True, frozen=True):
+    """A message from rank 0 to the others; one field is set."""
 
-    dtype: str = ""  # what floating-point weights travel as
-    gathers: bool = False  # it is ready for their parts
-    update: WeightUpdate | None = None  # it has published this
-    no_space: str = ""  # it could not, but may later
-    failure: str = ""  # it could not
+    dtype: str = ""  # of floating-point weights during the transfer
+    gathers: bool = False  # rank 0 is ready for their parts
+    update: WeightUpdate | None = None  # rank 0 has published this
+    no_space: str = ""  # publishing failed, but may succeed later
+    failure: str = ""  # publishing failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Transfer:
-    """What one rank brings to a bucket, on its way."""
+    """One rank's part of a bucket, during its transfer."""
 
     pieces: Sequence[ShardPiece]
     buffer: torch.Tensor  # [num_bytes] uint8
@@ -65,16 +65,16 @@ class GatheringSender:
         self._ranks = Ranks(timeout_s=timeout_s)
         self._sender: PackingSender | None = None
         if self._ranks.rank == 0:
-            with self._telling_failures():
+            with self._report_failures():
                 self._sender = make_sender()
             self.dtype = self._sender.dtype
-            self._say(Word(dtype=str(self.dtype).removeprefix("torch.")))
+            self._send_message(RankMessage(dtype=str(self.dtype).removeprefix("torch.")))
         else:
-            self.dtype = packing.DTYPES[self._hear().dtype]
+            self.dtype = packing.DTYPES[self._receive_message().dtype]
 
     @property
     def has_room(self) -> bool:
-        """Rank 0 knows; the others come and wait for it."""
+        """Rank 0 decides; the others publish and wait for it."""
         return self._sender is None or self._sender.has_room
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightUpdate:
@@ -83,9 +83,9 @@ class GatheringSender:
         self._agree(version, specs)
         if self._sender is None:
             return self._follow(tensors, specs)
-        with self._telling_failures():
+        with self._report_failures():
             update = self._sender.publish(version, tensors, pack=self._pack)
-        self._say(Word(update=update))
+        self._send_message(RankMessage(update=update))
         return update
 
     def release(self, version: int) -> None:
@@ -93,7 +93,7 @@ class GatheringSender:
             self._sender.release(version)
 
     def close(self) -> None:
-        """Returns when all ranks have called it; raises RankLost if one is not there any more."""
+        """Returns when all ranks have called it; raises RankLost if one has died."""
         try:
             self._agree(_CLOSING, ())
         finally:
@@ -101,29 +101,29 @@ class GatheringSender:
                 self._sender.close()
 
     def _agree(self, version: int, specs: Sequence[TensorSpec]) -> None:
-        """Returns when all ranks have come with this version; Superseded if one has a newer."""
+        """Returns when all ranks publish this version; raises Superseded if one has a newer."""
         layout = xxhash.xxh3_64_intdigest(msgspec.json.encode(specs)) >> 2  # fits into an int64
         while True:
-            newest, oldest, *layouts = self._ranks.largest([version, -version, layout, -layout])
+            newest, oldest, *layouts = self._ranks.all_max([version, -version, layout, -layout])
             if version < newest:
                 raise Superseded(f"Another rank holds version {newest} already.")
             if -oldest == newest:
                 break
         if layouts != [layout, -layout]:
             raise WeightError(
-                f"The trainer's ranks publish version {version} with other names, shapes or types"
-                " than each other; pass the same parameters in the same order on all."
+                f"The trainer's ranks publish version {version} with different names, shapes or"
+                " types; pass the same parameters in the same order on all ranks."
             )
 
     def _follow(
         self, tensors: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]
     ) -> WeightUpdate:
-        word = self._hear()
-        if word.gathers:
+        message = self._receive_message()
+        if message.gathers:
             self._gather(tensors, specs, payload=None)
-            word = self._hear()
-        assert word.update is not None
-        return word.update
+            message = self._receive_message()
+        assert message.update is not None
+        return message.update
 
     def _pack(
         self,
@@ -132,8 +132,8 @@ class GatheringSender:
         *,
         into: torch.Tensor,
     ) -> None:
-        """Rank 0's place of packing.pack()."""
-        self._say(Word(gathers=True))
+        """Replaces packing.pack() on rank 0."""
+        self._send_message(RankMessage(gathers=True))
         self._gather(tensors, specs, payload=into)
 
     def _gather(
@@ -152,21 +152,21 @@ class GatheringSender:
         def part(piece: ShardPiece) -> torch.Tensor:
             return piece.box.within(here[piece.spec.name], origin=origins[piece.spec.name])
 
-        under_way: deque[list[_Transfer]] = deque()
+        in_flight: deque[list[_Transfer]] = deque()
         for number, bucket in enumerate(buckets):
-            under_way.append(list(self._transfers(bucket, part=part, number=number)))
-            if len(under_way) == 2:
-                self._finish(under_way.popleft(), views)
+            in_flight.append(list(self._transfers(bucket, part=part, number=number)))
+            if len(in_flight) == 2:
+                self._finish(in_flight.popleft(), views)
         if payload is not None:  # while the last two are on the wire
             for piece in own:
                 piece.box.within(views[piece.spec.name]).copy_(part(piece))
-        while under_way:
-            self._finish(under_way.popleft(), views)
+        while in_flight:
+            self._finish(in_flight.popleft(), views)
 
     def _all_boxes(self, boxes: Sequence[Box]) -> list[list[Box]]:
-        """Those of all ranks, which have as many dimensions as ours."""
+        """The boxes of all ranks, which have as many dimensions as ours."""
         numbers = [number for box in boxes for number in (*box.offset, *box.shape)]
-        return [_boxes(theirs, like=boxes) for theirs in self._ranks.everyones(numbers)]
+        return [_boxes(theirs, like=boxes) for theirs in self._ranks.all_gather(numbers)]
 
     def _transfers(
         self,
@@ -175,7 +175,7 @@ class GatheringSender:
         part: Callable[[ShardPiece], torch.Tensor],
         number: int,
     ) -> Iterator[_Transfer]:
-        """Begin what this rank brings to a bucket or, as rank 0, all that is brought."""
+        """Start this rank's send to a bucket; on rank 0, all receives."""
         by_rank = sorted(bucket, key=lambda piece: piece.rank)
         for rank, group in groupby(by_rank, key=lambda piece: piece.rank):
             if self._ranks.rank not in (0, rank):
@@ -198,30 +198,30 @@ class GatheringSender:
                 for piece, place in _places(transfer.pieces, transfer.buffer):
                     piece.box.within(views[piece.spec.name]).copy_(place)
 
-    def _say(self, word: Word) -> None:
-        self._ranks.say(msgspec.json.encode(word))
+    def _send_message(self, message: RankMessage) -> None:
+        self._ranks.send_to_all(msgspec.json.encode(message))
 
-    def _hear(self) -> Word:
-        """Raises what rank 0 failed with."""
-        word = msgspec.json.decode(self._ranks.hear(), type=Word)
-        if word.no_space:
-            raise NoSpace(word.no_space)
-        if word.failure:
-            raise WeightError(f"Rank 0 of the trainer could not publish: {word.failure}")
-        return word
+    def _receive_message(self) -> RankMessage:
+        """Raises the error of rank 0, if it failed."""
+        message = msgspec.json.decode(self._ranks.receive_from_first(), type=RankMessage)
+        if message.no_space:
+            raise NoSpace(message.no_space)
+        if message.failure:
+            raise WeightError(f"Rank 0 of the trainer could not publish: {message.failure}")
+        return message
 
     @contextlib.contextmanager
-    def _telling_failures(self) -> Iterator[None]:
-        """What goes wrong on rank 0 alone, the others are told."""
+    def _report_failures(self) -> Iterator[None]:
+        """Report errors of rank 0 to the others."""
         try:
             yield
         except RankLost:
-            raise  # they notice by themselves
+            raise  # the others notice it themselves
         except NoSpace as error:
-            self._say(Word(no_space=str(error)))
+            self._send_message(RankMessage(no_space=str(error)))
             raise
         except Exception as error:
-            self._say(Word(failure=str(error) or type(error).__name__))
+            self._send_message(RankMessage(failure=str(error) or type(error).__name__))
             raise
 
 
@@ -238,7 +238,7 @@ def _boxes(numbers: Sequence[int], *, like: Sequence[Box]) -> list[Box]:
 def _places(
     pieces: Sequence[ShardPiece], buffer: torch.Tensor
 ) -> Iterator[tuple[ShardPiece, torch.Tensor]]:
-    """Where each piece lies in what its rank brings."""
+    """Views of each piece in its rank's buffer."""
     at = 0
     for piece in pieces:
         flat = buffer[at : at + piece.num_bytes].view(packing.DTYPES[piece.spec.dtype])

@@ -1,7 +1,7 @@
-"""Named tensors in one flat payload: where each lies, and how they get in and out.
+"""Named tensors in one flat payload: layout, packing and unpacking.
 
-Promise: what unpack() returns is bit for bit what pack() wrote. Floating-point tensors travel in
-the engine's dtype, all others as they are. Every offset, and the payload's size, is a multiple of
+Promise: unpack() returns bit for bit what pack() wrote. Floating-point tensors are sent in the
+engine's dtype, all others as they are. Every offset, and the payload's size, is a multiple of
 ALIGN_BYTES; the bytes between two tensors are never written.
 
 A payload is a flat uint8 tensor, on the host or on a GPU.
@@ -35,14 +35,14 @@ DTYPES = {
 
 
 def travel_dtype(tensor: torch.Tensor, *, dtype: torch.dtype) -> torch.dtype:
-    """What a tensor is on the way, when floating-point weights travel as `dtype`."""
+    """The dtype in which a tensor is sent, if floating-point weights are sent as `dtype`."""
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def lay_out(
     tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype
 ) -> tuple[tuple[TensorSpec, ...], int]:
-    """Where each tensor lies in the payload, and the payload's size in bytes."""
+    """The place of each tensor in the payload, and the payload's size in bytes."""
     specs: list[TensorSpec] = []
     end = 0
     for name, tensor in tensors.items():
@@ -66,7 +66,7 @@ def pack(
     """Copy the tensors, cast as their specs say, into a payload."""
     if sharded := [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]:
         raise WeightError(
-            f"{sharded[0]!r} lies in shards on several ranks; publish it by a GatheringSender."
+            f"{sharded[0]!r} is sharded over several ranks; publish it with a GatheringSender."
         )
     views = unpack(specs, into)
     if not views:
@@ -83,7 +83,7 @@ def unpack(specs: Iterable[TensorSpec], payload: torch.Tensor) -> dict[str, torc
 
 
 def check_manifest(specs: Sequence[TensorSpec], *, num_bytes: int) -> None:
-    """Refuse a manifest whose tensors are not exactly its payload."""
+    """Refuse a manifest whose tensors do not fill its payload exactly."""
     names = {spec.name for spec in specs}
     if len(names) != len(specs):
         raise WeightError("A weight update names a tensor twice; publish it again.")
@@ -91,15 +91,15 @@ def check_manifest(specs: Sequence[TensorSpec], *, num_bytes: int) -> None:
     for spec in specs:
         dtype = DTYPES.get(spec.dtype)
         if dtype is None:
-            raise WeightError(f"Weights of type {spec.dtype!r} ({spec.name}) are not known.")
+            raise WeightError(f"{spec.name!r} has the unknown type {spec.dtype!r}.")
         if spec.offset % ALIGN_BYTES or spec.offset < end or any(size < 0 for size in spec.shape):
-            raise WeightError(f"The manifest places {spec.name!r} where no tensor can lie.")
+            raise WeightError(f"The manifest gives {spec.name!r} an impossible offset or shape.")
         end = _aligned(spec.offset + math.prod(spec.shape) * dtype.itemsize)
         if end > num_bytes:
-            raise WeightError(f"{spec.name!r} reaches beyond the {num_bytes} bytes of its update.")
+            raise WeightError(f"{spec.name!r} exceeds the {num_bytes} bytes of its update.")
     if end != num_bytes:
         raise WeightError(
-            f"A weight update of {num_bytes} bytes has tensors for {end}; publish it again."
+            f"A weight update of {num_bytes} bytes has {end} bytes of tensors; publish it again."
         )
 
 
@@ -109,7 +109,7 @@ def check_fits(
     expected: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Refuse an update that is not exactly the expected tensors, by name, shape and dtype."""
+    """Refuse an update whose tensors are not exactly the expected ones."""
     shapes = {spec.name: tuple(spec.shape) for spec in specs}
     for name, shape in expected.items():
         if name not in shapes:
@@ -121,7 +121,7 @@ def check_fits(
             )
     for name in shapes:
         if name not in expected:
-            raise WeightError(f"The weight update brings {name!r}, which the model does not have.")
+            raise WeightError(f"The weight update has {name!r}, which the model lacks.")
     for spec in specs:
         if dtype not in (None, DTYPES[spec.dtype]) and DTYPES[spec.dtype].is_floating_point:
             raise WeightError(

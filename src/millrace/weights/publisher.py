@@ -1,16 +1,16 @@
 """Publishes weights beside training.
 
-Promise: publish() costs the trainer one copy of the weights on their own device and never waits for
-engines. Versions are emitted in order; one that is superseded before it was sent is never emitted.
-Whoever comes late may borrow the newest version besides; a version's memory is free again when it
+Promise: publish() costs the trainer one copy of the weights on their device and never waits for
+engines. Versions are emitted in order; a version that is superseded before it is sent is never
+emitted. An engine that joins late may borrow the newest version. A version's memory is free when it
 was released once for its emission and once for each loan.
 
-Threads: the trainer's main thread calls publish, release and close; a thread of the publisher's own
-is the only one that touches the sender. Bounds: two snapshots exist, one being sent and one
-pending. An error in the thread ends it and is raised by the next call; only where there is no space
-the newest weights are tried again, for `patience_s`.
+Threads: the trainer's main thread calls publish, release and close; only the publisher's own thread
+uses the sender. Bounds: two snapshots exist, one being sent and one pending. An error in the thread
+ends it and is raised by the next call. If there is no space, the newest weights are tried again for
+`patience_s`.
 
-Of sharded weights (DTensor) a snapshot is this rank's shards; each rank then has a publisher, and
+With sharded weights (DTensor), a snapshot is this rank's shards; each rank has a publisher, and
 their senders gather (gathering.py).
 """
 
@@ -36,14 +36,14 @@ RETRY_S = 1.0
 class Sender(WeightSender, Protocol):
     """A transport that holds a bounded number of versions."""
 
-    dtype: torch.dtype  # what floating-point weights travel as
+    dtype: torch.dtype  # of floating-point weights during the transfer
 
     @property
     def has_room(self) -> bool: ...
 
 
 class WeightSnapshot:
-    """One version's weights, copied out of the trainer's way; its memory is used again."""
+    """A copy of one version's weights; its memory is reused."""
 
     def __init__(self) -> None:
         self.version = -1
@@ -60,7 +60,7 @@ class WeightSnapshot:
     ) -> None:
         self.version = version
         parts = [local_part(tensor) for tensor in tensors.values()]
-        # The trainer waits for this: compared at once, and everything else made once per layout.
+        # The trainer waits for this, so everything else is done once per layout.
         layout = (
             dtype,
             list(tensors),
@@ -80,14 +80,14 @@ class WeightSnapshot:
             self._stream = self._stream or torch.cuda.Stream(self._device)
 
     def reading(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it the copy is complete, and reading does not queue behind the next step."""
+        """Inside, the copy is complete, and reads do not queue behind the next step."""
         if self._copied is None:
             return contextlib.nullcontext()
         self._copied.synchronize()
         return torch.cuda.stream(self._stream)
 
     def _make_room(self, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype) -> None:
-        self._layout = None  # until there is
+        self._layout = None  # until the memory is allocated
         self.tensors = {
             name: torch.empty_like(
                 tensor, dtype=travel_dtype(tensor, dtype=dtype), requires_grad=False
@@ -102,7 +102,7 @@ class Publisher:
     def __init__(
         self, sender: Sender, *, emit: Callable[[WeightUpdate], None], patience_s: float = 60.0
     ) -> None:
-        """`emit` is called from the publisher's thread with each update that lies ready."""
+        """`emit` is called from the publisher's thread with each update that is ready."""
         self.superseded = 0  # versions never sent, because a newer one came first
         self._sender = sender
         self._emit = emit
@@ -113,8 +113,8 @@ class Publisher:
         self._spare = [WeightSnapshot(), WeightSnapshot()]
         self._pending: WeightSnapshot | None = None
         self._sending: int | None = None  # version
-        self._borrowers: list[Callable[[WeightUpdate], None]] = []  # of what lies ready next
-        self._ready: dict[int, WeightUpdate] = {}  # by version; held by somebody
+        self._borrowers: list[Callable[[WeightUpdate], None]] = []  # of the next ready version
+        self._ready: dict[int, WeightUpdate] = {}  # by version; not released
         self._holders: Counter[int] = Counter()  # by version
         self._releases: list[int] = []
         self._is_closing = False
@@ -123,7 +123,7 @@ class Publisher:
         self._thread.start()
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take a snapshot and return; the update is emitted once it lies ready."""
+        """Take a snapshot and return; the update is emitted when it is ready."""
         self._take(version, tensors, is_announced=True)
 
     def lend(
@@ -133,8 +133,8 @@ class Publisher:
         *,
         answer: Callable[[WeightUpdate], None],
     ) -> None:
-        """Have `answer` called with the newest version, which is this one, once it lies ready; here
-        or in the publisher's thread. It wants a release() of its own."""
+        """Call `answer` with the newest version, which is this one, when it is ready; here or in
+        the publisher's thread. Each loan needs its own release()."""
         with self._changed:
             self.check()
             ready = self._ready.get(version)
@@ -174,7 +174,7 @@ class Publisher:
             self._changed.notify()
 
     def release(self, version: int) -> None:
-        """One of those who were given this version does not read it any more."""
+        """One reader of this version is done with it."""
         with self._changed:
             self.check()
             self._holders[version] -= 1
@@ -185,7 +185,7 @@ class Publisher:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Finish what is being sent, drop what is pending, and give all memory back."""
+        """Finish the version being sent, drop the pending one, and free all memory."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -194,7 +194,7 @@ class Publisher:
         self.check()
 
     def check(self) -> None:
-        """Raise what ended the thread, if it has ended."""
+        """Raise the error that ended the thread, if one did."""
         if self._error is not None:
             raise self._error
 
@@ -249,9 +249,9 @@ class Publisher:
             self._emit(update)
 
     def _try_later(self, snapshot: WeightSnapshot, error: NoSpace) -> None:
-        """Let it be pending again, or drop it for one that is; engines go on with what they have.
+        """Make it pending again, or drop it for a newer one; engines keep what they have.
 
-        Raises once there was no space for patience_s: the run would only wait for ever.
+        Raises after patience_s without space, as the run would wait forever.
         """
         now_s = time.monotonic()
         if self._no_space_since_s is None:

@@ -1,4 +1,4 @@
-"""The engine's end of a transport, by name; "auto" is whatever the trainer uses."""
+"""Makes the engine's end of a transport by its name; "auto" follows the trainer."""
 
 from collections.abc import Callable, Mapping
 
@@ -24,10 +24,10 @@ def make_receiver(
     payload: Payload = "full",
     timeout_s: float = 60.0,
 ) -> WeightReceiver:
-    """`expected` and `dtype`: the model's tensors by name and shape, and what its floating-point
-    ones are; anything else is then refused. `device`: where the engine computes."""
+    """`expected` and `dtype`: shapes of the model's tensors by name, and the type of its
+    floating-point tensors; other updates are refused. `device`: where the engine computes."""
     device = device or torch.device("cpu")
-    inlets: dict[str, Callable[[], RecvBackend]] = {
+    backends: dict[str, Callable[[], RecvBackend]] = {
         "shm": ShmRecvBackend,
         "disk": DiskRecvBackend,
         "collective": lambda: CollectiveRecvBackend(device=device, timeout_s=timeout_s),
@@ -37,12 +37,12 @@ def make_receiver(
     def make(name: str) -> StagingReceiver:
         keep_base = payload == "delta"
         return StagingReceiver(
-            inlets[name](), expected=expected, dtype=dtype, device=device, keep_base=keep_base
+            backends[name](), expected=expected, dtype=dtype, device=device, keep_base=keep_base
         )
 
     if transport == "auto":
-        return FollowingReceiver(make, known=frozenset(inlets))
-    if transport not in inlets:
+        return FollowingReceiver(make, known=frozenset(backends))
+    if transport not in backends:
         raise ConfigError(
             f"weights.transport = {transport!r} is not known; use 'auto', 'shm', 'disk',"
             " 'collective' or 'ipc'."
@@ -51,7 +51,7 @@ def make_receiver(
 
 
 class FollowingReceiver:
-    """Takes updates by whichever transport they come. Used by one thread."""
+    """Receives each update by the transport that it names. Used by one thread."""
 
     def __init__(self, make: Callable[[str], StagingReceiver], *, known: frozenset[str]) -> None:
         self._make = make
@@ -61,7 +61,9 @@ class FollowingReceiver:
 
     def stage(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         if update.transport not in self._known:
-            raise WeightError(f"Version {update.version} comes by {update.transport!r}, unknown.")
+            raise WeightError(
+                f"Version {update.version} uses the unknown transport {update.transport!r}."
+            )
         if self._receiver is None or update.transport != self._transport:
             self.close()
             self._transport, self._receiver = update.transport, self._make(update.transport)

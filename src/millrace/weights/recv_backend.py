@@ -1,11 +1,11 @@
-"""The engine's end of every transport: fetches a version, verifies it, hands out its tensors.
+"""The engine's end of every transport: fetches a version, verifies it and returns its tensors.
 
 Promise: all or nothing. stage() returns the complete, verified tensors of one version, or raises
 WeightError and keeps what it holds. The tensors of a stage() are valid until the version is
 released or two more were staged.
 
-An inlet is what differs between transports: how the bytes get here. It may bring the full payload
-or, to whoever holds its base, the delta.
+A RecvBackend is what differs between transports: how the bytes arrive. It fetches the full payload
+or, if the engine holds its base, the delta.
 
 Used by one thread of the engine, beside the one that decodes.
 """
@@ -26,11 +26,11 @@ from millrace.weights.checksum import checksum
 class Fetched:
     flat: torch.Tensor  # [num_bytes] uint8
     kind: Literal["mapped", "staged", "delta"]
-    """The payload where the sender put it, the payload in what Staging.take() gave, or a delta."""
+    """mapped: the payload in the sender's memory; staged: in memory from Staging.take()."""
 
 
 class Staging:
-    """Two payloads' worth of memory, filled in turn: the newest stays untouched."""
+    """Memory for two payloads, filled in turn, so that the newest stays untouched."""
 
     def __init__(self) -> None:
         self._layout: tuple[TensorSpec, ...] = ()
@@ -39,7 +39,7 @@ class Staging:
         self._checksum: int | None = None  # of the newest
 
     def base_for(self, update: WeightUpdate) -> int | None:
-        """Checksum of the payload that was kept last, if it has the layout of this update."""
+        """Checksum of the newest payload, if it has the layout of this update."""
         return self._checksum if update.tensors == self._layout else None
 
     @property
@@ -48,8 +48,8 @@ class Staging:
         return self._newest
 
     def take(self, update: WeightUpdate, *, device: torch.device | None = None) -> torch.Tensor:
-        """Memory for its payload; zero between the tensors, anything in them. `device`: of memory
-        that has to be made; the same in all calls, the host's if not given."""
+        """Memory for its payload; zero between the tensors, undefined in them. `device`: of new
+        memory; the same in all calls, the host if not given."""
         if update.tensors != self._layout:
             self._layout = update.tensors
             self._spare.clear()
@@ -60,7 +60,7 @@ class Staging:
         return self._spare[-1]
 
     def keep(self, checksum: int) -> None:
-        """What take() gave last now holds a payload, verified by this checksum."""
+        """The memory of the last take() now holds a payload, verified by this checksum."""
         flat = self._spare.pop()
         if self._newest is not None:
             self._spare.append(self._newest)
@@ -76,8 +76,8 @@ class RecvBackend(Protocol):
     transport: str
 
     def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
-        """The payload, in memory of its own or of `staging`; or the delta, if it is one on
-        `base`. Need not be verified."""
+        """The payload, in the backend's memory or in that of `staging`; or the delta, if `base` is
+        its base. The caller verifies it."""
         ...
 
     def close(self) -> None: ...
@@ -86,22 +86,22 @@ class RecvBackend(Protocol):
 class StagingReceiver:
     def __init__(
         self,
-        inlet: RecvBackend,
+        backend: RecvBackend,
         *,
         expected: Mapping[str, tuple[int, ...]] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         keep_base: bool = False,
     ) -> None:
-        """`expected`: names and shapes the model has, if updates must be exactly those; `dtype`:
-        likewise for floating-point tensors. `device`: where the engine computes. `keep_base`: be
-        ready for deltas on what it holds."""
-        self._inlet = inlet
+        """`expected`: shapes by name that updates must have exactly. `dtype`: required type of
+        floating-point tensors. `device`: where the engine computes. `keep_base`: keep a copy of the
+        newest payload, to apply deltas to."""
+        self._backend = backend
         self._expected = expected
         self._dtype = dtype
         self._keep_base = keep_base
         self._staging = Staging()
-        # On a GPU all of it happens beside decoding, which has the device's default stream.
+        # On a GPU, staging runs beside decoding, which uses the device's default stream.
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
 
@@ -114,12 +114,12 @@ class StagingReceiver:
         return tensors
 
     def close(self) -> None:
-        self._inlet.close()
+        self._backend.close()
         self._staging.clear()
 
     def _stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
         base = self._staging.base_for(update) if self._keep_base else None
-        fetched = self._inlet.fetch(update, base=base, staging=self._staging)
+        fetched = self._backend.fetch(update, base=base, staging=self._staging)
         payload = fetched.flat
         if fetched.kind == "delta":
             assert update.delta is not None
@@ -138,10 +138,10 @@ class StagingReceiver:
         return packing.unpack(update.tensors, payload)
 
     def _check(self, update: WeightUpdate) -> None:
-        if update.transport != self._inlet.transport:
+        if update.transport != self._backend.transport:
             raise WeightError(
-                f"Version {update.version} comes by {update.transport!r}, and this engine takes"
-                f" {self._inlet.transport!r}; set weights.transport the same for all workers."
+                f"Version {update.version} uses the transport {update.transport!r}, but this engine"
+                f" uses {self._backend.transport!r}; give all workers the same weights.transport."
             )
         packing.check_manifest(update.tensors, num_bytes=update.num_bytes)
         if update.delta is not None:

@@ -1,12 +1,11 @@
-"""The trainer's end of every transport: packs each version, and hands it to an outlet.
+"""The trainer's end of every transport: packs each version and hands it to a SendBackend.
 
-Promise: publish() returns once the version lies complete where engines find it. Memory that a
-version lies in is not written again before that version is released. At most `max_held` versions
-are out at a time.
+Promise: publish() returns when engines can fetch the complete version. Its memory is not written
+again before the version is released. At most `max_held` versions are held at a time.
 
-An outlet is what differs between transports: whose memory it is, and how engines get at it. With
-payload = "delta" the newest payload is kept, so that the next version can also be given as what
-changed since; the full payload is always there too, for an engine that holds another version.
+A SendBackend is what differs between transports: whose memory it is, and how engines reach it. With
+payload = "delta" the newest payload is kept, so that the next version can also be sent as its
+difference. The full payload is always available, for an engine that holds another version.
 
 Used by one thread.
 """
@@ -26,15 +25,15 @@ Payload = Literal["full", "delta"]
 
 
 class NoSpace(WeightError):
-    """There was no room for a version where it has to lie; later there may be."""
+    """There is no space for a version now; there may be later."""
 
 
 class Superseded(WeightError):
-    """A newer version goes out instead; the weights may be dropped."""
+    """A newer version is sent instead; this one may be dropped."""
 
 
 class Pack(Protocol):
-    """packing.pack(), or what takes its place where the tensors are not all here."""
+    """packing.pack(), or its replacement where the tensors are sharded over ranks."""
 
     def __call__(
         self,
@@ -46,7 +45,7 @@ class Pack(Protocol):
 
 
 class Memory(Protocol):
-    """Memory of an outlet; zeros at first."""
+    """Memory of a SendBackend; zeros at first."""
 
     @property
     def flat(self) -> torch.Tensor: ...  # [num_bytes] uint8
@@ -60,15 +59,15 @@ class SendBackend(Protocol):
     transport: str
 
     def allocate(self, num_bytes: int, *, device: torch.device) -> Memory:
-        """Memory for a payload whose tensors lie on `device`."""
+        """Memory for a payload whose tensors are on `device`."""
         ...
 
     def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
-        """Put it where engines find it; returns the update with its locations filled in."""
+        """Make it available to engines; returns the update with its locations filled in."""
         ...
 
     def withdraw(self, version: int) -> None:
-        """No engine asks for it any more; returns when none reads it either."""
+        """No engine will request it again; returns when none reads it any more."""
         ...
 
     def close(self) -> None: ...
@@ -86,8 +85,8 @@ class TensorMemory:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _PayloadSlot:
-    """Memory for one version, used again for versions of the same layout: so the bytes between
-    two tensors stay zero, and equal weights are equal bytes."""
+    """Memory for one version, reused for versions of the same layout. The bytes between two tensors
+    stay zero, so equal weights are equal bytes."""
 
     layout: tuple[TensorSpec, ...]
     payload: Memory
@@ -108,23 +107,23 @@ class _PayloadSlot:
 class PackingSender:
     def __init__(
         self,
-        outlet: SendBackend,
+        backend: SendBackend,
         *,
         dtype: torch.dtype,
         payload: Payload = "full",
         max_held: int = 3,
     ) -> None:
         self.dtype = dtype
-        self._outlet = outlet
+        self._backend = backend
         self._payload = payload
         self._max_held = max_held
         self._free: list[_PayloadSlot] = []
         self._held: dict[int, _PayloadSlot] = {}  # by version
-        self._newest: _PayloadSlot | None = None  # what the next delta starts from, released or not
+        self._newest: _PayloadSlot | None = None  # base of the next delta, released or not
 
     @property
     def has_room(self) -> bool:
-        """False while max_held versions were not released."""
+        """False while max_held versions are not released."""
         return len(self._held) < self._max_held
 
     def publish(
@@ -134,7 +133,7 @@ class PackingSender:
             raise WeightError(f"Version {version} is already published.")
         if not self.has_room:
             raise WeightError(
-                f"Versions {sorted(self._held)} fill all {self._max_held} places;"
+                f"Versions {sorted(self._held)} fill all {self._max_held} slots;"
                 " release one before publishing the next."
             )
         specs, num_bytes = packing.lay_out(tensors, dtype=self.dtype)
@@ -147,11 +146,11 @@ class PackingSender:
                 tensors=specs,
                 num_bytes=num_bytes,
                 checksum=checksum(slot.payload.flat),
-                transport=self._outlet.transport,
+                transport=self._backend.transport,
                 location="",
                 delta=self._find_delta(slot),
             )
-            update = self._outlet.offer(update, payload=slot.payload, delta=slot.delta)
+            update = self._backend.offer(update, payload=slot.payload, delta=slot.delta)
         except BaseException:
             slot.drop_delta()
             self._free.append(slot)
@@ -166,13 +165,13 @@ class PackingSender:
     def release(self, version: int) -> None:
         if version not in self._held:
             raise WeightError(f"Version {version} is not published, or was released before.")
-        self._outlet.withdraw(version)
+        self._backend.withdraw(version)
         slot = self._held.pop(version)
         slot.drop_delta()
         self._recycle(slot)
 
     def close(self) -> None:
-        self._outlet.close()
+        self._backend.close()
         newest = (
             [] if self._newest is None or self._newest.version in self._held else [self._newest]
         )
@@ -185,16 +184,16 @@ class PackingSender:
     def _take(
         self, layout: tuple[TensorSpec, ...], num_bytes: int, *, device: torch.device
     ) -> _PayloadSlot:
-        """A free slot of this layout. Slots of another are given up: the model changed."""
+        """A free slot of this layout. Slots of another layout are closed: the model changed."""
         for slot in [*self._free]:
             self._free.remove(slot)
             if slot.layout == layout:
                 return slot
             slot.close()
-        return _PayloadSlot(layout=layout, payload=self._outlet.allocate(num_bytes, device=device))
+        return _PayloadSlot(layout=layout, payload=self._backend.allocate(num_bytes, device=device))
 
     def _find_delta(self, slot: _PayloadSlot) -> Delta | None:
-        """Where the slot differs from the newest version, written into memory of its own."""
+        """The difference between the slot and the newest version, written to its own memory."""
         base = self._newest
         if base is None or base.layout != slot.layout:
             return None
@@ -204,7 +203,7 @@ class PackingSender:
             return None
         num_changed = len(changes[0])
         num_bytes = delta.blob_bytes(num_changed, num_bytes=len(payload), word_bytes=word_bytes)
-        slot.delta = self._outlet.allocate(num_bytes, device=payload.device)
+        slot.delta = self._backend.allocate(num_bytes, device=payload.device)
         delta.write(changes, into=slot.delta.flat)
         return Delta(
             base=base.checksum,
@@ -215,6 +214,6 @@ class PackingSender:
         )
 
     def _recycle(self, slot: _PayloadSlot | None) -> None:
-        """Use it again, unless engines or the next delta still need it."""
+        """Free a slot unless engines or the next delta still need it."""
         if slot is not None and slot is not self._newest and slot.version not in self._held:
             self._free.append(slot)

@@ -1,4 +1,4 @@
-"""The trainer's end of a transport, by name, and what "auto" is."""
+"""Makes the trainer's end of a transport by its name, and resolves "auto"."""
 
 import socket
 from pathlib import Path
@@ -16,11 +16,11 @@ from millrace.weights.transports.shm import ShmSendBackend
 def resolve_transport(
     transport: str, *, device: torch.device, engine_device: str, is_one_host: bool
 ) -> str:
-    """What "auto" means; other names are themselves.
+    """The transport that "auto" stands for; other names are returned as they are.
 
-    The trainer's process decides, and every update says by what it comes: an engine that was told
-    "auto" follows. `device` is the trainer's own; `engine_device` is the setting, and its "auto"
-    ends up on a GPU where the trainer's did, because on one host both see the same ones.
+    The trainer decides, and every update names its transport, which an engine with "auto" follows.
+    `device` is the trainer's own. `engine_device` is the setting; its "auto" resolves to a GPU if
+    the trainer's did, because both see the same GPUs on one host.
     """
     if transport != "auto":
         return transport
@@ -31,12 +31,12 @@ def resolve_transport(
 
 
 def resolve_address(address: str, *, is_one_host: bool, cluster_address: str) -> str:
-    """What "auto" means: loopback, or the host at which the controller is reached."""
+    """The address that "auto" stands for: loopback, or the host that serves the controller."""
     if address != "auto":
         return address
     if is_one_host:
         return "127.0.0.1"
-    # "tcp://HOST:PORT", or a host alone if it is the advertised one.
+    # "tcp://HOST:PORT", or only a host if it is the advertised address.
     host = cluster_address.removeprefix("tcp://")
     host = host.rpartition(":")[0] if cluster_address.startswith("tcp://") else host
     return socket.gethostname() if host in ("*", "0.0.0.0", "[::]") else host.strip("[]")
@@ -56,18 +56,18 @@ def make_sender(
 ) -> PackingSender:
     """Floating-point weights travel as `dtype`.
 
-    disk needs `directory`; collective is told where to listen, how many engines to wait for, and
-    on which `device` the weights are sent (the host's memory if not given).
+    disk needs `directory`. collective listens on `address`, waits for `num_engines` and sends from
+    `device` (host memory if not given).
     """
-    outlet: SendBackend
+    backend: SendBackend
     match transport:
         case "shm":
-            outlet = ShmSendBackend()
+            backend = ShmSendBackend()
         case "disk":
             assert directory is not None
-            outlet = DiskSendBackend(directory)
+            backend = DiskSendBackend(directory)
         case "collective":
-            outlet = CollectiveSendBackend(
+            backend = CollectiveSendBackend(
                 address=address,
                 num_engines=num_engines,
                 bucket_bytes=bucket_bytes,
@@ -75,10 +75,10 @@ def make_sender(
                 device=device or torch.device("cpu"),
             )
         case "ipc":
-            outlet = IpcSendBackend()
+            backend = IpcSendBackend()
         case _:
             raise ConfigError(
                 f"weights.transport = {transport!r} is not known; use 'auto', 'shm', 'disk',"
                 " 'collective' or 'ipc'."
             )
-    return PackingSender(outlet, dtype=dtype, payload=payload)
+    return PackingSender(backend, dtype=dtype, payload=payload)

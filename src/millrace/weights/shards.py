@@ -1,10 +1,10 @@
-"""Which part of each tensor lies on which rank, and in which order parts are brought together.
+"""Which rank holds which part of each tensor, and in which order the parts are gathered.
 
-Promise: the pieces of a plan cover every value of every tensor exactly once, each by a rank that
-holds it, in buckets of at most bucket_bytes. All ranks that know the same boxes make the same plan.
+Promise: the pieces of a plan cover every value of every tensor exactly once, each on a rank that
+holds it, in buckets of at most bucket_bytes. Ranks that know the same boxes make the same plan.
 
-A tensor is a DTensor over any mesh, sharded along any dimensions, evenly or not, or replicated; or
-a plain tensor, which every rank has.
+A tensor is a DTensor over any mesh, sharded evenly or not along any dimensions or replicated; or a
+plain tensor, which every rank has.
 """
 
 import math
@@ -25,7 +25,7 @@ PIECE_ALIGN_BYTES = 16  # of a piece in its bucket: any dtype can be viewed ther
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """A part of a tensor, by where it begins and how far it reaches in each dimension."""
+    """A part of a tensor: its offset and shape."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Box:
     def within(
         self, tensor: torch.Tensor, *, origin: tuple[int, ...] | None = None
     ) -> torch.Tensor:
-        """A view of it in a tensor that begins at `origin`; the whole one if not given."""
+        """A view of the box in a tensor whose first value is at `origin`, by default at 0."""
         starts = self.offset
         if origin is not None:
             starts = tuple(start - first for start, first in zip(starts, origin, strict=True))
@@ -50,7 +50,7 @@ class Box:
         )
 
     def split(self, max_values: int) -> Iterator["Box"]:
-        """Row slices of at most so many values; a row that has more is split like a tensor."""
+        """Row slices of at most max_values; a larger row is split like a tensor."""
         if self.num_values <= max(max_values, 1):
             yield self
             return
@@ -66,7 +66,7 @@ class Box:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPiece:
     spec: TensorSpec
-    rank: int  # who brings it
+    rank: int  # that sends it
     box: Box
 
     @property
@@ -75,17 +75,17 @@ class ShardPiece:
 
     @property
     def room_bytes(self) -> int:
-        """What it takes in a bucket."""
+        """Its size in a bucket."""
         return -(-self.num_bytes // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of it lies on this rank."""
+    """The part of a tensor that is on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def box_of(name: str, tensor: torch.Tensor) -> Box:
-    """Where this rank's part of it lies."""
+    """The box of this rank's part."""
     if not isinstance(tensor, DTensor):
         return Box(offset=(0,) * tensor.dim(), shape=tuple(tensor.shape))
     if any(placement.is_partial() for placement in tensor.placements):
@@ -104,7 +104,7 @@ def plan(
     *,
     bucket_bytes: int,
 ) -> tuple[list[ShardPiece], list[list[ShardPiece]]]:
-    """What rank 0 has itself, and the buckets of what the others bring it."""
+    """The pieces of rank 0, and the buckets of pieces that the others send to it."""
     own: list[ShardPiece] = []
     buckets: list[list[ShardPiece]] = []
     room = 0
@@ -113,7 +113,7 @@ def plan(
             if piece.rank == 0:
                 own.append(piece)
                 continue
-            # The room of a piece is rounded up, so a bucket takes whole multiples only.
+            # The size of a piece is rounded up, so a bucket holds whole multiples only.
             most = bucket_bytes // PIECE_ALIGN_BYTES * PIECE_ALIGN_BYTES
             for box in piece.box.split(most // DTYPES[spec.dtype].itemsize):
                 part = ShardPiece(spec=spec, rank=piece.rank, box=box)
@@ -126,7 +126,7 @@ def plan(
 
 
 def _owned(spec: TensorSpec, boxes: Sequence[Box]) -> list[ShardPiece]:
-    """Each distinct part of a tensor once, by the lowest rank that has it."""
+    """Each distinct part of a tensor once, owned by the lowest rank that has it."""
     owners: dict[Box, int] = {}
     for rank, box in enumerate(boxes):
         if box.num_values:
@@ -134,7 +134,7 @@ def _owned(spec: TensorSpec, boxes: Sequence[Box]) -> list[ShardPiece]:
     covered = sum(box.num_values for box in owners)
     if covered != math.prod(spec.shape) or any(a.overlaps(b) for a, b in combinations(owners, 2)):
         raise WeightError(
-            f"The shards of {spec.name!r} are not boxes that make up the tensor of shape"
-            f" {list(spec.shape)}; redistribute it to Shard or Replicate placements."
+            f"The shards of {spec.name!r} do not tile the tensor of shape {list(spec.shape)};"
+            " redistribute it to Shard or Replicate placements."
         )
     return [ShardPiece(spec=spec, rank=rank, box=box) for box, rank in owners.items()]

@@ -1,12 +1,11 @@
-"""A process group of the weights' own, and the broadcast of a payload through it in buckets.
+"""A process group for weights, and the broadcast of a payload through it in buckets.
 
-Promise: the group is no default group and shares nothing with one that a trainer may have. Two
-buckets are under way at a time: while one is on the wire, the one before it is verified. Whatever
-goes wrong is a BroadcastFailed, at once if a peer died and within the timeout otherwise; the group
-is then of no use any more and must be closed, which fails all its other members at once too.
+Promise: the group is separate from the default group and from any that a trainer uses. Two buckets
+are in flight at a time: while one is sent, the one before it is verified. Every failure is a
+BroadcastFailed, at once if a peer died and within the timeout otherwise. The group must then be
+closed, which makes all other members fail at once, too.
 
-Rank 0 is the trainer. gloo moves host memory, NCCL the memory of GPUs of which each member has one
-of its own.
+Rank 0 is the trainer. gloo sends host memory; NCCL sends GPU memory and needs a GPU per member.
 """
 
 from collections import deque
@@ -28,11 +27,11 @@ Backend = Literal["gloo", "nccl"]
 
 
 class BroadcastFailed(Exception):
-    """The group lost a member, or did not get on in time."""
+    """The group lost a member or exceeded its timeout."""
 
 
 def open_store(address: str, *, timeout_s: float) -> Any:
-    """Where the members of groups find each other; listens on this address and on no other."""
+    """The store in which members of groups find each other; listens on this address only."""
     listener = listen(address)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -64,7 +63,7 @@ class BroadcastGroup:
         rank: int,
         size: int,
         backend: Backend,
-        host: str,  # this member's own address, on which the others reach it
+        host: str,  # this member's own address, for the others to connect to
         device: torch.device,
         timeout_s: float,
     ) -> None:
@@ -85,18 +84,18 @@ class BroadcastGroup:
         bucket_bytes: int,
         on_bucket: Callable[[int, torch.Tensor], None] = lambda number, bucket: None,
     ) -> None:
-        """`on_bucket` is called with every bucket that has passed, in order."""
-        under_way: deque[tuple[int, torch.Tensor, Any]] = deque()
+        """`on_bucket` is called with every finished bucket, in order."""
+        in_flight: deque[tuple[int, torch.Tensor, Any]] = deque()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):  # does nothing without one
                 for number, bucket in enumerate(payload.split(bucket_bytes)):
-                    under_way.append((number, bucket, self._send(bucket)))
-                    if len(under_way) == 2:
-                        self._finish(*under_way.popleft(), on_bucket)
-                while under_way:
-                    self._finish(*under_way.popleft(), on_bucket)
+                    in_flight.append((number, bucket, self._send(bucket)))
+                    if len(in_flight) == 2:
+                        self._finish(*in_flight.popleft(), on_bucket)
+                while in_flight:
+                    self._finish(*in_flight.popleft(), on_bucket)
             if self._stream is not None:
                 self._stream.synchronize()
         except RuntimeError as error:

@@ -1,13 +1,13 @@
-"""The collective transport: one broadcast from the trainer to all engines, wherever they are.
+"""The collective transport: one broadcast from the trainer to all engines, on any host.
 
-Promise: an engine gets the whole version or a WeightError, bucket by bucket against a checksum. A
-peer that dies or hangs ends the broadcast (at once, or after timeout_s); those who are left ask
-again and get the version in a new group.
+Promise: an engine gets the whole version or a WeightError; each bucket has a checksum. A peer that
+dies or hangs ends the broadcast (at once, or after timeout_s); the remaining engines request the
+version again and get it in a new group.
 
-Rendezvous: each update says where the trainer's Counter listens (rendezvous.py). The trainer's
-thread "broadcast" sends, beside training and beside the packing of the next version; an engine
-receives in its staging thread. What goes beyond loopback is neither encrypted nor, between the
-members of a group, authenticated: use it in a network you trust.
+Rendezvous: each update names the address of the trainer's RendezvousServer (rendezvous.py). The
+trainer's thread "broadcast" sends, beside training and the packing of the next version; an engine
+receives in its staging thread. Traffic beyond loopback is not encrypted and, between the members of
+a group, not authenticated: use it in a trusted network.
 """
 
 import math
@@ -41,15 +41,15 @@ from millrace.weights.transports.rendezvous import (
 )
 
 TRANSPORT = "collective"
-_ATTEMPTS = 3  # of an engine, at one version: two peers may fail meanwhile
+_ATTEMPTS = 3  # per engine and version: two peers may fail meanwhile
 
 
-class CollectivePlace(msgspec.Struct, kw_only=True, frozen=True):
-    """Location of an update: where to ask for it."""
+class CollectiveEndpoint(msgspec.Struct, kw_only=True, frozen=True):
+    """Location of an update: where to request it."""
 
     host: str
-    port: int  # of the Counter
-    store_port: int  # where the members of a group find each other
+    port: int  # of the RendezvousServer
+    store_port: int  # of the store in which the members of a group find each other
     token: str
     backend: Backend
 
@@ -84,18 +84,18 @@ class CollectiveSendBackend:
         self._bucket_bytes = math.ceil(bucket_bytes / 4) * 4  # whole words: see checksum.py
         self._timeout_s = timeout_s
         self._device = device
-        self._counter = RendezvousServer(
+        self._server = RendezvousServer(
             address=address,
             token=secrets.token_hex(16),
             num_engines=num_engines,
             timeout_s=timeout_s,
         )
         self._store = open_store(address, timeout_s=timeout_s)
-        self._place = CollectivePlace(
+        self._endpoint = CollectiveEndpoint(
             host=address,
-            port=self._counter.port,
+            port=self._server.port,
             store_port=self._store.port,
-            token=self._counter.token,
+            token=self._server.token,
             backend="nccl" if device.type == "cuda" else "gloo",
         )
         self._changed = threading.Condition()
@@ -124,7 +124,7 @@ class CollectiveSendBackend:
             if self._error is not None:
                 raise self._error
             self._offers[update.version] = offer
-        return replace(update, location=msgspec.json.encode(self._place).decode())
+        return replace(update, location=msgspec.json.encode(self._endpoint).decode())
 
     def withdraw(self, version: int) -> None:
         with self._changed:
@@ -136,7 +136,7 @@ class CollectiveSendBackend:
             self._is_closing = True
             self._offers.clear()
         self._thread.join()
-        self._counter.close()
+        self._server.close()
         del self._store
 
     def _blob(self, flat: torch.Tensor) -> _Blob:
@@ -146,7 +146,7 @@ class CollectiveSendBackend:
         """Body of the broadcast thread."""
         try:
             while not self._is_closing:
-                if callers := self._counter.poll():
+                if callers := self._server.poll():
                     self._admit(callers)
         except BaseException as error:  # noqa: BLE001 - raised by the next offer
             with self._changed:
@@ -155,9 +155,9 @@ class CollectiveSendBackend:
             self._drop_group()
 
     def _admit(self, callers: list[RendezvousCaller]) -> None:
-        """Send the version that these callers asked for, or tell them that it is gone."""
-        asks = [caller.ask for caller in callers if caller.ask is not None]
-        version = asks[0].version
+        """Send the version that these callers requested, or refuse it if it was released."""
+        requests = [caller.request for caller in callers if caller.request is not None]
+        version = requests[0].version
         with self._changed:
             offer = self._offers.get(version)
             self._sending = None if offer is None else version
@@ -165,12 +165,13 @@ class CollectiveSendBackend:
             for caller in callers:
                 caller.answer(TransferAdmission(refusal=f"version {version} was released"))
             return
-        is_delta = offer.delta is not None and all(ask.base == offer.base for ask in asks)
+        has_base = all(request.base == offer.base for request in requests)
+        is_delta = offer.delta is not None and has_base
         blob = offer.delta if is_delta and offer.delta is not None else offer.payload
         try:
             self._send(callers, blob, is_delta=is_delta)
         except BroadcastFailed:
-            self._drop_group()  # those who are left notice, and ask again
+            self._drop_group()  # the remaining engines notice it and request again
         finally:
             with self._changed:
                 self._sending = None
@@ -199,8 +200,8 @@ class CollectiveSendBackend:
                 number=self._group_number,
                 rank=0,
                 size=len(self._members) + 1,
-                backend=self._place.backend,
-                host=self._place.host,
+                backend=self._endpoint.backend,
+                host=self._endpoint.host,
                 device=self._device,
                 timeout_s=self._timeout_s,
             )
@@ -220,17 +221,17 @@ class CollectiveRecvBackend:
     def __init__(self, *, device: torch.device, timeout_s: float) -> None:
         self._engine_device = device
         self._timeout_s = timeout_s
-        self._place: CollectivePlace | None = None
-        self._visitor: RendezvousClient | None = None
+        self._endpoint: CollectiveEndpoint | None = None
+        self._client: RendezvousClient | None = None
         self._store: Any = None
         self._group: BroadcastGroup | None = None
         self._group_number = 0
 
     def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
-        place = msgspec.json.decode(update.location, type=CollectivePlace)
+        endpoint = msgspec.json.decode(update.location, type=CollectiveEndpoint)
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return self._receive(update, place=place, base=base, staging=staging)
+                return self._receive(update, endpoint=endpoint, base=base, staging=staging)
             except (BroadcastFailed, OSError) as error:
                 self.close()
                 if attempt == _ATTEMPTS:
@@ -244,21 +245,26 @@ class CollectiveRecvBackend:
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
-        if self._visitor is not None:
-            self._visitor.close()
-        self._group = self._visitor = self._store = self._place = None
+        if self._client is not None:
+            self._client.close()
+        self._group = self._client = self._store = self._endpoint = None
 
     def _receive(
-        self, update: WeightUpdate, *, place: CollectivePlace, base: int | None, staging: Staging
+        self,
+        update: WeightUpdate,
+        *,
+        endpoint: CollectiveEndpoint,
+        base: int | None,
+        staging: Staging,
     ) -> Fetched:
-        device = self._device(place)
-        visitor = self._connect(place)
-        admission = visitor.ask(
-            TransferRequest(token=place.token, version=update.version, base=base)
+        device = self._device(endpoint)
+        client = self._connect(endpoint)
+        admission = client.request(
+            TransferRequest(token=endpoint.token, version=update.version, base=base)
         )
         if admission.refusal:
             raise WeightError(f"The trainer refuses to send: {admission.refusal}.")
-        group = self._join(admission, place=place, host=visitor.own_host, device=device)
+        group = self._join(admission, endpoint=endpoint, host=client.own_host, device=device)
         if admission.is_delta:
             assert update.delta is not None
             flat = torch.empty(update.delta.num_bytes, dtype=torch.uint8, device=device)
@@ -272,34 +278,36 @@ class CollectiveRecvBackend:
                 on_bucket=partial(_verify, version=update.version, checksums=admission.checksums),
             )
         except WeightError:
-            self.close()  # so that the trainer does not wait for this engine to take the rest
+            self.close()  # so that the trainer does not wait for this engine
             raise
         return Fetched(flat=flat, kind="delta" if admission.is_delta else "staged")
 
-    def _device(self, place: CollectivePlace) -> torch.device:
-        if place.backend == "gloo":
+    def _device(self, endpoint: CollectiveEndpoint) -> torch.device:
+        if endpoint.backend == "gloo":
             return torch.device("cpu")
         if self._engine_device.type != "cuda":
             raise WeightError(
-                "The trainer broadcasts between GPUs and this engine has placement.engines ="
+                "The trainer broadcasts between GPUs, but this engine has placement.engines ="
                 f" {str(self._engine_device)!r}; set placement.engines = 'cpu' in the trainer's"
                 " settings too, or weights.transport = 'disk'."
             )
         return self._engine_device
 
-    def _connect(self, place: CollectivePlace) -> RendezvousClient:
-        if self._visitor is None or place != self._place:
+    def _connect(self, endpoint: CollectiveEndpoint) -> RendezvousClient:
+        if self._client is None or endpoint != self._endpoint:
             self.close()
-            # The trainer may first have to give up on another engine.
-            self._visitor = RendezvousClient(place.host, place.port, timeout_s=2 * self._timeout_s)
-            self._place = place
-        return self._visitor
+            # The trainer may first wait for another engine to time out.
+            self._client = RendezvousClient(
+                endpoint.host, endpoint.port, timeout_s=2 * self._timeout_s
+            )
+            self._endpoint = endpoint
+        return self._client
 
     def _join(
         self,
         admission: TransferAdmission,
         *,
-        place: CollectivePlace,
+        endpoint: CollectiveEndpoint,
         host: str,
         device: torch.device,
     ) -> BroadcastGroup:
@@ -309,13 +317,13 @@ class CollectiveRecvBackend:
             self._group.close()
             self._group = None
         if self._store is None:
-            self._store = join_store(place.host, place.store_port, timeout_s=self._timeout_s)
+            self._store = join_store(endpoint.host, endpoint.store_port, timeout_s=self._timeout_s)
         self._group = BroadcastGroup(
             self._store,
             number=admission.group,
             rank=admission.rank,
             size=admission.size,
-            backend=place.backend,
+            backend=endpoint.backend,
             host=host,
             device=device,
             timeout_s=self._timeout_s,
@@ -325,7 +333,7 @@ class CollectiveRecvBackend:
 
 
 def _check_count(admission: TransferAdmission, *, version: int, num_bytes: int) -> None:
-    num_buckets = max(1, math.ceil(num_bytes / admission.bucket_bytes))  # nothing is one, too
+    num_buckets = max(1, math.ceil(num_bytes / admission.bucket_bytes))  # an empty payload is one
     if len(admission.checksums) != num_buckets:
         raise WeightError(
             f"The trainer sends {len(admission.checksums)} buckets of version {version}, which has"

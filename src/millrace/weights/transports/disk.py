@@ -1,13 +1,13 @@
 """The disk transport: safetensors files in a directory that trainer and engines share.
 
     weights/version_12/model.safetensors    every tensor, in the engine's dtype
-    weights/version_12/delta.safetensors    what changed since an earlier version, if that is asked
+    weights/version_12/delta.safetensors    the change from an earlier version, with "delta"
     weights/version_12/update.json          the manifest; it is the commit marker, written last
 
 Promise: a folder with update.json is complete and on the disk. Each file is written under a hidden
-name, synced and renamed; what a killed trainer leaves behind has no marker, is ignored by engines,
-and removed by the next trainer that uses the directory. A released version is removed. One trainer
-at a time uses a directory.
+name, synced and renamed. Folders of a killed trainer have no marker; engines ignore them, and the
+next trainer that uses the directory removes them. A released version is removed. One trainer at a
+time uses a directory.
 """
 
 import re
@@ -59,14 +59,14 @@ class DiskSendBackend:
             shutil.rmtree(folder, ignore_errors=True)
             raise NoSpace(
                 f"Version {update.version} could not be written to {str(self._directory)!r}"
-                f" ({storage.reason(error)}): it needs {update.num_bytes / 1e6:.3g} MB; make room"
+                f" ({storage.reason(error)}): it needs {update.num_bytes / 1e6:.3g} MB; free space"
                 " there, or set weights.directory to another disk."
             ) from error
         return update
 
     def withdraw(self, version: int) -> None:
         folder = self._folder(version)
-        # The marker goes first: without it the rest is not a version any more.
+        # The marker is removed first: without it the folder is not a version.
         (folder / MARKER).unlink(missing_ok=True)
         shutil.rmtree(folder)
 
@@ -79,7 +79,7 @@ class DiskSendBackend:
         return self._directory / f"version_{version}"
 
     def _remove_all(self) -> None:
-        """Also what an earlier trainer left: its versions would be mistaken for ours."""
+        """Also versions of an earlier trainer, which would be mistaken for ours."""
         if not self._directory.is_dir():
             return
         for folder in self._directory.iterdir():
@@ -94,7 +94,7 @@ class DiskRecvBackend:
     transport = TRANSPORT
 
     def __init__(self, *, patience_s: float = 5.0) -> None:
-        """`patience_s`: how long a marker may take to be seen; networked filesystems lag."""
+        """`patience_s`: time for a marker to appear; network filesystems lag."""
         self._patience_s = patience_s
 
     def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
@@ -146,10 +146,10 @@ def _read(path: Path, *, into: dict[str, torch.Tensor]) -> None:
             for name, tensor in into.items():
                 stored = file.get_tensor(name)
                 if (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype):
-                    raise WeightError(f"{str(path)!r} has {name!r} in another shape or type.")
+                    raise WeightError(f"{str(path)!r} has {name!r} in a different shape or type.")
                 tensor.copy_(stored)
     except (OSError, SafetensorError) as error:
         raise WeightError(
-            f"The weights at {str(path)!r} are damaged or gone ({storage.reason(error)});"
+            f"The weights at {str(path)!r} are damaged or missing ({storage.reason(error)});"
             " the engine keeps the weights it has."
         ) from error

@@ -1,9 +1,9 @@
-"""The CUDA IPC transport: trainer and engines on one host, each with a GPU of its own or the same.
+"""The CUDA IPC transport: trainer and engines on one host, on the same GPU or on several.
 
 Promise: the trainer packs into GPU memory that the engines open, and an engine copies it from
-device to device into its staging memory: nothing passes through the host. A handle travels as
-plain bytes in the update; nothing is unpickled. The packing stream is synchronized before an
-update is announced, and the engine's before it acknowledges, so no event has to be shared.
+device to device into its staging memory; nothing passes through the host. A handle is plain bytes
+in the update; nothing is unpickled. The packing stream is synchronized before an update is
+announced, and the engine's before it acknowledges, so no event has to be shared.
 
 The trainer's side runs on the publisher's stream and an engine's on that of its StagingReceiver:
 neither waits for a training step or a decoding step. An engine cannot be in the trainer's process:
@@ -25,7 +25,7 @@ TRANSPORT = "ipc"
 
 
 class Handle(msgspec.Struct, kw_only=True, frozen=True):
-    """Location of an update: what another process needs to open a storage, as torch gives it."""
+    """Location of an update: torch's handle for opening a storage in another process."""
 
     device: int
     memory: str  # base64, as the two below
@@ -41,13 +41,13 @@ class SharedMemory:
     """GPU memory that other processes can open."""
 
     def __init__(self, num_bytes: int, *, device: torch.device) -> None:
-        # Never empty: there is no handle of nothing.
+        # Never empty: empty memory has no handle.
         self._whole = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=device)
         self.flat = self._whole[:num_bytes]
         self.location = _location(self._whole)
 
     def close(self) -> None:
-        # torch keeps it for itself: whoever still has it open must not take it for weights.
+        # torch keeps the memory; an engine that still has it open must not read it as weights.
         self._whole.zero_()
         del self._whole
         self.flat = torch.empty(0, dtype=torch.uint8)
@@ -61,7 +61,7 @@ class IpcSendBackend:
     def allocate(self, num_bytes: int, *, device: torch.device) -> SharedMemory:
         if device.type != "cuda":
             raise WeightError(
-                "weights.transport = 'ipc' shares GPU memory, and the trainer computes on"
+                "weights.transport = 'ipc' shares GPU memory, but the trainer computes on"
                 f" {str(device)!r}; set it to 'auto' or 'shm'."
             )
         return SharedMemory(num_bytes, device=device)
@@ -90,7 +90,7 @@ class IpcRecvBackend:
     def __init__(self, *, device: torch.device, keep: int = 4) -> None:
         if device.type != "cuda":
             raise WeightError(
-                "weights.transport = 'ipc' shares GPU memory, and placement.engines is"
+                "weights.transport = 'ipc' shares GPU memory, but placement.engines is"
                 f" {str(device)!r}; set the transport to 'auto' or 'shm'."
             )
         self._device = device
@@ -153,8 +153,8 @@ def _open(location: str) -> torch.Tensor:
         )
     except (RuntimeError, ValueError) as error:
         raise WeightError(
-            f"The trainer's GPU memory cannot be opened ({str(error).splitlines()[0]}); it must be"
-            " alive, on this host, and see the same GPUs as the engine."
+            f"The trainer's GPU memory cannot be opened ({str(error).splitlines()[0]}); the trainer"
+            " must be alive, on this host, and see the same GPUs as the engine."
         ) from error
     flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", handle.device))
     return flat.set_(storage)

@@ -1,10 +1,11 @@
-"""Who receives which version next: the talk between a collective's trainer and its engines.
+"""How a collective's trainer and engines agree on the next broadcast.
 
-An engine connects to the trainer's Counter, which listens where every update says, and asks for a
-version with one line of JSON (Ask). Once all engines have asked, or SOON_S after the first one did,
-the counter lets those who asked have it: each is told its rank in a group (Admission). A group
-serves as long as the same engines ask; when one is lost, or a new one comes, the next is formed.
-So a dead engine costs the others SOON_S, and whoever comes late gets a broadcast of its own.
+An engine connects to the trainer's RendezvousServer, whose address is in every update, and requests
+a version with one line of JSON (TransferRequest). When all engines have asked, or SOON_S after the
+first request, the server admits those that asked: each gets its rank in a group
+(TransferAdmission). A group serves as long as the same engines ask; if one is lost or a new one
+joins, the next group is formed. So a dead engine costs the others SOON_S, and a late engine gets
+its own broadcast.
 
 Promise: nothing but JSON is read from a socket, lines are bounded, and an engine must show the
 token that its update brought.
@@ -27,11 +28,11 @@ _POLL_S = 0.1
 class TransferRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token: str
     version: int
-    base: int | None  # checksum of the payload it holds and would take a delta on
+    base: int | None  # checksum of the payload it holds, as the base of a delta
 
 
 class TransferAdmission(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    refusal: str = ""  # why not; then nothing else counts
+    refusal: str = ""  # the reason; then all other fields are ignored
     group: int = 0  # number; the same as last time if the group still serves
     rank: int = 0
     size: int = 0  # the trainer and all engines in it
@@ -46,12 +47,12 @@ class RendezvousCaller:
 
     socket: socket.socket
     unread: bytes = b""
-    ask: TransferRequest | None = None  # not answered yet
+    request: TransferRequest | None = None  # not answered yet
     asked_s: float = 0.0  # monotonic
 
     def answer(self, admission: TransferAdmission) -> bool:
         """False if the engine is gone."""
-        self.ask = None
+        self.request = None
         try:
             self.socket.sendall(msgspec.json.encode(admission) + b"\n")
         except OSError:
@@ -79,8 +80,8 @@ class RendezvousServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def poll(self) -> list[RendezvousCaller]:
-        """Wait a little; the callers who shall now have the one version they all asked for."""
-        soonest_s = min((c.asked_s for c in self._callers if c.ask), default=None)
+        """Wait up to _POLL_S; returns callers that requested the same version and get it now."""
+        soonest_s = min((c.asked_s for c in self._callers if c.request), default=None)
         wait_s = _POLL_S
         if soonest_s is not None:
             wait_s = max(0.0, min(_POLL_S, soonest_s + SOON_S - time.monotonic()))
@@ -98,13 +99,13 @@ class RendezvousServer:
         self._listener.close()
 
     def _ready(self) -> list[RendezvousCaller]:
-        asking = [caller for caller in self._callers if caller.ask is not None]
+        asking = [caller for caller in self._callers if caller.request is not None]
         if not asking:
             return []
         first = min(asking, key=lambda caller: caller.asked_s)
-        assert first.ask is not None
-        version = first.ask.version
-        same = [caller for caller in asking if caller.ask and caller.ask.version == version]
+        assert first.request is not None
+        version = first.request.version
+        same = [caller for caller in asking if caller.request and caller.request.version == version]
         is_due = time.monotonic() - first.asked_s >= SOON_S
         return same if len(same) >= self.num_engines or is_due else []
 
@@ -129,13 +130,13 @@ class RendezvousServer:
             return
         caller.unread = rest
         try:
-            ask = msgspec.json.decode(line, type=TransferRequest)
+            request = msgspec.json.decode(line, type=TransferRequest)
         except msgspec.MsgspecError:
-            ask = None
-        if ask is None or ask.token != self.token:
+            request = None
+        if request is None or request.token != self.token:
             self._drop(caller)
             return
-        caller.ask, caller.asked_s = ask, time.monotonic()
+        caller.request, caller.asked_s = request, time.monotonic()
 
     def _drop(self, caller: RendezvousCaller) -> None:
         self._callers.remove(caller)
@@ -161,9 +162,9 @@ class RendezvousClient:
         """The address of this host that faces the trainer."""
         return self._socket.getsockname()[0]
 
-    def ask(self, ask: TransferRequest) -> TransferAdmission:
-        """Returns when the trainer is about to send, or refuses."""
-        self._socket.sendall(msgspec.json.encode(ask) + b"\n")
+    def request(self, request: TransferRequest) -> TransferAdmission:
+        """Returns when the trainer is about to send or refuses."""
+        self._socket.sendall(msgspec.json.encode(request) + b"\n")
         while b"\n" not in self._unread:
             arrived = self._socket.recv(65536)
             if not arrived:
@@ -187,7 +188,7 @@ def listen(address: str) -> socket.socket:
         listener.listen()
     except OSError as error:
         raise WeightError(
-            f"weights.address = {address!r} cannot be listened on ({error.strerror or error});"
+            f"Cannot listen on weights.address = {address!r} ({error.strerror or error});"
             " use an address of the trainer's host."
         ) from None
     return listener

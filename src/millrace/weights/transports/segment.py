@@ -1,8 +1,8 @@
-"""Shared memory that vanishes with its owner.
+"""Shared memory that disappears with its owner.
 
-Promise: on Linux a segment is an anonymous file that others of the same user open through
-/proc/PID/fd, so that nothing is left behind however its owner ends. Elsewhere it is a file in a
-private folder, removed by close(). A mapping lives as long as any tensor that views it.
+Promise: on Linux a segment is an anonymous file that processes of the same user open through
+/proc/PID/fd, so nothing is left behind however its owner ends. Elsewhere it is a file in a private
+folder, removed by close(). A mapping lives as long as any tensor that views it.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ def default_backing() -> Backing:
 
 
 class Segment:
-    """A writable segment, made by its owner; `location` is how others find it. One thread."""
+    """A writable segment of its owner; other processes open `location`. Used by one thread."""
 
     def __init__(self, num_bytes: int, *, backing: Backing) -> None:
         self.num_bytes = num_bytes
@@ -57,7 +57,7 @@ class Segment:
         return torch.frombuffer(self._mapping, dtype=torch.uint8)[: self.num_bytes]
 
     def close(self) -> None:
-        """Give the memory back, as soon as nobody maps it any more."""
+        """Free the memory as soon as no process maps it."""
         if self._fd < 0:
             return
         os.close(self._fd)
@@ -68,12 +68,12 @@ class Segment:
 
 
 class SegmentReader:
-    """Maps segments of other processes, read-only, and keeps the last few mapped. One thread."""
+    """Maps segments of other processes read-only and keeps the last few. Used by one thread."""
 
     def __init__(self, *, keep: int) -> None:
         self._keep = keep
         # By (device, inode), least recently used first. A mapped inode is never reused for
-        # another segment, so a key cannot come to mean something else.
+        # another segment, so keys stay unambiguous.
         self._mappings: dict[tuple[int, int], mmap.mmap] = {}
 
     def map(self, location: str, *, num_bytes: int) -> Any:
@@ -89,7 +89,7 @@ class SegmentReader:
             status = os.fstat(fd)
             if status.st_size != _mapped_bytes(num_bytes):
                 raise WeightError(
-                    f"The segment at {location} holds {status.st_size} bytes and the update"
+                    f"The segment at {location} has {status.st_size} bytes, but the update has"
                     f" {num_bytes}; it is not, or no longer, the one that was published."
                 )
             key = (status.st_dev, status.st_ino)
@@ -108,14 +108,14 @@ class SegmentReader:
 
 
 def _mapped_bytes(num_bytes: int) -> int:
-    return max(num_bytes, 1)  # nothing cannot be mapped
+    return max(num_bytes, 1)  # an empty file cannot be mapped
 
 
 def _buffer(mapping: mmap.mmap, num_bytes: int) -> Any:
-    """The mapping as a buffer that torch takes without a warning; writing to it is a fault.
+    """The mapping as a buffer that torch accepts without a warning; writing to it is a fault.
 
-    The mapping is never closed by hand: torch does not hold an export of a buffer but only its
-    owner, so closing would pull the memory from under live tensors.
+    The mapping is never closed explicitly: torch holds the buffer's owner but no export of it, so
+    closing would unmap the memory of live tensors.
     """
     array = np.frombuffer(mapping, dtype=np.uint8)
     buffer = (ctypes.c_uint8 * num_bytes).from_address(array.ctypes.data)

@@ -1,7 +1,7 @@
 """The shared-memory transport: the trainer packs into segments, engines on the same host map them.
 
-Promise: nothing is copied on the way, and nothing outlives the trainer (see segment.py). What an
-engine maps stays as it is until the version is released.
+Promise: no copies are made, and nothing outlives the trainer (see segment.py). A mapped version
+does not change until it is released.
 """
 
 from dataclasses import replace
@@ -36,14 +36,14 @@ class ShmSendBackend:
         return replace(update, location=payload.location, delta=short)
 
     def withdraw(self, version: int) -> None:
-        pass  # an engine that still maps it finds bytes that do not match their checksum
+        pass  # an engine that still maps it sees a checksum error
 
     def close(self) -> None:
         pass
 
 
 class ShmRecvBackend:
-    """Engine side. What a fetch returned is valid until the version is released."""
+    """Engine side. Fetched memory is valid until the version is released."""
 
     transport = TRANSPORT
 
