@@ -186,7 +186,7 @@ class TransportContract:
         self, sender: Sender, receiver: WeightReceiver
     ):
         update = dataclasses.replace(sender.publish(1, some_tensors()), transport="pigeon")
-        with pytest.raises(WeightError, match="uses the (unknown )?transport 'pigeon'"):
+        with pytest.raises(WeightError, match=r"uses the (unknown )?transport 'pigeon'"):
             receiver.stage(update)
 
     def test_only_the_expected_tensors_are_taken(

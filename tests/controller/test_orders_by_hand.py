@@ -58,7 +58,7 @@ def test_an_order_that_could_never_choose_is_refused_with_the_remedy():
     room("freshest", capacity=16, max_staleness=3)
     with pytest.raises(ConfigError, match=r"16 waiting groups, but buffer\.capacity = 15; raise"):
         room("freshest", capacity=15)
-    with pytest.raises(ConfigError, match=r"max_staleness = 2 allows; raise that to 3, or"):
+    with pytest.raises(ConfigError, match=r"max_staleness = 2; raise it to 3, or"):
         room("difficulty", max_staleness=2)
 
 

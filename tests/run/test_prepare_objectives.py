@@ -93,7 +93,7 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
         ({"critic": {"gamma": 0.0}}, "critic.gamma"),
         (
             {"buffer": {"order": "freshest", "max_staleness": 0}},
-            "buffer.order = 'freshest' chooses among 16 waiting groups, who would wait for longer",
+            "buffer.order = 'freshest' chooses among 16 waiting groups, which would become staler",
         ),
         (
             {"buffer": {"replay": {}}, "loss": {"max_token_staleness": 1}},

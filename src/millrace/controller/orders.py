@@ -1,9 +1,9 @@
-"""Orders in which waiting groups are handed out: one Sampler each.
+"""The orders in which the buffer hands out groups: one Sampler each.
 
     [buffer]
     order = "freshest"                     # or {type = "difficulty", solved_at = 0.5}
 
-Promise: a typo, or an order that could never choose, fails before any worker starts.
+Promise: a typo, or an order that would never have enough groups, fails before any worker starts.
 """
 
 import math
@@ -22,7 +22,7 @@ DEFAULT = "oldest"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """As they were admitted."""
+    """First admitted, first trained."""
 
     def num_needed(self, n: int) -> int:
         return n
@@ -33,7 +33,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Oldest:
-    """The one with the oldest token first: what would be dropped next is trained next."""
+    """The group with the oldest token first, as it would be the next to be dropped."""
 
     def num_needed(self, n: int) -> int:
         return n
@@ -44,10 +44,10 @@ class Oldest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Freshest:
-    """The one with the lowest mean staleness first; what is always passed over ends too stale."""
+    """The group with the lowest mean staleness first; others may become too stale."""
 
     def num_needed(self, n: int) -> int:
-        return 2 * n  # with no more than a batch there is nothing to choose
+        return 2 * n  # a single batch leaves no choice
 
     def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
         return _first(waiting, n, key=lambda one: _mean_staleness(one, version=version))
@@ -55,7 +55,7 @@ class Freshest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difficulty:
-    """The one nearest to half solved first, from which a policy learns most; then the oldest."""
+    """The group nearest to half solved first, as a policy learns most from it; then the oldest."""
 
     solved_at: float = 1.0
     """An episode counts as solved when its score reaches this."""
@@ -88,26 +88,25 @@ def build_sampler(table: Mapping[str, Any]) -> Sampler:
 def check_room(
     table: Mapping[str, Any], *, groups_per_step: int, capacity: int, max_staleness: int
 ) -> None:
-    """Raises ConfigError if never as many groups wait as this order needs for its choice."""
+    """Raises ConfigError if there can never be as many waiting groups as the order needs."""
     needed = build_sampler(table).num_needed(groups_per_step)
     order = f"buffer.order = {table.get('type', DEFAULT)!r} chooses among {needed} waiting groups"
     if needed > capacity:
         raise ConfigError(
-            f"{order}, but buffer.capacity = {capacity}; raise that to {needed}, or set the order"
-            " to 'oldest'."
+            f"{order}, but buffer.capacity = {capacity}; raise it to {needed}, or set the order to"
+            " 'oldest'."
         )
-    # Of the max_staleness + 1 batches that admission allows, one is about to be learned when the
-    # next is chosen, and one cannot begin before the weights of the step that just ended are there.
+    # Of the max_staleness + 1 batches that admission allows, one is about to be trained when the
+    # next is chosen, and one cannot start before the weights of the last step have arrived.
     if groups_per_step < needed > (max_staleness - 1) * groups_per_step:
         raise ConfigError(
-            f"{order}, who would wait for longer than buffer.max_staleness = {max_staleness}"
-            f" allows; raise that to {math.ceil(needed / groups_per_step) + 1}, or set the order"
-            " to 'oldest'."
+            f"{order}, which would become staler than buffer.max_staleness = {max_staleness}; raise"
+            f" it to {math.ceil(needed / groups_per_step) + 1}, or set the order to 'oldest'."
         )
 
 
 def _first(waiting: Sequence[Waiting], n: int, *, key: Callable[[Waiting], Any]) -> Sequence[int]:
-    """Of the lowest keys; of equal ones, the first admitted."""
+    """Indices of the lowest keys; among equal keys, the first admitted."""
     return sorted(range(len(waiting)), key=lambda index: key(waiting[index]))[:n]
 
 
