@@ -193,7 +193,6 @@ class _Run:
                     address=cluster.address,
                     advertise=cluster.advertise,
                     start_timeout_s=cluster.start_timeout_s,
-                    stop_timeout_s=cluster.stop_timeout_s,
                     heartbeat_timeout_s=cluster.heartbeat_timeout_s,
                     preload=PRELOAD,
                 )
