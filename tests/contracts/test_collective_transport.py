@@ -106,7 +106,7 @@ def test_two_engines_receive_in_one_broadcast_and_the_group_is_kept(pair: Sender
         receiver.close()
 
 
-def test_an_engine_that_comes_late_gets_a_group_with_the_others(pair: Sender):
+def test_late_engine_joins_a_group_with_the_others(pair: Sender):
     first, second = new_receiver(), new_receiver()
     sent = some_tensors()
     assert_arrived(first.stage(pair.publish(1, sent)), sent, torch.float32)
@@ -117,7 +117,7 @@ def test_an_engine_that_comes_late_gets_a_group_with_the_others(pair: Sender):
     second.close()
 
 
-def test_a_delta_goes_out_only_if_every_engine_holds_its_base():
+def test_delta_is_sent_only_if_every_engine_holds_its_base():
     sender = new_sender(torch.float32, num_engines=2, payload="delta")
     old, new = new_receiver(payload="delta"), new_receiver(payload="delta")
     weights = {"weight": torch.zeros(1000)}
@@ -130,7 +130,7 @@ def test_a_delta_goes_out_only_if_every_engine_holds_its_base():
         member.close()
 
 
-def test_an_engine_that_hangs_is_given_up_and_the_others_get_the_version():
+def test_hanging_engine_times_out_and_the_others_get_the_version():
     sender = new_sender(torch.float32, num_engines=2, timeout_s=1.0)
     survivor = receiver_by_name("collective", timeout_s=1.0)
     hanging = RemoteReceiver("collective", timeout_s=1.0)
@@ -150,7 +150,7 @@ def test_an_engine_that_hangs_is_given_up_and_the_others_get_the_version():
         sender.close()
 
 
-def test_an_engine_without_the_token_is_turned_away(pair: Sender):
+def test_engine_without_the_token_is_refused(pair: Sender):
     update = pair.publish(1, some_tensors())
     forged = update.location.replace('"token":"', '"token":"0')
     receiver = new_receiver()
@@ -163,6 +163,6 @@ def _fields(update: WeightUpdate) -> dict[str, Any]:
     return {name: getattr(update, name) for name in update.__dataclass_fields__}
 
 
-def test_an_address_that_is_not_this_hosts_is_refused():
+def test_address_of_another_host_is_refused():
     with pytest.raises(WeightError, match=r"Cannot listen on weights\.address = '192\.0\.2\.1'"):
         new_sender(torch.float32, address="192.0.2.1")

@@ -88,7 +88,7 @@ def flip_last_byte(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_others_can_read_what_is_published(sender: PackingSender, directory: Path):
+def test_published_files_are_plain_safetensors(sender: PackingSender, directory: Path):
     sent = some_tensors()
     update = sender.publish(7, sent)
     assert_arrived({name: load_file(update.location)[name] for name in sent}, sent, torch.float32)
@@ -110,7 +110,7 @@ def test_a_released_version_is_removed_and_close_leaves_nothing(
     assert not directory.exists()
 
 
-def test_a_version_without_its_marker_is_none(
+def test_version_without_its_marker_is_refused(
     sender: PackingSender, receiver: StagingReceiver, directory: Path
 ):
     update = sender.publish(1, some_tensors())
@@ -129,7 +129,7 @@ def test_a_truncated_file_is_named(
         receiver.stage(update)
 
 
-def test_a_new_sender_removes_what_a_killed_one_left_and_nothing_else(
+def test_new_sender_removes_versions_of_a_killed_one_and_nothing_else(
     make_sender: Callable[..., PackingSender], directory: Path
 ):
     for name in ("version_3/.model.safetensors", "version_4/update.json", "notes.txt"):
@@ -141,7 +141,7 @@ def test_a_new_sender_removes_what_a_killed_one_left_and_nothing_else(
     assert directory.is_dir()
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_no_trace(
+def test_full_disk_is_one_error_and_leaves_no_files(
     sender: PackingSender, receiver: StagingReceiver, directory: Path
 ):
     first, second = {"weight": torch.zeros(10_000)}, {"weight": torch.ones(10_000)}

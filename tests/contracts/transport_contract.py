@@ -173,7 +173,7 @@ class TransportContract:
         with pytest.raises(WeightError):
             receiver.stage(old)
 
-    def test_an_update_whose_sender_is_gone_is_refused(
+    def test_update_of_a_dead_sender_is_refused(
         self, make_sender: Callable[..., Sender], receiver: WeightReceiver
     ):
         sender = make_sender(torch.float32)
@@ -221,7 +221,7 @@ class TransportContract:
         receiver.close()
         sender.close()
 
-    def test_a_changed_byte_is_noticed_and_the_next_version_arrives(
+    def test_changed_byte_is_detected_and_the_next_version_arrives(
         self, sender: Sender, receiver: WeightReceiver
     ):
         first, second = some_tensors(seed=1), some_tensors(seed=2)
@@ -282,7 +282,7 @@ class TransportContract:
             assert_arrived(receiver.stage(sender.publish(version, sent)), sent, torch.float32)
             sender.release(version)
 
-    def test_500_versions_to_another_process_leave_memory_and_descriptors_flat(
+    def test_500_versions_to_another_process_keep_memory_and_descriptors_flat(
         self, sender: Sender, remote: RemoteReceiver
     ):
         weights = {f"layer.{i}": torch.zeros(100, 100) for i in range(5)}  # 200 kB
@@ -362,7 +362,7 @@ class DeltaContract:
         assert update.delta.base == superseded.checksum
         assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)
 
-    def test_what_is_not_smaller_as_a_delta_is_not_one(
+    def test_no_delta_is_made_if_it_is_not_smaller(
         self, delta_sender: Sender, delta_receiver: WeightReceiver
     ):
         delta_receiver.stage(delta_sender.publish(1, {"weight": torch.zeros(1000)}))
@@ -371,7 +371,7 @@ class DeltaContract:
         assert update.delta is None
         assert_arrived(delta_receiver.stage(update), weights, torch.bfloat16)
 
-    def test_a_delta_that_gives_another_state_is_refused_and_costs_only_itself(
+    def test_wrong_delta_is_refused_and_affects_no_other_version(
         self, delta_sender: Sender, delta_receiver: WeightReceiver
     ):
         weights = {"weight": torch.zeros(1000)}

@@ -129,7 +129,7 @@ class FaultContract:
         sender.close()
 
     @KINDS_KILLED
-    def test_an_engine_killed_during_receive_holds_up_nobody(
+    def test_engine_killed_during_receive_delays_no_other(
         self, make_sender_for_two: Callable[..., Sender], engines: list[RemoteReceiver], kind: Kind
     ):
         survivor = engines[0]

@@ -56,7 +56,7 @@ async def examine(solved: dict[int, list[float]], *, samples: int, num_tasks: in
     )
 
 
-async def test_accuracy_counts_what_failed_as_not_solved():
+async def test_accuracy_counts_failed_tasks_as_not_solved():
     result = await examine({0: [0.0], 1: [1.0], 3: [1.0], 4: [0.0]}, samples=1, num_tasks=5)
     assert result.accuracy == 2 / 5
     assert result.num_failed == 1
@@ -80,7 +80,7 @@ async def test_several_samples_give_mean_at_k_and_pass_at_k():
     assert metrics["eval/step"] == 9
 
 
-async def test_the_result_says_which_versions_its_tokens_came_from():
+async def test_evaluation_counts_tokens_by_version():
     result = await examine({0: [0.0, 1.0], 1: [1.0, 1.0]}, samples=2, num_tasks=2)
     assert result.versions == {3: 8, 4: 6, 5: 2}
     assert result.versions == {3: 8, 4: 6, 5: 2}
@@ -88,7 +88,7 @@ async def test_the_result_says_which_versions_its_tokens_came_from():
     assert (metrics["eval/version_min"], metrics["eval/version_max"]) == (3, 5)
 
 
-async def test_tasks_whose_scorer_is_down_are_counted_and_not_waited_for_without_end():
+async def test_tasks_without_a_score_in_time_are_counted():
     asked, given_up = [], []
 
     async def play(task, number):

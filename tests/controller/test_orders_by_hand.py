@@ -42,7 +42,7 @@ def test_difficulty_goes_by_the_distance_from_half_solved_then_by_age():
     assert chosen("difficulty", groups, 4) == [1, 2, 3, 0]
 
 
-def test_difficulty_counts_as_solved_what_reaches_the_score():
+def test_difficulty_uses_solved_at():
     groups = waiting(5, 5, solved=[2, 4])
     assert chosen("difficulty", groups, 1, solved_at=0.5) == [0]
     assert chosen("difficulty", groups, 2, solved_at=1.5) == [0, 1]  # none of either
@@ -53,7 +53,7 @@ def room(order, **changes):
     check_room({"type": order}, **{**settings, **changes})
 
 
-def test_an_order_that_could_never_choose_is_refused_with_the_remedy():
+def test_order_that_never_has_enough_groups_is_refused():
     room("oldest", capacity=8, max_staleness=0)
     room("freshest", capacity=16, max_staleness=3)
     with pytest.raises(ConfigError, match=r"16 waiting groups, but buffer\.capacity = 15; raise"):

@@ -58,13 +58,13 @@ def test_measures_by_definition(limit, tokens):
 
 
 @given(limit=limits, tokens=versions, later=st.integers(10, 14))
-def test_what_is_ruled_out_stays_ruled_out(limit, tokens, later):
+def test_group_that_is_too_stale_stays_too_stale(limit, tokens, later):
     stamps = stamps_of(tokens)
     assert limit.allows(stamps, version=9) or not limit.allows(stamps, version=later)
 
 
 @given(limit=limits, tokens=versions, more=versions)
-def test_where_one_token_decides_no_others_make_up_for_it(limit, tokens, more):
+def test_one_stale_token_decides_if_the_limit_says_so(limit, tokens, more):
     together = stamps_of([*tokens, *more])
     if limit.one_token_decides and not limit.allows(stamps_of(tokens), version=9):
         assert not limit.allows(together, version=9)
@@ -77,7 +77,7 @@ def test_where_one_token_decides_no_others_make_up_for_it(limit, tokens, more):
         StalenessLimit(max_staleness=0, measure="share", max_stale_share=0.01),
     ],
 )
-def test_elsewhere_enough_fresh_ones_do(limit):
+def test_enough_fresh_tokens_outweigh_a_stale_one_otherwise(limit):
     assert not limit.one_token_decides
     assert not limit.allows(Stamps(counts={0: 10}), version=9)
     assert limit.allows(Stamps(counts={0: 10, 9: 10_000}), version=9)

@@ -1,4 +1,4 @@
-"""An engine that is not ours: an HTTP server that notes which versions it is told of."""
+"""An external engine: an HTTP server that records the versions it is notified of."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ class HttpEngine:
 
     def __init__(self, answers: tuple[int, ...] = ()) -> None:
         self.versions: list[int] = []  # of all posts, in order
-        self.had_marker: list[bool] = []  # when it was told
+        self.had_marker: list[bool] = []  # when it was notified
         self.may_answer = threading.Event()
         self.may_answer.set()
         codes, engine = [*answers], self

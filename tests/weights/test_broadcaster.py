@@ -127,7 +127,7 @@ async def test_slow_subscriber_delays_no_other_and_receives_only_the_newest(two)
     assert slow.received == [1, 3]
 
 
-async def test_version_that_nobody_wants_is_released_at_once():
+async def test_unwanted_version_is_released_at_once():
     broadcast = Broadcast(receivers=0)
     refusing = Receiver(broadcast.trainer)
     broadcast.broadcaster.subscribe(refusing.receive, wants=lambda version: version == 2)
@@ -152,7 +152,7 @@ async def test_version_lost_with_its_trainer_is_retried_with_the_newest(one):
     assert sorted(one.trainer.released) == [1, 2, 2]
 
 
-async def test_version_that_waits_is_skipped_if_a_retry_has_brought_it(one):
+async def test_pending_version_is_skipped_if_a_retry_has_delivered_it(one):
     (receiver,) = one.receivers
     one.trainer.lost.add(1)
     await one.publish(1, 2)

@@ -30,7 +30,7 @@ def test_exchanged_words_change_the_sum(first: int, second: int):
     assert word_sum(words.view(torch.uint8)) != total
 
 
-def test_nothing_has_a_sum_too():
+def test_empty_payload_has_a_checksum():
     empty = torch.empty(0, dtype=torch.uint8)
     assert word_sum(empty) == 0
     assert checksum(empty) == checksum(empty.clone())

@@ -39,7 +39,7 @@ def blob_of(changes: tuple[torch.Tensor, torch.Tensor], update: WeightUpdate) ->
     edits=st.dictionaries(st.integers(0, 63), st.integers(0, 255), max_size=5),
     word_bytes=st.sampled_from([2, 4]),
 )
-def test_what_changed_applied_to_the_old_is_the_new(
+def test_delta_applied_to_its_base_gives_the_new_payload(
     old: bytes, edits: dict[int, int], word_bytes: int
 ):
     base = torch.tensor(list(old), dtype=torch.uint8)
@@ -57,7 +57,7 @@ def test_what_changed_applied_to_the_old_is_the_new(
     assert torch.equal(result, new)
 
 
-def test_the_limit_is_the_size_of_the_full_payload():
+def test_delta_is_smaller_than_the_full_payload():
     base = torch.zeros(60, dtype=torch.uint8)  # 30 words of 2 bytes; a change takes 6
     new = base.clone()
     new[: 9 * 2 : 2] = 1
@@ -67,7 +67,7 @@ def test_the_limit_is_the_size_of_the_full_payload():
 
 
 @pytest.mark.parametrize("index", [-1, 32, 2**31 - 1])
-def test_an_index_outside_the_payload_is_refused_before_anything_is_written(index: int):
+def test_index_outside_the_payload_is_refused_before_anything_is_written(index: int):
     base = torch.zeros(64, dtype=torch.uint8)
     update = update_of(base, changed=1, word_bytes=2)
     changes = torch.tensor([index], dtype=torch.int32), torch.ones(1, dtype=torch.int16)

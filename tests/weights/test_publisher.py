@@ -79,7 +79,7 @@ def versions(emitted: "queue.Queue[WeightUpdate]", count: int) -> list[int]:
     return found
 
 
-def test_published_weights_are_those_of_the_moment_of_publish(
+def test_later_training_does_not_change_published_weights(
     publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
 ):
     live = weights(1)
@@ -93,7 +93,7 @@ def test_published_weights_are_those_of_the_moment_of_publish(
     assert slow.published[1]["count"].dtype is torch.int64
 
 
-def test_publish_never_waits_and_the_newest_supersedes_what_was_not_sent(
+def test_publish_never_waits_and_the_newest_supersedes_unsent_versions(
     publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
 ):
     publisher.publish(1, weights(1))
@@ -108,7 +108,7 @@ def test_publish_never_waits_and_the_newest_supersedes_what_was_not_sent(
     assert slow.published[5]["weight"].tolist() == [5, 5, 5]
 
 
-def test_a_pending_version_waits_for_room_and_goes_out_on_release(
+def test_pending_version_is_sent_when_another_is_released(
     publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
 ):
     slow.may_publish.set()
@@ -161,7 +161,7 @@ def test_a_failed_snapshot_leaves_the_publisher_usable(
     assert versions(emitted, 1) == [2]
 
 
-def test_close_drops_what_is_pending_and_finishes_what_is_sent(
+def test_close_finishes_the_version_being_sent_and_drops_the_pending_one(
     slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
 ):
     publisher = Publisher(slow, emit=emitted.put)
@@ -252,7 +252,7 @@ def test_a_snapshot_of_a_known_layout_is_one_operation_into_the_same_memory():
     assert snapshot.tensors["weight"].dtype is torch.float32
 
 
-def test_a_trainer_that_outruns_its_engines_delivers_only_whole_versions():
+def test_trainer_that_outruns_its_engines_delivers_only_whole_versions():
     """200 versions through real shared memory while a slow engine stages what it gets."""
     torch.set_num_threads(1)
     emitted: queue.Queue[WeightUpdate | None] = queue.Queue()
@@ -299,7 +299,7 @@ def test_an_unknown_transport_is_refused(make: Callable[[], object]):
         make()
 
 
-def test_who_comes_late_is_lent_the_newest_version_and_both_must_release_it(
+def test_late_engine_borrows_the_newest_version_and_both_must_release_it(
     publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
 ):
     slow.may_publish.set()
@@ -320,7 +320,7 @@ def test_who_comes_late_is_lent_the_newest_version_and_both_must_release_it(
     assert emitted.empty()
 
 
-def test_a_loan_waits_for_the_version_that_is_on_its_way(
+def test_loan_waits_for_the_version_being_sent(
     publisher: Publisher, slow: SlowSender, emitted: "queue.Queue[WeightUpdate]"
 ):
     lent: queue.Queue[WeightUpdate] = queue.Queue()

@@ -18,7 +18,7 @@ BACKINGS = [pytest.param("memfd", marks=linux), "file"]
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
-def test_what_the_owner_writes_the_reader_sees(backing: Backing):
+def test_reader_sees_what_the_owner_writes(backing: Backing):
     segment, reader = Segment(100, backing=backing), SegmentReader(keep=2)
     segment.payload[:] = bytes(range(100))
     buffer = reader.map(segment.location, num_bytes=100)
@@ -43,7 +43,7 @@ def test_tensors_outlive_reader_and_owner(backing: Backing):
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
-def test_a_closed_segment_cannot_be_opened_and_its_reader_is_told(backing: Backing):
+def test_closed_segment_cannot_be_opened(backing: Backing):
     segment, reader = Segment(10, backing=backing), SegmentReader(keep=1)
     location = segment.location
     segment.close()
@@ -96,7 +96,7 @@ def test_private_files_are_private_and_removed():
 
 
 @linux
-def test_a_killed_owner_leaves_nothing_behind(tmp_path: Path):
+def test_killed_owner_leaves_nothing_behind(tmp_path: Path):
     script = (
         "import sys, time\n"
         "from millrace.weights.transports.segment import Segment, default_backing\n"

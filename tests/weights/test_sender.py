@@ -19,7 +19,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
         (CPU, "auto", False, "collective"),
     ],
 )
-def test_auto_picks_by_where_workers_sit(
+def test_auto_transport_depends_on_hosts_and_devices(
     device: torch.device, engine_device: str, is_one_host: bool, transport: str
 ):
     found = resolve_transport(
@@ -28,7 +28,7 @@ def test_auto_picks_by_where_workers_sit(
     assert found == transport
 
 
-def test_a_transport_that_was_asked_for_is_kept():
+def test_explicit_transport_is_kept():
     assert resolve_transport("disk", device=GPU, engine_device="auto", is_one_host=True) == "disk"
 
 
@@ -42,7 +42,7 @@ def test_a_transport_that_was_asked_for_is_kept():
         ("10.0.0.2", False, "tcp://10.0.0.1:5000", "10.0.0.2"),
     ],
 )
-def test_the_trainer_listens_where_its_engines_are(
+def test_auto_address_is_reachable_by_the_engines(
     address: str, is_one_host: bool, cluster_address: str, expected: str
 ):
     found = resolve_address(address, is_one_host=is_one_host, cluster_address=cluster_address)

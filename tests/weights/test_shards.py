@@ -30,7 +30,7 @@ sharded = st.lists(st.integers(0, 9), min_size=1, max_size=3).flatmap(
 
 @settings(deadline=None)
 @given(st.lists(sharded, max_size=4), st.integers(1, 4), st.integers(16, 200))
-def test_a_plan_covers_every_value_once_in_buckets_that_keep_their_size(
+def test_plan_covers_every_value_once_in_bounded_buckets(
     parameters: list[tuple[tuple[int, ...], int | None, bool]], num_ranks: int, bucket_bytes: int
 ):
     tensors = {
@@ -57,7 +57,7 @@ def test_a_plan_covers_every_value_once_in_buckets_that_keep_their_size(
         assert torch.all(tensor == 1)
 
 
-def test_parts_that_are_not_the_tensor_are_refused():
+def test_shards_that_do_not_tile_their_tensor_are_refused():
     specs, _ = lay_out({"weight": torch.zeros(4)}, dtype=torch.float32)
     first, overlapping = Box(offset=(0,), shape=(2,)), Box(offset=(1,), shape=(2,))
     for other in (first, overlapping):

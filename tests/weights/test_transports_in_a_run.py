@@ -16,7 +16,7 @@ from millrace.monitoring.files.metrics import read_metrics
     [("disk", "full"), ("collective", "delta")],
 )
 @pytest.mark.slow  # the contracts hold them to more, and other runs go by shm and disk
-def test_a_run_learns_over(transport: str, payload: str, model: Path, tmp_path: Path):
+def test_run_learns_over(transport: str, payload: str, model: Path, tmp_path: Path):
     result = run_over(model, tmp_path, weights={"transport": transport, "payload": payload})
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert [row["staleness/max"] for row in rows] == [0] * 4
@@ -24,7 +24,7 @@ def test_a_run_learns_over(transport: str, payload: str, model: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_run_tells_an_engine_elsewhere_of_every_version_and_survives_one_that_is_gone(
+def test_run_notifies_an_external_engine_of_every_version_and_survives_an_unreachable_one(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     with HttpEngine() as engine, HttpEngine() as gone:

@@ -26,7 +26,7 @@ tensors = st.builds(
 
 @settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=5), tensors, max_size=6))
-def test_tensors_lie_aligned_and_apart_and_come_back(named: dict[str, torch.Tensor]):
+def test_packed_tensors_are_aligned_disjoint_and_unpack_unchanged(named: dict[str, torch.Tensor]):
     specs, num_bytes = lay_out(named, dtype=torch.bfloat16)
     check_manifest(specs, num_bytes=num_bytes)
     end = 0
@@ -73,7 +73,7 @@ def test_the_checksum_covers_every_byte():
         ({"shape": (0,)}, "of 128 bytes has 64 bytes of tensors"),
     ],
 )
-def test_a_manifest_that_leaves_its_payload_is_refused(change: dict[str, object], reason: str):
+def test_manifest_that_exceeds_its_payload_is_refused(change: dict[str, object], reason: str):
     named = {"a": torch.ones(3), "b": torch.ones(4)}
     (first, second), num_bytes = lay_out(named, dtype=torch.float32)
     assert num_bytes == 128
@@ -82,7 +82,7 @@ def test_a_manifest_that_leaves_its_payload_is_refused(change: dict[str, object]
         check_manifest((first, broken), num_bytes=num_bytes)
 
 
-def test_a_missing_an_extra_and_a_misshapen_tensor_are_named():
+def test_missing_extra_and_misshapen_tensors_are_named():
     specs, _ = lay_out({"a": torch.ones(2, 3), "b": torch.ones(1)}, dtype=torch.float32)
     check_fits(specs, expected={"b": (1,), "a": (2, 3)})
     with pytest.raises(WeightError, match="lacks 'c'"):

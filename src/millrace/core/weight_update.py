@@ -39,4 +39,4 @@ class WeightUpdate:
     transport: str  # "shm", "disk", "collective" or "ipc"
     location: str  # of the payload, in the transport's own format
     delta: Delta | None = None  # the change from its base, for an engine that holds that
-    policy: str = DEFAULT_POLICY  # whose version it is
+    policy: str = DEFAULT_POLICY  # that the version belongs to

@@ -50,8 +50,8 @@ class WeightSnapshot:
         self.is_announced = True  # False = only lent
         self.tensors: dict[str, torch.Tensor] = {}
         self._layout: object = None  # of what it has memory for
-        self._parts: list[torch.Tensor] = []  # of `tensors`, what lies on this rank
-        self._device: torch.device | None = None  # set if the weights lie on a GPU
+        self._parts: list[torch.Tensor] = []  # the parts of `tensors` on this rank
+        self._device: torch.device | None = None  # set if the weights are on a GPU
         self._copied: torch.cuda.Event | None = None  # likewise
         self._stream: torch.cuda.Stream | None = None
 
