@@ -1,4 +1,4 @@
-"""The monkey, its witness and its accountant, without a run."""
+"""Fault injection without a run: the injector, the checker and the time account."""
 
 import json
 import os
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from millrace.bench.faults.checker import RunChecker, Sighting
+from millrace.bench.faults.checker import RunChecker, StepSeen
 from millrace.bench.faults.injector import CONTROLLER, HANG_STEPS, ROLES, FaultInjector, Kill, plans
 from millrace.bench.faults.processes import (
     TargetProcess,
     gone_after_s,
     is_alive,
-    strike,
+    send_signal,
     workers_of,
 )
 from millrace.bench.faults.promises import check_account, check_accuracy, check_kills
@@ -39,8 +39,8 @@ def make_kill(*, at_s: float, step: int, role: str = "engine", gone: float | Non
     )
 
 
-def seen(*times: float) -> list[Sighting]:
-    return [Sighting(at_s=at_s, step=i + 1, is_new=True) for i, at_s in enumerate(times)]
+def seen(*times: float) -> list[StepSeen]:
+    return [StepSeen(at_s=at_s, step=i + 1, is_new=True) for i, at_s in enumerate(times)]
 
 
 def test_kills_fall_on_each_role_equally_often_and_over_all_steps():
@@ -60,31 +60,31 @@ def test_kills_fall_on_each_role_equally_often_and_over_all_steps():
 
 
 @pytest.fixture
-def victim() -> Iterator[TargetProcess]:
+def process() -> Iterator[TargetProcess]:
     """A process that looks like a worker."""
     command = "import sys, time; time.sleep(60)"
     arguments = ["-m", "millrace.inference.worker", "--name", "engine-7", "--address", "a"]
-    process = subprocess.Popen([sys.executable, "-c", command, *arguments, "--parent", "999999999"])
+    started = subprocess.Popen([sys.executable, "-c", command, *arguments, "--parent", "999999999"])
     try:
-        (victim,) = workers_of(999999999)
-        assert (victim.role, victim.name, victim.pid) == ("engine", "engine-7", process.pid)
-        yield victim
+        (found,) = workers_of(999999999)
+        assert (found.role, found.name, found.pid) == ("engine", "engine-7", started.pid)
+        yield found
     finally:
-        process.kill()
-        process.wait()
+        started.kill()
+        started.wait()
 
 
-def test_only_workers_of_the_given_controller_are_found_and_a_kill_is_proved(victim):
+def test_only_workers_of_the_controller_are_found_and_a_kill_is_verified(process):
     assert workers_of(999999998) == []
-    assert gone_after_s(victim, timeout_s=0.1) is None
-    assert strike(victim, signal.SIGKILL)
-    assert gone_after_s(victim, timeout_s=10) is not None  # as a zombie
-    assert not is_alive(victim)
-    assert not strike(victim, signal.SIGKILL)
+    assert gone_after_s(process, timeout_s=0.1) is None
+    assert send_signal(process, signal.SIGKILL)
+    assert gone_after_s(process, timeout_s=10) is not None  # as a zombie
+    assert not is_alive(process)
+    assert not send_signal(process, signal.SIGKILL)
 
 
 class Hurrying:
-    """A run, and its witness, that does ten steps whenever it is looked at."""
+    """A run, and its checker, that does ten steps whenever it is looked at."""
 
     step, exit_code = 0, None
 
@@ -92,19 +92,19 @@ class Hurrying:
         self.step += 10
 
 
-def test_where_steps_go_on_beside_a_worker_that_hangs_others_are_killed_before_it_is_gone(victim):
+def test_where_steps_go_on_beside_a_worker_that_hangs_others_are_killed_before_it_is_gone(process):
     run: Any = Hurrying()
-    monkey = FaultInjector(run, run, tell=lambda _: None)
-    assert monkey._strike(victim, signal.SIGSTOP)
+    injector = FaultInjector(run, run, log=lambda _: None)
+    assert injector._send_signal(process, signal.SIGSTOP)
     assert run.step > HANG_STEPS
-    assert not monkey._strike(victim, signal.SIGKILL)  # it is the run that must end it
-    assert [kill.gone_after_s for kill in monkey.kills] == [None]
-    monkey._look_after_hanging()
-    assert [kill.gone_after_s for kill in monkey.kills] == [None]
-    os.kill(victim.pid, signal.SIGKILL)
-    assert gone_after_s(victim, timeout_s=10) is not None
-    monkey._look_after_hanging()
-    assert check_kills(monkey.kills, wanted=1).holds
+    assert not injector._send_signal(process, signal.SIGKILL)  # it is the run that must end it
+    assert [kill.gone_after_s for kill in injector.kills] == [None]
+    injector._look_after_hanging()
+    assert [kill.gone_after_s for kill in injector.kills] == [None]
+    os.kill(process.pid, signal.SIGKILL)
+    assert gone_after_s(process, timeout_s=10) is not None
+    injector._look_after_hanging()
+    assert check_kills(injector.kills, wanted=1).holds
 
 
 def test_long_gaps_are_put_down_to_the_kill_before_them_and_all_seconds_add_up():
@@ -130,7 +130,7 @@ def test_a_long_gap_far_from_any_kill_is_nobodys():
 
 def test_steps_that_are_done_again_count_as_redone():
     before, after = seen(4, 5, 6), seen(4, 5, 6, 22, 23)[3:]
-    again = [Sighting(at_s=18.0, step=2, is_new=False), Sighting(at_s=20.0, step=3, is_new=False)]
+    again = [StepSeen(at_s=18.0, step=2, is_new=False), StepSeen(at_s=20.0, step=3, is_new=False)]
     kill = make_kill(at_s=6.5, step=3, role=CONTROLLER)
     books = account([*before, *again, *after], [kill], pace=PACE, began_s=0.0, ended_s=25.0)
     loss = books.by_role[CONTROLLER]
@@ -167,21 +167,21 @@ class Rows:
         (self.run_dir.rollouts / f"step_{step}.jsonl").write_text("\n".join(lines))
 
 
-def test_a_witness_notices_a_step_that_is_done_again_from_other_groups(tmp_path):
+def test_a_checker_notices_a_step_that_is_done_again_from_other_groups(tmp_path):
     rows = Rows(tmp_path)
-    witness = RunChecker(rows.run_dir)
-    witness.look()
+    checker = RunChecker(rows.run_dir)
+    checker.look()
     rows.begin()
     for step in (1, 2, 3):
         rows.step(step, 10 * step, 10 * step + 1)
-        witness.look()
+        checker.look()
     rows.begin(kept=1)
-    witness.look()
+    checker.look()
     rows.step(2, 20, 99)
     rows.step(3, 30, 31)
     rows.step(4, 40, 41)
-    witness.conclude()
-    assert [(s.step, s.is_new) for s in witness.sightings] == [
+    checker.conclude()
+    assert [(s.step, s.is_new) for s in checker.steps_seen] == [
         (1, True),
         (2, True),
         (3, True),
@@ -189,6 +189,6 @@ def test_a_witness_notices_a_step_that_is_done_again_from_other_groups(tmp_path)
         (3, False),
         (4, True),
     ]
-    assert witness.groups[4] == {40, 41}
-    (sentence,) = witness.contradictions
+    assert checker.groups[4] == {40, 41}
+    (sentence,) = checker.contradictions
     assert sentence.startswith("Step 2 was made of groups [20, 21] and")

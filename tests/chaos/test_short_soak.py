@@ -9,7 +9,7 @@ import pytest
 from millrace.bench.faults.injector import ROLES
 from millrace.bench.faults.observed import ObservedRun
 from millrace.bench.faults.promises import check_kills, check_work
-from millrace.bench.faults.subject import NUM_DIGITS
+from millrace.bench.faults.target_run import NUM_DIGITS
 from millrace.demo.model import make_model
 
 
@@ -18,10 +18,10 @@ def test_a_run_outlives_a_kill_of_each_kind(tmp_path):
     make_model(tmp_path / "model", 0, num_examples=64, num_digits=NUM_DIGITS)
     run = ObservedRun(tmp_path / "disturbed", model=tmp_path / "model", steps=16, seed=0)
     run.run(len(ROLES), step_s=0.1)
-    assert {kill.role for kill in run.monkey.kills} == set(ROLES)
+    assert {kill.role for kill in run.injector.kills} == set(ROLES)
     promises = [
-        check_kills(run.monkey.kills, wanted=len(ROLES)),
-        *check_work(run.subject, run.witness, summary=run.summary),
+        check_kills(run.injector.kills, wanted=len(ROLES)),
+        *check_work(run.target, run.checker, summary=run.summary),
         run.leftovers,
     ]
     assert [promise for promise in promises if not promise.holds] == []

@@ -60,7 +60,7 @@ def test_three_skipped_steps_in_a_row_end_the_run_in_one_sentence(tmp_path):
     run_dir = tmp_path / "run"
     code, _, error = Command("train", "run.toml", folder=tmp_path).finish()
     assert code == 1
-    assert "Steps 2, 3, 4 were skipped one after the other, the last with loss nan" in error
+    assert "Steps 2, 3, 4 were skipped in a row, the last with loss nan" in error
     assert "step_4.jsonl" in error
     assert len(list((run_dir / "skipped").iterdir())) == 3
     assert read_metrics(run_dir / "metrics.jsonl")[-1]["step"] == 4

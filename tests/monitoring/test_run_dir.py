@@ -97,7 +97,7 @@ def test_resume_keeps_what_is_there_and_forgets_the_old_summary(tmp_path):
 
 
 def test_resume_needs_a_run(tmp_path):
-    with pytest.raises(ConfigError, match="x holds no run to continue; drop --resume"):
+    with pytest.raises(ConfigError, match="x holds no run to resume; omit --resume"):
         opened(tmp_path / "x", resume=True)
 
 
@@ -126,7 +126,7 @@ def test_a_second_process_cannot_join_a_running_run(tmp_path):
     command = [sys.executable, "-c", script, str(holder.path)]
     while_held = subprocess.run(command, capture_output=True, text=True, check=False)
     assert while_held.stdout == "True\n"
-    assert "belongs to a run that still goes on (process " in while_held.stderr
+    assert "belongs to a run that is still running (process " in while_held.stderr
     holder.close()
     after = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (after.stdout, after.stderr) == ("False\n", "")
@@ -155,6 +155,6 @@ def test_remove_run_leaves_other_files_alone(tmp_path):
 
 def test_remove_run_refuses_a_running_run(tmp_path):
     holder = opened(tmp_path / "x")
-    with pytest.raises(ConfigError, match="still goes on"):
+    with pytest.raises(ConfigError, match="still running"):
         RunDir(tmp_path / "x").remove_run()
     assert holder.exists

@@ -1,9 +1,9 @@
 """`millrace bench chaos`: kill processes of a run at random, and check that nothing is lost.
 
-A small model learns to sort digits, once undisturbed and once while a monkey kills engines,
-scorers, the trainer and the controller, which is started again with --resume. Real processes, real
-signals. What must hold at the end is checked from the run directory, the process table and what was
-seen meanwhile from outside; one broken promise makes the exit code 1.
+A small model learns to sort digits, once undisturbed and once while engines, scorers, the trainer
+and the controller are killed; the controller is restarted with --resume. Processes and signals are
+real. The promises are checked from the run directory, the process table and observations from
+outside; a broken promise makes the exit code 1.
 """
 
 import argparse
@@ -25,30 +25,34 @@ from millrace.bench.faults.promises import (
     check_kills,
     check_work,
 )
-from millrace.bench.faults.subject import NUM_DIGITS
+from millrace.bench.faults.target_run import NUM_DIGITS
 from millrace.bench.faults.time_lost import Pace, TimeAccount, account
 
-FEWEST_STEPS, STEPS_PER_KILL = 200, 5  # fewer, and chance decides how much was learned
-NUM_EXAMPLES = 9600  # of the model's warm start
+MIN_STEPS, STEPS_PER_KILL = 200, 5  # with fewer steps, accuracy depends on chance
+NUM_EXAMPLES = 9600  # for the model's warm start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="millrace bench chaos",
-        description="Kill processes of a run at random moments; nothing may be lost by it.",
+        description="Kill processes of a run at random moments, and check that nothing is lost.",
     )
-    parser.add_argument("--kills", type=int, default=20, help="how many (20); 200 is a soak")
-    parser.add_argument("--seed", type=int, default=0, help="of the model, the run and the kills")
     parser.add_argument(
-        "--steps", type=int, help="of the run; by default 5 for each kill, and 200 at least"
+        "--kills", type=int, default=20, help="number of kills (20); 200 is a soak test"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the result here")
-    parser.add_argument("--keep", metavar="DIR", help="keep both run directories here")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the model, the run and the kills"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="steps of the run; default: 5 per kill, at least 200"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result to this file")
+    parser.add_argument("--keep", metavar="DIR", help="keep both run directories in this folder")
     args = parser.parse_args(argv)
-    steps = args.steps or max(FEWEST_STEPS, STEPS_PER_KILL * args.kills)
+    steps = args.steps or max(MIN_STEPS, STEPS_PER_KILL * args.kills)
     folder = Path(args.keep or tempfile.mkdtemp(prefix="millrace-bench-"))
     try:
-        result = torment(folder, num_kills=args.kills, steps=steps, seed=args.seed)
+        result = inject(folder, num_kills=args.kills, steps=steps, seed=args.seed)
     except Stuck as error:
         print(f"{error}\nThe run directories are in {folder}.", file=sys.stderr)
         return 1
@@ -67,44 +71,48 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Result:
     steps: int
     seed: int
-    monkey: FaultInjector
+    injector: FaultInjector
     pace: Pace
     account: TimeAccount
     summaries: dict[str, dict[str, Any]]  # by run
     promises: list[Promise]
 
 
-def torment(folder: Path, *, num_kills: int, steps: int, seed: int) -> Result:
+def inject(folder: Path, *, num_kills: int, steps: int, seed: int) -> Result:
     from millrace.demo.model import make_model  # only now: it imports torch
 
     make_model(folder / "model", seed, num_examples=NUM_EXAMPLES, num_digits=NUM_DIGITS)
-    calm = ObservedRun(folder / "undisturbed", model=folder / "model", steps=steps, seed=seed)
-    calm.run()
-    pace = Pace.of(calm.witness.sightings, began_s=calm.began_s, ended_s=calm.ended_s)
+    undisturbed = ObservedRun(
+        folder / "undisturbed", model=folder / "model", steps=steps, seed=seed
+    )
+    undisturbed.run()
+    pace = Pace.of(
+        undisturbed.checker.steps_seen, began_s=undisturbed.began_s, ended_s=undisturbed.ended_s
+    )
     print(f"undisturbed: {steps} steps in {pace.wall_s:.0f} s, {pace.step_s:.2f} s each")
-    wild = ObservedRun(folder / "disturbed", model=folder / "model", steps=steps, seed=seed)
-    wild.run(num_kills, step_s=pace.step_s)
+    disturbed = ObservedRun(folder / "disturbed", model=folder / "model", steps=steps, seed=seed)
+    disturbed.run(num_kills, step_s=pace.step_s)
     books = account(
-        wild.witness.sightings,
-        wild.monkey.kills,
+        disturbed.checker.steps_seen,
+        disturbed.injector.kills,
         pace=pace,
-        began_s=wild.began_s,
-        ended_s=wild.ended_s,
+        began_s=disturbed.began_s,
+        ended_s=disturbed.ended_s,
     )
     promises = [
-        check_kills(wild.monkey.kills, wanted=num_kills),
-        *check_work(wild.subject, wild.witness, summary=wild.summary),
-        check_accuracy(calm.summary["accuracy_after"], wild.summary["accuracy_after"]),
-        wild.leftovers,
+        check_kills(disturbed.injector.kills, wanted=num_kills),
+        *check_work(disturbed.target, disturbed.checker, summary=disturbed.summary),
+        check_accuracy(undisturbed.summary["accuracy_after"], disturbed.summary["accuracy_after"]),
+        disturbed.leftovers,
         check_account(books),
     ]
     return Result(
         steps=steps,
         seed=seed,
-        monkey=wild.monkey,
+        injector=disturbed.injector,
         pace=pace,
         account=books,
-        summaries={"undisturbed": calm.summary, "disturbed": wild.summary},
+        summaries={"undisturbed": undisturbed.summary, "disturbed": disturbed.summary},
         promises=promises,
     )
 
@@ -118,8 +126,8 @@ def _table(result: Result) -> str:
         lines.append(
             f"{role:<24}{loss.num_kills:8}{loss.seconds:10.1f}{mean_s:10.1f}{loss.redo_s:10.1f}"
         )
-    lines.append(f"{'nobody':<24}{'':>8}{books.rest_s:10.1f}")
-    lines.append(f"{'all':<24}{len(result.monkey.kills):8}{books.wall_s:10.1f}\n")
+    lines.append(f"{'unexplained':<24}{'':>8}{books.rest_s:10.1f}")
+    lines.append(f"{'all':<24}{len(result.injector.kills):8}{books.wall_s:10.1f}\n")
     lines += [
         f"{'holds ' if promise.holds else 'BROKEN'}  {promise.what}\n        {promise.found}"
         for promise in result.promises
@@ -130,13 +138,13 @@ def _table(result: Result) -> str:
 def _plain(result: Result) -> dict[str, Any]:
     disturbed = result.summaries["disturbed"]
     return {
-        "kills": len(result.monkey.kills),
+        "kills": len(result.injector.kills),
         **{promise.name: promise.count for promise in result.promises if promise.name},
         "steps_completed": disturbed["steps"],
         "accuracy_after": disturbed["accuracy_after"],
         "steps": result.steps,
         "seed": result.seed,
-        "struck": [asdict(kill) for kill in result.monkey.kills],
+        "injected": [asdict(kill) for kill in result.injector.kills],
         "undisturbed": asdict(result.pace),
         "account": {**asdict(result.account), "rest_s": result.account.rest_s},
         "summaries": result.summaries,

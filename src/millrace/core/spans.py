@@ -1,25 +1,23 @@
-"""Busy and waiting spans of one worker, for the trace and the busy shares.
+"""Busy and waiting spans of one worker, and the load of one scorer, as monitoring reports them.
 
 Promise: at any moment a worker is in exactly one span, so a timeline has no gaps and shares sum to
 1. Each worker owns one Timeline and drains it to the controller; a Timeline is used by one thread.
-
-How busy one scorer is, and has been: what scoring knows, and the metrics tell.
 """
 
 import time
 from dataclasses import dataclass
 
-MAX_SPAN_S = 1.0  # a longer stretch of one activity is cut, so that a live view keeps up
+MAX_SPAN_S = 1.0  # longer activities are cut into spans, so that a live view is up to date
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
     worker: str
-    name: str  # what it does: "generate", "step", "swap"; or what it waits for: "no work"
+    name: str  # activity such as "generate" or "swap", or a wait reason such as "no work"
     busy: bool
     start_s: float  # seconds since the epoch, on a clock that never jumps within a process
     end_s: float
-    count: int = 1  # how many consecutive activities of this name were joined
+    count: int = 1  # consecutive activities of this name that were joined
 
 
 class WallClock:
@@ -76,16 +74,18 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScorerLoad:
+    """How busy one scorer is; totals are since the start of the run."""
+
     concurrency: int  # calls that may be in flight
-    in_flight: int  # calls, now
-    waiting: int  # episodes, now: for a place, before another try, or behind the breaker
-    busy_s: float  # so far, as all of these: seconds times calls in flight
-    waiting_s: float  # seconds times episodes waiting
-    episodes: int  # judged
-    calls: int  # made, with further tries
-    retries: int  # of these
-    failures: int  # calls given up: each cost its group
-    skipped: int  # episodes that did not pass its gate
+    in_flight: int  # calls in flight now
+    waiting: int  # episodes waiting now for a call, a retry or an open circuit breaker
+    busy_s: float  # total of seconds times calls in flight
+    waiting_s: float  # total of seconds times episodes waiting
+    episodes: int  # scored
+    calls: int  # including retries
+    retries: int
+    failures: int  # calls that failed finally; each costs its group
+    skipped: int  # episodes that did not pass the scorer's gate
     breaker_opened: int
-    is_held: bool  # now: its breaker is open
-    lost: int = 0  # processes of its own that died or hung, and were replaced
+    is_held: bool  # the circuit breaker is open now
+    lost: int = 0  # processes of the scorer that died or hung and were replaced

@@ -1,1 +1,1 @@
-"""What a user sees of a run: directory, metrics, trace, progress, plots, summary. Torch-free."""
+"""Everything a user sees of a run: run directory, metrics, trace, progress, plots. Torch-free."""

@@ -1,7 +1,7 @@
-"""The run directory: where everything a run leaves behind lies.
+"""The run directory, which holds all files of a run.
 
-Promise: no run ever writes over another one. While a run is alive it holds a lock on its directory,
-so a second process cannot join in, and a reader can tell a running run from one that stopped.
+Promise: no run overwrites another one. A live run holds a lock on its directory, so a second
+process cannot write to it, and a reader can tell a running run from one that has stopped.
 """
 
 import fcntl
@@ -28,29 +28,31 @@ class RunDir:
         self.config = self.path / "config.toml"  # resolved: trains the same run from anywhere
         self.metrics = self.path / "metrics.jsonl"  # one object per step
         self.trace = self.path / "trace.json"  # Chrome/Perfetto events
-        self.earlier_trace = self.path / "earlier_trace.json"  # of a long run: what came before
+        self.earlier_trace = (
+            self.path / "earlier_trace.json"
+        )  # the part of a long trace before trace.json
         self.summary = self.path / "summary.json"  # only once the run has finished
         self.checkpoints = self.path / "checkpoints"  # step_N/
         self.rollouts = self.path / "rollouts"  # step_N.jsonl, for reading
         self.episodes = self.path / "episodes"  # step_N.jsonl, with monitoring.record_episodes
         self.skipped = self.path / "skipped"  # step_N.jsonl, of steps that were not finite
-        self.scorers = self.path / "scorers"  # what a scorer keeps for after a resume
+        self.scorers = self.path / "scorers"  # state of scorers, for a resumed run
         self.journal = self.path / "journal"  # what a crash must not lose
         self.logs = self.path / "logs"  # one file per worker
         self.plots = self.path / "plots"  # made by `millrace inspect`
         self.tensorboard = self.path / "tensorboard"  # with the tracker "tensorboard"
-        self.control = self.path / "control"  # where a running run can be asked to change
+        self.control = self.path / "control"  # address for scaling a running run
         self._lock_path = self.path / "run.lock"
         self._lock: IO[str] | None = None
 
     def open(self, config: RunConfig, *, resume: bool = False) -> None:
         """Make the layout and take the lock; refuses a directory that holds another run."""
         if resume and not self.exists:
-            raise ConfigError(f"{self.path} holds no run to continue; drop --resume to start one.")
+            raise ConfigError(f"{self.path} holds no run to resume; omit --resume to start one.")
         if self._has_results and not resume:
             raise ConfigError(
                 f"{self.path} already holds a run; choose another run_dir,"
-                " or continue it with --resume."
+                " or resume it with --resume."
             )
         if self.config.exists() and not self.exists:
             raise ConfigError(f"{self.config} was not written by a run; choose another run_dir.")
@@ -59,7 +61,7 @@ class RunDir:
                 folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             write_atomically(self.config, tomli_w.dumps(_self_contained(config)))
-            self.summary.unlink(missing_ok=True)  # of the part that is now continued
+            self.summary.unlink(missing_ok=True)  # of the part that is resumed now
         except OSError as error:
             self.close()
             sentence = f"run_dir = '{self.path}' cannot be used: {error.strerror}."
@@ -71,7 +73,7 @@ class RunDir:
             self._lock = None
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        """The last file of a run: its presence says that the run finished."""
+        """Write the last file of a run; its presence means that the run has finished."""
         write_atomically(self.summary, json.dumps(to_json(values), indent=2) + "\n")
 
     def remove_run(self) -> None:
@@ -79,7 +81,7 @@ class RunDir:
         if not self.exists:
             return
         if self.is_running:
-            raise ConfigError(f"{self.path} belongs to a run that still goes on; stop it first.")
+            raise ConfigError(f"{self.path} belongs to a run that is still running; stop it first.")
         folders = (self.checkpoints, self.rollouts, self.episodes, self.skipped, self.logs)
         for folder in (*folders, self.plots, self.journal, self.scorers, self.tensorboard):
             if folder.exists():
@@ -90,7 +92,7 @@ class RunDir:
 
     @property
     def exists(self) -> bool:
-        """True if a run was opened here; the lock file tells its config.toml from another."""
+        """True if a run was opened here; its config.toml has a lock file beside it."""
         return self.config.is_file() and self._lock_path.is_file()
 
     @property
@@ -118,7 +120,7 @@ class RunDir:
 
     @property
     def _has_results(self) -> bool:
-        """A run that failed before its first step leaves nothing to keep: it may start anew."""
+        """A run that failed before its first step has nothing to keep and may start again."""
         has_metrics = self.metrics.is_file() and self.metrics.stat().st_size > 0
         return has_metrics or self.is_finished or bool(self.checkpoint_paths)
 
@@ -131,7 +133,7 @@ class RunDir:
             pid = lock.read().strip()
             lock.close()
             raise ConfigError(
-                f"{self.path} belongs to a run that still goes on (process {pid});"
+                f"{self.path} belongs to a run that is still running (process {pid});"
                 " stop it first, or choose another run_dir."
             ) from None
         lock.truncate(0)
@@ -141,7 +143,7 @@ class RunDir:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half of it."""
+    """Replace the file, so that a reader sees the old or the new content, never a part."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     partial.replace(path)
@@ -166,12 +168,12 @@ def to_json(value: Any) -> Any:
 
 
 def _self_contained(config: RunConfig) -> dict[str, Any]:
-    """The settings with absolute paths, since relative ones in a TOML start from its own folder."""
+    """The settings with absolute paths: a relative path in a TOML starts from its folder."""
     table = _without_none(config.model_dump(mode="python"))
     table["run_dir"] = str(Path(config.run_dir).absolute())
     for section in ("model", "tasks", "evaluate"):
         path = table[section].get("path")
-        # A model may also be a hub name, which is no path at all.
+        # A model may also be a name on the hub.
         if path is not None and Path(path).exists():
             table[section]["path"] = str(Path(path).absolute())
     for row in table["scorers"]:
@@ -185,7 +187,7 @@ def _self_contained(config: RunConfig) -> dict[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no null: what is not set is left out. File references become absolute on the way."""
+    """Leave out None, which TOML lacks, and make file references absolute."""
     if isinstance(value, Mapping):
         return {key: _without_none(below) for key, below in value.items() if below is not None}
     if isinstance(value, list | tuple):

@@ -1,1 +1,1 @@
-"""What `millrace bench chaos` is made of: a run, a monkey that kills its processes, an audit."""
+"""Parts of `millrace bench chaos`: a target run, a fault injector and checks of the result."""

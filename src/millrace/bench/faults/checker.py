@@ -1,7 +1,7 @@
-"""What can be seen of a run from outside: when which step was done, and from which groups.
+"""Watches a run from outside: when each step was done, and with which groups.
 
-It reads the rows of metrics.jsonl and one episode of each group in rollouts/, which the journal has
-no part in, so that it can contradict the journal. Called from one thread, every now and then.
+The checker reads metrics.jsonl and one episode of each group in rollouts/. The journal writes
+neither, so the checker can contradict it. Called from one thread, from time to time.
 """
 
 import json
@@ -13,12 +13,12 @@ from millrace.monitoring.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sighting:
-    """A step was seen to be done."""
+class StepSeen:
+    """A step that the checker has seen completed."""
 
     at_s: float  # on the monotonic clock
     step: int
-    is_new: bool  # else it was done again
+    is_new: bool  # False = repeated after a restart
 
 
 class RunChecker:
@@ -26,12 +26,13 @@ class RunChecker:
         self._run_dir = run_dir
         self._file: tuple[int, int] | None = None  # inode and size when last read
         self._num_rows = 0
-        self.step = 0  # the last one that was ever done
-        self.sightings: list[Sighting] = []
+        self.step = 0  # the last step that was ever completed
+        self.steps_seen: list[StepSeen] = []
         self.groups: dict[int, frozenset[int]] = {}  # by step
         self.contradictions: list[str] = []
 
     def look(self) -> None:
+        """Read what the run has written since the last call."""
         try:
             status = self._run_dir.metrics.stat()
         except FileNotFoundError:
@@ -40,7 +41,7 @@ class RunChecker:
         if file == self._file:
             return
         if self._file is not None and file[0] != self._file[0]:
-            self._num_rows = 0  # a run that goes on writes the rows it keeps anew
+            self._num_rows = 0  # a resumed run rewrites the rows that it keeps
         self._file = file
         self._read()
 
@@ -53,13 +54,13 @@ class RunChecker:
     def _read(self) -> None:
         rows = read_metrics(self._run_dir.metrics)
         now_s = time.monotonic()
-        are_kept = self._num_rows == 0  # those of an earlier part, where there was one
+        are_kept = self._num_rows == 0  # rows from before a restart, if there was one
         for row in rows[self._num_rows :]:
             step = row["step"]
             if step > self.step or not are_kept:
-                self.sightings.append(Sighting(at_s=now_s, step=step, is_new=step > self.step))
+                self.steps_seen.append(StepSeen(at_s=now_s, step=step, is_new=step > self.step))
             self.step = max(self.step, step)
-            # A step's episodes are written behind its row, and before the next.
+            # A step's episodes are written after its row and before the next row.
             if step > 1:
                 self._read_groups(step - 1)
         self._num_rows = len(rows)
@@ -70,6 +71,6 @@ class RunChecker:
         before = self.groups.setdefault(step, numbers)
         if before != numbers:
             self.contradictions.append(
-                f"Step {step} was made of groups {sorted(before)} and, when it was done again, of"
-                f" {sorted(numbers)}."
+                f"Step {step} trained on groups {sorted(before)}, and when it was repeated on"
+                f" groups {sorted(numbers)}."
             )

@@ -1,4 +1,4 @@
-"""Who is alive, by the system's process table: the workers of one controller, and nobody else."""
+"""Live worker processes of one controller, from the system's process table."""
 
 import os
 import re
@@ -25,7 +25,7 @@ class TargetProcess:
 
 
 def processes() -> dict[int, str]:
-    """Command lines by pid. Zombies are dead."""
+    """Command lines by pid, without zombies."""
     table = subprocess.run(
         ["ps", "-axww", "-o", "pid=,stat=,command="], capture_output=True, text=True, check=True
     )
@@ -47,26 +47,26 @@ def workers_of(*controllers: int) -> list[TargetProcess]:
     return found
 
 
-def is_alive(victim: TargetProcess) -> bool:
-    """By its command line, too: a pid may be given to another."""
-    return processes().get(victim.pid) == victim.command
+def is_alive(process: TargetProcess) -> bool:
+    """Compares the command line, too, since a pid may be reused."""
+    return processes().get(process.pid) == process.command
 
 
-def strike(victim: TargetProcess, number: signal.Signals) -> bool:
-    """False if it was gone before."""
-    if not is_alive(victim):
+def send_signal(process: TargetProcess, number: signal.Signals) -> bool:
+    """False if the process was gone already."""
+    if not is_alive(process):
         return False
     try:
-        os.kill(victim.pid, number)
+        os.kill(process.pid, number)
     except ProcessLookupError:
         return False
     return True
 
 
-def gone_after_s(victim: TargetProcess, *, timeout_s: float) -> float | None:
-    """How long it took to vanish from the table; None = it is still there."""
+def gone_after_s(process: TargetProcess, *, timeout_s: float) -> float | None:
+    """Seconds until the process has left the table; None = it is still there."""
     start_s = time.monotonic()
-    while is_alive(victim):
+    while is_alive(process):
         if time.monotonic() - start_s > timeout_s:
             return None
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""What a tormented run must still keep, each checked by what it left behind."""
+"""Promises that a run must keep in spite of faults, checked from what it has written."""
 
 import math
 from collections import Counter
@@ -10,14 +10,14 @@ from typing import Any
 from millrace.bench.faults.checker import RunChecker
 from millrace.bench.faults.injector import Kill
 from millrace.bench.faults.processes import workers_of
-from millrace.bench.faults.subject import GROUPS_PER_STEP, HELD_OUT, Subject
+from millrace.bench.faults.target_run import GROUPS_PER_STEP, HELD_OUT, TargetRun
 from millrace.bench.faults.time_lost import TimeAccount
 from millrace.journal.ledger import TRAINED
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.report.ledger import read_report
 
 NOISE_ERRORS = 3.0  # standard errors by which two accuracies may differ
-MAX_REST_SHARE = 0.15  # of the wall time, that no cause is known for
+MAX_REST_SHARE = 0.15  # share of the wall time that may stay unexplained
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -26,29 +26,29 @@ class Promise:
     what: str
     holds: bool
     found: str
-    name: str = ""  # in the machine-readable result, of what is counted there
-    count: int = 0  # of what breaks it
+    name: str = ""  # key of the count in the JSON result; "" = not in it
+    count: int = 0  # violations
 
 
 def check_kills(kills: Sequence[Kill], *, wanted: int) -> Promise:
     survivors = [kill.name for kill in kills if kill.gone_after_s is None]
     return Promise(
-        what="every kill struck a live process, which was gone after it",
+        what="every kill hit a live process, and the process was gone afterwards",
         holds=len(kills) == wanted and not survivors,
         found=f"{len(kills)} of {wanted} kills, {len(survivors)} survivors",
     )
 
 
 def check_work(
-    subject: Subject, witness: RunChecker, *, summary: dict[str, Any]
+    target: TargetRun, checker: RunChecker, *, summary: dict[str, Any]
 ) -> Iterator[Promise]:
-    rows = [row["step"] for row in read_metrics(subject.run_dir.metrics)]
+    rows = [row["step"] for row in read_metrics(target.run_dir.metrics)]
     yield Promise(
-        what="the last step is the same",
-        holds=summary["steps"] == subject.steps and rows == list(range(1, subject.steps + 1)),
+        what="all steps are completed",
+        holds=summary["steps"] == target.steps and rows == list(range(1, target.steps + 1)),
         found=f"{summary['steps']} steps, {len(rows)} rows",
     )
-    report = read_report(subject.run_dir.path)
+    report = read_report(target.run_dir.path)
     ledger, troubles = report.ledger, report.check()
     yield Promise(
         what="no group is lost: each is trained, dropped with a reason, or pending",
@@ -57,23 +57,23 @@ def check_work(
         name="groups_lost",
         count=len(troubles),
     )
-    times = Counter(number for groups in witness.groups.values() for number in groups)
+    times = Counter(number for groups in checker.groups.values() for number in groups)
     twice = [number for number, count in times.items() if count > 1]
     yield Promise(
         what="no group is trained twice",
         holds=not twice
         and sorted(times) == report.closed[TRAINED]
-        and len(times) == subject.steps * GROUPS_PER_STEP,
-        found=f"{len(times)} groups in {len(witness.groups)} steps, {len(twice)} in two of them",
+        and len(times) == target.steps * GROUPS_PER_STEP,
+        found=f"{len(times)} groups in {len(checker.groups)} steps, {len(twice)} in two of them",
         name="groups_trained_twice",
         count=len(twice),
     )
     yield Promise(
-        what="a step that is done again is made of the same groups",
-        holds=not witness.contradictions,
-        found=witness.contradictions[0]
-        if witness.contradictions
-        else f"{sum(not s.is_new for s in witness.sightings)} steps were done again",
+        what="a repeated step trains on the same groups",
+        holds=not checker.contradictions,
+        found=checker.contradictions[0]
+        if checker.contradictions
+        else f"{sum(not s.is_new for s in checker.steps_seen)} steps were repeated",
     )
 
 
@@ -87,9 +87,9 @@ def check_accuracy(undisturbed: float, disturbed: float) -> Promise:
     )
 
 
-def check_leftovers(subject: Subject) -> Promise:
-    left = [f"process {worker.name}" for worker in workers_of(*subject.controllers)]
-    left += [f"{path}" for path in subject.temp.glob("millrace-*")]
+def check_leftovers(target: TargetRun) -> Promise:
+    left = [f"process {worker.name}" for worker in workers_of(*target.controllers)]
+    left += [f"{path}" for path in target.temp.glob("millrace-*")]
     left += [f"{path}" for path in SHARED_MEMORY.glob("millrace*")]
     return Promise(
         what="no process, socket, temporary folder or shared memory is left",
@@ -100,9 +100,9 @@ def check_leftovers(subject: Subject) -> Promise:
 
 def check_account(account: TimeAccount) -> Promise:
     return Promise(
-        what=f"the cause of all but {MAX_REST_SHARE:.0%} of the time is known",
+        what=f"at most {MAX_REST_SHARE:.0%} of the time is unexplained",
         holds=abs(account.rest_s) <= MAX_REST_SHARE * account.wall_s,
-        found=f"{account.rest_s:+.1f} s of {account.wall_s:.0f} s are nobody's",
+        found=f"{account.rest_s:+.1f} s of {account.wall_s:.0f} s are unexplained",
     )
 
 

@@ -1,49 +1,49 @@
-"""Where the time went that a tormented run took longer.
+"""Where the extra time of a run with faults went.
 
-A gap between two steps that is far longer than usual is put down to the last kill before its end,
-if that is near: nothing that a kill took away can be missed later than the steps that were
-generated or buffered by then. What is left over is nobody's: it says how good the account is.
+A gap between two steps that is much longer than usual is attributed to the last kill before its
+end, if that kill is recent: the effects of a kill show within the steps that were generated or
+buffered by then. The time that is left over stays unexplained and measures the account's quality.
 """
 
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from millrace.bench.faults.checker import Sighting
+from millrace.bench.faults.checker import StepSeen
 from millrace.bench.faults.injector import Kill
-from millrace.bench.faults.subject import MAX_STALENESS
+from millrace.bench.faults.target_run import MAX_STALENESS
 
-LONG_STEPS = 2.0  # a gap is long if so many more steps would have been done in it
+LONG_STEPS = 2.0  # a gap is long if it exceeds the usual time by this many steps
 NEAR_STEPS = MAX_STALENESS + 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """Of the run that nobody disturbed."""
+    """Timing of the run without faults."""
 
     wall_s: float
-    start_s: float  # until the first step
-    step_s: float  # from one to the next
-    end_s: float  # after the last
+    start_s: float  # from the start to the first step
+    step_s: float  # mean time from one step to the next
+    end_s: float  # from the last step to the end
 
     @classmethod
-    def of(cls, sightings: Sequence[Sighting], *, began_s: float, ended_s: float) -> "Pace":
-        first, last = sightings[0], sightings[-1]
+    def of(cls, steps_seen: Sequence[StepSeen], *, began_s: float, ended_s: float) -> "Pace":
+        first, last = steps_seen[0], steps_seen[-1]
         return cls(
             wall_s=ended_s - began_s,
             start_s=first.at_s - began_s,
-            step_s=(last.at_s - first.at_s) / max(1, len(sightings) - 1),
+            step_s=(last.at_s - first.at_s) / max(1, len(steps_seen) - 1),
             end_s=ended_s - last.at_s,
         )
 
 
 @dataclass(kw_only=True, slots=True)
 class TimeLoss:
-    """By the kills of one role."""
+    """Time lost to the kills of one role."""
 
     num_kills: int = 0
     seconds: float = 0.0
-    redo_s: float = 0.0  # of these, for steps that had been done before
+    redo_s: float = 0.0  # part of it spent on repeated steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +54,13 @@ class TimeAccount:
 
     @property
     def rest_s(self) -> float:
-        """Neither undisturbed nor any kill's."""
+        """Time that neither the undisturbed run nor a kill explains."""
         lost_s = sum(loss.seconds for loss in self.by_role.values())
         return self.wall_s - self.undisturbed_s - lost_s
 
 
 def account(
-    sightings: Sequence[Sighting],
+    steps_seen: Sequence[StepSeen],
     kills: Sequence[Kill],
     *,
     pace: Pace,
@@ -70,7 +70,7 @@ def account(
     by_role: dict[str, TimeLoss] = {}
     for kill in kills:
         by_role.setdefault(kill.role, TimeLoss()).num_kills += 1
-    new = [sighting for sighting in sightings if sighting.is_new]
+    new = [seen for seen in steps_seen if seen.is_new]
     gaps = _gaps(new, pace=pace, began_s=began_s, ended_s=ended_s)
     times = [kill.at_s for kill in kills]
     for begin_s, end_s, usual_s, step in gaps:
@@ -80,21 +80,21 @@ def account(
             continue
         loss = by_role[kills[index].role]
         loss.seconds += end_s - begin_s - usual_s
-        loss.redo_s += _redo_s(sightings, begin_s=begin_s, end_s=end_s)
+        loss.redo_s += _redo_s(steps_seen, begin_s=begin_s, end_s=end_s)
     return TimeAccount(wall_s=ended_s - began_s, undisturbed_s=pace.wall_s, by_role=by_role)
 
 
 def _gaps(
-    new: Sequence[Sighting], *, pace: Pace, began_s: float, ended_s: float
+    new: Sequence[StepSeen], *, pace: Pace, began_s: float, ended_s: float
 ) -> list[tuple[float, float, float, int]]:
-    """From, to, how long it takes undisturbed, and the last step done at its beginning."""
-    times = [began_s, *(sighting.at_s for sighting in new), ended_s]
+    """Begin, end, usual duration, and the last step completed before the gap."""
+    times = [began_s, *(seen.at_s for seen in new), ended_s]
     usual = [pace.start_s, *([pace.step_s] * (len(new) - 1)), pace.end_s]
-    steps = [0, *(sighting.step for sighting in new)]
+    steps = [0, *(seen.step for seen in new)]
     return list(zip(times, times[1:], usual, steps, strict=False))
 
 
-def _redo_s(sightings: Sequence[Sighting], *, begin_s: float, end_s: float) -> float:
-    """From the first step that was done again to the first that was not."""
-    again = [s.at_s for s in sightings if not s.is_new and begin_s <= s.at_s <= end_s]
+def _redo_s(steps_seen: Sequence[StepSeen], *, begin_s: float, end_s: float) -> float:
+    """Seconds from the first repeated step to the first new one."""
+    again = [s.at_s for s in steps_seen if not s.is_new and begin_s <= s.at_s <= end_s]
     return end_s - again[0] if again else 0.0

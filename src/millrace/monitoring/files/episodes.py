@@ -1,11 +1,8 @@
-"""rollouts/step_N.jsonl: a few episodes of each step, for people to read.
+"""Episodes of each step, as files.
 
-Promise: what is shown is not picked for its score. Called from the controller's event loop.
-
-episodes/step_N.jsonl: some episodes of each step, whole, to be read or replayed by
-`millrace replay`.
-
-Called from the controller's event loop.
+rollouts/step_N.jsonl has a few readable samples. episodes/step_N.jsonl has whole recordings for
+`millrace replay`. Promise: samples are not selected by score. Called from the controller's event
+loop.
 """
 
 import json
@@ -22,7 +19,7 @@ from millrace.monitoring.run_dir import to_json
 
 
 class SampleLog:
-    """Writes `per_step` episodes of a step; the same step trained again replaces its file."""
+    """Writes `per_step` readable episodes of a step; repeating a step replaces its file."""
 
     def __init__(self, directory: Path, *, per_step: int) -> None:
         self._directory = directory
@@ -49,7 +46,7 @@ def picks(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
 def _readable(group: Group, index: int) -> dict[str, Any]:
     episode, score = group.episodes[index], group.scores[index]
     assert group.advantages is not None
-    # A later turn's prompt holds the whole conversation before it, so the last turn tells all.
+    # The prompt of a turn holds the conversation before it, so the last turn has all of it.
     turn = episode.turns[-1]
     return {
         "group": group.number,
@@ -66,13 +63,13 @@ def _readable(group: Group, index: int) -> dict[str, Any]:
 
 
 def _versions(episode: Episode) -> list[int]:
-    """The oldest and the newest version that sampled it."""
+    """The oldest and the newest version that generated a token of the episode."""
     stamps = np.concatenate([r.versions[r.versions >= 0] for r in episode.rollouts])
     return [int(stamps.min()), int(stamps.max())]
 
 
 def _shown(value: Any) -> Any:
-    """A task's column may be any Python object; what JSON cannot say is shown as its repr."""
+    """A task's column may be any Python object; one without a JSON form is shown as its repr."""
     try:
         return to_json(value)
     except TypeError:
@@ -80,12 +77,12 @@ def _shown(value: Any) -> Any:
 
 
 class EpisodeLog:
-    """Writes `per_step` episodes of a step; the same step trained again replaces its file."""
+    """Writes `per_step` recorded episodes of a step; repeating a step replaces its file."""
 
     def __init__(self, directory: Path, *, per_step: int, model: str) -> None:
         self._directory = directory
         self._per_step = per_step
-        self._model = model  # that their prompts were rendered for
+        self._model = model  # prompts were rendered for this model
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
         """Groups must be scored."""
@@ -97,7 +94,7 @@ class EpisodeLog:
 
     def _line(self, group: Group, index: int) -> bytes:
         recording, score = group.episodes[index].recording, group.scores[index]
-        assert recording is not None, "episodes of such runs are recorded"
+        assert recording is not None, "runs with record_episodes record every episode"
         assert group.advantages is not None
         row = {
             "group": group.number,

@@ -1,8 +1,8 @@
 """skipped/step_N.jsonl: the groups of updates whose loss or gradient was not finite.
 
-Promise: every such update is counted, and everything the trainer was given for it can be read. One
-bad batch costs an update; MAX_IN_A_ROW steps in a row end the run, since then it is not the data.
-Called by the controller, which has write() run in a thread and waits for it.
+Promise: every such update is counted, and the whole input of the trainer can be read. One bad batch
+costs one update; MAX_IN_A_ROW such steps in a row end the run, since the data is not the cause
+then. The controller calls write() in a thread and waits for it.
 """
 
 import json
@@ -18,7 +18,7 @@ MAX_IN_A_ROW = 3
 
 
 class SkippedSteps:
-    """`num_steps` had an update that was skipped."""
+    """`num_steps`: steps so far with a skipped update."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -26,11 +26,11 @@ class SkippedSteps:
         self.num_steps = 0
 
     def went_well(self) -> None:
-        """A step of which nothing was skipped."""
+        """A step without a skipped update ends the row."""
         self._in_a_row.clear()
 
     def write(self, step: int, groups: Sequence[Group]) -> Path:
-        """Count the step and save the groups of its skipped updates; they are scored."""
+        """Count the step and save the scored groups of its skipped updates."""
         self._in_a_row.append(step)
         self.num_steps += 1
         self._directory.mkdir(exist_ok=True)
@@ -41,16 +41,16 @@ class SkippedSteps:
         return path
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Raise RunFailed after too many in a row; `metrics` are those of the last."""
+        """Raise RunFailed after too many steps in a row; `metrics` are those of the last one."""
         if len(self._in_a_row) < MAX_IN_A_ROW:
             return
         steps = ", ".join(map(str, self._in_a_row))
         files = ", ".join(str(self._path(step)) for step in self._in_a_row)
         raise RunFailed(
-            f"Steps {steps} were skipped one after the other, the last with loss"
+            f"Steps {steps} were skipped in a row, the last with loss"
             f" {metrics['loss']:g} and gradient norm {metrics['grad_norm']:g}; their groups are in"
             f" {files}. Lower optimizer.learning_rate or set trainer.dtype to float32, and look"
-            " there for what the loss cannot take."
+            " there for values that the loss cannot handle."
         )
 
     def _path(self, step: int) -> Path:
@@ -58,9 +58,9 @@ class SkippedSteps:
 
 
 def _rows(group: Group) -> Iterator[dict[str, Any]]:
-    """One for each rollout; arrays are over its tokens, `sampled` says which are trained."""
+    """One row per rollout; arrays have one value per token, and `sampled` marks trained tokens."""
     assert group.advantages is not None
-    number = 0  # among all rollouts of the group
+    number = 0  # of the rollout within the group
     scored = zip(group.episodes, group.scores, group.advantages, strict=True)
     for index, (episode, score, advantage) in enumerate(scored):
         for rollout in episode.rollouts:

@@ -1,9 +1,9 @@
-"""trace.json: what every worker did and waited for, as trace events for Perfetto and Chrome.
+"""trace.json: activities and waits of every worker, as trace events for Perfetto and Chrome.
 
 Promise: the file can be opened at any moment, also after a kill: it is one JSON array with an event
-per line, whose closing bracket viewers (and read_trace) do not need. Times count from the run's
-start; a resumed run goes on where the trace ended, so the hours in between leave no hole. A file
-that has become too large is set aside, in place of the one before it, and another begun.
+per line, and viewers (and read_trace) do not need the closing bracket. Times count from the run's
+start. A resumed run continues at the end of the trace, so the time in between leaves no gap. A file
+that has become too large is moved aside, replacing the one before it, and a new file begins.
 Called from the controller's event loop.
 """
 
@@ -19,9 +19,9 @@ from millrace.core.errors import ConfigError
 from millrace.core.spans import Span
 from millrace.monitoring.run_dir import write_atomically
 
-PROCESS = 1  # all workers are tracks of one group, so that overlap is seen at a glance
-MAX_BYTES = 256 * 2**20  # of the file; viewers have trouble with more
-MAX_SPANS_PER_BATCH = 16  # of one worker; batches come a few times a second
+PROCESS = 1  # all workers are tracks of one process, so that overlap is visible
+MAX_BYTES = 256 * 2**20  # viewers have trouble with larger files
+MAX_SPANS_PER_BATCH = 16  # per worker; a batch comes a few times a second
 BUSY_COLOUR, WAITING_COLOUR = "thread_state_running", "grey"  # names the viewers know
 
 Event = dict[str, Any]
@@ -39,7 +39,7 @@ class TraceWriter:
         earlier: Path | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`earlier`: where a file of more than `max_bytes` is set aside; None = it goes on."""
+        """`earlier`: where a file of more than `max_bytes` is moved; None = no limit."""
         self._path = path
         self._earlier = earlier
         self._max_bytes = max_bytes
@@ -61,7 +61,7 @@ class TraceWriter:
             self._begin(self._heading())
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the bracket is not needed
+        with contextlib.suppress(OSError):  # the closing bracket is optional
             self._file.write("\n]\n")
             self._file.close()
 
@@ -93,9 +93,9 @@ class TraceWriter:
 
 
 def _condensed(spans: Iterable[Span]) -> Iterator[Span]:
-    """A worker that changes its activity hundreds of times a second would fill the disk.
+    """Join large batches by activity: durations stay exact, the order within a batch is lost.
 
-    Its batch is joined by activity: how long each took stays exact, the order within it is lost.
+    A worker that changes its activity hundreds of times a second would fill the disk otherwise.
     """
     by_worker: dict[str, list[Span]] = {}
     for span in spans:
@@ -141,7 +141,7 @@ def _read_events(path: Path) -> list[Event]:
         try:
             events.append(json.loads(line))
         except json.JSONDecodeError:
-            if number < len(lines):  # only the last one can have been cut short
+            if number < len(lines):  # only the last line may be incomplete
                 raise ConfigError(f"{path} is not a trace of Millrace: {line[:40]!r}.") from None
     return events
 

@@ -81,7 +81,7 @@ def _rows(report: LedgerReport) -> Iterator[tuple[str, int, str]]:
 
 
 def _num_applied(ledger: Ledger) -> int:
-    """Versions begin at 0, and each step makes one."""
+    """Steps that were applied; versions begin at 0, and each step makes one."""
     begun = [version for version, step in ledger.steps.items() if not step.is_applied]
     return min(begun, default=ledger.last_step + 1) - 1
 

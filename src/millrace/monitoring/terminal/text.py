@@ -1,4 +1,4 @@
-"""Numbers and curves as short text: the vocabulary of the progress views and of the summary."""
+"""Numbers and curves as short text, for the progress views and the summary."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def curve(values: Sequence[float], *, columns: int, rows: int) -> Curve:
     means = _resample(values, columns)
     low, high = min(means), max(means)
     levels = rows * (len(BLOCKS) - 1)
-    # The lowest point still shows one eighth of a line, so that it is told from "no step yet".
+    # The lowest point is one eighth of a line high, to differ from "no step yet".
     heights = [1 + round((mean - low) / (high - low or 1.0) * (levels - 1)) for mean in means]
     lines = tuple(
         "".join(BLOCKS[min(max(height - row * 8, 0), 8)] for height in heights)
@@ -53,7 +53,7 @@ def curve(values: Sequence[float], *, columns: int, rows: int) -> Curve:
 
 
 def _resample(values: Sequence[float], columns: int) -> list[float]:
-    """At most `columns` values, each the mean of an equal share of the steps."""
+    """At most `columns` values, each the mean of equally many steps."""
     if len(values) <= columns:
         return list(values)
     edges = [column * len(values) // columns for column in range(columns + 1)]

@@ -1,10 +1,9 @@
-"""What the run learns: to sort three digits, which a small model can soon do almost always, so that
-two runs that learned the same amount end with almost the same accuracy. Torch-free.
+"""The run that faults are injected into: a small model learns to sort three digits. Torch-free.
 
-The run that is tormented: a small model that learns to sort digits, as `millrace train` runs it.
+The task is easy, so two runs that learn the same amount end with almost the same accuracy.
 
-Promise: it is started as a user would start it, and again with --resume; all it writes is in its
-folder, its sockets and temporary files included. Nothing of it outlives close().
+Promise: the run is started as a user would start it, and resumed with --resume. Everything it
+writes is in its own folders, including sockets and temporary files. Nothing outlives close().
 """
 
 import os
@@ -36,17 +35,17 @@ def held_out_tasks() -> list[dict[str, Any]]:
 
 GROUPS_PER_STEP = 8
 MAX_STALENESS = 2
-EXIT_S = 60.0  # for the system to be done with a process that was killed
+EXIT_S = 60.0  # time for the system to reap a killed process
 
 
 def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str, Any]:
-    """Restarts are not limited as they would be for a user: here they are what is asked for."""
+    """Settings of the run. Restarts are hardly limited, since restarting is what is tested."""
     return {
         "run_dir": str(folder / "run"),
         "model": str(model),
         "seed": seed,
-        "tasks": {"function": "millrace.bench.faults.subject:train_tasks"},
-        "evaluate": {"function": "millrace.bench.faults.subject:held_out_tasks"},
+        "tasks": {"function": "millrace.bench.faults.target_run:train_tasks"},
+        "evaluate": {"function": "millrace.bench.faults.target_run:held_out_tasks"},
         "scorers": [{"function": "millrace.demo.task:exact", "timeout_s": 10.0, "retries": 10}],
         "sampling": {"max_new_tokens": 5},
         "rollout": {"group_size": 8, "max_running_groups": 32},
@@ -60,7 +59,7 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
         },
         "optimizer": {
             "learning_rate": 3e-4,
-            "schedule": "linear",  # a run that ends in small steps ends near its best
+            "schedule": "linear",  # small last steps end near the best accuracy
             "warmup_steps": 5,
         },
         "scoring": {"workers": 1},
@@ -81,7 +80,7 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
     }
 
 
-class Subject:
+class TargetRun:
     def __init__(self, folder: Path, *, model: Path, steps: int, seed: int) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
@@ -90,16 +89,16 @@ class Subject:
         self.console = folder / "console.log"
         # Not in the folder: the path of a socket must be short.
         self.temp = Path(tempfile.mkdtemp(prefix="mr-chaos-"))
-        self.controllers: list[int] = []  # pids, of all that there were
+        self.controllers: list[int] = []  # pids of all controllers so far
         self._config = folder / "run.toml"
         self._config.write_text(
             tomli_w.dumps(settings_of(folder, model=model, steps=steps, seed=seed))
         )
         self._process: subprocess.Popen[bytes] | None = None
-        self.started_s = 0.0  # the last time
+        self.started_s = 0.0  # of the last start, on the monotonic clock
 
     def start(self) -> None:
-        """For the first time, or where it was killed."""
+        """Start the run, or resume it after its controller was killed."""
         if self._process is not None:
             self._process.wait(timeout=EXIT_S)
         command = [sys.executable, "-m", "millrace.cli.main", "train", str(self._config)]
@@ -121,11 +120,11 @@ class Subject:
         return self._process.poll()
 
     @property
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         return "\n".join(self.console.read_text(errors="replace").splitlines()[-20:])
 
-    def victims(self) -> list[TargetProcess]:
-        """Who of it lives now."""
+    def live_processes(self) -> list[TargetProcess]:
+        """The controller and its workers that are alive."""
         if self.exit_code is not None:
             return []
         pid = self.controllers[-1]
@@ -139,6 +138,6 @@ class Subject:
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
-            self._process.kill()  # its workers die with it
+            self._process.kill()  # its workers exit with it
             self._process.wait()
         shutil.rmtree(self.temp, ignore_errors=True)
