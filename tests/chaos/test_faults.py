@@ -83,8 +83,8 @@ def test_only_workers_of_the_controller_are_found_and_a_kill_is_verified(process
     assert not send_signal(process, signal.SIGKILL)
 
 
-class Hurrying:
-    """A run, and its checker, that does ten steps whenever it is looked at."""
+class FastRun:
+    """A run and its checker in one; each look finds ten more steps."""
 
     step, exit_code = 0, None
 
@@ -92,22 +92,22 @@ class Hurrying:
         self.step += 10
 
 
-def test_where_steps_go_on_beside_a_worker_that_hangs_others_are_killed_before_it_is_gone(process):
-    run: Any = Hurrying()
+def test_next_kill_follows_while_a_worker_hangs_if_steps_continue(process):
+    run: Any = FastRun()
     injector = FaultInjector(run, run, log=lambda _: None)
     assert injector._send_signal(process, signal.SIGSTOP)
     assert run.step > HANG_STEPS
-    assert not injector._send_signal(process, signal.SIGKILL)  # it is the run that must end it
+    assert not injector._send_signal(process, signal.SIGKILL)  # the run must end it
     assert [kill.gone_after_s for kill in injector.kills] == [None]
-    injector._look_after_hanging()
+    injector._update_hanging()
     assert [kill.gone_after_s for kill in injector.kills] == [None]
     os.kill(process.pid, signal.SIGKILL)
     assert gone_after_s(process, timeout_s=10) is not None
-    injector._look_after_hanging()
+    injector._update_hanging()
     assert check_kills(injector.kills, wanted=1).holds
 
 
-def test_long_gaps_are_put_down_to_the_kill_before_them_and_all_seconds_add_up():
+def test_long_gap_is_attributed_to_the_kill_before_it_and_all_seconds_add_up():
     # The engine dies after step 3; two steps that were buffered follow, then nothing for 9 s more.
     times = (4, 5, 6, 7, 8, 18, 19, 20, 21, 22)
     books = account(
@@ -118,7 +118,7 @@ def test_long_gaps_are_put_down_to_the_kill_before_them_and_all_seconds_add_up()
     assert check_account(books).holds
 
 
-def test_a_long_gap_far_from_any_kill_is_nobodys():
+def test_long_gap_far_from_any_kill_stays_unexplained():
     times = (4, 5, 6, 7, 8, 9, 10, 11, 31, 32)
     books = account(
         seen(*times), [make_kill(at_s=5.5, step=2)], pace=PACE, began_s=0.0, ended_s=34.0
@@ -167,7 +167,7 @@ class Rows:
         (self.run_dir.rollouts / f"step_{step}.jsonl").write_text("\n".join(lines))
 
 
-def test_a_checker_notices_a_step_that_is_done_again_from_other_groups(tmp_path):
+def test_checker_notices_a_repeated_step_with_other_groups(tmp_path):
     rows = Rows(tmp_path)
     checker = RunChecker(rows.run_dir)
     checker.look()
@@ -191,4 +191,4 @@ def test_a_checker_notices_a_step_that_is_done_again_from_other_groups(tmp_path)
     ]
     assert checker.groups[4] == {40, 41}
     (sentence,) = checker.contradictions
-    assert sentence.startswith("Step 2 was made of groups [20, 21] and")
+    assert sentence.startswith("Step 2 trained on groups [20, 21], and")
