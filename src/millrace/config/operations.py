@@ -105,8 +105,8 @@ class ClusterConfig(Section):
 
 class SupervisionConfig(Section):
     max_restarts: NonNegativeInt = 5
-    """Maximum number of restarts of one engine or of the trainer within window_s. One more death
-    ends the run."""
+    """Maximum number of restarts of one worker within window_s. One more failure ends the run. Of
+    scorers, reward models and teachers only failed starts count."""
     window_s: PositiveFloat = 600.0
     """Time window in seconds in which restarts are counted."""
     backoff_s: NonNegativeFloat = 0.5
