@@ -109,7 +109,9 @@ def measure(
     _generate(engine, 1, prompt_tokens=prompt_tokens, sampling=Sampling(max_new_tokens=1))
     start_s = time.perf_counter() - started_s
     bytes_per_s = copy_bandwidth(device)
-    brief = replace(sampling, max_new_tokens=40)  # truncation has graphs and kernels of its own
+    brief = replace(
+        sampling, max_new_tokens=40
+    )  # truncated sampling has its own graphs and kernels
     rows = []
     for batch in batches:
         _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=brief)
@@ -118,7 +120,7 @@ def measure(
         seconds = time.perf_counter() - before_s
         if profiles:
             print(_profile(engine, batch, prompt_tokens=prompt_tokens, sampling=sampling))
-        # The context grows by one token a step; on average, half of the new ones are there.
+        # The context grows by one token per step; on average, half of the new tokens are there.
         live = batch * (prompt_tokens + sampling.max_new_tokens / 2)
         floor_s = (weight_bytes + live * token_bytes) / bytes_per_s
         rows.append(
@@ -149,7 +151,7 @@ def copy_bandwidth(device: torch.device) -> float:
 def _generate(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, sampling: Sampling) -> int:
     """Tokens generated for `batch` different prompts."""
     before = engine.stats().generated_tokens
-    # Others at every call, lest the prefix cache know them.
+    # Prompts differ at every call, so that the prefix cache does not help.
     random = np.random.default_rng(before)
     numbers = random.integers(3, 1000, (batch, prompt_tokens)).astype(np.int32)
     for index, prompt in enumerate(numbers):

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights: what a benchmark needs, without a download."""
+"""Models of known shapes with random weights, for benchmarks without a download."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from millrace.models.loading import load_model
 
 
 def shapes() -> dict[str, PreTrainedConfig]:
-    """By name, the configuration each model was published with."""
+    """The published configurations, by name."""
     return {
         "qwen3-1.7b": Qwen3Config(
             vocab_size=151936,
@@ -57,7 +57,7 @@ def shapes() -> dict[str, PreTrainedConfig]:
 
 
 def shape_named(name: str) -> PreTrainedConfig:
-    """A known shape, or one of about so many parameters: "qwen3-1.7b", "100e6"."""
+    """A known shape such as "qwen3-1.7b", or a number of parameters such as "100e6"."""
     if name in shapes():
         return shapes()[name]
     try:
@@ -74,7 +74,7 @@ def make_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model of that shape, or the one in the directory `name`, with a tokenizer.
 
-    Random weights are drawn on the device itself: what costs a host minutes costs a GPU nothing.
+    Random weights are drawn on the device, since drawing them on the host may take minutes.
     """
     if name not in shapes() and Path(name).is_dir():
         model = load_model(name, dtype=dtype, device=device, attention=attention)

@@ -48,7 +48,7 @@ from millrace.inference.pool import EnginePool
 from millrace.inference.remote import RemoteEngine
 from millrace.models.loading import resolve_device
 
-WARM_UP = 2  # versions that do not count
+WARM_UP = 2  # versions that are not measured
 PERIOD_S = 1.0
 NEW_TOKENS = 128
 APPLIED = {"adapter": "unmerged", "merged": "merged"}  # lora.apply of these payloads
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.model = args.model or ("qwen3-1.7b" if on_gpu else "100e6")
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.sequences = args.sequences or (256 if on_gpu else 4)
-    shape_named(args.model)  # a typo costs no process
+    shape_named(args.model)  # fail on a typo before any process starts
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
         for case in cases(args, on_gpu=on_gpu):
@@ -188,7 +188,7 @@ async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dic
 
 
 class Bench:
-    """The processes of one measurement, and what they reported. Lives on one event loop."""
+    """The processes of one measurement and their reports. Used on one event loop."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -200,7 +200,7 @@ class Bench:
         self.forget()
 
     def forget(self) -> None:
-        """Measure from here."""
+        """Start measuring."""
         self.ready_ms: list[float] = []
         self.visible_ms: list[float] = []
         self.stall_ms: list[float] = []
@@ -216,7 +216,7 @@ class Bench:
             self._published.put_nowait(message.update)
 
     async def start(self, hub: Hub, *, env: Mapping[str, str]) -> None:
-        """`env`: of processes that use a GPU."""
+        """`env`: environment of the processes that use a GPU."""
         plain = self._config.model_dump(mode="json")
         names = [f"engine-{i}" for i in range(self._config.engine.count)]
         self._engines = [
@@ -233,7 +233,7 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def decoding(self) -> AsyncIterator[None]:
-        """Within it the engines always have sequences to decode."""
+        """While the context is open, the engines always have sequences to decode."""
         pool = EnginePool([RemoteEngine(engine) for engine in self._engines])
         num_sequences = self._config.engine.max_sequences * len(self._engines)
         async with asyncio.TaskGroup() as feeding:
@@ -244,7 +244,7 @@ class Bench:
                 feeder.cancel()
 
     async def rate(self, activity: Awaitable[None]) -> float:
-        """Tokens per second of all engines while it lasts."""
+        """Tokens per second of all engines during the measurement."""
         started_s, before = time.monotonic(), sum(self._tokens.values())
         await activity
         return (sum(self._tokens.values()) - before) / (time.monotonic() - started_s)
@@ -256,7 +256,7 @@ class Bench:
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
 
     async def publish(self) -> None:
-        """One version, until every engine holds it."""
+        """Publish one version and wait until every engine holds it."""
         self._version += 1
         nothing = Batch(microbatches=(), num_sequences=0, num_trained_tokens=0)
         stepped = await self._trainer.call(TrainStep(batch=nothing, version=self._version))
@@ -287,8 +287,8 @@ async def _feed(pool: EnginePool, number: int) -> None:
 
 
 def _against_the_copy(row: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
-    """With one copy of the same bytes as the floor, and tokens as a share of those that are left
-    when that copy alone takes its time from every period."""
+    """Compare with the floor: one copy of the same bytes, and the tokens per second that remain if
+    every period loses the time of that copy."""
     floor_s = copy_s(row["bytes"], device=device, repeats=5)
     alone, publishing = row["tokens_per_s"], row["tokens_per_s_publishing"]
     return {

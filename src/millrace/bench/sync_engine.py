@@ -1,7 +1,7 @@
 """An engine of `millrace bench sync`: the real one, with random weights of a known shape.
 
-They are drawn where the engine computes: a model that is written and read again would cost minutes
-of disk and host before the first token.
+The weights are drawn on the engine's device. Writing a model and reading it again would take
+minutes before the first token.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""The trainer's side of `millrace bench sync`, as a process of its own.
+"""The trainer process of `millrace bench sync`.
 
-It holds weights, changes and publishes them when told to Step, and trains nothing. The publisher
-and its transport are the real ones.
+It changes and publishes its weights for each step, and trains nothing. The publisher and its
+transport are the real ones.
 """
 
 import time
@@ -41,7 +41,7 @@ def main(link: Link, name: str) -> None:
 
 
 def make_weights(config: RunConfig) -> dict[str, torch.Tensor]:
-    """Random weights, or of an adapter, by the names an engine of this shape expects."""
+    """Random weights of the model or an adapter, by the names that an engine expects."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape_named(config.model.path))
     if config.lora is None:
@@ -90,7 +90,7 @@ def change(weights: Mapping[str, torch.Tensor], *, sparsely: bool) -> None:
 def publish(
     publisher: Publisher, version: int, weights: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
-    """Publish, and say when it began (monotonic) and how long it kept the trainer."""
+    """Publish; returns when it began (monotonic) and how long it blocked the trainer."""
     _wait_for_gpu()
     started_s = time.monotonic()
     publisher.publish(version, weights)
@@ -101,7 +101,7 @@ def publish(
 
 def _wait_for_gpu() -> None:
     if torch.cuda.is_available():
-        # The publisher's own stream goes on: only what the next step would wait for counts.
+        # The publisher's own stream continues: only the wait of the next step counts.
         torch.cuda.current_stream().synchronize()
 
 

@@ -87,7 +87,7 @@ def measure(
         schedule=Schedule(learning_rate=1e-6, total_steps=1000),
     )
     batch = _batch(num_tokens, length=length, vocab=model.config.vocab_size)
-    trainer.step(batch)  # compiles, and makes the optimizer's state
+    trainer.step(batch)  # compiles, and creates the optimizer state
     _reset_peak(device)
     pass_s = best_s(lambda: trainer.accumulate(batch), repeats=repeats, device=device)
     step_s = best_s(lambda: trainer.step(batch), repeats=repeats, device=device)
@@ -113,7 +113,7 @@ def measure(
 
 
 def model_flops(model: PreTrainedModel, batch: Batch) -> int:
-    """Forward and backward of one batch: 2 per multiply-add forward, twice that backward."""
+    """FLOPs of one batch: 2 per multiply-add in the forward pass, twice that in the backward."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     head = output_head(model)
@@ -126,7 +126,7 @@ def model_flops(model: PreTrainedModel, batch: Batch) -> int:
     total = 0
     for microbatch in batch.microbatches:
         lengths = microbatch.lengths.astype(np.int64)
-        # Causal: of the L x L pairs half are seen; scores and values are two products.
+        # Causal attention sees half of the L x L pairs; scores and values are two products.
         pairs = int((lengths * (lengths + 1)).sum()) // 2
         attention = 2 * pairs * config.num_attention_heads * head_dim * config.num_hidden_layers
         layers = layer_weights * len(microbatch.tokens)
@@ -144,7 +144,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _batch(num_tokens: int, *, length: int, vocab: int) -> Batch:
-    """One microbatch of rollouts that share nothing."""
+    """One microbatch of rollouts without common prefixes."""
     rng = np.random.default_rng(0)
     mask = np.arange(length) >= length // 8
     groups = []

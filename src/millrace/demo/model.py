@@ -1,4 +1,4 @@
-"""The demo's model: a Qwen3 of one million parameters and its tokenizer, made from nothing.
+"""The demo's model: a Qwen3 of one million parameters and its tokenizer, created from scratch.
 
 Promise: the directory is an ordinary Hugging Face model directory, and the same seed gives the same
 weights on the same machine. Nothing is downloaded.
@@ -80,7 +80,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCau
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """So small a model gains little from more, and its weights must not depend on their number."""
+    """One thread: a small model gains little from more, and its weights must be reproducible."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

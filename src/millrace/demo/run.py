@@ -1,4 +1,4 @@
-"""`millrace demo`: make a model, warm it up, train it asynchronously, show what changed."""
+"""`millrace demo`: create a model, warm it up, train it asynchronously, show what changed."""
 
 import json
 import time
@@ -74,7 +74,7 @@ def _show(console: Console, result: RunResult, directory: RunDir, *, seconds: fl
 
 
 def _pairs(before: Evaluation, after: Evaluation) -> list[tuple[Group, Group]]:
-    """The same tasks before and after, those first that changed."""
+    """Compare the same tasks before and after training, changed ones first."""
     later = {group.number: group for group in after.groups}
     pairs = [(group, later[group.number]) for group in before.groups if group.number in later]
     return sorted(pairs, key=lambda pair: _solved(pair[0]) or not _solved(pair[1]))

@@ -21,7 +21,7 @@ def make_tasks(
     held_out: bool = False,
     num_digits: Sequence[int] = NUM_DIGITS,
 ) -> list[dict[str, Any]]:
-    """`num` tasks of one side of the split; a number has each of the `num_digits` equally often."""
+    """`num` tasks of one side of the split; each length of `num_digits` is equally likely."""
     rng = random.Random(f"{seed}, held out: {held_out}")
     tasks = []
     while len(tasks) < num:
@@ -44,5 +44,5 @@ def held_out_tasks() -> list[dict[str, Any]]:
 
 
 def exact(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """The verifier, and the only reward: 1 for exactly the right digits, otherwise 0."""
+    """The verifier and only reward: 1 for exactly the right digits, otherwise 0."""
     return [float(text == right) for text, right in zip(completions, answer, strict=True)]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millrace.demo.task import NUM_DIGITS, make_tasks
 
 CARE = 0.3
-IGNORED = -100  # label of the tokens that are given, not predicted
+IGNORED = -100  # label of prompt tokens, which are not predicted
 
 Example = tuple[str, str]  # prompt, answer
 
@@ -45,7 +45,7 @@ def warm_start(
     learning_rate: float = 1e-3,
     on_step: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Train in place, once through the examples; `on_step` hears each step's number and loss."""
+    """Train in place, once through the examples; `on_step` gets each step's number and loss."""
     num_steps = len(examples) // batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -80,7 +80,7 @@ def _imitation_loss(
         end = len(prompt) + len(answer)
         tokens_BL[row, :end] = torch.tensor(prompt + answer)
         labels_BL[row, len(prompt) : end] = torch.tensor(answer)
-    # Padding stands on the right, where causal attention never looks, so it needs no mask.
+    # Padding is on the right, which causal attention never sees, so it needs no mask.
     logits_BLV = model(input_ids=tokens_BL, use_cache=False).logits
     return functional.cross_entropy(
         logits_BLV[:, :-1].flatten(0, 1), labels_BL[:, 1:].flatten(), ignore_index=IGNORED
