@@ -28,7 +28,7 @@ def nothing(completions):
 
 
 def echo_shapes(prompts, completions, completion_ids, **columns):
-    """1 where everything has the form that TRL documents for a chat task."""
+    """1 if all arguments have the form that TRL documents for a chat task."""
     assert columns == {"answer": ["2", "2"], "meta": [{"level": [1, None]}] * 2}
     return [
         float(
@@ -55,7 +55,7 @@ def nan(completions):
 
 
 def sleeps(completions):
-    """A blocking function that lasts as long as each completion says."""
+    """A blocking function that sleeps for the seconds in each completion."""
     seconds = float(completions[0])
     time.sleep(seconds)
     return [seconds] * len(completions)
@@ -86,7 +86,7 @@ def segfaults_on_x(completions):
 
 
 def own_loop_and_signals(completions):
-    """What a script may do, and what only a main thread without a running loop can."""
+    """Uses features that need the main thread without a running event loop."""
     signal.signal(signal.SIGALRM, lambda *_: None)
     assert threading.current_thread() is threading.main_thread()
 
@@ -113,7 +113,7 @@ async def leaves_async(completions):
 
 
 async def misbehaves_async(completions):
-    """x ends the process, o ignores being cancelled for ever; the others take a moment."""
+    """x ends the process, o ignores cancellation; the others take a moment."""
     if completions[0] == "x":
         await asyncio.sleep(0.1)
         os._exit(4)

@@ -1,4 +1,4 @@
-"""Scored groups by hand, and shaping parts of a user's own."""
+"""Hand-made scored groups, and user-defined shaping parts."""
 
 from dataclasses import dataclass, replace
 

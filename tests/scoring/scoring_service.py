@@ -1,4 +1,4 @@
-"""A service on a real socket that answers as a test says, and a pool that asks it."""
+"""A scripted HTTP service on a real socket, and a scorer pool that calls it."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ __all__ = ["FakeService", "group", "open_pool", "running", "scores_of"]
 
 
 class FakeService:
-    """`reply` makes the answer to each request from its body; a list is used up first."""
+    """`reply` makes the answer to a request from its body. Answers in a list are used first."""
 
     def __init__(self, reply: Callable[[dict[str, Any]], Any]) -> None:
         self.reply = reply
@@ -62,7 +62,7 @@ async def no_process(name: str, module: str):
 async def open_pool(
     *tables: dict[str, Any], folder, warn=print, tasks=(), launch=no_process
 ) -> AsyncIterator:
-    """A pool of such [[scorers]] tables."""
+    """Open a pool with these [[scorers]] tables."""
     config = load_config({"model": "m", "scorers": list(tables)})
     specs = [resolve_scorer(row, section=f"scorers.{i}") for i, row in enumerate(config.scorers)]
     check_scorers(specs, tasks)

@@ -1,4 +1,4 @@
-"""A scorer that does what a test says, and what goes around it."""
+"""A scripted scorer, and groups for it."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class ScriptedScorer:
     def __init__(self, name: str = "scripted", *, weight: float = 1.0) -> None:
         self.name = name
         self.weight = weight
-        self.calls: list[list[str]] = []  # the texts of each
+        self.calls: list[list[str]] = []  # texts of each call
         self.let = asyncio.Event()
         self.let.set()
         self.fails: Callable[[Group], Exception | None] = lambda group: None
@@ -43,6 +43,6 @@ class ScriptedScorer:
 
 
 async def settle() -> None:
-    """Let all that can go on go on."""
+    """Run the event loop until nothing more can happen."""
     for _ in range(30):
         await asyncio.sleep(0)

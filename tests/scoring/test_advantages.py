@@ -16,7 +16,7 @@ from millrace.scoring.advantages.estimators import (
 
 
 def scored(*totals: float, rollouts: list[Rollout] | None = None) -> Group:
-    """An episode of one rollout for each total."""
+    """One episode with one rollout per total."""
     rollouts = rollouts or [make_rollout(seed=i) for i in range(len(totals))]
     return Group(
         number=3,
@@ -53,7 +53,7 @@ def test_epsilon_is_added_to_the_std():
     np.testing.assert_allclose(advantages, [-1 / (2**0.5 + 0.5), 1 / (2**0.5 + 0.5)])
 
 
-def test_without_normalisation_only_the_mean_is_taken_off():
+def test_without_normalisation_only_the_mean_is_subtracted():
     advantages = GroupAdvantages(normalize_std=False)(scored(0.0, 1.0, 5.0))
     np.testing.assert_array_equal(advantages, [-2.0, -1.0, 3.0])
 
@@ -77,7 +77,7 @@ def test_a_group_without_variance_gives_exact_zeros(totals, estimator):
 # Minus the mean of the others
 
 
-def test_leave_one_out_takes_off_the_mean_of_the_others():
+def test_leave_one_out_subtracts_the_mean_of_the_others():
     advantages = LeaveOneOutAdvantages()(scored(1.0, 2.0, 6.0))
     np.testing.assert_allclose(advantages, [1 - 4, 2 - 3.5, 6 - 1.5])
 
@@ -85,7 +85,7 @@ def test_leave_one_out_takes_off_the_mean_of_the_others():
 # Pairs
 
 
-def test_the_best_and_the_worst_make_a_pair():
+def test_best_and_worst_episode_form_a_pair():
     assert BestWorstAdvantages()(scored(2.0, 3.0, 1.0, 3.0)).tolist() == [0, 1, -1, 0]
 
 
@@ -137,7 +137,7 @@ def test_returns_are_normalised_over_the_tokens_of_the_group():
     )
 
 
-def test_a_group_keeps_the_means_of_its_tokens_advantages():
+def test_episode_advantages_are_the_means_of_token_advantages():
     rollouts = [rollout_of([0, 1, 1], None), rollout_of([0, 1], None)]
     group = scored(0.0, 3.0, rollouts=rollouts)
     by_token = [np.array([9.0, 1.0, 2.0]), np.array([9.0, -4.0])]
@@ -146,7 +146,7 @@ def test_a_group_keeps_the_means_of_its_tokens_advantages():
     assert [a.dtype for a in found.token_advantages] == [np.float32] * 2
 
 
-# What is not one
+# Invalid advantages
 
 
 @pytest.mark.parametrize(
@@ -162,12 +162,12 @@ def test_a_group_keeps_the_means_of_its_tokens_advantages():
         [[1.0], 2.0],
     ],
 )
-def test_what_does_not_fit_the_group_is_refused(found):
+def test_advantages_of_the_wrong_shape_are_refused(found):
     with pytest.raises(ScoreError, match=r"advantages of group 3 .* each of its 2 episodes needs"):
         with_advantages(scored(0.0, 1.0), found)
 
 
-# From the table
+# Settings
 
 
 def test_the_estimator_is_built_from_its_table():
@@ -181,7 +181,7 @@ def ranks(group: Group, scale: float = 1.0) -> list[float]:
     return [scale * sorted(totals).index(total) for total in totals]
 
 
-def test_a_function_of_the_users_own_gets_the_group_and_the_other_keys():
+def test_user_function_gets_the_group_and_the_other_keys():
     estimator = build_advantages({"type": f"{__file__}:ranks", "scale": 2.0})
     group = scored(5.0, 1.0, 3.0)
     assert with_advantages(group, estimator(group)).advantages.tolist() == [4.0, 0.0, 2.0]
@@ -200,6 +200,6 @@ def test_a_function_of_the_users_own_gets_the_group_and_the_other_keys():
         ({"type": "leave_out"}, "did you mean 'leave_one_out'"),
     ],
 )
-def test_wrong_settings_are_refused(table, sentence):
+def test_invalid_settings_are_refused(table, sentence):
     with pytest.raises(ConfigError, match=sentence):
         build_advantages(table)

@@ -20,7 +20,7 @@ PLAIN = GroupAdvantages(normalize_std=False)
 
 
 def group_of(*rewards: dict[str, float]) -> Group:
-    """An episode for each; whoever is rewarded has a rollout."""
+    """One episode per dict of rewards, with one rollout per agent."""
     episodes = [
         Episode(
             turns=(Turn(prompt="", completion="", finish="stop"),),
@@ -49,18 +49,18 @@ def test_each_agent_is_compared_with_itself():
     assert group.scores[0].parts == {"environment.a": 1.0, "environment.b": 0.0}
 
 
-def test_an_agent_that_was_not_asked_in_an_episode_is_compared_with_the_others_alone():
+def test_agent_missing_from_an_episode_is_compared_with_its_other_episodes():
     group = group_of({"a": -1.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 0.0})
     assert estimated(group) == [("a", -1.0), ("a", 0.0), ("b", 0.5), ("a", 1.0), ("b", -0.5)]
 
 
-def test_estimators_by_token_are_asked_for_each_agent_too():
+def test_token_estimators_are_called_once_per_agent():
     group = group_of({"a": 1.0, "b": 0.0}, {"a": 3.0, "b": 8.0})
     estimator = ReturnAdvantages(normalize_std=False)
     assert estimated(group, estimator) == estimated(group)
 
 
-def test_what_the_scorers_say_goes_to_all_agents():
+def test_scores_of_scorers_count_for_all_agents():
     @dataclasses.dataclass
     class Shared:
         name = "shared"
@@ -74,17 +74,17 @@ def test_what_the_scorers_say_goes_to_all_agents():
     assert score.total == 3.0
 
 
-def test_rewards_that_cancel_out_in_the_total_are_no_reason_to_drop_a_group():
+def test_zero_variance_filter_keeps_groups_whose_agents_differ():
     assert ZeroVariance()(group_of({"a": 1.0, "b": -1.0}, {"a": -1.0, "b": 1.0})) is not None
     assert ZeroVariance()(group_of({"a": 1.0, "b": -1.0}, {"a": 1.0, "b": -1.0})) is None
 
 
-def test_estimators_that_look_across_groups_say_that_they_cannot():
+def test_batch_estimators_refuse_separate_agent_rewards():
     with pytest.raises(ScoreError, match="'BatchAdvantages' look across groups and cannot tell"):
         by_agent(BatchAdvantages())(group_of({"a": 1.0}, {"a": 0.0}))
 
 
-def test_one_reward_for_all_is_estimated_as_ever():
+def test_shared_reward_is_estimated_without_splitting_agents():
     group = group_of({"a": 1.0}, {"a": 0.0})
     shared = dataclasses.replace(
         group, scores=tuple(Score(total=float(i), parts={}) for i in range(2))

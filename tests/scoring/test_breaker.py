@@ -23,7 +23,7 @@ def opened(clock, *, failures=2):
     return breaker
 
 
-def test_it_opens_after_so_many_failures_in_a_row_and_an_answer_starts_the_count_anew(clock):
+def test_breaker_opens_after_consecutive_failures_and_an_answer_resets_the_count(clock):
     breaker = Breaker(failures=2, open_s=10.0, now=clock)
     breaker.failed(is_probe=False)
     breaker.answered()
@@ -35,14 +35,14 @@ def test_it_opens_after_so_many_failures_in_a_row_and_an_answer_starts_the_count
     assert breaker.wait_s() == 10.0
 
 
-def test_with_0_it_never_opens(clock):
+def test_breaker_with_0_failures_never_opens(clock):
     breaker = Breaker(failures=0, open_s=10.0, now=clock)
     for _ in range(50):
         breaker.failed(is_probe=False)
     assert breaker.wait_s() == 0.0
 
 
-def test_one_call_goes_first_and_the_others_follow_if_it_is_answered(clock):
+def test_answered_probe_closes_the_breaker(clock):
     breaker = opened(clock)
     clock.now_s += 10.0
     assert breaker.wait_s() == 0.0
@@ -53,7 +53,7 @@ def test_one_call_goes_first_and_the_others_follow_if_it_is_answered(clock):
     assert not breaker.begin()
 
 
-def test_if_the_first_call_fails_all_wait_again(clock):
+def test_failed_probe_keeps_the_breaker_open(clock):
     breaker = opened(clock)
     clock.now_s += 10.0
     breaker.failed(is_probe=breaker.begin())
@@ -61,14 +61,14 @@ def test_if_the_first_call_fails_all_wait_again(clock):
     assert breaker.num_opened == 1
 
 
-def test_if_the_first_call_is_given_up_another_goes(clock):
+def test_cancelled_probe_is_replaced_by_another(clock):
     breaker = opened(clock)
     clock.now_s += 10.0
     breaker.abandoned(is_probe=breaker.begin())
     assert breaker.wait_s() == 0.0
 
 
-def test_calls_that_were_under_way_neither_end_the_probe_nor_prolong_the_wait(clock):
+def test_late_failures_neither_end_the_probe_nor_prolong_the_wait(clock):
     breaker = opened(clock)
     clock.now_s += 4.0
     breaker.failed(is_probe=False)
@@ -79,7 +79,7 @@ def test_calls_that_were_under_way_neither_end_the_probe_nor_prolong_the_wait(cl
     assert breaker.wait_s() is None
 
 
-def test_what_the_other_side_says_about_when_to_come_again_goes_before_the_setting(clock):
+def test_retry_after_overrides_the_setting(clock):
     breaker = Breaker(failures=1, open_s=10.0, now=clock)
     breaker.failed(is_probe=False, retry_after_s=3.0)
     assert breaker.wait_s() == 3.0

@@ -1,5 +1,4 @@
-"""What several scorers say about a group becomes one score per episode, and token_scores in its
-rollouts."""
+"""Results of several scorers become one score per episode, and token scores in its rollouts."""
 
 from dataclasses import dataclass
 
@@ -37,7 +36,7 @@ def rewards(*values: float) -> ScorerResult:
     return ScorerResult(token_scores=(TokenScores(rewards=np.array(values, np.float32)),))
 
 
-def test_scores_and_rewards_of_tokens_are_weighted_and_added():
+def test_scores_and_token_rewards_are_weighted_and_added():
     scorers = [Named("a"), Named("b", 0.5), Named("steps", 2.0)]
     columns = [[ScorerResult(score=1.0)], [ScorerResult(score=4.0)], [rewards(0, 1, -1)]]
     combined = combine(one_episode(), columns, scorers=scorers)
@@ -50,7 +49,7 @@ def test_scores_and_rewards_of_tokens_are_weighted_and_added():
     assert twice.rollouts[0].rewards.tolist() == [1, 3, -1]
 
 
-def test_what_gives_no_scores_is_no_part_of_them():
+def test_token_only_scorers_have_no_score_part():
     @dataclass
     class Noting(Named):
         token_scores_only: bool = True
@@ -61,7 +60,7 @@ def test_what_gives_no_scores_is_no_part_of_them():
     assert score.parts == {"a": 1.0, "steps": 2.0}
 
 
-def test_an_episode_that_nobody_said_anything_about_is_an_error():
+def test_episode_without_any_score_is_an_error():
     with pytest.raises(ScoreError, match="No scorer applied to episode 0 of group 7"):
         combine(one_episode(), [[ScorerResult()]], scorers=[Named("a")])
 

@@ -22,7 +22,7 @@ def test_groups_whose_scores_are_all_equal_are_dropped():
     assert ZeroVariance()(group) is group
 
 
-def test_what_was_cut_by_length_is_not_trained_but_counts_in_the_advantages():
+def test_overlong_masks_cut_episodes_but_keeps_their_scores():
     group = estimated(1.0, 0.0, 0.0, lengths=[2, 3, 4], finishes=["stop", "length", "stop"])
     masked = Overlong()(group)
     assert masked is not None
@@ -37,7 +37,7 @@ def test_what_was_cut_by_length_is_not_trained_but_counts_in_the_advantages():
     assert sorted(trained.tolist()) == sorted([group.advantages[0]] * 2 + [group.advantages[2]] * 4)
 
 
-def test_or_its_whole_group_is_dropped():
+def test_overlong_can_drop_the_whole_group():
     group = estimated(1.0, 0.0, finishes=["stop", "length"])
     assert Overlong(action="drop")(group) is None
     finished = estimated(1.0, 0.0)
@@ -45,7 +45,7 @@ def test_or_its_whole_group_is_dropped():
     assert Overlong()(finished) is finished
 
 
-def test_filters_see_groups_in_their_order_and_count_what_they_take():
+def test_filters_run_in_order_and_count_wasted_tokens():
     filters = build_filters(
         [
             {"type": "zero_variance"},
@@ -70,13 +70,13 @@ def test_filters_see_groups_in_their_order_and_count_what_they_take():
     assert wasted == {"overlong": 3 + 8, "zero_variance": 8, "OnlyNumber": 8}
 
 
-def test_two_filters_of_a_kind_are_counted_apart():
+def test_two_filters_of_one_type_are_counted_separately():
     filters = build_filters([{"type": "scored_groups:OnlyNumber", "number": n} for n in (1, 2)])
     with pytest.raises(Filtered, match="OnlyNumber'"):
         filters(estimated(1.0, 0.0, number=1), wasted=Counter())
 
 
-def test_no_filters_change_nothing():
+def test_without_filters_groups_are_unchanged():
     group = estimated(1.0, 1.0)
     assert build_filters([])(group, wasted=Counter()) is group
 
@@ -89,7 +89,7 @@ def test_no_filters_change_nothing():
         ({"type": "scored_groups:OnlyNumber"}, "'rollout.filter' does not fit.*'number'"),
     ],
 )
-def test_wrong_settings_are_refused_with_a_sentence(table, sentence):
+def test_invalid_settings_are_config_errors(table, sentence):
     with pytest.raises(ConfigError, match=sentence):
         build_filters([table])
 
@@ -98,13 +98,13 @@ def test_wrong_settings_are_refused_with_a_sentence(table, sentence):
     ("function", "sentence"),
     [("broken", "Filter 'broken' raised KeyError"), ("true", "returned True; return the group")],
 )
-def test_a_broken_filter_costs_its_group_one_sentence(function, sentence):
+def test_broken_filter_fails_its_group_with_one_error(function, sentence):
     filters = build_filters([{"type": f"scored_groups:{function}"}])
     with pytest.raises(ScoreError, match=sentence):
         filters(estimated(1.0, 0.0), wasted=Counter())
 
 
-def test_a_group_that_a_filter_left_empty_is_dropped():
+def test_group_without_episodes_after_a_filter_is_dropped():
     filters = build_filters([{"type": "scored_groups:without_episodes"}])
     with pytest.raises(Filtered):
         filters(replace(estimated(1.0, 0.0), number=3), wasted=Counter())

@@ -31,7 +31,7 @@ def test_a_function_with_kwargs_gets_everything():
     }
 
 
-def test_a_function_without_kwargs_gets_only_what_it_takes():
+def test_function_without_kwargs_gets_only_its_parameters():
     def exact(completions, answer, *, strict=True):
         return [float(c == a) for c, a in zip(completions, answer, strict=strict)]
 
@@ -73,7 +73,7 @@ def test_a_positional_only_parameter_is_refused():
         inspect_reward(exact, name="exact")
 
 
-def test_a_missing_column_is_known_before_the_run():
+def test_missing_column_is_found_before_the_run():
     def exact(prompts, completions, answer, tolerance=0.0, **kwargs):
         return []
 
@@ -122,7 +122,7 @@ def test_arrays_become_floats(value):
         (np.zeros((2, 1)), r"returned \[0.0\] \(list\) for completion 0"),
     ],
 )
-def test_what_is_no_reward_is_said_in_one_sentence(value, sentence):
+def test_invalid_rewards_are_score_errors(value, sentence):
     with pytest.raises(ScoreError, match=sentence):
         check_rewards(value, name="r", num_completions=2)
 
@@ -132,7 +132,7 @@ def test_any_list_of_finite_numbers_and_none_passes_unchanged(values):
     assert check_rewards(values, name="r", num_completions=len(values)) == values
 
 
-def test_what_trl_passes_besides_is_refused_unless_the_function_can_do_without():
+def test_required_trl_arguments_that_are_not_passed_are_refused():
     def needs(completions, trainer_state):
         return [0.0]
 

@@ -28,17 +28,17 @@ def test_a_gate_compares_the_other_scorers_score(text, passing, failing):
     assert not found.passes(ScorerResult())
 
 
-def test_a_name_may_hold_blanks():
+def test_scorer_name_in_a_gate_may_contain_blanks():
     assert gate("my format >= 1") == ScoreGate(scorer="my format", comparison=">=", limit=1.0)
 
 
 @pytest.mark.parametrize("text", ["format", "format >= one", ">= 1", "format => 1", ""])
-def test_what_is_no_condition_is_refused(text):
+def test_invalid_condition_is_refused(text):
     with pytest.raises(ConfigError, match=r"'scorer.0.when' = .* is not a condition; write"):
         gate(text)
 
 
-def test_unknown_names_and_circles_are_refused():
+def test_unknown_names_and_cycles_are_refused():
     with pytest.raises(
         ConfigError, match="'b' waits for 'c', which is not a scorer; the scorers are: a, b"
     ):

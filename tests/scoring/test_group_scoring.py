@@ -1,4 +1,4 @@
-"""Episodes that come one by one, through several scorers."""
+"""Scoring of a group whose episodes finish one by one, with several scorers."""
 
 import asyncio
 import gc
@@ -39,7 +39,7 @@ def numbers(columns):
     return [[result.score for result in column] for column in columns]
 
 
-async def test_an_episode_is_judged_while_its_siblings_are_still_generating():
+async def test_episode_is_scored_while_others_of_its_group_are_generating():
     single, whole = ScriptedScorer("single"), ScriptedScorer("whole")
     played = group("a", "bb", "ccc")
     with scoring(queue(single), queue(whole, batch=0)) as going:
@@ -55,13 +55,13 @@ async def test_an_episode_is_judged_while_its_siblings_are_still_generating():
     assert whole.calls == [["a", "bb", "ccc"]]
 
 
-async def test_episodes_that_nobody_announced_are_judged_with_the_group():
+async def test_episodes_that_were_not_added_are_scored_with_the_group():
     single = ScriptedScorer()
     with scoring(queue(single)) as going:
         assert numbers(await going.results(group("a", "bb"))) == [[1.0, 2.0]]
 
 
-async def test_an_episode_that_the_group_did_without_holds_up_nobody():
+async def test_results_do_not_wait_for_episodes_outside_the_group():
     ranker, judge = ScriptedScorer("ranker"), ScriptedScorer("judge")
     played = group("a", "bb", "ccc")
     kept = replace(played, episodes=(played.episodes[0], played.episodes[2]))
@@ -84,7 +84,7 @@ async def test_a_slow_scorer_delays_only_its_own_groups():
         assert numbers(await held) == [[1.0], [1.0]]
 
 
-async def test_behind_a_gate_only_what_passed_is_judged_each_as_soon_as_it_has():
+async def test_gate_passes_each_episode_as_soon_as_its_score_is_known():
     format_, judge = ScriptedScorer("format"), ScriptedScorer("judge")
     judging = queue(judge, when="format >= 2")
     played = group("a", "bb", "ccc")
@@ -98,7 +98,7 @@ async def test_behind_a_gate_only_what_passed_is_judged_each_as_soon_as_it_has()
     assert judging.load().skipped == 1
 
 
-async def test_a_scorer_that_compares_a_group_gets_those_that_passed_together():
+async def test_group_scorer_behind_a_gate_gets_the_passed_episodes_together():
     format_, ranker = ScriptedScorer("format"), ScriptedScorer("ranker")
     with scoring(queue(format_), queue(ranker, when="format < 3", batch=0)) as going:
         columns = await going.results(group("a", "bbb", "cc"))
@@ -106,7 +106,7 @@ async def test_a_scorer_that_compares_a_group_gets_those_that_passed_together():
     assert ranker.calls == [["a", "cc"]]
 
 
-async def test_gates_behind_gates_and_behind_whole_groups():
+async def test_gates_can_follow_gates_and_group_scorers():
     first, second, third = (ScriptedScorer(name) for name in ("first", "second", "third"))
     with scoring(
         queue(third, when="second > 0"),
@@ -117,7 +117,7 @@ async def test_gates_behind_gates_and_behind_whole_groups():
     assert numbers(columns) == [[None, 2.0], [None, 2.0], [1.0, 2.0]]
 
 
-async def test_nobody_is_asked_where_no_episode_passed():
+async def test_scorer_is_not_called_if_no_episode_passes_its_gate():
     format_, judge = ScriptedScorer("format"), ScriptedScorer("judge")
     with scoring(queue(format_), queue(judge, when="format > 9", batch=0)) as going:
         columns = await going.results(group("a", "b"))
@@ -125,7 +125,7 @@ async def test_nobody_is_asked_where_no_episode_passed():
     assert judge.calls == []
 
 
-async def test_one_that_fails_fails_the_group_at_once_and_ends_the_others():
+async def test_failing_scorer_fails_the_group_and_cancels_the_others():
     bad, slow, behind = ScriptedScorer("bad"), ScriptedScorer("slow"), ScriptedScorer("behind")
     bad.fails = lambda group: ScoreError("no")
     slow.let.clear()
@@ -137,9 +137,9 @@ async def test_one_that_fails_fails_the_group_at_once_and_ends_the_others():
     assert behind.calls == []
 
 
-async def test_a_group_that_is_given_up_withdraws_its_episodes_and_leaves_no_error(caplog):
+async def test_closed_group_withdraws_its_episodes_and_logs_no_error(caplog):
     bad, slow = ScriptedScorer("bad"), ScriptedScorer("slow")
-    bad.fails = lambda group: ScoreError("nobody hears of it")
+    bad.fails = lambda group: ScoreError("not raised")
     slow.let.clear()
     queues = queue(bad), queue(slow)
     with scoring(*queues) as going:
@@ -154,7 +154,7 @@ async def test_a_group_that_is_given_up_withdraws_its_episodes_and_leaves_no_err
 
 
 class EarlyScorer(ScriptedScorer):
-    """Also hears what is sampled, for requests with one completion."""
+    """Also streams the tokens of requests with one completion."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -164,7 +164,7 @@ class EarlyScorer(ScriptedScorer):
         return self.heard if request.n == 1 else None
 
 
-async def test_scorers_that_begin_early_hear_what_is_sampled_unless_a_gate_is_before_them():
+async def test_streaming_scorers_receive_tokens_unless_behind_a_gate():
     early, gated = EarlyScorer("early"), EarlyScorer("gated")
     request = Request(id="r", prompt=np.zeros(1, np.int32), sampling=Sampling())
     piece = make_chunk(make_completion("12"))
@@ -176,7 +176,7 @@ async def test_scorers_that_begin_early_hear_what_is_sampled_unless_a_gate_is_be
     assert (early.heard.chunks, gated.heard.chunks) == ([piece], [])
 
 
-async def test_a_short_completion_is_judged_before_the_long_one_of_its_group_has_ended():
+async def test_short_completion_is_scored_before_a_long_one_has_finished():
     class Watching(ScriptedScorer):
         async def score(self, group):
             ended.append(playing.done())
@@ -202,14 +202,14 @@ async def test_a_short_completion_is_judged_before_the_long_one_of_its_group_has
         played = await playing
         await going.results(played)
     lengths = [rollout.num_sampled for rollout in played.rollouts]
-    assert min(lengths) + 20 < max(lengths), "or this test shows nothing"
+    assert min(lengths) + 20 < max(lengths), "the test needs different lengths"
     assert ended[0] is False
     assert scorer.calls[0] == [played.episodes[lengths.index(min(lengths))].turns[0].completion]
     assert len(scorer.calls) == 4
     running.cancel()
 
 
-async def test_a_group_whose_scorers_all_compare_it_has_no_use_for_single_episodes():
+async def test_group_scorers_alone_do_not_take_single_episodes():
     with scoring(queue(ScriptedScorer(), batch=0)) as going:
         assert not going.takes_episodes
 
@@ -227,12 +227,12 @@ class Noting(ScriptedScorer):
         return [ScorerResult(token_scores=tuple(token_scores))]
 
 
-async def test_rewards_of_single_tokens_are_told_while_siblings_are_still_generating():
+async def test_token_rewards_are_available_while_others_are_generating():
     queues = (
         queue(Noting("steps", weight=0.5)),
         queue(Noting("more", weight=2.0)),
         queue(ScriptedScorer("whole"), batch=0),
-        queue(ScriptedScorer("late"), when="whole > 0"),  # its gate wants the whole group
+        queue(ScriptedScorer("late"), when="whole > 0"),  # its gate needs the whole group
     )
     first, second = make_rollout(), make_rollout(sampled_tokens=2)
     episode = replace(group("a").episodes[0], rollouts=(first, second))
@@ -242,7 +242,7 @@ async def test_rewards_of_single_tokens_are_told_while_siblings_are_still_genera
     assert [each.tolist() for each in rewards] == [[0.0] * 6 + [2.5], [0.0] * 4 + [2.5]]
 
 
-async def test_who_asks_for_rewards_is_told_when_a_scorer_fails():
+async def test_token_rewards_raise_the_error_of_a_failing_scorer():
     failing = Noting("steps")
     failing.fails = lambda group: ScoreError("no")
     with scoring(queue(failing)) as going:

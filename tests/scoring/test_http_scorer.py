@@ -31,30 +31,30 @@ def table(service, **settings):
     return {"type": "http", "url": f"{service.url}/score", **QUICK, **settings}
 
 
-async def test_each_episode_is_a_request_that_says_what_it_is_about(service, tmp_path):
+async def test_each_episode_is_one_request_with_its_task(service, tmp_path):
     async with open_pool(table(service, name="style", weight=2.0), folder=tmp_path) as pool:
         assert await scores_of(pool, "a", "bb") == [2.0, 4.0]
     assert sorted(service.bodies, key=lambda body: body["completions"]) == [
-        {"scorer": "style", "prompt": "p", "completions": [text], "columns": {}}
+        {"scorers": "style", "prompt": "p", "completions": [text], "columns": {}}
         for text in ("a", "bb")
     ]
 
 
 @pytest.mark.parametrize("batch", [0, 2])
-async def test_a_batch_goes_in_one_request(service, tmp_path, batch):
+async def test_batch_is_sent_in_one_request(service, tmp_path, batch):
     async with open_pool(table(service, batch=batch), folder=tmp_path) as pool:
         assert await scores_of(pool, "a", "bb") == [1.0, 2.0]
     assert [body["completions"] for body in service.bodies] == [["a", "bb"]]
 
 
-async def test_a_score_of_null_is_left_out(service, tmp_path):
+async def test_score_of_null_is_left_out_of_the_total(service, tmp_path):
     service.reply = lambda body: {"scores": [1.0, None if body["scorer"] == "a" else 2.0]}
     tables = [table(service, batch=0, name=name) for name in "ab"]
     async with open_pool(*tables, folder=tmp_path) as pool:
         assert await scores_of(pool, "x", "y") == [2.0, 2.0]
 
 
-async def test_behind_a_gate_a_service_is_asked_about_what_passed_only(service, tmp_path):
+async def test_service_behind_a_gate_gets_only_passed_episodes(service, tmp_path):
     tables = table(service, name="judge", when="format > 1"), table(service, name="format")
     async with open_pool(*tables, folder=tmp_path) as pool:
         scores = (await pool.score(group("x", "yy"))).scores
@@ -95,7 +95,7 @@ PASSING = {
 
 
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
-async def test_what_may_pass_is_tried_again_and_nothing_is_lost(service, tmp_path, fault):
+async def test_temporary_failures_are_retried_without_loss(service, tmp_path, fault):
     service.first = [fault, fault]
     async with open_pool(table(service), folder=tmp_path) as pool:
         assert await scores_of(pool, "abc") == [3.0]
@@ -111,9 +111,7 @@ async def test_what_may_pass_is_tried_again_and_nothing_is_lost(service, tmp_pat
         ({"scores": []}, "returned 0 values for 1 completions"),
     ],
 )
-async def test_an_answer_that_stays_unusable_costs_its_group_and_is_counted(
-    service, tmp_path, fault, words
-):
+async def test_answer_that_stays_unusable_fails_its_group(service, tmp_path, fault, words):
     service.reply = lambda body: fault if body["completions"] == ["bad"] else lengths(body)
     async with open_pool(table(service, retries=2), folder=tmp_path) as pool:
         with pytest.raises(ScoreError) as caught:
@@ -124,7 +122,7 @@ async def test_an_answer_that_stays_unusable_costs_its_group_and_is_counted(
     assert (load.failures, load.retries, load.calls) == (1, 2, 4)
 
 
-async def test_a_service_that_says_nothing_is_given_up_in_time_and_asked_again(service, tmp_path):
+async def test_silent_service_times_out_and_is_retried(service, tmp_path):
     silent = asyncio.Event()
 
     async def nothing(request):
@@ -143,7 +141,7 @@ async def test_a_service_that_says_nothing_is_given_up_in_time_and_asked_again(s
         silent.set()
 
 
-async def test_a_refusal_is_not_tried_again_and_says_why(service, tmp_path):
+async def test_client_error_is_not_retried_and_shows_the_answer(service, tmp_path):
     async def refused(request):
         return web.Response(status=404, text="no such\nroute")
 
@@ -154,7 +152,7 @@ async def test_a_refusal_is_not_tried_again_and_says_why(service, tmp_path):
         assert pool.loads()["http"].calls == 1
 
 
-async def test_a_redirect_is_not_followed(service, tmp_path):
+async def test_redirect_is_not_followed(service, tmp_path):
     async def elsewhere(request):
         return web.Response(status=307, headers={"Location": f"{service.url}/other"})
 
@@ -173,9 +171,7 @@ def test_retry_after_is_seconds_or_a_date():
     assert [retry_after_s(text) for text in (None, "soon", "nan")] == [None, None, None]
 
 
-async def test_while_the_endpoint_is_down_groups_wait_and_with_it_back_they_all_drain(
-    service, tmp_path
-):
+async def test_groups_wait_while_the_endpoint_is_down_and_drain_afterwards(service, tmp_path):
     warnings = []
     service.reply = lambda body: status_500
     settings = table(service, concurrency=4, retries=2, breaker_failures=3)
@@ -195,7 +191,7 @@ async def test_while_the_endpoint_is_down_groups_wait_and_with_it_back_they_all_
     assert "status 500: oh no" in warning
 
 
-async def test_an_endpoint_that_goes_and_comes_back_costs_nothing(tmp_path):
+async def test_restarted_endpoint_fails_no_group(tmp_path):
     async with running(FakeService(lengths)) as service:
         port = int(service.url.rpartition(":")[2])
     async with open_pool(table(service), folder=tmp_path, warn=lambda sentence: None) as pool:
@@ -206,7 +202,7 @@ async def test_an_endpoint_that_goes_and_comes_back_costs_nothing(tmp_path):
             assert await asyncio.wait_for(waiting, 20) == [1.0]
 
 
-async def test_a_group_that_is_given_up_ends_its_requests(service, tmp_path):
+async def test_cancelled_group_ends_its_requests(service, tmp_path):
     gone = asyncio.Event()
 
     async def slow(request):
@@ -225,7 +221,7 @@ async def test_a_group_that_is_given_up_ends_its_requests(service, tmp_path):
         assert pool.loads()["http"].in_flight == 0
 
 
-async def test_secrets_come_from_the_environment_and_show_nowhere(service, tmp_path, monkeypatch):
+async def test_secrets_come_from_the_environment_and_appear_nowhere(service, tmp_path, monkeypatch):
     monkeypatch.setenv("SERVICE_KEY", "sk-very-secret\n")
 
     async def echo(request):
@@ -259,7 +255,7 @@ async def test_secrets_come_from_the_environment_and_show_nowhere(service, tmp_p
         ({"url": "http://h", "headers": {"X": 3}}, "a header 'X' that is no text"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_sent(settings, sentence):
+def test_invalid_settings_are_refused_before_anything_is_sent(settings, sentence):
     config = load_config({"model": "m", "scorers": [{"type": "http", **settings}]})
     with pytest.raises(ConfigError, match=sentence) as caught:
         check_scorers([resolve_scorer(config.scorers[0], section="scorers.0")], ())
@@ -267,7 +263,7 @@ def test_what_is_wrong_is_said_before_anything_is_sent(settings, sentence):
     assert "pass@" not in str(caught.value)
 
 
-def test_a_task_that_json_cannot_say_is_refused():
+def test_task_that_is_not_json_is_refused():
     config = load_config({"model": "m", "scorers": [{"type": "http", "url": "http://h"}]})
     spec = resolve_scorer(config.scorers[0], section="scorers.0")
     task = Task(prompt="p", columns={"when": object()})

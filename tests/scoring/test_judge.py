@@ -29,7 +29,7 @@ def says(reply):
 
 
 def by_length(body):
-    """Scores what stands behind the last colon."""
+    """Scores by the length of the text after the last colon."""
     text = body["messages"][-1]["content"].rpartition(": ")[2]
     return says(f'Fine, I think. {{"score": {len(text)}}}')
 
@@ -53,7 +53,7 @@ def table(service, **settings):
     }
 
 
-async def test_each_episode_is_asked_about_and_its_score_read(service, tmp_path):
+async def test_judge_scores_each_episode(service, tmp_path):
     settings = table(service, system="Be strict.", body={"max_tokens": 9}, weight=0.5)
     async with open_pool(settings, folder=tmp_path) as pool:
         assert await scores_of(pool, "a", "bb") == [0.5, 1.0]
@@ -69,14 +69,14 @@ async def test_each_episode_is_asked_about_and_its_score_read(service, tmp_path)
     }
 
 
-async def test_the_same_content_is_asked_about_once(service, tmp_path):
+async def test_equal_requests_are_sent_once(service, tmp_path):
     async with open_pool(table(service, batch=0), folder=tmp_path) as pool:
         assert await scores_of(pool, "a", "bb", "a") == [1.0, 2.0, 1.0]
         assert await scores_of(pool, "bb", number=1) == [2.0]
     assert len(service.bodies) == 2
 
 
-async def test_a_cache_that_is_kept_serves_after_a_resume(service, tmp_path):
+async def test_stored_cache_is_used_after_a_resume(service, tmp_path):
     settings = table(service, keep=True, name="my judge")
     async with open_pool(settings, folder=tmp_path) as pool:
         assert await scores_of(pool, "a", "bb") == [1.0, 2.0]
@@ -89,7 +89,7 @@ async def test_a_cache_that_is_kept_serves_after_a_resume(service, tmp_path):
     assert len([json.loads(line) for line in file.read_text().splitlines()]) == 3
 
 
-def test_of_too_many_scores_those_longest_out_of_use_are_forgotten():
+def test_cache_drops_the_least_recently_used_scores():
     cache = ScoreCache(2)
     cache.put("a", 1.0)
     cache.put("b", 2.0)
@@ -101,7 +101,7 @@ def test_of_too_many_scores_those_longest_out_of_use_are_forgotten():
     assert off.get("a") is None
 
 
-def test_a_key_depends_on_the_content_and_not_on_its_order():
+def test_cache_key_depends_on_content_not_on_order():
     assert cache_key({"a": 1, "b": 2}) == cache_key({"b": 2, "a": 1})
     assert cache_key({"a": 1}) != cache_key({"a": 2})
 
@@ -118,7 +118,7 @@ def test_a_key_depends_on_the_content_and_not_on_its_order():
         "not JSON",
     ],
 )
-async def test_a_reply_without_a_score_is_asked_for_again_and_costs_the_group_at_last(
+async def test_reply_without_a_score_is_retried_and_finally_fails_the_group(
     service, tmp_path, answer
 ):
     service.first = [answer]
@@ -153,7 +153,7 @@ def test_a_pattern_reads_the_number_of_its_last_match():
     assert read(replies) == [-2.5, None, None]
 
 
-async def test_a_pattern_that_never_ends_costs_its_group_and_not_the_controller(
+async def test_endless_pattern_fails_its_group_and_does_not_block_the_controller(
     service, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(judge_reply, "MATCH_TIMEOUT_S", 1.0)
@@ -180,7 +180,7 @@ def test_a_template_is_filled_once():
     assert filled == '1+1? is {answer} 2 a {answer} ["x"] {answer} {} { a }'
 
 
-def test_a_chat_is_told_with_its_roles():
+def test_chat_prompt_is_rendered_with_roles():
     chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+1?"}]
     filled = fill_template("{prompt}", task=Task(prompt=chat), episode=episode("2"))
     assert filled == "system: Be kind.\n\nuser: 1+1?"
@@ -209,7 +209,7 @@ def test_a_template_that_cannot_be_filled_is_refused(template, sentence):
         ({"model": 4}, "model = 4 must be a non-empty string"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_sent(settings, sentence):
+def test_invalid_settings_are_refused_before_anything_is_sent(settings, sentence):
     row = {"type": "judge", "url": "http://h", "model": "m", "prompt": "{completion}"}
     row = {**row, "key": "score", **settings}
     row = {name: value for name, value in row.items() if value is not None}
@@ -218,7 +218,7 @@ def test_what_is_wrong_is_said_before_anything_is_sent(settings, sentence):
         check_scorers([resolve_scorer(config.scorers[0], section="scorers.0")], ())
 
 
-async def test_columns_of_the_task_are_in_the_question(service, tmp_path):
+async def test_task_columns_appear_in_the_prompt(service, tmp_path):
     settings = table(service, prompt="{answer}? {hint}: {completion}")
     async with open_pool(settings, folder=tmp_path, tasks=[TASK]) as pool:
         await pool.score(Group(number=0, task=TASK, episodes=(episode("two"),)))

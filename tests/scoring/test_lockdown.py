@@ -1,4 +1,4 @@
-"""Hostile programs, each run for real, and made to say what became of its attempt."""
+"""Hostile programs that run in the sandbox and report the outcome of each attempt."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ REFUSED = "PermissionError"
 
 @pytest.fixture(params=[True, False], ids=["landlock", "no-files"])
 def run(request):
-    """Runs a program; returns how each of its attempts ended. In both ways of being locked."""
+    """Run a program, with and without Landlock; return the outcome of each attempt."""
 
     def run(code: str, *, limits: SandboxLimits = LIMITS) -> dict[str, str]:
         (ran,) = run_programs(ATTEMPT + code, [""], limits=limits, can_read=request.param)
@@ -43,7 +43,7 @@ def run(request):
 
 @contextlib.contextmanager
 def watching(parent: psutil.Process):
-    """Collects the processes that `parent` starts: a judge and the code it runs."""
+    """Collect the processes that `parent` starts: a runner and the code under test."""
     seen: set[psutil.Process] = set()
     is_over = threading.Event()
 
@@ -62,7 +62,7 @@ def watching(parent: psutil.Process):
 
 
 def all_end(seen: set[psutil.Process]) -> bool:
-    """Whether there were a judge and its code, and both are gone soon."""
+    """True if a runner and its code were started, and both have ended."""
     wait_until(lambda: not any(is_alive(process) for process in seen))
     return len(seen) >= 2
 
@@ -81,7 +81,7 @@ def wait_until(condition) -> None:
         time.sleep(0.01)
 
 
-def test_a_fork_bomb_cannot_light_its_first_fuse(run):
+def test_code_cannot_fork(run):
     before = len(psutil.pids())
     ended = run("""
 import ctypes, os, platform, subprocess, multiprocessing
@@ -130,10 +130,10 @@ print("some", started > 2)
         "import time\ntime.sleep(1000)",
         "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
         "    except (OSError, ValueError): pass\nwhile True: pass",
-        "sum(range(10**15))",  # deaf to the interpreter's own signals
+        "sum(range(10**15))",  # does not handle signals
     ],
 )
-def test_an_endless_loop_ends_with_its_time(loop):
+def test_endless_loop_ends_at_the_time_limit(loop):
     code = f"def fine(): return 1\ndef spin():\n    {loop.replace(chr(10), chr(10) + '    ')}"
     tests = ["assert fine() == 1", "spin()", "assert fine() == 1"]
     with watching(psutil.Process()) as seen:
@@ -142,12 +142,12 @@ def test_an_endless_loop_ends_with_its_time(loop):
     assert all_end(seen)
 
 
-def test_cpu_time_is_limited_apart_from_the_clock(run):
+def test_cpu_time_is_limited_separately_from_wall_time(run):
     ended = run("import resource\nprint('limit', resource.getrlimit(resource.RLIMIT_CPU)[1])")
     assert ended == {"limit": "30"}
 
 
-def test_ten_gigabytes_are_not_to_be_had(run):
+def test_code_cannot_allocate_ten_gigabytes(run):
     ended = run("""
 import mmap
 attempt("bytes", lambda: len(bytearray(10 * 2**30)))
@@ -165,7 +165,7 @@ attempt("raise", lambda: resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40)))
     assert ended["raise"] in ("ValueError", REFUSED)
 
 
-def test_files_cannot_be_deleted_changed_or_made(run, tmp_path):
+def test_code_cannot_delete_change_or_create_files(run, tmp_path):
     canary = tmp_path / "canary"
     canary.write_text("sings")
     canary.chmod(0o644)
@@ -196,7 +196,7 @@ attempt("mount", lambda: __import__("ctypes").CDLL(None).mount(None, b"/", None,
     assert list(tmp_path.iterdir()) == [canary]
 
 
-def test_files_cannot_be_read_but_pythons_own(tmp_path):
+def test_code_can_read_only_pythons_library(tmp_path):
     answers = tmp_path / "tasks.jsonl"
     answers.write_text("the answer")
     code = f"""
@@ -212,7 +212,7 @@ attempt("library", lambda: __import__("colorsys").__name__)
     assert [line.split()[1] for line in ran.output.splitlines()[:3]] == [REFUSED] * 3
 
 
-def test_nothing_reaches_the_network(run, tmp_path):
+def test_code_cannot_reach_the_network(run, tmp_path):
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
@@ -239,7 +239,7 @@ print("raw", ctypes.CDLL(None).syscall(number, 2, 1, 0))
         assert ended.pop("http") in ("URLError", REFUSED)
         assert ended == dict.fromkeys(["tcp", "udp", "unix", "detour"], REFUSED)
         assert select.select(listeners, [], [], 0)[0] == []
-        # The listeners do listen.
+        # The servers can be reached from here.
         socket.create_connection(tcp.getsockname()).close()
         udp.sendto(b"x", udp.getsockname())
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -248,7 +248,7 @@ print("raw", ctypes.CDLL(None).syscall(number, 2, 1, 0))
 
 
 @pytest.mark.parametrize("can_read", [True, False])
-def test_the_environment_of_those_who_run_it_is_not_seen(monkeypatch, can_read):
+def test_code_does_not_see_the_environment_of_the_run(monkeypatch, can_read):
     monkeypatch.setenv("API_KEY", "s3cret-of-the-parent")
     code = f"""
 import os
@@ -270,7 +270,7 @@ while environment and environment[index]:
     assert "worked" not in ran.output
 
 
-def test_no_other_process_can_be_signalled_traced_or_slowed_down(run):
+def test_code_cannot_signal_trace_or_renice_other_processes(run):
     ended = run(f"""
 import ctypes, os, platform, resource, signal
 for pid in ({os.getpid()}, os.getppid(), 0, -1):
@@ -286,7 +286,7 @@ print("trace", ctypes.CDLL(None).syscall(number, 16, {os.getpid()}, 0, 0))
     assert len(ended) == 7
 
 
-def test_a_gigabyte_of_output_is_not_kept():
+def test_output_above_the_limit_fails_the_program():
     code = "import sys\nfor _ in range(1024): sys.stdout.write('x' * 2**20)"
     before = psutil.Process().memory_info().rss
     (ran,) = run_programs(code, [""], limits=LIMITS)
@@ -294,19 +294,19 @@ def test_a_gigabyte_of_output_is_not_kept():
     assert psutil.Process().memory_info().rss - before < 2**27
 
 
-def test_errors_may_be_printed_at_length_and_are_nobodys():
+def test_stderr_is_discarded():
     code = "import sys\nsys.stderr.write('x' * 2**26)\nprint('end')"
     (ran,) = run_programs(code, [""], limits=LIMITS)
     assert (ran.output, ran.ok) == ("end\n", True)
 
 
-def test_output_up_to_the_limit_is_kept_whole():
+def test_output_up_to_the_limit_is_complete():
     limits = SandboxLimits(time_s=30.0, output_bytes=1000)
     ran = run_programs("print('x' * int(input()), end='')", ["1000", "1001"], limits=limits)
     assert [(len(one.output), one.ok) for one in ran] == [(1000, True), (0, False)]
 
 
-def test_event_loops_and_the_usual_library_work(run):
+def test_event_loops_and_common_library_modules_work(run):
     ended = run("""
 import asyncio, random, re, time, decimal, itertools, json, heapq, threading
 from concurrent.futures import ThreadPoolExecutor
@@ -323,7 +323,7 @@ attempt("sleep", lambda: time.sleep(0.001))
     assert set(ended.values()) == {"worked"}
 
 
-def test_code_dies_with_those_who_run_it():
+def test_code_dies_with_the_process_that_runs_it():
     script = (
         "from millrace.scoring.sandbox.calls import SandboxLimits, run_tests\n"
         "code = 'def spin():\\n    while True: pass'\n"
@@ -337,7 +337,7 @@ def test_code_dies_with_those_who_run_it():
     assert all_end(seen)
 
 
-def test_nothing_is_left_behind_by_code_that_goes_on_in_the_background():
+def test_background_threads_end_with_the_call():
     code = """
 import threading
 def forever():

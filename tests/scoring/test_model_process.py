@@ -84,7 +84,7 @@ async def test_calls_lost_with_a_killed_process_are_made_again(worker_pool, mode
     try:
         expected = await process.read([reading(30, 4, 29)], timeout_s=60)
         (victim,) = processes()
-        victim.suspend()  # the calls are on their way when it dies
+        victim.suspend()  # so that the calls are in flight when it dies
         calls = [
             asyncio.create_task(process.read([reading(30, 4, 29)], timeout_s=60)) for _ in range(3)
         ]

@@ -52,7 +52,7 @@ def test_penalties_compose_with_rewards_and_with_each_other():
     assert long.total == pytest.approx(1 - 0.45 - 1 - 0.3)
 
 
-def test_a_right_answer_that_was_too_long_is_still_solved():
+def test_correct_answer_that_was_too_long_is_still_solved():
     penalties = build_penalties([{"type": "linear", "max_tokens": 10}])
     group = scored(1.0, 0.0, lengths=[9, 1])
     long, wrong = Shaping(penalties=penalties).penalize(group, group.scores)
@@ -72,12 +72,12 @@ def test_a_right_answer_that_was_too_long_is_still_solved():
         ({"type": "linear", "max_tokens": 9, "weight": "much"}, "weight = 'much' of 'linear'"),
     ],
 )
-def test_wrong_settings_are_refused_with_a_sentence(table, sentence):
+def test_invalid_settings_are_config_errors(table, sentence):
     with pytest.raises(ConfigError, match=sentence):
         build_penalties([table])
 
 
-def test_parts_of_a_score_have_names_of_their_own():
+def test_score_parts_need_different_names():
     with pytest.raises(ConfigError, match=r"Two parts of the score are named 'linear'"):
         build_shaping(
             penalties=[{"type": "linear", "max_tokens": 9}],
@@ -89,7 +89,7 @@ def test_parts_of_a_score_have_names_of_their_own():
         )
 
 
-def test_a_broken_penalty_costs_its_group_one_sentence():
+def test_broken_penalty_fails_its_group_with_one_error():
     (penalty,) = build_penalties([{"type": "scored_groups:broken"}])
     with pytest.raises(ScoreError, match="Penalty 'broken' raised KeyError"):
         penalty.score(scored(1.0, 0.0))

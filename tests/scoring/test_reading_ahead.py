@@ -1,4 +1,4 @@
-"""Steps are read while their sequence grows, and never differently for it."""
+"""Steps are read while their sequence is generated, with the same values."""
 
 import asyncio
 
@@ -16,12 +16,12 @@ STEPS = build_steps({"by": "delimiter", "delimiter": ";"}, section="scorer.steps
 
 
 class Process:
-    """Values a step by the number of tokens up to its end; waits for `let`."""
+    """The value of a step is the number of tokens up to its end; waits for `let`."""
 
     def __init__(self) -> None:
         self.let = asyncio.Event()
         self.let.set()
-        self.asked: list[tuple[str, int, bool]] = []  # text, steps known, whether it goes on
+        self.asked: list[tuple[str, int, bool]] = []  # text, known steps, whether more steps follow
         self.failure: Exception | None = None
 
     async def read(self, readings, *, timeout_s):
@@ -63,7 +63,7 @@ def ids(text: str) -> np.ndarray:
     return np.array([ord(c) for c in text], np.int32)
 
 
-async def test_when_a_sequence_ends_only_its_last_step_is_left_to_read():
+async def test_only_the_last_step_is_unread_when_a_sequence_ends():
     rig = Rig()
     await rig.hear("ab;c")
     assert rig.process.asked == [("p=ab;", 0, True)]
@@ -73,7 +73,7 @@ async def test_when_a_sequence_ends_only_its_last_step_is_left_to_read():
     assert await rig.values("p=ab;cd;ef", [4, 7, 9]) == [4.0, 7.0, 9.0]
 
 
-async def test_steps_that_finish_while_a_call_is_under_way_share_the_next():
+async def test_steps_that_finish_during_a_call_share_the_next():
     rig = Rig()
     rig.process.let.clear()
     await rig.hear("a;")
@@ -84,23 +84,23 @@ async def test_steps_that_finish_while_a_call_is_under_way_share_the_next():
     assert rig.process.asked == [("p=a;", 0, True), ("p=a;b;c;", 1, True)]
 
 
-async def test_short_steps_wait_until_enough_tokens_have_come_or_the_sequence_ends():
+async def test_short_steps_wait_for_min_tokens_or_the_end_of_the_sequence():
     rig = Rig(min_tokens=4)
     await rig.hear("a;")
-    assert await rig.values("p=a;", [3]) == []  # not begun, so nobody waits for it
+    assert await rig.values("p=a;", [3]) == []  # not requested yet
     await rig.hear("b;c;")
     await rig.hear("d", finish="stop")
     assert rig.process.asked == [("p=a;b;c;", 0, True), ("p=a;b;c;d", 3, False)]
     assert await rig.values("p=a;b;c;d", [3, 5, 7, 8]) == [3.0, 5.0, 7.0, 8.0]
 
 
-async def test_tokens_of_a_step_under_way_count_for_the_next_call():
+async def test_tokens_of_an_unfinished_step_count_towards_min_tokens():
     rig = Rig(min_tokens=4)
     await rig.hear("a;bcd")
     assert rig.process.asked == [("p=a;", 0, True)]
 
 
-async def test_only_what_begins_alike_is_found():
+async def test_values_are_found_only_for_the_same_tokens():
     rig = Rig(n=2)
     await rig.hear("a;")
     await rig.hear("b;", member=1)
@@ -109,7 +109,7 @@ async def test_only_what_begins_alike_is_found():
     assert len(rig.process.asked) == 2
 
 
-async def test_a_call_that_fails_leaves_its_steps_to_be_asked_for_again():
+async def test_steps_of_a_failed_call_have_no_value():
     rig = Rig()
     rig.process.failure = ScoreError("too long")
     await rig.hear("a;")
@@ -118,7 +118,7 @@ async def test_a_call_that_fails_leaves_its_steps_to_be_asked_for_again():
     assert len(rig.process.asked) == 1
 
 
-async def test_closing_leaves_nobody_waiting():
+async def test_close_ends_pending_lookups():
     rig = Rig()
     rig.process.let.clear()
     await rig.hear("a;")
@@ -129,7 +129,7 @@ async def test_closing_leaves_nobody_waiting():
 
 
 @pytest.mark.parametrize("finish", ["abort", "expire"])
-async def test_what_was_cut_off_is_not_judged_to_its_end(finish):
+async def test_last_step_of_an_aborted_sequence_is_not_read(finish):
     rig = Rig()
     await rig.hear("a;b", finish=finish)
     assert rig.process.asked == [("p=a;", 0, False)]

@@ -1,4 +1,4 @@
-"""Tasks and scores of the real package; skipped where it is not installed."""
+"""Tasks and scores of the real package; skipped if it is not installed."""
 
 import sys
 
@@ -19,7 +19,7 @@ def tasks_of(**changes):
     return load_section(config.tasks, None, section="tasks")
 
 
-def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch):
+def test_missing_package_error_names_the_extra(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("reasoning_gym.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
@@ -29,7 +29,7 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch):
         tasks_of()
 
 
-def test_a_generator_gives_the_puzzles_of_its_dataset_seed_and_config():
+def test_generator_yields_puzzles_of_its_dataset_seed_and_config():
     gym = pytest.importorskip("reasoning_gym")
     tasks = tasks_of(config={"max_animals": 3})
     expected = gym.create_dataset("leg_counting", size=3, seed=5, max_animals=3)
@@ -41,7 +41,7 @@ def test_a_generator_gives_the_puzzles_of_its_dataset_seed_and_config():
     assert bare.prompt == expected[0]["question"]
 
 
-def test_answers_are_judged_by_the_dataset_of_their_task():
+def test_answers_are_scored_by_the_dataset_of_their_task():
     pytest.importorskip("reasoning_gym")
     right, other, *_ = tasks_of()
     answer = right.columns["answer"]
@@ -56,10 +56,10 @@ def test_answers_are_judged_by_the_dataset_of_their_task():
     assert ReasoningGym()([answer], puzzle=[None]) == [None]
 
 
-# Of these, entries hold tuples, numpy's scalars, or differ from process to process; and an answer
-# that is no number makes the last one raise.
+# Entries of these datasets hold tuples or numpy scalars, or differ between processes. The last one
+# raises for an answer that is not a number.
 @pytest.mark.parametrize("name", ["rearc", "knights_knaves", "word_ladder", "prime_factorization"])
-def test_entries_survive_the_way_to_a_scorer(name):
+def test_entries_survive_serialisation(name):
     pytest.importorskip("reasoning_gym")
     (task,) = load_tasks(Puzzles(dataset=name, size=1))
     said = [f"<answer>{task.columns['answer']}</answer>", "<answer>no idea</answer>"]
@@ -78,7 +78,7 @@ def test_entries_survive_the_way_to_a_scorer(name):
         ({"type": "gym"}, "Setting 'tasks.generator.type' = 'gym' is not known"),
     ],
 )
-def test_generators_that_cannot_be_are_refused(changes, sentence):
+def test_invalid_generators_are_refused(changes, sentence):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ConfigError, match=sentence):
         tasks_of(**changes)

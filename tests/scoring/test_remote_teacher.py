@@ -1,4 +1,4 @@
-"""A teacher behind /score: a server on a real socket, and who asks it."""
+"""A remote teacher: the /score route on a real socket, and its client."""
 
 import contextlib
 import os
@@ -43,7 +43,7 @@ def local_engine() -> ScoringEngine:
 
 
 class LocalReader:
-    """What a teacher process computes, without the process."""
+    """Computes what a teacher process would, in this process."""
 
     def __init__(self) -> None:
         self.engine = local_engine()
@@ -90,7 +90,7 @@ async def asking(url: str, monkeypatch: pytest.MonkeyPatch, *, num_top: int = 3)
 
 
 def passages() -> list[ScoreRequest]:
-    """Of one group: two that begin alike, of which one has two turns."""
+    """Two sequences of one group with a shared prefix; one has two turns."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, VOCAB, 8)
     tokens = [np.concatenate([prompt, rng.integers(3, VOCAB, n)]).astype(np.int32) for n in (9, 20)]
@@ -110,13 +110,13 @@ def assert_equal(told: list[TokenLogprobs], asked: list[ScoreRequest]) -> None:
         assert one.version is None
 
 
-async def test_it_says_what_a_teacher_here_would_say(monkeypatch):
+async def test_remote_teacher_equals_a_local_teacher(monkeypatch):
     async with serving(LocalReader()) as url, asking(url, monkeypatch) as teacher:
         await teacher.start()
         assert_equal(await teacher.score(passages(), timeout_s=9), passages())
 
 
-async def test_what_is_too_much_for_one_request_is_asked_in_several(monkeypatch):
+async def test_large_score_calls_are_split_into_several_requests(monkeypatch):
     monkeypatch.setattr(remote, "MAX_TOKENS", 40)
     reader = LocalReader()
     async with serving(reader) as url, asking(url, monkeypatch) as teacher:
@@ -126,7 +126,7 @@ async def test_what_is_too_much_for_one_request_is_asked_in_several(monkeypatch)
     assert reader.calls == [1, 1, 1, 1]
 
 
-async def test_a_model_with_another_tokenizer_is_refused_when_the_run_starts(monkeypatch):
+async def test_model_with_another_tokenizer_is_refused_at_the_start(monkeypatch):
     async with (
         serving(LocalReader(), vocabulary="another") as url,
         asking(url, monkeypatch) as teacher,
@@ -137,7 +137,7 @@ async def test_a_model_with_another_tokenizer_is_refused_when_the_run_starts(mon
             await teacher.start()
 
 
-async def test_more_top_tokens_than_there_are_is_refused_when_the_run_starts(monkeypatch):
+async def test_top_k_above_the_vocabulary_is_refused_at_the_start(monkeypatch):
     async with serving(LocalReader()) as url, asking(url, monkeypatch, num_top=VOCAB) as teacher:
         with pytest.raises(ConfigError, match=f"knows {VOCAB} tokens, and top_k = {VOCAB}"):
             await teacher.start()
@@ -162,9 +162,7 @@ async def test_more_top_tokens_than_there_are_is_refused_when_the_run_starts(mon
         ),
     ],
 )
-async def test_what_it_cannot_read_costs_its_group_with_the_servers_sentence(
-    monkeypatch, passage, said
-):
+async def test_error_of_the_server_fails_the_group(monkeypatch, passage, said):
     async with serving(LocalReader()) as url, asking(url, monkeypatch) as teacher:
         await teacher.start()
         with pytest.raises(ScoreError, match=said) as raised:
@@ -189,10 +187,10 @@ TOLD = {"logprobs": ZERO, "top_ids": "", "top_logprobs": "", "version": None}
         ({**FACTS, "passages": [{**TOLD, "logprobs": NAN}]}, "logprobs that are not finite"),
     ],
 )
-async def test_an_answer_that_is_none_is_asked_for_again(monkeypatch, answer, said):
+async def test_invalid_answer_is_retried(monkeypatch, answer, said):
     passage = ScoreRequest(tokens=np.full(8, 3, np.int32), positions=np.array([4], np.int32))
     service = FakeService(lambda _: answer)
-    service.first.append({**FACTS, "passages": []})  # when it starts
+    service.first.append({**FACTS, "passages": []})  # answers start()
     async with running(service), asking(service.url, monkeypatch) as teacher:
         await teacher.start()
         with pytest.raises(TransientScoreError, match=re.escape(said)):
@@ -201,7 +199,7 @@ async def test_an_answer_that_is_none_is_asked_for_again(monkeypatch, answer, sa
 
 @pytest.fixture
 def served_url(tmp_path) -> Iterator[str]:
-    """Of a server that reads and does not write."""
+    """A server that reads and never answers."""
     save_model(tmp_path / "model")
     command = [sys.executable, "-m", "millrace.cli.main", "serve", str(tmp_path / "model")]
     options = ["--engines", "0", "--scorers", "1", "--port", "0", "--log-dir", str(tmp_path)]
@@ -221,7 +219,7 @@ def served_url(tmp_path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-async def test_millrace_serve_answers_as_a_teacher_here_would(monkeypatch, served_url):
+async def test_millrace_serve_equals_a_local_teacher(monkeypatch, served_url):
     async with asking(f"{served_url}/score", monkeypatch) as teacher:
         await teacher.start()
         assert_equal(await teacher.score(passages(), timeout_s=60), passages())

@@ -1,4 +1,4 @@
-"""Reward models as scorers: what they are given, and what is made of their values."""
+"""Reward models as scorers: their input, and the scores made of their values."""
 
 import contextlib
 
@@ -36,7 +36,7 @@ def tokenizer(policy):
 
 
 class Process:
-    """Stands for a model's process: values are read from a list, readings are kept."""
+    """Fakes a model's process: returns listed values and keeps the readings."""
 
     def __init__(self, *values: list[float]) -> None:
         self.readings: list[StepReading] = []
@@ -48,7 +48,7 @@ class Process:
 
 
 def group_of(tokenizer, *runs: tuple[str, bool], prompt="1+2=") -> Group:
-    """One episode: its prompt, then these texts, sampled or not."""
+    """One episode: a prompt, then texts that are sampled or not."""
     ids = [tokenizer.encode(text) for text in (prompt, *(text for text, _ in runs))]
     mask = np.repeat([False, *(sampled for _, sampled in runs)], [len(part) for part in ids])
     tokens = np.array([token for part in ids for token in part], np.int32)
@@ -108,7 +108,7 @@ async def test_step_rewards_feed_the_advantages_with_their_weight(tokenizer):
     np.testing.assert_allclose(advantages, [0, 0, 0, 0, 0.25, 0.25, -0.25, -0.25])
 
 
-async def test_another_tokenizer_is_given_text_step_by_step(tokenizer):
+async def test_model_with_another_tokenizer_gets_text_step_by_step(tokenizer):
     process = Process([1.0, 2.0])
     scorer = make_scorer(tokenizer, process, takes_ids=False)
     await scorer.score(group_of(tokenizer, ("3=4<eos>", True)))
@@ -117,7 +117,7 @@ async def test_another_tokenizer_is_given_text_step_by_step(tokenizer):
     assert (reading.prompt, reading.pieces) == ("1+2=", ["3=", "4"])
 
 
-async def test_what_is_not_finite_costs_its_group(tokenizer):
+async def test_value_that_is_not_finite_fails_its_group(tokenizer):
     scorer = RewardModelScorer(
         "quality", weight=1.0, timeout_s=1.0, takes_ids=False, process=Process([float("nan")])
     )
@@ -125,7 +125,7 @@ async def test_what_is_not_finite_costs_its_group(tokenizer):
         await scorer.score(group_of(tokenizer, ("3", True)))
 
 
-def test_text_is_laid_in_the_models_own_tokens(tokenizer):
+def test_text_is_encoded_with_the_models_own_tokenizer(tokenizer):
     steps = ReadingEncoder(tokenizer, template="text", is_whole=False, separator="*")
     tokens, ends = steps.encode(StepReading(prompt="1+", pieces=["2", "ab"]))
     assert tokenizer.decode(tokens) == "1+2*ab*"
@@ -141,7 +141,7 @@ def test_text_is_laid_in_the_models_own_tokens(tokenizer):
     assert ends == [len(tokens) - 1]
 
 
-def test_a_chat_goes_through_the_template_of_the_models_own_tokenizer(tokenizer):
+def test_chat_uses_the_template_of_the_models_own_tokenizer(tokenizer):
     chat = [{"role": "user", "content": "1"}]
     with _template(
         tokenizer,
@@ -167,7 +167,7 @@ def _template(tokenizer, template: str):
         tokenizer.chat_template = None
 
 
-def test_tables_of_both_kinds_are_checked_before_anything_starts(tmp_path, policy, tokenizer):
+def test_settings_of_both_types_are_checked_before_anything_starts(tmp_path, policy, tokenizer):
     def check(**table):
         spec = resolve_scorer(ScorerConfig(**table), section="scorer.0")
         spec.type.check([], name=spec.name)

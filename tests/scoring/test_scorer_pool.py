@@ -59,12 +59,12 @@ def scorer_processes() -> list[psutil.Process]:
     return [child for child in children if "millrace.scoring.functions.worker" in child.cmdline()]
 
 
-def judge_processes() -> list[psutil.Process]:
-    """The sandbox's: a judge, and the code it judges."""
+def sandbox_processes() -> list[psutil.Process]:
+    """The processes of a sandbox: a runner, and the code under test."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "millrace.scoring.sandbox.judge" in " ".join(process.cmdline()):
+            if "millrace.scoring.sandbox.runner" in " ".join(process.cmdline()):
                 found.append(process)
     return found
 
@@ -99,7 +99,7 @@ async def open_pool(tmp_path):
         yield open_pool
 
 
-async def test_weighted_scores_and_advantages_come_back_with_the_group(open_pool, tmp_path):
+async def test_group_gets_weighted_scores_and_advantages(open_pool, tmp_path):
     pool = await open_pool(spec("exact", weight=2.0), spec("length", name="size", weight=0.5))
     scored = await shaped(pool, group("2", "33", answer="2"))
     assert scored.scores == (
@@ -142,7 +142,7 @@ async def test_a_group_is_penalized_selected_and_filtered_and_advantages_are_of_
     assert pool.tokens_wasted == {"unselected": 2, "zero_variance": 4}
 
 
-async def test_chat_tasks_are_shown_as_messages(open_pool):
+async def test_chat_tasks_are_passed_as_messages(open_pool):
     pool = await open_pool(spec("echo_shapes"))
     chat = [{"role": "user", "content": "1+1?"}]
     scored = await shaped(
@@ -167,15 +167,15 @@ async def test_verifiers_score_in_the_workers_and_leave_nothing_behind(open_pool
     endless = group("while True: 2", answer="2", tests=None, hasty=pair, number=2)
     scoring = asyncio.create_task(shaped(pool, endless))
     async with asyncio.timeout(20):
-        while len(judges := judge_processes()) < 2:  # noqa: ASYNC110 - it tells nobody
+        while len(found := sandbox_processes()) < 2:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
         with pytest.raises(ScoreError, match=r"'hasty' took longer than 2 s on group 2"):
             await scoring
-        while any(judge.is_running() for judge in judges):  # noqa: ASYNC110
+        while any(process.is_running() for process in found):  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # they die with the worker
 
 
-async def test_answers_to_puzzles_are_scored_in_the_workers(open_pool):
+async def test_puzzle_answers_are_scored_in_the_workers(open_pool):
     pytest.importorskip("reasoning_gym")
     (task,) = load_tasks(Puzzles(dataset="leg_counting", size=1))
     pool = await open_pool(function_spec(ReasoningGym()))
@@ -184,7 +184,7 @@ async def test_answers_to_puzzles_are_scored_in_the_workers(open_pool):
     assert [score.total for score in scored.scores] == [1.0, 0.0]
 
 
-async def test_none_is_left_out_of_the_total(open_pool):
+async def test_score_of_none_is_left_out_of_the_total(open_pool):
     pool = await open_pool(spec("only_short"), spec("length"))
     scored = await shaped(pool, group("2", "33"))
     assert scored.scores == (
@@ -217,7 +217,7 @@ async def test_an_episode_to_which_no_scorer_applies_is_an_error(open_pool):
         ),
     ],
 )
-async def test_a_failing_function_costs_its_group_and_not_its_worker(open_pool, name, sentence):
+async def test_failing_function_fails_its_group_and_keeps_its_worker(open_pool, name, sentence):
     pool = await open_pool(spec(name), spec("length"))
     with pytest.raises(ScoreError, match=sentence) as caught:
         await shaped(pool, group("2", "33"))
@@ -247,7 +247,7 @@ async def test_function_that_crashes_its_process_costs_one_group(open_pool, name
     pool = await open_pool(spec(name, timeout_s=timeout_s, retries=0))
     bad = asyncio.create_task(shaped(pool, group("x", "x")))
     await asyncio.sleep(0.05)
-    # These wait for the only worker, and then for the one that replaces it.
+    # These wait for the only worker, then for its replacement.
     good = [asyncio.create_task(shaped(pool, group("a", "b", number=n))) for n in range(3)]
     with pytest.raises(ScoreError, match=sentence):
         await bad
@@ -333,7 +333,7 @@ async def test_async_functions_share_a_worker(open_pool):
     pool = await open_pool(spec("sleeps_async"), num_workers=2)
     start = time.monotonic()
     scored = await asyncio.gather(*(shaped(pool, group("0.5", "0.5", number=n)) for n in range(20)))
-    assert time.monotonic() - start < 5.0  # one after the other: 10 s
+    assert time.monotonic() - start < 5.0  # sequential calls would take 10 s
     assert len({score.total for one in scored for score in one.scores}) == 1  # one process id
 
 
@@ -348,7 +348,7 @@ async def test_async_calls_beyond_the_limit_wait_for_a_slot(open_pool, monkeypat
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-async def test_a_sync_function_has_its_worker_to_itself(open_pool, order):
+async def test_sync_function_runs_alone_on_its_worker(open_pool, order):
     pool = await open_pool(spec("sleeps_async"), spec("sleeps"))
     calls = [asyncio.create_task(pool.scorers[index].score(group("0.3"))) for index in order]
     await asyncio.sleep(0.1)
@@ -370,7 +370,7 @@ async def test_a_stream_of_async_calls_does_not_starve_a_sync_one(open_pool):
     await asyncio.sleep(0.1)
     (result,) = await sync.score(group("0.1"))
     assert result.score == 0.1
-    assert not coming.done()  # without its turn it would have waited for the last of them
+    assert not coming.done()  # it did not wait for the last async call
     coming.cancel()
     await asyncio.gather(*stream)
 
@@ -382,7 +382,7 @@ async def test_a_stream_of_async_calls_does_not_starve_a_sync_one(open_pool):
 async def test_calls_that_share_a_process_survive_the_one_that_crashes_it(open_pool, bad, sentence):
     pool = await open_pool(spec("misbehaves_async", timeout_s=1.5, retries=0))
     culprit = asyncio.create_task(shaped(pool, group(bad, number=9)))
-    await asyncio.sleep(1.2 if bad == "o" else 0.0)  # the others run when its time is over
+    await asyncio.sleep(1.2 if bad == "o" else 0.0)  # the others run when it times out
     others = [asyncio.create_task(shaped(pool, group("a", number=n))) for n in range(2)]
     with pytest.raises(ScoreError, match=sentence):
         await culprit
@@ -405,7 +405,7 @@ async def test_cancelled_caller_does_not_disturb_the_process(open_pool):
     assert (pool.workers_lost, load.waiting, load.failures) == (0, 0, 0)
 
 
-async def test_sync_functions_may_use_signals_and_a_loop_of_their_own(open_pool):
+async def test_sync_functions_may_use_signals_and_their_own_event_loop(open_pool):
     pool = await open_pool(spec("own_loop_and_signals"))
     assert (await shaped(pool, group("a"))).scores[0].total == 1.0
 
@@ -423,7 +423,7 @@ async def test_closures_and_lambdas_run_in_the_workers(open_pool):
     pool = await open_pool(
         function_spec(closure),
         function_spec(lambda completions: [0.5 for _ in completions]),
-        # Nothing tells that it is async but its result.
+        # Only its result shows that it is async.
         function_spec(lambda completions: judge(completions), name="judge"),
     )
     scored = await shaped(pool, group("a", "bb"))
@@ -479,7 +479,7 @@ async def test_run_ends_if_scorer_processes_cannot_be_restarted(open_pool, tmp_p
         await shaped(pool, group("c"))
 
 
-async def test_advantages_across_a_step_are_known_once_its_groups_are(open_pool):
+async def test_batch_advantages_are_computed_when_the_step_is_known(open_pool):
     pool = await open_pool(spec("length"), advantages=BatchAdvantages(epsilon=0.0))
     groups = [
         await shaped(pool, group("a", "aaa")),
@@ -495,7 +495,7 @@ async def test_advantages_across_a_step_are_known_once_its_groups_are(open_pool)
     ]
 
 
-async def test_an_estimator_that_raises_costs_the_group(open_pool):
+async def test_estimator_that_raises_fails_the_group(open_pool):
     def halves(group):
         return [1 / 0]
 
@@ -530,6 +530,6 @@ def test_wrong_scorer_settings_are_refused_before_the_start(specs, sentence, tmp
         )
 
 
-def test_a_column_that_tasks_lack_is_known_before_start():
+def test_missing_column_is_refused_before_the_start():
     with pytest.raises(ConfigError, match="Reward 'exact' needs the column 'answer'"):
         check_scorers([spec("length"), spec("exact")], [Task(prompt="a")])

@@ -1,4 +1,4 @@
-"""How one scorer is called: places, batches, retries, the breaker, withdrawal."""
+"""The queue of one scorer: concurrency, batches, retries, the breaker, withdrawal."""
 
 import asyncio
 from time import monotonic
@@ -46,7 +46,7 @@ def down(message="down", **about):
     return TransientScoreError(message, is_down=True, **about)
 
 
-async def test_no_more_calls_are_in_flight_than_allowed_and_older_groups_go_first():
+async def test_concurrency_is_bounded_and_older_groups_go_first():
     bench = Bench(concurrency=2)
     bench.scorer.let.clear()
     asks = [bench.submit(f"g{n}", group=n) for n in (5, 6)]
@@ -61,7 +61,7 @@ async def test_no_more_calls_are_in_flight_than_allowed_and_older_groups_go_firs
     assert bench.scorer.calls[2:] == [["g1"], ["g9"]]
 
 
-async def test_episodes_of_a_group_that_wait_share_a_call_up_to_the_batch_and_no_others_do():
+async def test_waiting_episodes_of_a_group_share_calls_up_to_the_batch_size():
     bench = Bench(concurrency=1, batch=3)
     bench.scorer.let.clear()
     asks = [bench.submit("first")]
@@ -75,7 +75,7 @@ async def test_episodes_of_a_group_that_wait_share_a_call_up_to_the_batch_and_no
     assert [task.result()[0].score for task in asks] == [5.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-async def test_with_a_batch_of_0_what_is_asked_together_stays_together():
+async def test_batch_of_0_scores_a_group_in_one_call():
     bench = Bench(batch=0)
     assert bench.queue.takes_groups
     assert await bench.scores("a", "bb", "ccc") == [1.0, 2.0, 3.0]
@@ -97,7 +97,7 @@ async def test_busy_and_waiting_time_add_up():
     assert (load.busy_s, load.waiting_s, load.episodes) == (2.0, 4.0, 3)
 
 
-async def test_what_fails_for_the_moment_is_tried_again_after_pauses_that_double():
+async def test_transient_failures_are_retried_with_doubling_pauses():
     bench = Bench(retries=3, backoff_s=0.5, breaker_failures=0)
     errors = [TransientScoreError("a"), down(), TransientScoreError("c"), None]
     bench.scorer.fails = lambda group: errors.pop(0)
@@ -107,7 +107,7 @@ async def test_what_fails_for_the_moment_is_tried_again_after_pauses_that_double
     assert (load.calls, load.retries, load.failures, load.waiting) == (4, 3, 0, 0)
 
 
-async def test_a_pause_is_as_long_as_the_other_side_asks_for():
+async def test_pause_is_at_least_retry_after():
     bench = Bench(retries=1)
     errors = [down(retry_after_s=7.0), None]
     bench.scorer.fails = lambda group: errors.pop(0)
@@ -115,7 +115,7 @@ async def test_a_pause_is_as_long_as_the_other_side_asks_for():
     assert bench.pauses == [7.0]
 
 
-async def test_when_the_retries_are_used_up_the_group_fails_with_the_last_reason():
+async def test_group_fails_with_the_last_error_after_all_retries():
     bench = Bench(retries=2)
     bench.scorer.fails = lambda group: TransientScoreError("Judge says nothing.")
     with pytest.raises(ScoreError, match=r"^Judge says nothing \(tried 3 times\)\.$"):
@@ -124,7 +124,7 @@ async def test_when_the_retries_are_used_up_the_group_fails_with_the_last_reason
     assert (load.calls, load.retries, load.failures) == (3, 2, 1)
 
 
-async def test_what_is_wrong_for_good_is_not_tried_again():
+async def test_permanent_failures_are_not_retried():
     bench = Bench(retries=5)
     bench.scorer.fails = lambda group: ScoreError("no such model")
     with pytest.raises(ScoreError, match="no such model"):
@@ -133,7 +133,7 @@ async def test_what_is_wrong_for_good_is_not_tried_again():
     assert bench.queue.load().failures == 1
 
 
-async def test_while_nobody_can_be_asked_calls_wait_and_none_is_lost():
+async def test_calls_wait_without_loss_while_the_scorer_is_unreachable():
     bench = Bench(now=monotonic, concurrency=4, retries=1, breaker_failures=3, breaker_s=1e-3)
     probes = 0
 
@@ -154,7 +154,7 @@ async def test_while_nobody_can_be_asked_calls_wait_and_none_is_lost():
     assert "connection refused" in warning
 
 
-async def test_while_the_breaker_is_open_one_call_goes_first():
+async def test_open_breaker_lets_one_probe_through():
     bench = Bench(concurrency=8, breaker_failures=1, breaker_s=1e-3)
     bench.scorer.fails = lambda group: down()
     asks = [bench.submit("g0")]
@@ -170,7 +170,7 @@ async def test_while_the_breaker_is_open_one_call_goes_first():
     await asyncio.gather(*asks)
 
 
-async def test_a_call_that_brings_the_scorer_down_each_time_gives_way_to_others_and_fails_at_last():
+async def test_call_that_always_crashes_the_scorer_lets_others_pass_and_finally_fails():
     bench = Bench(now=monotonic, concurrency=1, retries=2, breaker_failures=2, breaker_s=1e-3)
     bench.scorer.fails = lambda group: down("500") if group.number == 0 else None
     poison = bench.submit("x")
@@ -183,7 +183,7 @@ async def test_a_call_that_brings_the_scorer_down_each_time_gives_way_to_others_
         await asyncio.wait_for(poison, 20)
 
 
-async def test_withdrawn_episodes_leave_the_line_and_their_call_is_cancelled():
+async def test_withdrawn_episodes_leave_the_queue_and_their_call_is_cancelled():
     bench = Bench(concurrency=1, batch=2)
     bench.scorer.let.clear()
     running, waiting, kept = (
@@ -203,20 +203,20 @@ async def test_withdrawn_episodes_leave_the_line_and_their_call_is_cancelled():
     assert (load.in_flight, load.waiting) == (0, 0)
 
 
-async def test_a_call_that_is_withdrawn_in_the_moment_it_begins_leaves_its_place_to_others():
+async def test_call_withdrawn_as_it_starts_frees_its_slot():
     bench = Bench(concurrency=1)
     bench.scorer.let.clear()
     first, second = bench.submit("a"), bench.submit("b", group=1)
     await settle()
-    bench.scorer.let.set()  # the first call ends, so the second begins,
-    second.cancel()  # while nobody wants it any more
+    bench.scorer.let.set()  # the first call ends, so the second starts
+    second.cancel()  # and is cancelled at once
     await asyncio.gather(first, second, return_exceptions=True)
     assert bench.queue.load().in_flight == 0
     assert await bench.scores("c", group=2) == [1.0]
     assert bench.scorer.calls == [["a"], ["c"]]
 
 
-async def test_one_that_is_withdrawn_before_its_next_try_is_not_tried_again():
+async def test_call_withdrawn_before_its_retry_is_not_retried():
     bench = Bench(retries=5)
     pausing = asyncio.Event()
 
@@ -236,14 +236,14 @@ async def test_one_that_is_withdrawn_before_its_next_try_is_not_tried_again():
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_whenever_a_call_is_withdrawn_the_next_one_has_its_place(turns):
+async def test_withdrawn_probe_frees_its_slot_at_any_time(turns):
     bench = Bench(concurrency=1, breaker_failures=1, breaker_s=1.0)
     bench.scorer.fails = lambda group: down() if group.number == 0 else None
     failing = bench.submit("x")
     await settle()
     assert bench.queue.load().is_held
     failing.cancel()
-    bench.now_s += 1.0  # whoever comes now goes first
+    bench.now_s += 1.0  # the next call is the probe
     bench.scorer.let.clear()
     withdrawn = bench.submit("a", group=1)
     for _ in range(turns):
@@ -256,14 +256,14 @@ async def test_whenever_a_call_is_withdrawn_the_next_one_has_its_place(turns):
     assert bench.queue.load().in_flight == 0
 
 
-async def test_a_fault_of_ours_is_raised_as_it_is():
+async def test_unexpected_exceptions_are_raised_unchanged():
     bench = Bench()
     bench.scorer.fails = lambda group: KeyError("bug")
     with pytest.raises(KeyError):
         await bench.scores("a")
 
 
-async def test_closing_tells_all_that_wait():
+async def test_close_fails_everything_that_waits():
     bench = Bench(concurrency=1)
     bench.scorer.let.clear()
     asks = [bench.submit("a"), bench.submit("b", group=1)]
@@ -275,7 +275,7 @@ async def test_closing_tells_all_that_wait():
         await bench.scores("c")
 
 
-async def test_a_scorer_that_does_not_judge_each_episode_costs_the_group():
+async def test_wrong_number_of_results_fails_the_group():
     bench = Bench(batch=0)
     judge = bench.scorer.score
 

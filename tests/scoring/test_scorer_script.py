@@ -1,4 +1,4 @@
-"""Reward functions of a plain script, as users write them: __main__, closures, modules beside."""
+"""Reward functions of a plain script: in __main__, closures, and modules next to it."""
 
 import subprocess
 import sys
@@ -51,14 +51,14 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-def test_functions_of_a_script_and_of_modules_beside_it_are_scorers(tmp_path):
+def test_functions_of_a_script_and_of_neighbouring_modules_are_scorers(tmp_path):
     script = tmp_path / "code" / "script.py"
     script.parent.mkdir()
     script.write_text(SCRIPT)
     beside = "SCALE = 10.0\ndef imported(completions):\n    return [-1.0 for _ in completions]\n"
     (tmp_path / "code" / "beside.py").write_text(beside)
     command = [sys.executable, str(script), str(tmp_path)]
-    # From another folder: the script's own is then on the script's path only.
+    # From another directory, so that only the script has its own directory on the path.
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=60)
     assert done.returncode == 0, done.stderr
     parts = {"in_main": 30.0, "in_main_async": 3.0, "lambda": 0.25, "imported": -1.0}

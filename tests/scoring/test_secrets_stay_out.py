@@ -1,4 +1,4 @@
-"""A secret that a run uses is in nothing that the run leaves behind or says."""
+"""Secrets of a run appear neither in its files nor in its output."""
 
 import traceback
 from pathlib import Path
@@ -37,7 +37,7 @@ def texts_in(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("misdeed", [tells_it_back, tells_it_as_a_reply, redirects_to_it])
 @pytest.mark.parametrize("kind", [{"type": "http"}, JUDGE], ids=["http", "judge"])
-async def test_no_secret_is_left_in_a_run_or_said(kind, misdeed, tmp_path, monkeypatch, capfd):
+async def test_no_secret_appears_in_files_or_output(kind, misdeed, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PLANTED_KEY", SECRET)
     said: list[str] = []
     async with running(FakeService(lambda body: misdeed)) as service:
@@ -49,9 +49,9 @@ async def test_no_secret_is_left_in_a_run_or_said(kind, misdeed, tmp_path, monke
             with pytest.raises(ScoreError) as caught:
                 await scores_of(pool, "a")
         run_dir.close()
-        assert SECRET in str(service.headers), "it was used"
+        assert SECRET in str(service.headers), "the secret was sent"
     left = texts_in(run_dir.path)
-    assert any("env:PLANTED_KEY" in text for text in left), "its name is"
+    assert any("env:PLANTED_KEY" in text for text in left), "the name of the variable is stored"
     account = "".join(traceback.format_exception(caught.value))
     for text in (*left, *said, account, *capfd.readouterr()):
         assert SECRET not in text

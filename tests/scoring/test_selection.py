@@ -12,7 +12,7 @@ from millrace.scoring.shaping.selection import FirstSelection, RocSelection, bui
 from millrace.scoring.shaping.shaping import Shaping
 
 
-def test_of_successes_the_cleanest_are_kept_then_the_shortest():
+def test_cleanest_then_shortest_successes_are_kept():
     group = scored(
         1.0, 1.0, 1.0, 1.0, 1.0, 0.0,
         lengths=[9, 3, 5, 1, 4, 7],
@@ -20,12 +20,12 @@ def test_of_successes_the_cleanest_are_kept_then_the_shortest():
         form=[1.0, 0.0, 1.0, 1.0, None, 1.0],
     )  # fmt: skip
     rng = np.random.default_rng(0)
-    # 5 of 6 solved; of 3 places, failures have 0.5 rounded up to 1.
+    # 5 of 6 are solved; failures get 0.5 of 3 places, rounded up to 1.
     assert RocSelection()(group, keep=3, rng=rng) == [1, 4, 5]
     assert RocSelection(quality="form")(group, keep=3, rng=rng) == [0, 2, 5]
 
 
-def test_failures_are_kept_at_random_and_in_their_share():
+def test_random_failures_are_kept_in_proportion():
     group = scored(*[0.0] * 8, *[1.0] * 4)
     chosen = Counter()
     for seed in range(300):
@@ -39,7 +39,7 @@ def test_failures_are_kept_at_random_and_in_their_share():
     st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=16),
     st.data(),
 )
-def test_a_selection_keeps_the_right_number_and_both_kinds_where_there_are_both(totals, data):
+def test_selection_keeps_the_right_number_of_successes_and_failures(totals, data):
     keep = data.draw(st.integers(2, len(totals)))
     group = scored(*totals, number=data.draw(st.integers(0, 99)))
     selected = select(group, RocSelection(), keep=keep, seed=1)
@@ -57,7 +57,7 @@ def test_a_selection_keeps_the_right_number_and_both_kinds_where_there_are_both(
     assert select(group, RocSelection(), keep=keep, seed=1).scores == selected.scores
 
 
-def test_success_is_judged_without_length_penalties():
+def test_success_ignores_length_penalties():
     group = scored(0.6, 0.0, 0.0, 0.0)
     first = replace(group.scores[0], unpenalized=1.0)
     group = replace(group, scores=(first, *group.scores[1:]))
@@ -74,7 +74,7 @@ def test_unselected_tokens_are_counted_as_wasted():
     assert Shaping().select(group, wasted=wasted) is group
 
 
-def test_a_function_of_the_users_is_given_its_settings():
+def test_user_function_gets_its_settings():
     selection = build_selection({"type": "scored_groups:every_second", "first": 1})
     selected = select(scored(0.0, 0.1, 0.2, 0.3), selection, keep=2, seed=0)
     assert totals_of(selected) == [0.1, 0.3]
@@ -90,7 +90,7 @@ def test_a_function_of_the_users_is_given_its_settings():
         ({"type": "roc", "solved": 1}, "did you mean 'solved_at'"),
     ],
 )
-def test_wrong_settings_are_refused_with_a_sentence(table, sentence):
+def test_invalid_settings_are_config_errors(table, sentence):
     with pytest.raises(ConfigError, match=sentence):
         build_selection(table)
 
@@ -103,7 +103,7 @@ def test_wrong_settings_are_refused_with_a_sentence(table, sentence):
         ({"type": "roc", "quality": "style"}, "quality = 'style' is no part of a score.*exact"),
     ],
 )
-def test_what_is_no_selection_costs_its_group_one_sentence(selection, sentence):
+def test_invalid_selection_fails_its_group_with_one_error(selection, sentence):
     group = scored(1.0, 1.0, 1.0, 0.0, exact=[1.0] * 4)
     with pytest.raises(ScoreError, match=sentence):
         select(group, build_selection(selection), keep=3, seed=0)

@@ -31,7 +31,7 @@ class Judge:
         return [-self.value for _ in completions]
 
 
-def test_references_and_importable_functions_travel_by_name(tmp_path):
+def test_importable_functions_travel_as_references(tmp_path):
     functions = {"a": "rewards_for_tests:exact", "b": rewards_for_tests.length}
     locations = ship_functions(functions, folder=tmp_path / "rewards")
     assert locations == {"a": "rewards_for_tests:exact", "b": "rewards_for_tests:length"}
@@ -39,14 +39,14 @@ def test_references_and_importable_functions_travel_by_name(tmp_path):
     assert not (tmp_path / "rewards").exists()
 
 
-def test_a_function_of_a_file_that_is_not_on_the_path_travels_by_its_file(tmp_path):
+def test_function_of_a_file_outside_the_path_travels_as_file_reference(tmp_path):
     file = tmp_path / "my_rewards_b.py"
     file.write_text("def exact(completions):\n    return [1.0 for _ in completions]\n")
     function = load_reference(f"{file}:exact")
     assert ship_functions({"a": function}, folder=tmp_path) == {"a": f"{file}:exact"}
 
 
-def test_a_name_that_means_something_else_by_now_is_not_trusted(tmp_path, monkeypatch):
+def test_rebound_name_is_not_used_as_reference(tmp_path, monkeypatch):
     original = rewards_for_tests.length
     monkeypatch.setattr(rewards_for_tests, "length", lambda completions: [])
     location = ship_functions({"length": original}, folder=tmp_path)["length"]
@@ -54,7 +54,7 @@ def test_a_name_that_means_something_else_by_now_is_not_trusted(tmp_path, monkey
     assert load_function(location)(["abc"]) == [3]
 
 
-def test_closures_lambdas_objects_and_methods_travel_by_file(tmp_path):
+def test_closures_lambdas_objects_and_methods_travel_as_pickles(tmp_path):
     functions = {
         "closure": make_closure(10),
         "lambda": lambda completions: [7 for _ in completions],
@@ -96,7 +96,7 @@ def test_a_function_of_a_script_loads_in_another_process(tmp_path):
     assert load_function(done.stdout.strip())(["abc"]) == [6.0]
 
 
-def test_what_cannot_be_pickled_is_one_sentence(tmp_path):
+def test_function_that_cannot_be_pickled_is_a_config_error(tmp_path):
     lock = threading.Lock()
 
     def guarded(completions):
@@ -109,7 +109,7 @@ def test_what_cannot_be_pickled_is_one_sentence(tmp_path):
         ship_functions({"guarded": guarded}, folder=tmp_path)
 
 
-def test_a_pickle_whose_module_is_gone_is_one_sentence(tmp_path, monkeypatch):
+def test_pickle_with_a_missing_module_is_a_config_error(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "fleeting_module.py").write_text("def inner():\n    return 1.0\n")
     module = importlib.import_module("fleeting_module")
@@ -135,12 +135,12 @@ def test_a_pickle_whose_module_is_gone_is_one_sentence(tmp_path, monkeypatch):
         (3, "3 is not a function; give one, or a reference like 'module:name'"),
     ],
 )
-def test_what_does_not_lead_to_a_function_is_refused(function, sentence):
+def test_reference_that_is_not_a_function_is_refused(function, sentence):
     with pytest.raises(ConfigError, match=sentence):
         resolve_function(function)
 
 
-def test_a_module_that_fails_on_import_is_named_with_its_error(tmp_path):
+def test_import_error_of_a_module_is_shown(tmp_path):
     file = tmp_path / "broken_rewards.py"
     file.write_text("import json\njson.loads('{')\n")
     with pytest.raises(

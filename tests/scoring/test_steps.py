@@ -1,4 +1,4 @@
-"""Where steps end, on the policy's own tokens."""
+"""Ends of steps in the policy's own tokens."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from millrace.scoring.reward_models.steps import build_steps, step_ends
 
 
 def byte_pairs() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer some of whose tokens hold a delimiter with text around it."""
+    """A byte-level tokenizer with tokens that contain a delimiter and text around it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,7 +34,7 @@ BY_BLANK_LINE = build_steps({"by": "delimiter", "delimiter": "\n\n"}, section="s
 
 
 def cut(steps, pieces: list[str], *, logprobs=None) -> list[list[str]]:
-    """Tokens given as text, one each; the steps as lists of these."""
+    """Cut tokens that are given as text; return the steps as lists of texts."""
     tokens = [TOKENIZER.encode(piece, add_special_tokens=False) for piece in pieces]
     flat = [token for ids in tokens for token in ids]
     assert all(len(ids) == 1 for ids in tokens)
@@ -52,7 +52,7 @@ def test_a_step_ends_with_the_token_that_completes_the_delimiter():
     ]
 
 
-def test_blank_steps_belong_to_the_next_one_and_at_the_end_to_the_last():
+def test_blank_steps_join_the_next_step_or_at_the_end_the_last():
     assert cut(BY_BLANK_LINE, ["o", "\n", "\n", "\n", "\n", "t"]) == [
         ["o", "\n", "\n"],
         ["\n", "\n", "t"],
@@ -60,7 +60,7 @@ def test_blank_steps_belong_to_the_next_one_and_at_the_end_to_the_last():
     assert cut(BY_BLANK_LINE, ["o", "\n", "\n", "\n", "\n", "<eos>"]) == [["o", "\n", "\n"]]
 
 
-def test_a_turn_of_nothing_but_its_end_is_one_step():
+def test_turn_with_only_an_eos_token_is_one_step():
     assert cut(BY_BLANK_LINE, ["<eos>"]) == [["<eos>"]]
 
 
@@ -75,7 +75,7 @@ def test_a_surprising_token_begins_a_step_of_at_least_min_tokens():
     assert cut(steps, list("abxypst"), logprobs=logprobs) == [["a", "b"], ["x", "y", "p", "s"]]
 
 
-def test_a_quantile_is_of_the_turn_itself():
+def test_quantile_is_computed_within_the_turn():
     steps = build_steps({"by": "entropy", "quantile": 0.8, "min_tokens": 1}, section="scorer")
     assert cut(steps, list("abxyp"), logprobs=[-0.1, -0.2, -5.0, -0.1, -0.2]) == [
         ["a", "b"],
@@ -84,7 +84,7 @@ def test_a_quantile_is_of_the_turn_itself():
 
 
 @given(text=st.text(alphabet="ab é\n", max_size=40), sizes=st.lists(st.integers(1, 5)))
-def test_tokens_as_they_come_give_the_steps_of_all_at_once(text, sizes):
+def test_incremental_cutting_equals_cutting_at_once(text, sizes):
     tokens = TOKENIZER.encode(text, add_special_tokens=False)
     whole = BY_BLANK_LINE.cutter(TOKENIZER)
     at_once = whole.feed(tokens, [0.0] * len(tokens)) + whole.finish()
@@ -97,7 +97,7 @@ def test_tokens_as_they_come_give_the_steps_of_all_at_once(text, sizes):
 
 
 @given(text=st.text(alphabet="ab é\n", min_size=1, max_size=40))
-def test_every_step_but_the_last_holds_text_and_a_delimiter_that_its_last_token_completes(text):
+def test_each_step_but_the_last_has_text_and_ends_with_a_delimiter(text):
     tokens = TOKENIZER.encode(text, add_special_tokens=False)
     cutter = BY_BLANK_LINE.cutter(TOKENIZER)
     ends = cutter.feed(tokens, [0.0] * len(tokens))
@@ -126,7 +126,7 @@ def rollout_of(*runs: tuple[str, bool]) -> Rollout:
     )
 
 
-def test_turns_are_cut_by_themselves():
+def test_turns_are_cut_separately():
     rollout = rollout_of(("q", False), ("a\n", True), ("\nb", False), ("c<eos>", True))
     assert step_ends(rollout, steps=BY_BLANK_LINE, tokenizer=TOKENIZER) == step_ends(
         rollout, steps=build_steps({"by": "turn"}, section="scorer"), tokenizer=TOKENIZER
@@ -142,6 +142,6 @@ def test_turns_are_cut_by_themselves():
         ({"by": "entropy", "quantile": 2}, "quantile = 2 must be between 0 and 1"),
     ],
 )
-def test_what_is_no_way_to_cut_is_said(table, sentence):
+def test_invalid_steps_are_refused(table, sentence):
     with pytest.raises(ConfigError, match=sentence):
         build_steps(table, section="scorer.steps")

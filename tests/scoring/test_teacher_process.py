@@ -1,4 +1,4 @@
-"""The teacher process: its body with a link to this test, and as a whole while it is swapped."""
+"""The teacher process: its main loop in this process, and a real process during swaps."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -71,7 +71,7 @@ def score_request(seed: int) -> ScoreRequest:
 
 
 def plain_logprobs(request: ScoreRequest, model: PreTrainedModel) -> np.ndarray:
-    """By plain transformers."""
+    """Logprobs of plain transformers."""
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(request.tokens).long()[None]).logits[0]
     logprobs = logits.log_softmax(-1)[request.positions - 1]
@@ -87,14 +87,14 @@ async def ask(teacher: Worker, requests: list[ScoreRequest]) -> list[TokenLogpro
 
 @pytest.fixture
 def link() -> Iterator[FakeLink]:
-    """To a teacher that waits to be started."""
+    """A link to a teacher that is not started yet."""
     link = FakeLink()
     with in_thread(lambda: teacher_worker.main(link, "teacher-0")):  # pyright: ignore[reportArgumentType]
         yield link
         link.call(Stop()).result()
 
 
-def test_a_teacher_answers_many_at_once_and_refuses_what_it_cannot_do(link, tmp_path):
+def test_teacher_answers_many_calls_and_refuses_unknown_messages(link, tmp_path):
     save_model(tmp_path / "model")
     with pytest.raises(MillraceError, match="cannot take ScoreTokens now; start it first"):
         link.call(ScoreTokens(requests=[score_request(1)])).result()
@@ -116,16 +116,14 @@ def test_a_teacher_answers_many_at_once_and_refuses_what_it_cannot_do(link, tmp_
     sender.close()
 
 
-def test_a_teacher_follows_the_average_and_survives_weights_it_cannot_use(link, tmp_path):
+def test_self_teacher_averages_versions_and_survives_invalid_weights(link, tmp_path):
     save_model(tmp_path / "model")
     link.call(
         start_message(tmp_path / "model", following=HistorySettings(ema=0.5, every=2))
     ).result()
     sender = make_sender("shm", dtype=torch.float32)
     first, second = (sender.publish(v, weights(seed=v)) for v in (1, 2))
-    assert (
-        link.call(SwapWeights(update=first)).result().version == 0
-    )  # not due: it is only averaged
+    assert link.call(SwapWeights(update=first)).result().version == 0  # not due yet, only averaged
     spoiled = {name: w[..., :1] for name, w in weights(seed=1).items()}
     sender.release(1)
     with pytest.raises(WeightError):
@@ -141,7 +139,7 @@ def test_a_teacher_follows_the_average_and_survives_weights_it_cannot_use(link, 
     np.testing.assert_allclose(one.logprobs, expected, rtol=0, atol=1e-5)
 
 
-async def test_a_swap_in_the_middle_of_scoring_never_mixes_versions_in_a_sequence(hub, tmp_path):
+async def test_swap_during_scoring_never_mixes_versions_in_a_sequence(hub, tmp_path):
     save_model(tmp_path / "model")
     teacher = await start_teacher(
         hub, tmp_path / "model", following=HistorySettings(lag=0), pass_tokens=64
@@ -160,7 +158,7 @@ async def test_a_swap_in_the_middle_of_scoring_never_mixes_versions_in_a_sequenc
     requests = [score_request(seed) for seed in range(4)]
     refreshing = asyncio.create_task(refresh())
     told: list[list[TokenLogprobs]] = []
-    while not refreshing.done():  # several calls of several passes each are always under way
+    while not refreshing.done():  # keep several calls with several passes in flight
         told += await asyncio.gather(*(ask(teacher, requests) for _ in range(4)))
     told.append(await ask(teacher, requests))
     await refreshing
@@ -202,7 +200,7 @@ def test_restarted_self_teacher_resumes_from_its_saved_versions(tmp_path, follow
     assert [one.version for one in told] == [4, 4]
     np.testing.assert_allclose(told[1].logprobs, told[0].logprobs, rtol=0, atol=1e-6)
     expected = plain_logprobs(score_request(3), tiny_model("qwen3"))
-    assert np.abs(told[1].logprobs - expected).max() > 1e-2, "not what it was at the start"
+    assert np.abs(told[1].logprobs - expected).max() > 1e-2, "differs from the starting weights"
 
 
 def test_unwritable_file_of_past_versions_does_not_stop_the_teacher(link, tmp_path, capfd):

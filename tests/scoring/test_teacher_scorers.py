@@ -1,4 +1,4 @@
-"""What teachers read of a group and note about it, with a process that answers by a formula."""
+"""Requests and results of teachers, with a process that answers by a formula."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from millrace.scoring.teachers.teacher import TeacherScorer, hinted_prompt
 
 
 class FormulaProcess:
-    """Says that a token's logprob is minus its id, at minus a hundredth of its place."""
+    """The logprob of a token is minus its id, minus a hundredth of its position."""
 
     name = "teacher"
 
@@ -63,7 +63,7 @@ def with_task(group: Group, **task) -> Group:
     return Group(number=group.number, task=Task(**task), episodes=group.episodes)
 
 
-async def test_a_teacher_notes_what_it_says_of_the_sampled_tokens_and_its_version():
+async def test_teacher_returns_logprobs_of_sampled_tokens_and_its_version():
     process = FormulaProcess(version=4)
     group = make_group(size=2)
     results = await teacher(process, top_k=3, temperature=0.5).score(group)
@@ -82,7 +82,7 @@ async def test_a_teacher_notes_what_it_says_of_the_sampled_tokens_and_its_versio
     assert all(request.kept is None for request in process.asked)
 
 
-async def test_a_hint_is_read_instead_of_the_prompt_before_the_very_same_tokens():
+async def test_hinted_prompt_replaces_the_prompt_before_the_same_tokens():
     process = FormulaProcess()
     group = with_task(make_group(size=1), prompt="abc", columns={"answer": "{x}"})
     hinted = teacher(process, hint="answer", template="{hint}!{prompt}")
@@ -93,7 +93,7 @@ async def test_a_hint_is_read_instead_of_the_prompt_before_the_very_same_tokens(
     assert request.tokens[request.positions].tolist() == sampled.tolist()
     teaching = result.token_scores[0].teacher
     assert teaching is not None
-    places = np.arange(7, 7 + len(sampled))  # behind the longer prompt
+    places = np.arange(7, 7 + len(sampled))  # after the longer prompt
     expected = (-sampled - places / 100).astype(np.float32)
     np.testing.assert_array_equal(teaching.logprobs[rollout.mask], expected)
 
@@ -117,7 +117,7 @@ def test_the_hint_of_a_chat_goes_into_its_last_message():
         ({"tasks": ("3",), "column": "level"}, {"source": "3"}, False),
     ],
 )
-async def test_a_teacher_says_nothing_of_tasks_that_are_not_its_own(settings, task, is_taught):
+async def test_teacher_skips_tasks_that_it_does_not_cover(settings, task, is_taught):
     process = FormulaProcess()
     group = with_task(make_group(size=2), prompt="p", **task)
     results = await teacher(process, **settings).score(group)
@@ -125,12 +125,12 @@ async def test_a_teacher_says_nothing_of_tasks_that_are_not_its_own(settings, ta
     assert bool(process.asked) == is_taught
 
 
-async def test_what_is_too_long_for_the_teacher_costs_its_group():
+async def test_sequence_too_long_for_the_teacher_fails_its_group():
     with pytest.raises(ScoreError, match="reads at most 5 tokens, and group 0 has 6"):
         await teacher(FormulaProcess(), max_context=5).score(make_group())
 
 
-async def test_a_reference_is_asked_in_the_distribution_that_was_sampled_from():
+async def test_reference_uses_the_sampling_distribution():
     process = FormulaProcess()
     group = make_group(size=2, kept=True, temperature=0.7)
     scorer = ReferenceScorer(process, weight=1.0, timeout_s=9.0, max_context=99)  # pyright: ignore[reportArgumentType]
@@ -147,7 +147,7 @@ async def test_a_reference_is_asked_in_the_distribution_that_was_sampled_from():
 
 
 class MortalWorker:
-    """Answers, or dies at the first question."""
+    """Answers, or dies at the first request."""
 
     def __init__(self, *, dies: bool) -> None:
         self.dead = asyncio.get_running_loop().create_future()
@@ -196,7 +196,7 @@ def process_of(
     return process, names
 
 
-async def test_question_is_asked_again_after_a_lost_teacher_is_restarted():
+async def test_request_is_repeated_after_a_lost_teacher_is_restarted():
     process, names = process_of(True, False)
     await process.start()
     assert await process.score([], timeout_s=5) == []
@@ -204,7 +204,7 @@ async def test_question_is_asked_again_after_a_lost_teacher_is_restarted():
     assert process.num_lost == 1
 
 
-async def test_a_question_that_kills_twice_costs_its_group():
+async def test_request_that_kills_the_process_twice_fails_its_group():
     process, _ = process_of(True, True, False)
     await process.start()
     with pytest.raises(ScoreError, match="lost its process twice"):

@@ -1,4 +1,4 @@
-"""Local advantages on trees that are written by hand."""
+"""Tree advantages, computed by hand."""
 
 import itertools
 
@@ -15,7 +15,7 @@ WEIGHED = TreeAdvantages(normalize_std=False)
 
 
 def rollout(places: range, *, num_shared: int = 0, agent: str = "") -> Rollout:
-    """One given token, then sampled ones at these places, of which the first are shared."""
+    """One prompt token, then sampled tokens at these places; the first are shared."""
     length = 1 + len(places)
     mask = np.arange(length) > num_shared
     return Rollout(
@@ -51,7 +51,7 @@ def group_of(episodes: list[Episode], scores: list[float | dict[str, float]]) ->
     )
 
 
-def test_tokens_behind_a_pivot_are_compared_with_their_siblings_and_those_before_have_the_mean():
+def test_tokens_after_a_branch_are_compared_with_siblings_and_earlier_tokens_have_the_mean():
     # A root of 5 tokens with two branches after its second; another root alone.
     episodes = [
         leaf(0, 5),
@@ -60,14 +60,14 @@ def test_tokens_behind_a_pivot_are_compared_with_their_siblings_and_those_before
         leaf(3, 3),
     ]
     first, *others = LOCAL(group_of(episodes, [1.0, 0.0, 0.5, 0.0]))
-    # The tree is worth (1 + 0 + 0.5) / 3 = 0.5, both trees 0.25 on average.
+    # The value of the tree is (1 + 0 + 0.5) / 3 = 0.5; the mean of both trees is 0.25.
     np.testing.assert_allclose(first, [0, 0.25, 0.25, 0.5, 0.5, 0.5])
     np.testing.assert_allclose(others[0], [0, 0, 0, -0.5, -0.5])
     np.testing.assert_allclose(others[1], [0, 0, 0, 0, 0, 0, 0])
     np.testing.assert_allclose(others[2], [0, -0.25, -0.25, -0.25])
 
 
-def test_along_each_episode_of_a_deep_tree_the_advantages_add_up_to_its_score_minus_the_mean():
+def test_advantages_along_an_episode_add_up_to_its_score_minus_the_mean():
     # 0 branches after 1 (into 1) and after 3 (into 2); 1 branches after its place 2 (into 3).
     episodes = [
         leaf(0, 5),
@@ -77,7 +77,7 @@ def test_along_each_episode_of_a_deep_tree_the_advantages_add_up_to_its_score_mi
     ]
     scores = [8.0, 0.0, 4.0, 2.0]
     root, one, two, three = LOCAL(group_of(episodes, scores))
-    # Worths: behind 3 in the root (8 + 4) / 2 = 6; behind 2 in the other (0 + 2) / 2 = 1; all 3.5.
+    # Values: after 3 in the root (8 + 4) / 2 = 6; after 2 in the other (0 + 2) / 2 = 1; all 3.5.
     np.testing.assert_allclose(root, [0, 0, 2.5, 2.5, 2, 2])
     np.testing.assert_allclose(one, [0, 0, -2.5, -1, -1])
     np.testing.assert_allclose(two, [0, 0, 0, 0, -2, -2])
@@ -87,7 +87,7 @@ def test_along_each_episode_of_a_deep_tree_the_advantages_add_up_to_its_score_mi
         assert sum(path) == pytest.approx(scores[index] - 3.5)
 
 
-def test_what_several_episodes_share_weighs_as_if_each_had_sampled_it():
+def test_shared_tokens_weigh_as_if_each_episode_had_sampled_them():
     episodes = [
         leaf(0, 5),
         leaf(1, 4, parent=0, place=1),
@@ -101,9 +101,9 @@ def test_what_several_episodes_share_weighs_as_if_each_had_sampled_it():
         np.testing.assert_allclose(weighed, plain * counts)
 
 
-def test_on_average_a_tree_has_the_gradient_of_as_many_episodes_that_share_nothing():
-    """A policy of two tokens, each 0 or 1, rewarded by a table: gradients by their two logits, over
-    all that a group of two trees with two episodes each may be."""
+def test_expected_gradient_of_a_tree_equals_that_of_independent_episodes():
+    """Gradients of a policy that samples two tokens, each 0 or 1, with rewards from a table. Sums
+    over all outcomes of a group of two trees with two episodes each."""
     p, q, rewards = 0.3, 0.6, np.array([[0.0, 1.0], [2.0, 5.0]])
     trees = [leaf(0, 2), leaf(1, 2, parent=0, place=1), leaf(2, 2), leaf(3, 2, parent=2, place=1)]
     gradient = np.zeros(2)
@@ -119,11 +119,11 @@ def test_on_average_a_tree_has_the_gradient_of_as_many_episodes_that_share_nothi
         p * (1 - p) * np.diff(rewards @ [1 - q, q])[0],
         q * (1 - q) * np.diff([1 - p, p] @ rewards)[0],
     ]
-    # Half of it: each is compared with a mean of two that it is part of.
+    # Half of it: the baseline of each is a mean of two that includes itself.
     np.testing.assert_allclose(gradient, 4 * np.array(of_one) / 2)
 
 
-def test_a_tree_of_which_an_episode_is_not_trained_is_seen_as_far_as_it_is_there():
+def test_tree_with_a_missing_episode_uses_the_remaining_ones():
     episodes = [leaf(1, 4, parent=0, place=2), leaf(2, 6, parent=0, place=2), leaf(3, 3)]
     one, two, alone = LOCAL(group_of(episodes, [0.0, 1.0, 1.0]))
     np.testing.assert_allclose(one, [0, 0, 0, -0.5, -0.5])
@@ -131,20 +131,20 @@ def test_a_tree_of_which_an_episode_is_not_trained_is_seen_as_far_as_it_is_there
     np.testing.assert_allclose(alone, [0, 0.25, 0.25, 0.25])
 
 
-def test_each_agent_is_compared_with_itself_also_where_all_it_said_is_shared():
+def test_each_agent_is_compared_with_itself_even_on_shared_tokens():
     both = (rollout(range(2), agent="a"), rollout(range(2, 4), agent="b"))
     root = Episode(turns=(), rollouts=both, branching=Branching(number=0))
     only_b = (rollout(range(2, 5), agent="b"),)
     branch = Episode(turns=(), rollouts=only_b, branching=Branching(number=1, parent=0, place=2))
     group = group_of([root, branch], [{"a": 1.0, "b": 3.0}, {"a": 0.0, "b": 1.0}])
     found = by_agent(LOCAL)(group)
-    # The one tree is all there is: nothing to compare its first stretch with.
+    # There is only one tree, so its first segment has nothing to be compared with.
     np.testing.assert_allclose(found[0], [0, 0, 0])
     np.testing.assert_allclose(found[1], [0, 1, 1])
     np.testing.assert_allclose(found[2], [0, -1, -1, -1])
 
 
-def test_without_branches_it_is_the_score_minus_the_mean_over_the_deviation():
+def test_without_branches_tree_advantages_equal_group_advantages():
     plain = [Episode(turns=(), rollouts=(rollout(range(2)),)) for _ in range(3)]
     group = group_of(plain, [0.0, 1.0, 2.0])
     found = with_advantages(group, TreeAdvantages(epsilon=0.0)(group))

@@ -1,4 +1,4 @@
-"""Each verifier by hand; how they are made; and that they work in a scorer process."""
+"""Each verifier by hand, its settings, and its way to a scorer process."""
 
 import json
 import pickle
@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from millrace.scoring.verifiers.numeric import last_number
 
 import millrace as mr
 from millrace.config import load_config
@@ -16,13 +17,12 @@ from millrace.run.prepare import _scorers
 from millrace.scoring.functions.signature import inspect_reward
 from millrace.scoring.registry import check_scorers
 from millrace.scoring.verifiers import VERIFIERS, build_verifier
-from millrace.scoring.verifiers.numeric import last_number
 
 v = mr.verifiers
 
 
 def score(verifier, text, answer=None):
-    """Of one completion, with what its column says."""
+    """The score of one completion with its column value."""
     (column,) = verifier.needed_columns or ("nothing",)
     (reward,) = verifier(completions=[text], **{column: [answer]})
     return reward
@@ -52,7 +52,7 @@ def test_exact(settings, text, answer, reward):
     assert score(v.Exact(**settings), text, answer) == reward
 
 
-def test_of_a_chat_the_last_message_is_judged():
+def test_last_message_of_a_chat_is_scored():
     chat = [{"role": "assistant", "content": "Paris"}]
     assert v.Exact()(completions=[chat, "Rome"], answer=["Paris", "Paris"]) == [1.0, 0.0]
 
@@ -191,7 +191,7 @@ def test_math(text, answer, reward):
     assert score(v.Math(), text, answer) == reward
 
 
-def test_an_expression_without_end_costs_its_own_score_alone():
+def test_endless_expression_affects_only_its_own_score():
     endless = r"\boxed{10^{10^{10}}}"
     rewards = v.Math(time_limit_s=1)(completions=[endless, r"\boxed{3}"], answer=["3", "3"])
     assert rewards == [0.0, 1.0]
@@ -224,7 +224,7 @@ def test_python_tests(settings, text, tests, reward):
 
 
 @pytest.mark.parametrize("tests", [[], 3, [["a"]], ["assert f", ["a", "b"]], {"input": "a"}])
-def test_tests_that_are_none_are_an_error(tests):
+def test_invalid_tests_are_an_error(tests):
     with pytest.raises(ValueError, match=r"column 'tests' holds "):
         score(v.PythonTests(), SQUARE, tests)
 
@@ -238,7 +238,7 @@ def test_tests_that_are_none_are_an_error(tests):
         (v.Math(), "", "column 'answer' holds '', which is no expression"),
     ],
 )
-def test_a_reference_that_cannot_be_one_is_an_error(verifier, answer, sentence):
+def test_invalid_reference_is_an_error(verifier, answer, sentence):
     with pytest.raises(ValueError, match=sentence):
         score(verifier, "3", answer)
 
@@ -271,7 +271,7 @@ def test_a_reference_that_cannot_be_one_is_an_error(verifier, answer, sentence):
         ({"type": "python_tests", "parallel": 0}, "parallel = 0 must be an integer above 0"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence_before_anything_starts(table, sentence):
+def test_invalid_setting_is_refused_before_anything_starts(table, sentence):
     config = load_config({"model": "m", "scorers": [{"function": "a:b", "name": "f"}, table]})
     with pytest.raises(ConfigError) as caught:
         _scorers(config.scorers, None)
@@ -290,7 +290,7 @@ def test_a_verifier_names_itself_and_the_column_it_needs():
 
 
 @pytest.mark.parametrize("kind", VERIFIERS)
-def test_every_verifier_is_a_reward_function_that_travels(kind):
+def test_every_verifier_can_be_shipped_as_a_reward_function(kind):
     if kind == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
     required = {"regex": {"pattern": "a"}, "json_schema": {"schema": {}}}

@@ -1,4 +1,4 @@
-"""The pins, and the hashes of what they name."""
+"""Pinned dependencies and their hashes."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_the_lock_has_hashes_of_every_pinned_dependency_but_torch():
         assert re.fullmatch(r"\S+ \\\n( {4}--hash=sha256:[0-9a-f]{64}( \\)?\n)+", block), block
 
 
-def test_no_place_to_install_from_is_written_down():
+def test_lock_file_names_no_package_index():
     for name in FILES:
         lines = [row for row in (ROOT / name).read_text().splitlines() if not row.startswith("#")]
         assert not [row for row in lines if "://" in row or row.startswith("-")], name

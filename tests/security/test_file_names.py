@@ -1,4 +1,4 @@
-"""Names from settings and sockets never lead out of the folder they are used in."""
+"""Names from settings and sockets never leave the folder they are used in."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", LEADING_AWAY)
-def test_a_scorer_whose_name_leads_away_is_refused_before_anything_starts(name):
+def test_scorer_name_that_leaves_its_folder_is_refused_before_the_start(name):
     table = {"type": "http", "url": "http://h", "name": name or "."}
     config = load_config({"model": "m", "scorers": [table]})
     with pytest.raises(ConfigError, match=r"^A scorer has the name .*; files of the run are") as e:
@@ -35,7 +35,7 @@ def test_a_scorer_whose_name_leads_away_is_refused_before_anything_starts(name):
 
 
 @pytest.mark.parametrize("name", LEADING_AWAY)
-async def test_a_worker_whose_name_leads_away_is_not_launched(name, tmp_path: Path):
+async def test_worker_name_that_leaves_its_folder_is_not_launched(name, tmp_path: Path):
     async with Hub(log_dir=tmp_path, on_event=lambda *_: None) as hub:
         with pytest.raises(ConfigError, match="A worker has the name"):
             await hub.launch(name, "no_such_module")
@@ -47,7 +47,7 @@ class SilentLine:
         await asyncio.Event().wait()
 
 
-async def test_a_host_that_joins_starts_no_worker_whose_name_leads_away(tmp_path: Path):
+async def test_joining_host_refuses_worker_names_that_leave_the_folder(tmp_path: Path):
     crew = _HostWorkers(SilentLine(), ticket=None)  # type: ignore[arg-type]
     places = [JoinSlot(name="../../engine", token="t")]
     with pytest.raises(ConfigError, match=r"A worker of this run has the name '\.\./\.\./engine'"):
@@ -55,7 +55,7 @@ async def test_a_host_that_joins_starts_no_worker_whose_name_leads_away(tmp_path
 
 
 @given(st.text(max_size=250))
-def test_what_passes_is_one_file_in_its_folder(name: str):
+def test_accepted_names_stay_in_their_folder(name: str):
     try:
         check_file_name(name, of="It")
     except ConfigError:
@@ -67,7 +67,7 @@ def test_what_passes_is_one_file_in_its_folder(name: str):
     assert (folder / name).parent == folder
 
 
-def test_pruning_removes_no_folder_that_a_link_leads_to(tmp_path: Path):
+def test_pruning_does_not_follow_links(tmp_path: Path):
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     write_fake_checkpoint(folder / "step_2", run_state={})
     elsewhere.mkdir()
@@ -83,9 +83,7 @@ def mode_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
-async def test_the_local_socket_lies_in_a_folder_that_others_cannot_enter(
-    umask: int, tmp_path: Path
-):
+async def test_local_socket_is_in_a_private_folder(umask: int, tmp_path: Path):
     before = os.umask(umask)
     try:
         async with Hub(tmp_path, log_dir=tmp_path, on_event=lambda *_: None) as hub:

@@ -1,5 +1,4 @@
-"""Whatever bytes arrive: a valid value or the one named error, and no more memory than they are
-worth."""
+"""Hostile bytes are read, or refused with the expected error, without large allocations."""
 
 import json
 import struct
@@ -22,7 +21,7 @@ from millrace.serving.api.errors import ApiError
 from millrace.serving.api.messages import read_messages
 from millrace.training.checkpoints.directory import damage_to
 
-MOST_BYTES = 4 * 2**20  # that a few hundred hostile bytes may cost
+MOST_BYTES = 4 * 2**20  # allowed allocation for a few hundred hostile bytes
 E = TypeVar("E", bound=Exception)
 HUGE = st.sampled_from([2**31 - 1, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1])
 
@@ -37,7 +36,7 @@ def costs_little(read: Callable[[], object]) -> None:
 
 
 def refusal_of(read: Callable[[], object], *, kind: type[E]) -> E | None:
-    """The named error, or None if it was read; anything else is a failed test."""
+    """Return the expected error, or None if the bytes were read; other errors fail the test."""
     try:
         read()
     except kind as error:
@@ -47,7 +46,7 @@ def refusal_of(read: Callable[[], object], *, kind: type[E]) -> E | None:
 
 @st.composite
 def claims(draw: st.DrawFn) -> bytes:
-    """Msgpack whose lengths promise gigabytes, nested in what looks like a message."""
+    """Msgpack with forged lengths of gigabytes, nested in a plausible message."""
     kind = draw(st.sampled_from([b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"]))
     length = struct.pack(">I", draw(st.integers(2**16, 2**32 - 1)))
     outer = draw(
@@ -58,7 +57,7 @@ def claims(draw: st.DrawFn) -> bytes:
 
 @settings(deadline=None)
 @given(claims(), st.lists(st.binary(max_size=20), max_size=2))
-def test_lengths_that_promise_gigabytes_cost_nothing(header: bytes, arrays: list[bytes]):
+def test_forged_lengths_allocate_no_memory(header: bytes, arrays: list[bytes]):
     def read() -> None:
         assert refusal_of(lambda: decode([header, *arrays]), kind=WireError) is not None
 
@@ -75,7 +74,7 @@ def test_lengths_that_promise_gigabytes_cost_nothing(header: bytes, arrays: list
 )
 @example(0, "<f8", [0, 2**62], b"")
 @example(0, "|i1", [2**32, 2**32], b"")
-def test_shapes_that_promise_gigabytes_cost_nothing(index, dtype, shape, frame):
+def test_forged_shapes_allocate_no_memory(index, dtype, shape, frame):
     array = msgspec.msgpack.Ext(ARRAY_CODE, msgspec.msgpack.encode((index, dtype, shape)))
     columns = {"x": [array]}
     header = msgspec.msgpack.encode(
@@ -157,7 +156,7 @@ def test_a_body_is_read_or_refused(kind, data: bytes):
     error = refusal_of(read, kind=ApiError)
     if error is not None:
         assert 400 <= error.status < 500
-        json.dumps(error.body(), ensure_ascii=False).encode()  # what a client gets is valid text
+        json.dumps(error.body(), ensure_ascii=False).encode()  # valid text for a client
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

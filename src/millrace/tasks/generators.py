@@ -9,8 +9,8 @@ from typing import Any
 
 from millrace.core.plugins import build_plugin
 from millrace.core.records import Prompt, Task
-from millrace.scoring.verifiers.answers import check_positive, check_switch, check_text
-from millrace.scoring.verifiers.reasoning_gym import COLUMN, make_dataset, reasoning_gym, told_of
+from millrace.scoring.setting_checks import check_bool, check_integer, check_text
+from millrace.scoring.verifiers.reasoning_gym import COLUMN, make_dataset, puzzle_of, reasoning_gym
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +34,9 @@ class Puzzles:
     """Whether the prompt is a list of messages; if false, a text that begins with `system`."""
 
     def __post_init__(self) -> None:
-        check_text("dataset", self.dataset)
-        check_positive("size", self.size, whole=True)
-        check_switch("chat", self.chat)
+        check_text(dataset=self.dataset)
+        check_integer(1, size=self.size)
+        check_bool(chat=self.chat)
 
     def __call__(self) -> list[Task]:
         config = {**self.config, "size": self.size, "seed": self.seed}
@@ -44,7 +44,7 @@ class Puzzles:
         return [
             Task(
                 prompt=self._prompt(entry["question"]),
-                columns={"answer": entry["answer"], COLUMN: told_of(self.dataset, config, entry)},
+                columns={"answer": entry["answer"], COLUMN: puzzle_of(self.dataset, config, entry)},
             )
             for entry in (dataset[index] for index in range(self.size))
         ]

@@ -1,5 +1,5 @@
-"""Advantages where the agents of an episode are rewarded apart: each is compared with itself in the
-other episodes of its group.
+"""Advantages of episodes with several agents: each agent is compared with itself in the other
+episodes of its group.
 """
 
 import dataclasses
@@ -15,16 +15,17 @@ from millrace.scoring.advantages.estimators import with_advantages
 
 
 def by_agent(estimator: Advantages) -> Callable[[Group], Any]:
-    """The same estimator, asked once for each agent where they differ."""
+    """Wrap an estimator so that it is called once per agent if agents are rewarded separately."""
 
     def estimate(group: Group) -> Any:
-        is_alike = not any(score.by_agent for score in group.scores)
-        if is_alike or isinstance(estimator, AdvantagesByAgent):
+        is_shared = not any(score.by_agent for score in group.scores)
+        if is_shared or isinstance(estimator, AdvantagesByAgent):
             return estimator(group)
         if isinstance(estimator, AdvantagesOverBatch):
             raise ScoreError(
-                f"Advantages {type(estimator).__name__!r} look across groups and cannot tell the"
-                " agents of an episode apart; choose another type in [scoring.advantages]."
+                f"Advantages {type(estimator).__name__!r} compare several groups and cannot"
+                " distinguish the agents of an episode; choose another type in"
+                " [scoring.advantages]."
             )
         names = dict.fromkeys(rollout.agent for rollout in group.rollouts)
         found = [np.zeros(len(rollout.tokens), np.float32) for rollout in group.rollouts]
@@ -40,7 +41,7 @@ def by_agent(estimator: Advantages) -> Callable[[Group], Any]:
 
 
 def _alone(group: Group, name: str) -> Group:
-    """The episodes in which an agent took part, with what is its own in them."""
+    """Return the episodes of one agent, with its own rollouts and scores."""
     members = [
         (
             dataclasses.replace(

@@ -1,14 +1,13 @@
-"""Scores -> advantages: how much better each episode, or token, was than expected.
+"""Advantage estimators: how much better each episode, or token, was than expected.
 
 An estimator is a plug-in: a frozen dataclass whose fields are the keys of [scoring.advantages], or
-a function of the user's. It is called with a scored group and returns a number for each of its
-episodes, or an array [L] for each of its rollouts. One that has `over_batch` is asked again when
-its groups are trained, with all groups of the step.
+a user's function. It is called with a scored group and returns a number per episode, or an array
+[L] per rollout. If it has `over_batch`, that is called with all groups of a step before they are
+trained.
 
-Promise: whatever an estimator returns, a group gets finite advantages or one ScoreError sentence.
+Promise: whatever an estimator returns, a group gets finite advantages or one ScoreError.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from millrace.core.protocols import Advantages
 from millrace.core.records import Group
 from millrace.core.returns import discounted_returns, sampled_rewards
 from millrace.scoring.advantages.tree import TreeAdvantages
+from millrace.scoring.setting_checks import check_bool, check_choice, check_number
 
 SECTION = "scoring.advantages"
 
@@ -29,18 +29,18 @@ SECTION = "scoring.advantages"
 class GroupAdvantages:
     """Each total minus the group's mean, over the group's standard deviation.
 
-    The deviation is the unbiased one (n - 1), as in the common GRPO implementations. A group whose
-    totals are all equal teaches nothing: its advantages are exactly 0, whatever rounding would say.
+    The deviation is unbiased (n - 1), as in common GRPO implementations. If all totals are equal,
+    the advantages are exactly 0, free of rounding errors.
     """
 
     normalize_std: bool = True
-    """Divide by the deviation; false leaves the scale of the rewards, as Dr. GRPO does."""
+    """Divide by the standard deviation; false keeps the scale of the rewards, as in Dr. GRPO."""
     epsilon: float = 1e-4
-    """Added to the deviation, so that a tiny one does not blow up noise."""
+    """Added to the standard deviation, so that a tiny one does not amplify noise."""
 
     def __post_init__(self) -> None:
-        _check_switch("normalize_std", self.normalize_std)
-        _check_epsilon(self.epsilon)
+        check_bool(normalize_std=self.normalize_std)
+        check_number(0, epsilon=self.epsilon)
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
         return _normalized(
@@ -50,7 +50,7 @@ class GroupAdvantages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaveOneOutAdvantages:
-    """Each total minus the mean of the others (RLOO): a baseline it has no part in itself."""
+    """Each total minus the mean of the other totals (RLOO)."""
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
         totals = _totals(group)
@@ -62,7 +62,7 @@ class LeaveOneOutAdvantages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BestWorstAdvantages:
-    """1 for the best, -1 for the worst, 0 for the others: a pair to be compared. None where all
+    """1 for the best, -1 for the worst, 0 for the others: a preference pair. All 0 if all totals
     are equal."""
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
@@ -78,17 +78,17 @@ class BatchAdvantages:
     """Normalised over all episodes that are trained in one step (REINFORCE++)."""
 
     baseline: Literal["batch", "group"] = "batch"
-    """What is taken off each total: the step's mean, or that of its own group. The deviation is
-    the step's in either case."""
+    """Mean that is subtracted from each total: that of the step, or of its group. The standard
+    deviation is always that of the step."""
     epsilon: float = 1e-4
 
     def __post_init__(self) -> None:
-        if self.baseline not in ("batch", "group"):
-            raise ValueError(f"baseline = {self.baseline!r} must be 'batch' or 'group'")
-        _check_epsilon(self.epsilon)
+        check_choice("baseline", self.baseline, ("batch", "group"))
+        check_number(0, epsilon=self.epsilon)
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
-        """Until the step is known: the totals, without the group's mean if that is the baseline."""
+        """Return the totals before the step is known, minus the group's mean if that is the
+        baseline."""
         is_centred = self.baseline == "group"
         return _normalized(_totals(group), centre=is_centred, by_std=False, epsilon=0.0)
 
@@ -101,8 +101,8 @@ class BatchAdvantages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReturnAdvantages:
-    """By token: the discounted rewards from there on, the episode's total coming with the last
-    token, normalised over all sampled tokens of the group."""
+    """Per token: the discounted sum of rewards from there on, normalised over all sampled tokens of
+    the group. The episode's total belongs to its last token."""
 
     discount: float = 1.0
     normalize_std: bool = True
@@ -111,8 +111,8 @@ class ReturnAdvantages:
     def __post_init__(self) -> None:
         if not 0 < self.discount <= 1:
             raise ValueError(f"discount = {self.discount!r} must be above 0 and at most 1")
-        _check_switch("normalize_std", self.normalize_std)
-        _check_epsilon(self.epsilon)
+        check_bool(normalize_std=self.normalize_std)
+        check_number(0, epsilon=self.epsilon)
 
     def __call__(self, group: Group) -> list[np.ndarray]:  # [L] each
         returns = [
@@ -134,8 +134,7 @@ class ReturnAdvantages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticAdvantages:
-    """Left to the critic, which is in the trainer. Until then each total, as if nothing had been
-    expected."""
+    """Placeholder for GAE, which the trainer computes with its critic. Returns the totals."""
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
         return _totals(group)
@@ -156,26 +155,26 @@ ADVANTAGES: dict[str, type] = {
 
 
 def build_advantages(table: Mapping[str, Any]) -> Advantages:
-    """The estimator of a [scoring.advantages] table; a function is given the other keys with every
+    """Build the estimator of a [scoring.advantages] table. A function gets the other keys with each
     call."""
     return build_callable(table, builtins=ADVANTAGES, default="group", section=SECTION)
 
 
 def with_advantages(group: Group, found: Any) -> Group:
-    """The group with what an estimator returned for it; raises ScoreError if that is not it."""
+    """Return the group with an estimator's output; raises ScoreError if the output is invalid."""
     try:
         parts = list(found)
         of_tokens = bool(parts) and all(np.ndim(part) == 1 for part in parts)
-        with np.errstate(over="ignore"):  # what is too large for float32 is not finite then
+        with np.errstate(over="ignore"):  # overflow to inf is refused below
             found_arrays = parts if of_tokens else [parts]
             arrays = tuple(np.asarray(part, np.float32) for part in found_arrays)
     except (TypeError, ValueError):
-        raise _unfit(group, found) from None
+        raise _invalid(group, found) from None
     lengths = [len(rollout.tokens) for rollout in group.rollouts]
     expected = lengths if of_tokens else [len(group.episodes)]
     is_finite = all(np.isfinite(array).all() for array in arrays)
     if [array.shape for array in arrays] != [(n,) for n in expected] or not is_finite:
-        raise _unfit(group, found)
+        raise _invalid(group, found)
     if not of_tokens:
         return replace(group, advantages=arrays[0], token_advantages=None)
     sampled = [a[rollout.mask] for a, rollout in zip(arrays, group.rollouts, strict=True)]
@@ -191,7 +190,7 @@ def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else 0.0
 
 
-def _unfit(group: Group, found: Any) -> ScoreError:
+def _invalid(group: Group, found: Any) -> ScoreError:
     return ScoreError(
         f"The advantages of group {group.number} are {found!r}; each of its"
         f" {len(group.episodes)} episodes needs one finite number, or each of its rollouts one for"
@@ -208,13 +207,3 @@ def _normalized(values: np.ndarray, *, centre: bool, by_std: bool, epsilon: floa
         return np.zeros(len(values))
     deviation = values.std(ddof=1) + epsilon if by_std else 1.0
     return (values - values.mean() if centre else values) / deviation
-
-
-def _check_switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} = {value!r} must be true or false")
-
-
-def _check_epsilon(epsilon: Any) -> None:
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise ValueError(f"epsilon = {epsilon!r} must be a finite number, at least 0")

@@ -1,47 +1,43 @@
-"""Advantages of episodes that are branches of one another: each stretch of tokens is compared with
-what came of the others that begin where it begins.
+"""Advantages of episodes that branch off one another.
 
-The tokens of a tree lie in stretches, from one branching to the next. What a stretch is worth is
-the mean over what follows it: the stretches that begin at its end or, at the end of an episode, the
-episode's score. Its advantage is that minus the worth of the stretch before it; for the first
-stretch of a tree, minus the mean of the group's trees.
+The tokens of a tree form segments, from one branching point to the next. The value of a segment is
+the mean of what follows it: the segments that start at its end, and at the end of an episode the
+episode's score. The advantage of a segment is its value minus the value of the segment before it,
+or for the first segment of a tree, minus the mean over the group's trees.
 
-So the tokens behind a pivot are compared with their siblings alone, those before it have the mean
-of what came of them, and along each episode the advantages add up to its score minus the mean.
+So tokens after a branching point are compared with their siblings alone, tokens before it have the
+mean of all outcomes, and along each episode the advantages add up to its score minus the mean.
 
-A stretch that several episodes share is trained once, and stands for all of them: it weighs as many
-times as much. Then the gradient is, on average, that of as many episodes which share nothing.
+A segment that several episodes share is trained once on behalf of all of them, so its weight is
+their number. The expected gradient is then that of as many episodes that share nothing.
 """
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
 from millrace.core.records import Branching, Group, Rollout
+from millrace.scoring.setting_checks import check_bool, check_number
 
-Stretch = tuple[int, int]  # number of the episode that sampled it, and which of that one's
+Segment = tuple[int, int]  # number of the episode that sampled it, index within that episode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeAdvantages:
-    """Where nothing branches, each total minus the group's mean."""
+    """Advantages by segment. Without branches: each total minus the group's mean."""
 
     normalize_std: bool = True
-    """Divide by the deviation of the group's scores."""
+    """Divide by the standard deviation of the group's scores."""
     epsilon: float = 1e-4
     weigh_shared: bool = True
-    """Multiply by the number of episodes that share a token."""
+    """Multiply by the number of episodes that share the token."""
 
-    handles_agents = True  # it compares each with itself; see scoring/agents.py
+    handles_agents = True  # see by_agent.py
 
     def __post_init__(self) -> None:
-        for name in ("normalize_std", "weigh_shared"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"{name} = {value!r} must be true or false")
-        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
-            raise ValueError(f"epsilon = {self.epsilon!r} must be a finite number, at least 0")
+        check_bool(normalize_std=self.normalize_std, weigh_shared=self.weigh_shared)
+        check_number(0, epsilon=self.epsilon)
 
     def __call__(self, group: Group) -> list[np.ndarray]:  # [L] for each rollout
         forest = _Forest(group)
@@ -53,20 +49,19 @@ class TreeAdvantages:
             for rollout in episode.rollouts
         ]
 
-    def _of_agent(self, forest: "_Forest", group: Group, name: str) -> dict[Stretch, float]:
+    def _of_agent(self, forest: "_Forest", group: Group, name: str) -> dict[Segment, float]:
         scores = np.array([score.of_agent(name) for score in group.scores], np.float64)
-        if scores.max() == scores.min():  # exactly 0, whatever rounding would say
+        if scores.max() == scores.min():  # exactly 0, free of rounding errors
             return defaultdict(float)
         scale = scores.std(ddof=1) + self.epsilon if self.normalize_std else 1.0
         return {
-            stretch: (value * sharers if self.weigh_shared else value) / scale
-            for stretch, (value, sharers) in forest.advantages(scores.tolist()).items()
+            segment: (value * sharers if self.weigh_shared else value) / scale
+            for segment, (value, sharers) in forest.advantages(scores.tolist()).items()
         }
 
 
 class _Forest:
-    """The trees of a group. One that lacks an episode, since not all are trained, is seen as far as
-    it is there."""
+    """The trees of a group. Episodes that are not trained may be missing from a tree."""
 
     def __init__(self, group: Group) -> None:
         self._branchings = [
@@ -80,52 +75,52 @@ class _Forest:
                 points[branching.parent].add(branching.place)
         self._points = {number: sorted(places) for number, places in points.items()}
 
-    def advantages(self, scores: list[float]) -> dict[Stretch, tuple[float, int]]:
-        """By stretch, given the scores of all episodes; and how many of them share it."""
+    def advantages(self, scores: list[float]) -> dict[Segment, tuple[float, int]]:
+        """Return the advantage of each segment, and how many episodes share it."""
         ends = {b.number: score for b, score in zip(self._branchings, scores, strict=True)}
-        followers: defaultdict[Stretch | None, list[Stretch]] = defaultdict(list)
+        children: defaultdict[Segment | None, list[Segment]] = defaultdict(list)
         numbers = dict.fromkeys([*self._known, *self._points])
         for number in numbers:
             count = len(self._points.get(number, ()))
             last = count if number in ends else count - 1
-            followers[self._before(number)].append((number, 0))
+            children[self._before(number)].append((number, 0))
             for index in range(last):
-                followers[number, index].append((number, index + 1))
-        worths: dict[Stretch, float] = {}
-        sharers: dict[Stretch, int] = {}
+                children[number, index].append((number, index + 1))
+        values_of: dict[Segment, float] = {}
+        sharers: dict[Segment, int] = {}
 
-        def worth(stretch: Stretch) -> float:
-            number, index = stretch
-            values = [worth(follower) for follower in followers[stretch]]
-            sharers[stretch] = sum(sharers[follower] for follower in followers[stretch])
+        def value(segment: Segment) -> float:
+            number, index = segment
+            values = [value(child) for child in children[segment]]
+            sharers[segment] = sum(sharers[child] for child in children[segment])
             if number in ends and index == len(self._points.get(number, ())):
                 values.append(ends[number])
-                sharers[stretch] += 1
-            worths[stretch] = float(np.mean(values))
-            return worths[stretch]
+                sharers[segment] += 1
+            values_of[segment] = float(np.mean(values))
+            return values_of[segment]
 
-        overall = float(np.mean([worth(root) for root in followers[None]]))
+        overall = float(np.mean([value(root) for root in children[None]]))
         return {
-            follower: (
-                worths[follower] - (overall if stretch is None else worths[stretch]),
-                sharers[follower],
+            child: (
+                values_of[child] - (overall if segment is None else values_of[segment]),
+                sharers[child],
             )
-            for stretch, those in followers.items()
-            for follower in those
+            for segment, segments in children.items()
+            for child in segments
         }
 
-    def by_token(self, index: int, rollout: Rollout, found: dict[Stretch, float]) -> np.ndarray:
-        """[L] of a rollout of this episode; 0 where it trains nothing."""
+    def by_token(self, index: int, rollout: Rollout, found: dict[Segment, float]) -> np.ndarray:
+        """Return [L] for a rollout of this episode; 0 where the mask is False."""
         number = self._branchings[index].number
         places = rollout.places
         if places is None:
             return np.full(len(rollout.tokens), found[number, 0], np.float32)
-        stretches = np.searchsorted(self._points.get(number, []), places, side="right")
-        values = np.array([found[number, i] for i in range(stretches.max() + 1)], np.float32)
-        return np.where(rollout.mask, values[stretches], 0).astype(np.float32)
+        segments = np.searchsorted(self._points.get(number, []), places, side="right")
+        values = np.array([found[number, i] for i in range(segments.max() + 1)], np.float32)
+        return np.where(rollout.mask, values[segments], 0).astype(np.float32)
 
-    def _before(self, number: int) -> Stretch | None:
-        """The stretch at whose end an episode branches off."""
+    def _before(self, number: int) -> Segment | None:
+        """Return the segment at whose end an episode branches off."""
         branching = self._known.get(number)
         if branching is None or branching.parent is None:
             return None

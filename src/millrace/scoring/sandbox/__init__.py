@@ -1,12 +1,19 @@
-"""Runs Python code that nobody has read, and says what it printed or which tests it passed.
+"""Runs untrusted Python code in a sandbox, and reports its output or the tests it passed.
 
-A call starts one fresh interpreter, the judge (judge.py). The judge forks the code under test into
-a process of its own that gives up what it could do harm with (lockdown.py) before its first line
-runs. Tests run in the judge and reach the code by messages (objects.py), so that the code sees no
-test, holds no way to the result, and can answer only with data.
+A call starts a fresh interpreter, the runner (runner.py). The runner forks the code under test into
+a process of its own, which is confined (lockdown.py) before its first line runs. Tests run in the
+runner and reach the code by messages (objects.py). So the code sees no test, has no access to the
+results, and can answer only with data.
 
-Promise: the code starts no process, opens no socket, writes no file, signals nobody, reads nothing
-but Python's own library, and ends within its limits together with the call. Where the kernel cannot
-hold this, nothing is run. Everything here imports the standard library alone and, but for
-calls.py, runs inside the judge.
+Confined: the code cannot start a process, open a socket, write or delete a file, send a signal,
+trace a process, or exceed its limits on CPU time, memory, output and open files. It can read only
+Python's library and a few system files (lockdown.py lists them), or no file at all on kernels
+without Landlock. All its processes end with the call.
+
+Not confined: the code can use CPU and memory up to its limits, read the clock and random numbers,
+and see the kernel version, the user id and the load of the machine. The sandbox relies on seccomp
+and Landlock: a bug in the Linux kernel breaks it. It is no virtual machine.
+
+Where the kernel cannot enforce this, nothing is run. Everything here imports the standard library
+alone and, except for calls.py, runs inside the runner.
 """

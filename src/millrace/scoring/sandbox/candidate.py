@@ -1,7 +1,7 @@
-"""The code under test, in its own locked process: answers what the tests ask of it.
+"""The process of the code under test: executes the operations that the tests request.
 
-Promise: nothing here is trusted by anybody. Whatever the code does to this module, to builtins or
-to its pipes, it can only change what it answers.
+Promise: no other process trusts anything here. Whatever the code does to this module, to builtins
+or to its pipes changes only its own answers.
 """
 
 import builtins
@@ -41,11 +41,11 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class Handles:
-    """The objects that the tests know of, by number."""
+    """The objects that the tests hold references to, by number."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
-        self._numbers: dict[int, int] = {}  # by id(), which is safe as the objects are kept
+        self._numbers: dict[int, int] = {}  # by id(), unique while objects are kept
 
     def pack(self, value: Any) -> Packed:
         return pack(value, other=self._refer)
@@ -65,7 +65,7 @@ class Handles:
 
 
 def run_program(code: str) -> None:
-    """As a script; never returns."""
+    """Run the code as a script; never returns."""
     sys.argv = [f"{MODULE}.py"]
     status = 0
     try:
@@ -74,13 +74,13 @@ def run_program(code: str) -> None:
     except SystemExit as leaving:
         sys.stdout.flush()
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException:  # noqa: BLE001 - whatever it is, the program has failed
+    except BaseException:  # noqa: BLE001 - any exception means that the program failed
         status = 1
     os._exit(status & 0xFF)
 
 
 def serve(code: str, *, requests: int, replies: int) -> None:
-    """As a module that answers over two pipes; never returns."""
+    """Load the code as a module and answer requests over two pipes; never returns."""
     handles = Handles()
     try:
         names = vars(_execute(code, name=MODULE))
@@ -93,7 +93,7 @@ def serve(code: str, *, requests: int, replies: int) -> None:
         while True:
             request = receive(requests, max_bytes=MAX_REQUEST_BYTES)
             send(replies, _answer(request, handles))
-    except BaseException:  # noqa: BLE001 - it failed to load, or to answer: the judge sees it end
+    except BaseException:  # noqa: BLE001 - loading or answering failed; the runner sees the exit
         os._exit(1)
 
 
@@ -117,6 +117,6 @@ def _answer(request: dict[str, Any], handles: Handles) -> dict[str, Any]:
 
 
 def _pack_class(error: type[BaseException]) -> Packed:
-    """An exception class by its name, and that of the builtin it extends."""
+    """Pack an exception class as its name and the name of the builtin that it extends."""
     known = next(base for base in error.__mro__ if getattr(builtins, base.__name__, None) is base)
     return ["error", error.__name__, known.__name__]

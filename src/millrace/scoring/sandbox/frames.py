@@ -1,7 +1,7 @@
 """Messages over pipes: a length, then JSON.
 
-Promise: what is received is data, whoever sent it, and never more of it than was asked for.
-Nothing is read ahead, so a process forked between two frames never held the second.
+Promise: a received message is plain data of at most the allowed size, whoever sent it. Nothing is
+read ahead, so a process forked between two frames never had the second one in memory.
 """
 
 import json
@@ -13,7 +13,7 @@ _HEADER = struct.Struct("<Q")
 
 
 class FrameError(Exception):
-    """The other side is gone, or did not send a frame."""
+    """The other side has closed the pipe, or sent an invalid frame."""
 
 
 def frame(message: Any) -> bytes:
@@ -22,7 +22,7 @@ def frame(message: Any) -> bytes:
 
 
 def frames(data: bytes) -> list[Any]:
-    """The frames that are whole."""
+    """Decode all complete frames."""
     found: list[Any] = []
     while len(data) >= _HEADER.size:
         (length,) = _HEADER.unpack_from(data)
@@ -38,17 +38,17 @@ def send(fd: int, message: Any) -> None:
         try:
             data = data[os.write(fd, data) :]
         except BrokenPipeError:
-            raise FrameError("the other side is gone") from None
+            raise FrameError("the other side has closed the pipe") from None
 
 
 def receive(fd: int, *, max_bytes: int) -> Any:
     (length,) = _HEADER.unpack(_read(fd, _HEADER.size))
     if length > max_bytes:
-        raise FrameError(f"a frame of {length} bytes, where {max_bytes} are allowed")
+        raise FrameError(f"a frame of {length} bytes; the limit is {max_bytes}")
     try:
         return json.loads(_read(fd, length))
     except (ValueError, RecursionError) as error:
-        raise FrameError(f"not a frame: {type(error).__name__}") from None
+        raise FrameError(f"an invalid frame: {type(error).__name__}") from None
 
 
 def _read(fd: int, count: int) -> bytes:
@@ -56,7 +56,7 @@ def _read(fd: int, count: int) -> bytes:
     while count:
         part = os.read(fd, min(count, 2**16))
         if not part:
-            raise FrameError("the other side is gone")
+            raise FrameError("the other side has closed the pipe")
         parts.append(part)
         count -= len(part)
     return b"".join(parts)

@@ -1,10 +1,11 @@
-"""How a process gives up, for good, what code under test must not have.
+"""Confines the current process for good: resource limits, Landlock, seccomp.
 
-Resource limits bound what it uses; Landlock leaves it Python's own library to read; seccomp leaves
-it the system calls of syscalls.py. None of this needs a privilege, and none can be taken back.
+Resource limits bound its CPU time, memory and open files. Landlock restricts reading to Python's
+library. seccomp restricts system calls to those of syscalls.py. None of this needs privileges, and
+none can be undone.
 
 Promise: lock() returns with all of it in force, or raises OSError. Without Landlock (Linux before
-5.13, or switched off) no file can be opened at all.
+5.13, or disabled) the process cannot open any file.
 """
 
 import contextlib
@@ -25,33 +26,36 @@ SECCOMP_MODE_FILTER = 2
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 LANDLOCK_RULE_PATH_BENEATH = 1
 EXECUTE, READ_FILE, READ_DIR = 1 << 0, 1 << 2, 1 << 3
-ALL_ACCESS = (1 << 13) - 1  # every right that the first version of Landlock knows
+ALL_ACCESS = (1 << 13) - 1  # all rights of the first version of Landlock
 OPEN_FILES = 64
 
 
 def unsupported() -> str | None:
-    """Why code cannot be locked in here; None if it can."""
+    """Return why code cannot be confined on this machine, or None if it can."""
     if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
-        return f"{sys.platform} on {platform.machine()} has no sandbox; Linux on x86_64 or aarch64"
+        return (
+            f"{sys.platform} on {platform.machine()} has no sandbox; use Linux on x86_64 or aarch64"
+        )
     if ctypes.CDLL(None).prctl(PR_GET_SECCOMP, 0, 0, 0, 0) < 0:
         return "this Linux kernel has no seccomp"
     return None
 
 
 def die_with(parent: int) -> None:
-    """End this process when the thread that started it ends; `parent` is that thread's process."""
+    """Kill this process when the thread that started it ends. `parent` is that thread's process."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was quicker
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(1)
 
 
 def hide_memory() -> None:
-    """Nobody without privileges may trace this process or read its memory."""
+    """Forbid unprivileged processes to trace this process or read its memory."""
     _prctl(PR_SET_DUMPABLE, 0)
 
 
 def lock(*, cpu_s: int, memory_bytes: int, can_read: bool = True) -> None:
-    """`can_read`: Python's library, where Landlock keeps it to that."""
+    """Confine this process. `can_read` allows reading Python's library, if Landlock can restrict
+    reading to it."""
     _limit(resource.RLIMIT_CPU, cpu_s)
     _limit(resource.RLIMIT_AS, memory_bytes)
     _limit(resource.RLIMIT_FSIZE, 0)
@@ -72,7 +76,7 @@ def has_landlock() -> bool:
 
 
 def _library() -> list[Path]:
-    """What importing and running the standard library reads."""
+    """Return the paths that importing and running the standard library needs."""
     standard_library = Path(os.__file__).parent
     shared = [Path(sys.base_prefix, "lib"), *map(Path, ("/lib", "/lib64", "/usr/lib"))]
     data = map(Path, ("/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime"))
@@ -80,13 +84,13 @@ def _library() -> list[Path]:
 
 
 def _landlock(paths: list[Path]) -> bool:
-    """Leave these to be read and nothing else; False if the kernel cannot."""
+    """Restrict reading to these paths; returns False if the kernel has no Landlock."""
     if not has_landlock():
         return False
     rules = struct.pack("Q", ALL_ACCESS)
     ruleset = _syscall(LANDLOCK_CREATE_RULESET, rules, len(rules), 0)
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # systems differ in what they have
+        with contextlib.suppress(FileNotFoundError):  # not every system has all of them
             folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
             access = READ_FILE | EXECUTE | (READ_DIR if path.is_dir() else 0)
             rule = struct.pack("=Qi", access, folder)
@@ -114,7 +118,7 @@ def _syscall(number: int, *arguments: object) -> int:
 
 
 def _word(argument: object) -> object:
-    """A whole register: variadic functions are not told how wide an integer is."""
+    """Widen integers to a register: variadic C functions do not know their width."""
     return ctypes.c_ulong(argument) if isinstance(argument, int) else argument
 
 

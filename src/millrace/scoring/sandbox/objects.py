@@ -1,7 +1,7 @@
-"""What tests hold instead of the code under test: its functions, classes and objects, from afar.
+"""Proxies through which tests use the functions, classes and objects of the code under test.
 
-Promise: data comes back as plain values. An object of the code's own is asked only about itself:
-it equals no plain value and is neither more nor less than one, whatever it says.
+Promise: data comes back as plain values. A proxy never compares equal to a plain value, and never
+compares less or greater, whatever the object behind it answers.
 """
 
 import builtins
@@ -15,20 +15,20 @@ from millrace.scoring.sandbox.values import Packed, pack, unpack, write_back
 
 
 class Candidate:
-    """The other process, and the names it defines. Used by the judge's one thread."""
+    """The process of the code under test. Used by the runner's single thread."""
 
     def __init__(
-        self, *, requests: int, replies: int, max_bytes: int, on_end: Callable[[], None]
+        self, *, requests: int, replies: int, max_bytes: int, on_exit: Callable[[], None]
     ) -> None:
-        """`on_end` must not return: no test may go on, and none may catch it, once the code is
-        gone."""
+        """`on_exit` is called when the code has ended. It must not return, and no test must be able
+        to catch it."""
         self._requests, self._replies = requests, replies
         self._max_bytes = max_bytes
-        self._on_end = on_end
+        self._on_exit = on_exit
         self._errors: dict[tuple[str, str], type[Exception]] = {}
 
     def names(self) -> dict[str, Any]:
-        """Everything the code defines, once it has run; builtins keep their meaning."""
+        """Return the names that the code defines. It cannot redefine builtins."""
         found = self._receive().get("names", {})
         return {
             name: self._unpack(packed)
@@ -45,11 +45,11 @@ class Candidate:
         try:
             send(self._requests, request)
         except FrameError:
-            self._on_end()
+            self._on_exit()
         reply = self._receive()
         if "error" in reply:
             raise self._unpack(reply["error"])(str(reply.get("text", "")))
-        if reply.get("after") is not None:  # functions may work in place
+        if reply.get("after") is not None:  # functions may change their arguments
             changed_args, changed_kwargs = (self._unpack(packed) for packed in reply["after"])
             write_back([list(args), kwargs], [list(changed_args), changed_kwargs])
         return self._unpack(reply.get("value"))
@@ -58,17 +58,17 @@ class Candidate:
         try:
             reply = receive(self._replies, max_bytes=self._max_bytes)
         except FrameError:
-            self._on_end()
+            self._on_exit()
             raise
         if not isinstance(reply, dict):
-            self._on_end()
+            self._on_exit()
         return reply
 
     def _unpack(self, packed: Packed) -> Any:
         try:
             return unpack(packed, other=self._represent)
         except (ValueError, TypeError, ArithmeticError, RecursionError):
-            self._on_end()  # it made that up
+            self._on_exit()  # the code forged the message
             raise
 
     def _represent(self, packed: list[Any]) -> Any:
@@ -78,22 +78,24 @@ class Candidate:
             case ["error", str(), str()]:
                 return self._error_class(packed)
             case ["module", str(name)] if name.partition(".")[0] in sys.stdlib_module_names:
-                return importlib.import_module(name)  # our own: the code may have changed its own
+                return importlib.import_module(
+                    name
+                )  # not the code's module, which it may have changed
             case ["module", str()]:
                 return None
         raise ValueError(packed)
 
     def _error_class(self, packed: Packed) -> type[Exception]:
-        """A builtin exception, or one that the code derived from it: the same class each time."""
+        """Return a builtin exception, or a class derived from it, the same one each time."""
         match packed:
             case ["error", str(name), str(base_name)]:
                 base = getattr(builtins, base_name, None)
             case _:
                 raise ValueError(packed)
         if not (isinstance(base, type) and issubclass(base, Exception)):
-            base = RuntimeError  # sys.exit() in a function, say
+            base = RuntimeError  # for example after sys.exit() in a function
         if issubclass(base, UnicodeError):
-            base = UnicodeError  # those below it cannot be made of a text alone
+            base = UnicodeError  # its subclasses need more than a message
         if name == base.__name__:
             return base
         derived: Any = type(name, (base,), {})
@@ -101,7 +103,7 @@ class Candidate:
 
 
 class Remote:
-    """An object in the other process."""
+    """Proxy of an object in the process of the code under test."""
 
     def __init__(self, candidate: Candidate, handle: int, kind: str) -> None:
         vars(self).update(_candidate=candidate, _handle=handle, _kind=kind)
@@ -122,9 +124,7 @@ class Remote:
 def _refer(value: Any) -> Packed:
     if isinstance(value, Remote):
         return ["object", vars(value)["_handle"], vars(value)["_kind"]]
-    raise TypeError(
-        f"tests can pass data and the code's own objects to it, not a {type(value).__name__}"
-    )
+    raise TypeError(f"tests can pass data and the code's own objects, not a {type(value).__name__}")
 
 
 def _define(name: str, operation: str, *, among_remotes: bool = False) -> None:

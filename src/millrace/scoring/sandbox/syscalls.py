@@ -1,7 +1,7 @@
-"""The system calls that code under test may make, by architecture, as a seccomp filter.
+"""The seccomp filter of the code under test: allowed system calls by architecture.
 
-Promise: what is not listed fails with EPERM (or, where libc has an older way, ENOSYS). Listed is
-what computes, reads and talks over pipes that are open already.
+Promise: a system call that is not listed fails with EPERM, or with ENOSYS if libc then falls back
+to an older call. The listed calls compute, read, and use pipes that are already open.
 """
 
 import errno
@@ -10,7 +10,7 @@ import struct
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 
-# name: number on x86_64, number on aarch64; None where it has no such call
+# name: number on x86_64, number on aarch64; None if the call does not exist there
 _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63),
     "write": (1, 64),
@@ -96,7 +96,7 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "rseq": (334, 293),
     "faccessat2": (439, 439),
 }
-_MISSING = {"clone3": (435, 435), "openat2": (437, 437)}  # their arguments are out of our sight
+_MISSING = {"clone3": (435, 435), "openat2": (437, 437)}  # seccomp cannot inspect their arguments
 _CONDITIONAL = {
     "open": (2, None),
     "openat": (257, 56),
@@ -108,11 +108,11 @@ _CONDITIONAL = {
     "socketpair": (53, 199),
 }
 
-O_CHANGES = 0o3 | 0o100 | 0o1000  # the access mode, O_CREAT, O_TRUNC: reading has none of them
+O_CHANGES = 0o3 | 0o100 | 0o1000  # access mode, O_CREAT, O_TRUNC; all zero for reading
 CLONE_THREAD = 0x10000
-# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC; others make the kernel send signals
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC; other commands can send signals
 FCNTL = (0, 1, 2, 3, 4, 1030)
-IOCTL = (0x5421, 0x5450, 0x5451)  # FIONBIO, FIONCLEX, FIOCLEX: about the descriptor alone
+IOCTL = (0x5421, 0x5450, 0x5451)  # FIONBIO, FIONCLEX, FIOCLEX: they affect only the descriptor
 AF_UNIX = 1
 
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
@@ -122,7 +122,8 @@ Instruction = tuple[int, int, int, int]  # code, steps if true, steps if false, 
 
 
 def seccomp_filter(*, can_open: bool) -> bytes:
-    """The filter for this machine, as an array of sock_filter. `can_open`: files, for reading."""
+    """Return the filter for this machine as an array of sock_filter. `can_open` allows opening
+    files for reading."""
     machine = platform.machine()
     column = list(ARCHITECTURES).index(machine)
     steps: list[Instruction] = [
@@ -143,25 +144,25 @@ def seccomp_filter(*, can_open: bool) -> bytes:
 
 
 def _condition(name: str) -> list[Instruction]:
-    """Look at the arguments, and allow or deny."""
+    """Return instructions that inspect the arguments, and allow or deny."""
     deny, allow = _return(_ERRNO | errno.EPERM), _return(_ALLOW)
     match name:
         case "open":
             return [_argument(1), (_JUMP_SET, 0, 1, O_CHANGES), deny, allow]
         case "openat":
             return [_argument(2), (_JUMP_SET, 0, 1, O_CHANGES), deny, allow]
-        case "clone":  # threads, no processes
+        case "clone":  # threads, but no processes
             return [_argument(0), (_JUMP_SET, 1, 0, CLONE_THREAD), deny, allow]
         case "fcntl" | "ioctl":
             commands = FCNTL if name == "fcntl" else IOCTL
             checks = [step for known in commands for step in ((_JUMP_EQUAL, 0, 1, known), allow)]
             return [_argument(1), *checks, deny]
-        case "prlimit64":  # its own limits, which it cannot raise
+        case "prlimit64":  # the process's own limits, which it cannot raise
             return [_argument(0), (_JUMP_EQUAL, 1, 0, 0), deny, allow]
-        case "sendto":  # to the other end of a socketpair, never to an address
+        case "sendto":  # only to the other end of a socketpair, without an address
             low, high = _argument(4), _load(16 + 8 * 4 + 4)
             return [low, (_JUMP_EQUAL, 0, 2, 0), high, (_JUMP_EQUAL, 1, 0, 0), deny, allow]
-        case _:  # socketpair, which event loops wake themselves with
+        case _:  # socketpair, which event loops use to wake up
             return [_argument(0), (_JUMP_EQUAL, 1, 0, AF_UNIX), deny, allow]
 
 
@@ -170,12 +171,12 @@ def _on(number: int | None, steps: list[Instruction]) -> list[Instruction]:
 
 
 def _load(offset: int) -> Instruction:
-    """From struct seccomp_data: number at 0, architecture at 4, arguments from 16 on."""
+    """Load from struct seccomp_data: number at 0, architecture at 4, arguments from 16 on."""
     return (_LOAD, 0, 0, offset)
 
 
 def _argument(index: int) -> Instruction:
-    return _load(16 + 8 * index)  # its lower half: both architectures are little-endian
+    return _load(16 + 8 * index)  # the lower half; both architectures are little-endian
 
 
 def _return(value: int) -> Instruction:

@@ -1,8 +1,8 @@
-"""Python values as JSON and back, by the types that tests compare.
+"""Encodes Python values as JSON and back, with the types that tests compare.
 
-Promise: unpack() builds plain builtin values only, so nothing that comes out of it has an opinion
-of its own about what it equals. Subclasses (Counter, namedtuple) travel as what they extend; what
-is no data is left to the caller.
+Promise: unpack() builds only plain builtin values, so no result has an __eq__ of the code under
+test. Subclasses (Counter, namedtuple) travel as the builtin they extend. The caller handles values
+that are not data.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,17 @@ _COLLECTIONS: dict[str, type] = {
 
 
 def pack(value: Any, *, other: Callable[[Any], Packed]) -> Packed:
-    """`other` packs what is no data, or raises."""
+    """Pack a value; `other` packs values that are not data, or raises."""
     match value:
         case None | bool():
             return value
         case str():
             return str.__str__(value)
         case int():
-            return ["int", int.__format__(value, "x")]  # no limit to its digits, as decimal has
+            return [
+                "int",
+                int.__format__(value, "x"),
+            ]  # decimal has a digit limit
         case float():
             return float.__float__(value)
         case complex():
@@ -46,7 +49,7 @@ def pack(value: Any, *, other: Callable[[Any], Packed]) -> Packed:
 
 
 def unpack(packed: Packed, *, other: Callable[[list[Any]], Any]) -> Any:
-    """`other` makes something of a list that packs no data."""
+    """Unpack a value; `other` unpacks lists that are not data."""
     if not isinstance(packed, list):
         return packed
     match packed:
@@ -69,8 +72,8 @@ def unpack(packed: Packed, *, other: Callable[[list[Any]], Any]) -> Any:
 
 
 def write_back(original: Any, changed: Any) -> Any:
-    """Make containers in `original` equal to `changed`, in place where they can be; returns what
-    stands for `changed` then."""
+    """Change containers in `original` in place until they equal `changed`; returns the object that
+    represents `changed`."""
     match original, changed:
         case (list(), list()):
             merged = [write_back(a, b) for a, b in zip(original, changed, strict=False)]

@@ -1,8 +1,8 @@
-"""Length penalties: parts of a score that depend on nothing but how long an episode was.
+"""Length penalties: score parts that depend only on the number of sampled tokens.
 
 A penalty is a plug-in: a frozen dataclass whose fields are the keys of a [[scoring.penalty]] table,
-called with a number of sampled tokens. It becomes a scorer like any other, with a name in the
-metrics and a weight, but an episode's being solved is judged without it.
+called with a number of tokens. Like a scorer it has a name in the metrics and a weight. Whether an
+episode is solved is decided without penalties.
 """
 
 import math
@@ -19,8 +19,8 @@ SECTION = "scoring.penalty"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoftOverlong:
-    """DAPO's soft overlong punishment: 0 up to max_tokens - buffer_tokens, from there down a
-    straight line to -1 at max_tokens, and -1 beyond."""
+    """DAPO's soft overlong punishment: 0 up to max_tokens - buffer_tokens, then linear down to -1
+    at max_tokens, and -1 beyond."""
 
     max_tokens: int
     buffer_tokens: int
@@ -39,7 +39,7 @@ class SoftOverlong:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearLength:
-    """From 0 at from_tokens down a straight line to -1 at max_tokens; constant outside."""
+    """Linear from 0 at from_tokens to -1 at max_tokens; constant outside."""
 
     max_tokens: int
     from_tokens: int = 0
@@ -48,12 +48,12 @@ class LinearLength:
         _check_range(self.from_tokens, self.max_tokens)
 
     def __call__(self, num_tokens: int) -> float:
-        return -_way(num_tokens, self.from_tokens, self.max_tokens)
+        return -_fraction(num_tokens, self.from_tokens, self.max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CosineLength:
-    """As the straight line from 0 to -1, but flat at both ends: -(1 - cos(pi x)) / 2."""
+    """As "linear", but flat at both ends: -(1 - cos(pi x)) / 2."""
 
     max_tokens: int
     from_tokens: int = 0
@@ -62,8 +62,8 @@ class CosineLength:
         _check_range(self.from_tokens, self.max_tokens)
 
     def __call__(self, num_tokens: int) -> float:
-        way = _way(num_tokens, self.from_tokens, self.max_tokens)
-        return -(1 - math.cos(math.pi * way)) / 2
+        fraction = _fraction(num_tokens, self.from_tokens, self.max_tokens)
+        return -(1 - math.cos(math.pi * fraction)) / 2
 
 
 PENALTIES: dict[str, type] = {
@@ -75,7 +75,8 @@ PENALTIES: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Penalty:
-    """A length penalty as a Scorer. Called in a thread, as it may be the user's own."""
+    """A length penalty with its name and weight. Called in a thread, because it may be user
+    code."""
 
     name: str
     weight: float
@@ -87,22 +88,22 @@ class Penalty:
             values = [float(self.of_tokens(length)) for length in lengths]
         except Exception as error:
             raise ScoreError(
-                f"Penalty {self.name!r} raised {type(error).__name__}: {error}; mend it."
+                f"Penalty {self.name!r} raised {type(error).__name__}: {error}; fix it."
             ) from error
         if not all(math.isfinite(value) for value in values):
-            raise ScoreError(f"Penalty {self.name!r} gave {values}; give finite numbers.")
+            raise ScoreError(f"Penalty {self.name!r} returned {values}; return finite numbers.")
         return values
 
 
 def build_penalties(tables: Sequence[Mapping[str, Any]]) -> tuple[Penalty, ...]:
-    """The penalties of the [[scoring.penalty]] tables; `name` and `weight` go with each of them."""
+    """Build the penalties of the [[scoring.penalty]] tables; each may have `name` and `weight`."""
     penalties: list[Penalty] = []
     for table in tables:
         settings = dict(table)
         kind = str(settings.get("type", "soft_overlong"))
         name, weight = settings.pop("name", kind.rpartition(":")[2]), settings.pop("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise ConfigError(f"{SECTION}.weight = {weight!r} of {name!r} is no number; give one.")
+            raise ConfigError(f"{SECTION}.weight = {weight!r} of {name!r} is not a number.")
         of_tokens = build_callable(
             settings, builtins=PENALTIES, default="soft_overlong", section=SECTION
         )
@@ -110,7 +111,7 @@ def build_penalties(tables: Sequence[Mapping[str, Any]]) -> tuple[Penalty, ...]:
     return tuple(penalties)
 
 
-def _way(num_tokens: int, begin: int, end: int) -> float:
+def _fraction(num_tokens: int, begin: int, end: int) -> float:
     return min(max((num_tokens - begin) / (end - begin), 0.0), 1.0)
 
 

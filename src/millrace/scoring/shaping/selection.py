@@ -1,10 +1,10 @@
-"""Which episodes of a group are trained, where rollout.oversample plays more than are needed.
+"""Selection of the episodes to train, if rollout.oversample generates more than needed.
 
 A selection is a plug-in: a frozen dataclass whose fields are the keys of [rollout.selection], or a
-function of the user's with the same signature.
+user's function with the same signature.
 
-Promise: whatever it returns, a group gets exactly as many different episodes as are to be kept, or
-one ScoreError sentence. The generator it is given depends on the run's seed and the group alone.
+Promise: whatever it returns, a group gets exactly `keep` different episodes, or one ScoreError. Its
+random generator depends only on the run's seed and the group.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ SECTION = "rollout.selection"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstSelection:
-    """The first ones, in the order in which they were asked for: chance, as far as scores go."""
+    """The first episodes in the order of their requests, which is independent of their scores."""
 
     def __call__(self, group: Group, *, keep: int, rng: np.random.Generator) -> list[int]:
         return list(range(keep))
@@ -31,17 +31,17 @@ class FirstSelection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RocSelection:
-    """Resample on correct (GRPO-RoC): failures at random, so that they stay diverse; of the
-    successes the cleanest.
+    """Resample on correct (GRPO-RoC): random failures, so that they stay diverse, and the cleanest
+    successes.
 
-    Both keep their share of the group, but at least one episode each where there are any. Successes
-    that were not cut by length come first, then by `quality`, then the shortest.
+    Both keep their share of the group, but at least one episode each if there is one. Successes are
+    sorted: those not cut by length first, then by `quality`, then the shortest.
     """
 
     solved_at: float = 1.0
-    """A score from here on is a success."""
+    """Minimum score of a success."""
     quality: str | None = None
-    """Name of the score part that says how clean an episode is; more is better."""
+    """Name of the score part that measures how clean an episode is; higher is better."""
 
     def __call__(self, group: Group, *, keep: int, rng: np.random.Generator) -> list[int]:
         solved = [score.is_solved(self.solved_at) for score in group.scores]
@@ -58,7 +58,7 @@ class RocSelection:
         if self.quality is not None:
             if self.quality not in score.parts:
                 raise ScoreError(
-                    f"{SECTION}.quality = {self.quality!r} is no part of a score; name one of"
+                    f"{SECTION}.quality = {self.quality!r} is not a part of the score; name one of"
                     f" {', '.join(score.parts)}."
                 )
             quality = score.parts[self.quality] or 0.0
@@ -71,7 +71,7 @@ SELECTIONS: dict[str, type] = {ROC: RocSelection, "first": FirstSelection}
 
 
 def build_selection(table: Mapping[str, Any]) -> Selection:
-    """What a [rollout.selection] table describes; a function is given the other keys with every
+    """Build the selection of a [rollout.selection] table. A function gets the other keys with each
     call."""
     return build_callable(
         table, builtins=SELECTIONS, default=ROC, section=SECTION, keywords=("keep", "rng")
@@ -79,7 +79,7 @@ def build_selection(table: Mapping[str, Any]) -> Selection:
 
 
 def select(group: Group, selection: Selection, *, keep: int, seed: int) -> Group:
-    """The scored group with `keep` of its episodes."""
+    """Return the scored group with `keep` of its episodes."""
     if len(group.episodes) <= keep:
         return group
     rng = np.random.default_rng((seed % 2**64, group.number))
@@ -89,11 +89,11 @@ def select(group: Group, selection: Selection, *, keep: int, seed: int) -> Group
         raise
     except Exception as error:
         raise ScoreError(
-            f"Selection raised {type(error).__name__}: {error} (group {group.number}); mend it."
+            f"Selection raised {type(error).__name__}: {error} (group {group.number}); fix it."
         ) from error
     if len(set(chosen)) != keep or len(chosen) != keep or not _are_indices(chosen, group):
         raise ScoreError(
-            f"Selection gave {chosen} for group {group.number}; it must name {keep} different ones"
+            f"Selection returned {chosen} for group {group.number}; return {keep} different indices"
             f" of its {len(group.episodes)} episodes."
         )
     return replace(
@@ -104,8 +104,8 @@ def select(group: Group, selection: Selection, *, keep: int, seed: int) -> Group
 
 
 def _share(part: int, whole: int, *, keep: int) -> int:
-    """Of `keep` places those of `part` of the `whole`; neither side is left without any that it
-    could have."""
+    """Return how many of `keep` episodes come from `part` of the `whole`. Neither side gets 0 if it
+    has any."""
     fair = (2 * keep * part + whole) // (2 * whole)  # rounded half up
     other = whole - part
     fewest = max(keep - other, min(part, 1))

@@ -1,6 +1,6 @@
-"""What a run makes of scores before it trains on them: penalties, selection, filters.
+"""Shaping of scored groups before training: penalties, selection, filters.
 
-Called in threads, as any of these may be the user's own code.
+Called in threads, because any of these may be user code.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ class Shaping:
     penalties: tuple[Penalty, ...] = ()
     filters: Filters = field(default_factory=Filters)
     selection: Selection = field(default_factory=FirstSelection)
-    keep: int | None = None  # episodes of a group that are trained; None = all that were played
+    keep: int | None = None  # episodes of a group that are trained; None = all
     seed: int = 0
 
     def penalize(self, group: Group, scores: Sequence[Score]) -> tuple[Score, ...]:
-        """With a part for each penalty, and its weighted value in the total."""
+        """Return scores with a part for each penalty and its weighted value in the total."""
         columns = [penalty.score(group) for penalty in self.penalties]
         return tuple(
             self._penalized(score, values)
@@ -65,14 +65,14 @@ def build_shaping(
     seed: int,
     scorers: Sequence[str],
 ) -> Shaping:
-    """What the tables describe; `scorers` are the names that penalties must differ from."""
+    """Build the shaping of the settings tables. Penalties must not have the names of `scorers`."""
     built = build_penalties(penalties)
     names = [*scorers, *(penalty.name for penalty in built)]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
                 f"Two parts of the score are named {name!r}; give one of the [[scoring.penalty]]"
-                " tables a name of its own."
+                " tables another name."
             )
     return Shaping(
         penalties=built,

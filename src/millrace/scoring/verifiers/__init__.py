@@ -1,24 +1,22 @@
-"""Ready verifiers: reward functions that compare completions with what the task knows.
+"""Built-in verifiers: reward functions that compare completions with a column of the task.
 
-Each is a frozen dataclass whose fields are the keys of its [[scorers]] table. It is called like a
-reward function; its __name__ is what metrics call it. It gives a number per completion, and None
-where the task's column is None: there it does not apply.
+A verifier is a frozen dataclass whose fields are the keys of its [[scorers]] table. It is called
+like any reward function, and its __name__ is its name in metrics. It returns one number per
+completion, or None if the task's column is None.
 
-Promise: whatever a completion holds, it costs its own score. What is wrong with a task is an error
-that says so. Torch-free; what needs a package that may be missing says so when it is made.
+Promise: whatever a completion contains affects only its own score. A mistake in a task is an error
+that says so. Torch-free. A missing optional package is an error when the verifier is created.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from millrace.core.plugins import build_plugin
-from millrace.scoring.verifiers.exact import Exact
 from millrace.scoring.verifiers.json_schema import JsonSchema
-from millrace.scoring.verifiers.math import Math
-from millrace.scoring.verifiers.numeric import Numeric
+from millrace.scoring.verifiers.math_answers import Math, Numeric
 from millrace.scoring.verifiers.python_tests import PythonTests
 from millrace.scoring.verifiers.reasoning_gym import ReasoningGym
-from millrace.scoring.verifiers.regex import Regex
+from millrace.scoring.verifiers.text_match import Exact, Regex
 
 __all__ = [
     "VERIFIERS",
@@ -44,5 +42,5 @@ VERIFIERS: dict[str, type] = {
 
 
 def build_verifier(table: Mapping[str, Any], *, section: str) -> Any:
-    """The verifier that a table like {type = "numeric", tolerance = 0.01} describes."""
+    """Build the verifier of a table like {type = "numeric", tolerance = 0.01}."""
     return build_plugin(table, builtins=VERIFIERS, default="", section=section)

@@ -1,4 +1,4 @@
-"""Whether a completion is JSON, and JSON of the right shape."""
+"""The verifier "json_schema": checks that a completion is JSON and fits a schema."""
 
 import importlib.util
 import json
@@ -9,25 +9,26 @@ from typing import Any
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Prompt
-from millrace.scoring.verifiers.answers import check_switch, check_text, last_block, text_of
+from millrace.scoring.setting_checks import check_bool, check_exactly_one, check_text
+from millrace.scoring.verifiers.answers import last_block, text_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonSchema:
     """1 if the completion parses and validates against the schema, otherwise 0.
 
-    The schema is read once, where the verifier is made. References to other documents are not
-    followed: nothing is fetched.
+    The schema is read once, when the verifier is created. References to other documents are not
+    followed, so nothing is fetched.
     """
 
     __name__ = "json_schema"
 
     schema: dict[str, Any] | None = None
-    """The schema itself."""
+    """The schema. Set either `schema` or `path`."""
     path: str | None = None
-    """Or the JSON file that holds it."""
+    """JSON file with the schema."""
     extract: bool = True
-    """Judge the last ```json block, if there is one, instead of the whole completion."""
+    """Check the last ```json block, if there is one, instead of the whole completion."""
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("jsonschema") is None:
@@ -35,13 +36,12 @@ class JsonSchema:
                 "The verifier 'json_schema' needs jsonschema, which is not installed; install"
                 " millrace[verifiers]."
             )
-        check_switch("extract", self.extract)
-        if (self.schema is None) == (self.path is None):
-            raise ValueError("json_schema needs either a schema or the path of one")
+        check_bool(extract=self.extract)
+        check_exactly_one("json_schema needs one schema", schema=self.schema, path=self.path)
         if self.path is not None:
-            check_text("path", self.path)
+            check_text(path=self.path)
             object.__setattr__(self, "schema", _read(Path(self.path)))
-            object.__setattr__(self, "path", None)  # workers get what was read
+            object.__setattr__(self, "path", None)  # workers get the schema, not the path
         from jsonschema import SchemaError
 
         try:
@@ -55,14 +55,14 @@ class JsonSchema:
 
     def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float]:
         validator = _validator(self.schema)
-        return [self._judge(text_of(completion), validator) for completion in completions]
+        return [self._score(text_of(completion), validator) for completion in completions]
 
-    def _judge(self, text: str, validator: Any) -> float:
+    def _score(self, text: str, validator: Any) -> float:
         block = last_block(text, tags=("json",)) if self.extract else None
         try:
             value = json.loads(text if block is None else block, parse_constant=_refuse)
             return float(validator.is_valid(value))
-        except (ValueError, RecursionError):  # not JSON, or nested beyond all reason
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply
             return 0.0
 
 

@@ -1,7 +1,7 @@
-"""Puzzles of the reasoning-gym package: its datasets, and its own judgement of answers.
+"""The verifier "reasoning_gym": puzzles of the reasoning-gym package, scored by their datasets.
 
-An entry of a dataset has values that only Python knows, such as tuples, and some datasets cannot be
-made again in another process. So an entry travels with its task, written as a Python literal.
+A dataset entry has Python values such as tuples, and some datasets cannot be recreated in another
+process. So each entry travels with its task, written as a Python literal.
 """
 
 import ast
@@ -16,25 +16,25 @@ import numpy as np
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Prompt
-from millrace.scoring.verifiers.answers import judge_each
+from millrace.scoring.verifiers.answers import score_each
 
-COLUMN = "puzzle"  # of a task: dataset, config and entry, as told_of() gives them
+COLUMN = "puzzle"  # task column with dataset, config and entry, see puzzle_of()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasoningGym:
-    """What the dataset of the task gives for the answer: 1 if it is right, mostly; some give less
-    than 1 for what is nearly right."""
+    """The score that the task's dataset gives to the answer: mostly 1 if it is correct. Some
+    datasets give partial scores."""
 
     __name__ = "reasoning_gym"
 
     tag: str = "answer"
-    """The answer is what the last <answer>...</answer> holds; without one the score is 0. "" =
-    all of the completion."""
+    """Name of the tag around the answer, as in <answer>...</answer>; the last one counts. The score
+    is 0 if it is missing. "" takes the whole completion."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tag, str):
-            raise ValueError(f"tag = {self.tag!r} must be a text")
+            raise ValueError(f"tag = {self.tag!r} must be a string")
         reasoning_gym()
 
     @property
@@ -42,9 +42,9 @@ class ReasoningGym:
         return (COLUMN,)
 
     def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float | None]:
-        return judge_each(self._judge, completions, columns[COLUMN])
+        return score_each(self._score, completions, columns[COLUMN])
 
-    def _judge(self, text: str, puzzle: Mapping[str, Any]) -> float:
+    def _score(self, text: str, puzzle: Mapping[str, Any]) -> float:
         extract_answer = reasoning_gym("utils").extract_answer
         answer = extract_answer(text, tag_name=self.tag) if self.tag else text.strip()
         if answer is None:
@@ -54,39 +54,39 @@ class ReasoningGym:
         try:
             return float(dataset.score_answer(answer, entry=entry))
         except (ValueError, TypeError, ArithmeticError, LookupError, SyntaxError):
-            # Datasets parse answers without fear; what one stumbles over is not right.
+            # Datasets do not guard their parsers: an answer that makes one raise is wrong.
             return 0.0
 
 
-def told_of(name: str, config: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What a task's column COLUMN holds about its entry."""
+def puzzle_of(name: str, config: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of the task column COLUMN for an entry; raises ConfigError."""
     written = repr(_plain(entry))
     try:
         ast.literal_eval(written)
     except ValueError as error:
         raise ConfigError(
-            f"Dataset {name!r} of reasoning_gym has an entry that cannot be written down"
+            f"Dataset {name!r} of reasoning_gym has an entry that is not a Python literal"
             f" ({error}); choose another dataset."
         ) from None
     return {"dataset": name, "config": dict(config), "entry": written}
 
 
 def make_dataset(name: str, config: Mapping[str, Any]) -> Any:
-    """One of reasoning_gym's datasets; raises ConfigError."""
+    """Create a dataset of reasoning_gym; raises ConfigError."""
     factory = reasoning_gym("factory")
     if name not in factory.DATASETS:
         known = ", ".join(sorted(factory.DATASETS))
-        raise ConfigError(f"Dataset {name!r} is not one of reasoning_gym's; there are {known}.")
+        raise ConfigError(f"reasoning_gym has no dataset {name!r}; the datasets are: {known}.")
     try:
         return factory.create_dataset(name, **config)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"Dataset {name!r} of reasoning_gym does not take {dict(config)!r}: {error}."
+            f"Dataset {name!r} of reasoning_gym does not accept {dict(config)!r}: {error}."
         ) from None
 
 
 def reasoning_gym(module: str = "") -> Any:
-    """The package, or a module of it."""
+    """Import the package, or one of its modules."""
     try:
         return importlib.import_module(f"reasoning_gym.{module}".rstrip("."))
     except ImportError:
@@ -102,7 +102,7 @@ def _dataset(name: str, config: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Without numpy's scalars and arrays."""
+    """Replace numpy's scalars and arrays with plain Python values."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Tests and the code under test: what they can say to each other, and what code cannot forge."""
+"""Messages between tests and the code under test, and results that the code cannot forge."""
 
 import pytest
 from hypothesis import given, settings
@@ -120,7 +120,7 @@ def test_no_forgery_passes_a_test(name):
     assert run_tests(FORGERIES[name], tests, limits=SandboxLimits(time_s=1.5)) == [False] * 3
 
 
-def test_code_that_is_gone_fails_even_a_test_that_expects_an_error():
+def test_exited_code_fails_even_a_test_that_expects_an_error():
     expects = "try:\n    f()\nexcept BaseException:\n    pass\nelse:\n    assert False"
     assert run_tests("def f(): raise KeyError", [expects], limits=LIMITS) == [True]
     assert run_tests("import os\ndef f(): os._exit(0)", [expects], limits=LIMITS) == [False]
@@ -182,7 +182,7 @@ LIMIT = 10
         "def test_one(): assert LIMIT == 10\ndef check(f): assert f(1) == ((1,), {})\ncheck(same)",
     ],
 )
-def test_tests_use_the_code_as_if_it_were_there(test):
+def test_tests_use_the_code_like_a_local_module(test):
     assert run_tests(CODE, [test], limits=LIMITS) == [True]
 
 
@@ -198,7 +198,7 @@ def test_tests_use_the_code_as_if_it_were_there(test):
         "same(lambda: 1)",
     ],
 )
-def test_a_test_that_does_not_get_to_its_end_fails(test):
+def test_test_that_does_not_finish_fails(test):
     assert run_tests(CODE, [test], limits=LIMITS) == [False]
 
 
@@ -207,7 +207,7 @@ def test_tests_do_not_see_each_others_names():
     assert run_tests(CODE, tests, limits=LIMITS) == [True, False]
 
 
-def test_programs_read_their_input_and_say_how_they_ended():
+def test_programs_read_stdin_and_report_success():
     code = (
         "import sys\nif __name__ == '__main__':\n    n = int(input())\n    sys.exit(print(n) or n)"
     )
@@ -243,7 +243,7 @@ def refuse(value):
 
 @settings(max_examples=50, deadline=None)
 @given(plain)
-def test_data_comes_back_as_it_was_sent(value):
+def test_pack_and_unpack_are_inverse(value):
     back = unpack(pack(value, other=refuse), other=refuse)
     assert back == value
     assert type(back) is type(value)
@@ -251,5 +251,5 @@ def test_data_comes_back_as_it_was_sent(value):
 
 @settings(max_examples=50, deadline=None)
 @given(plain, plain)
-def test_what_is_written_back_equals_what_came(original, changed):
+def test_write_back_makes_values_equal(original, changed):
     assert write_back(original, changed) == changed

@@ -1,0 +1,177 @@
+"""The runner: a fresh interpreter that runs one piece of code against its inputs or its tests.
+
+It reads frames from standard input and writes one frame per input or test to standard output. It
+forks the code before it reads any test, and closes its own pipes in the fork. Then it confines
+itself as well, because tests are code.
+"""
+
+import os
+import sys
+import types
+from typing import Any, NoReturn
+
+from millrace.scoring.sandbox.candidate import MODULE, run_program, serve
+from millrace.scoring.sandbox.frames import receive, send
+from millrace.scoring.sandbox.lockdown import die_with, has_landlock, hide_memory, lock
+from millrace.scoring.sandbox.objects import Candidate
+
+MAX_INPUT_BYTES = 2**30
+READY = b"1"
+SPARE_FD = 100  # above every file descriptor of a runner
+
+
+def main() -> None:
+    job = receive(0, max_bytes=MAX_INPUT_BYTES)
+    die_with(job["parent"])
+    hide_memory()
+    sys.path = [folder for folder in sys.path if folder != job["root"]]
+    if job["can_read"] is False or not has_landlock():
+        _preload(job["code"])
+    if job["kind"] == "programs":
+        for _ in range(job["count"]):
+            send(1, _run_program(job, stdin=receive(0, max_bytes=MAX_INPUT_BYTES)))
+    else:
+        _run_tests(job)
+
+
+def _run_program(job: dict[str, Any], *, stdin: str) -> dict[str, Any]:
+    """Run the code as a script and return its output."""
+    source = os.memfd_create("stdin")  # a file, so that the runner need not feed a pipe
+    os.write(source, stdin.encode())
+    os.lseek(source, 0, os.SEEK_SET)
+    output, sink = os.pipe()
+    child = _fork(job, fds=[source, sink, os.open(os.devnull, os.O_WRONLY)])
+    if child == 0:
+        run_program(job["code"])
+    os.close(source)
+    os.close(sink)
+    text = _read_to_end(output, max_bytes=job["output_bytes"])
+    os.close(output)
+    if text is None:
+        os.kill(child, 9)
+    _, status = os.waitpid(child, 0)
+    ok = text is not None and status == 0
+    return {"output": text.decode(errors="replace") if ok and text else "", "ok": ok}
+
+
+def _run_tests(job: dict[str, Any]) -> None:
+    requests, to_candidate = os.pipe()
+    from_candidate, replies = os.pipe()
+    null = os.open(os.devnull, os.O_RDWR)
+    child = _fork(job, fds=[null, null, null, requests, replies])
+    if child == 0:
+        serve(job["code"], requests=3, replies=4)
+    os.close(requests)
+    os.close(replies)
+    tests = receive(0, max_bytes=MAX_INPUT_BYTES)
+    results = os.dup(1)
+    for fd in (0, 1, 2):  # discard the output of tests
+        os.dup2(null, fd)
+    lock(cpu_s=job["cpu_s"], memory_bytes=job["memory_bytes"], can_read=job["can_read"])
+    candidate = Candidate(
+        requests=to_candidate,
+        replies=from_candidate,
+        max_bytes=job["output_bytes"],
+        on_exit=_exit,
+    )
+    try:
+        names = candidate.names()
+    except Exception:  # noqa: BLE001 - the code may send anything
+        _exit()
+    solution = types.ModuleType(MODULE)
+    vars(solution).update(names)
+    sys.modules[MODULE] = solution  # tests may import it
+    for test in tests:
+        send(results, {"ok": _passes(test, dict(names))})
+
+
+def _passes(test: str, names: dict[str, Any]) -> bool:
+    """Run the code of a test, and the functions named test_* that it defines."""
+    names["__name__"] = "test"
+    try:
+        exec(compile(test, "test.py", "exec"), names)
+        for name, value in list(names.items()):
+            if name.startswith("test_") and isinstance(value, types.FunctionType):
+                value()
+    except BaseException:  # noqa: BLE001 - any exception is a failed test
+        return False
+    return True
+
+
+def _exit() -> NoReturn:
+    """End the runner after the code has ended: the remaining tests cannot pass."""
+    os._exit(0)
+
+
+def _fork(job: dict[str, Any], *, fds: list[int]) -> int:
+    """Fork a confined child in which `fds` are 0, 1, 2 and so on, and no other file is open.
+
+    Raises OSError in the runner if the child cannot be confined. Then no line of the code has run.
+    """
+    ready, signal = os.pipe()
+    runner = os.getpid()
+    child = os.fork()
+    if child:
+        os.close(signal)
+        is_confined = os.read(ready, 1) == READY
+        os.close(ready)
+        if not is_confined:
+            raise OSError("the code could not be confined")
+        return child
+    try:
+        die_with(runner)
+        for index, fd in enumerate([*fds, signal]):  # move up first: none is overwritten
+            os.dup2(fd, SPARE_FD + index)
+        for index in range(len(fds) + 1):
+            os.dup2(SPARE_FD + index, index)
+        signal = len(fds)
+        os.closerange(signal + 1, os.sysconf("SC_OPEN_MAX"))
+        lock(cpu_s=job["cpu_s"], memory_bytes=job["memory_bytes"], can_read=job["can_read"])
+        os.write(signal, READY)
+        os.close(signal)
+    except BaseException:  # noqa: BLE001 - the runner sees the closed pipe
+        os._exit(1)
+    return 0
+
+
+def _read_to_end(fd: int, *, max_bytes: int) -> bytes | None:
+    """Return all bytes, or None if there are more than `max_bytes`."""
+    parts: list[bytes] = []
+    left = max_bytes
+    while part := os.read(fd, 2**16):
+        left -= len(part)
+        if left < 0:
+            return None
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _preload(code: str) -> None:
+    """Import the standard library modules that the code names, because it cannot open files."""
+    import ast
+    import importlib
+
+    importlib.import_module("_strptime")  # datetime imports it lazily
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return  # running the code raises the same error
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            if name.partition(".")[0] in sys.stdlib_module_names - {"antigravity", "this"}:
+                _import(name)
+
+
+def _import(name: str) -> None:
+    """Import a module, or trigger the lazy import of a module's attribute."""
+    import importlib
+
+    module, _, attribute = name.rpartition(".")
+    try:
+        if not (module and hasattr(sys.modules.get(module), attribute)):
+            importlib.import_module(name)
+    except ImportError:
+        return  # the code gets the same error, unless the name is an attribute

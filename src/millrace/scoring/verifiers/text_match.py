@@ -1,0 +1,110 @@
+"""The verifiers "exact" and "regex": compare text with a reference, or match a pattern."""
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from millrace.core.records import Prompt
+from millrace.scoring.setting_checks import check_bool, check_choice, check_number, check_text
+from millrace.scoring.verifiers.answers import answer_in, score_each, text_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exact:
+    """1 if the answer equals the column's text, or one of its texts if it is a list; otherwise
+    0."""
+
+    __name__ = "exact"
+
+    column: str = "answer"
+    after: str | None = None
+    """Marker, as in "####". Only the text after its last occurrence is compared. The score is 0 if
+    it is missing."""
+    ignore_case: bool = False
+    ignore_space: bool = True
+    """Collapse white space to single blanks, and strip it at both ends."""
+    ignore_punctuation: bool = False
+
+    def __post_init__(self) -> None:
+        check_text(column=self.column)
+        if self.after is not None:
+            check_text(after=self.after)
+        check_bool(
+            ignore_case=self.ignore_case,
+            ignore_space=self.ignore_space,
+            ignore_punctuation=self.ignore_punctuation,
+        )
+
+    @property
+    def needed_columns(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float | None]:
+        return score_each(self._score, completions, columns[self.column])
+
+    def _score(self, text: str, reference: Any) -> float:
+        accepted = reference if isinstance(reference, list) else [reference]
+        for one in accepted:
+            if isinstance(one, bool) or not isinstance(one, str | int):
+                raise ValueError(f"column {self.column!r} holds {one!r}, which is not a text")
+        answer = answer_in(text, after=self.after)
+        if answer is None:
+            return 0.0
+        return float(self._normalized(answer) in [self._normalized(str(one)) for one in accepted])
+
+    def _normalized(self, text: str) -> str:
+        text = unicodedata.normalize("NFKC", text)  # also composes e + ´ to é
+        if self.ignore_case:
+            text = text.casefold()
+        if self.ignore_punctuation:
+            text = "".join(c for c in text if not unicodedata.category(c).startswith("P"))
+        return " ".join(text.split()) if self.ignore_space else text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regex:
+    """1 if the pattern matches, otherwise 0; or the sum of the scores of its named groups.
+
+    A pattern that backtracks without end is stopped by the scorer's timeout_s and fails its group.
+    """
+
+    __name__ = "regex"
+
+    pattern: str
+    """Python syntax. Flags go inline, as in "(?s)"."""
+    match: Literal["full", "search"] = "full"
+    """Match the whole completion ("full") or any part of it ("search")."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Score by named group, added if the group took part in the match. No match scores 0."""
+
+    def __post_init__(self) -> None:
+        check_text(pattern=self.pattern)
+        check_choice("match", self.match, ("full", "search"))
+        try:
+            groups = re.compile(self.pattern).groupindex
+        except re.error as error:
+            raise ValueError(
+                f"pattern = {self.pattern!r} is not a regular expression: {error}"
+            ) from None
+        for name, score in self.scores.items():
+            check_number(**{f"scores.{name}": score})
+            if name not in groups:
+                raise ValueError(f"scores.{name} is not a group of the pattern {self.pattern!r}")
+
+    @property
+    def needed_columns(self) -> tuple[str, ...]:
+        return ()
+
+    def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float]:
+        pattern = re.compile(self.pattern)
+        find = pattern.fullmatch if self.match == "full" else pattern.search
+        return [self._score(find(text_of(completion))) for completion in completions]
+
+    def _score(self, found: re.Match[str] | None) -> float:
+        if found is None:
+            return 0.0
+        if not self.scores:
+            return 1.0
+        return float(sum(score for name, score in self.scores.items() if found[name] is not None))
