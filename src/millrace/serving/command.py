@@ -106,7 +106,9 @@ async def _reading(
     from millrace.models.directory import vocabulary_checksum
 
     engine, num_tokens = settings.config.engine, max(tokenizer.get_vocab().values()) + 1
-    reader = LogprobModelSettings(dtype=engine.dtype, threads=engine.threads or 1).plain()
+    reader = LogprobModelSettings(
+        dtype=engine.dtype, threads=engine.threads or 1
+    ).process_settings()
     start = StartTeacher(
         config=settings.config.model_dump(mode="json"),
         settings=reader,

@@ -28,7 +28,7 @@ MAX_STORED = 65_536
 
 
 @dataclass(slots=True, eq=False)
-class _Stream:
+class _StepStream:
     """One completion of a request while it is generated."""
 
     prompt: Prompt
@@ -60,7 +60,7 @@ class ReadAhead:
         """Return the receiver of the tokens of `request`."""
         prompt_tokens = request.prompt.tolist()
         streams = [
-            _Stream(
+            _StepStream(
                 prompt=prompt,
                 num_prompt=len(prompt_tokens),
                 cutter=self._steps.cutter(self._tokenizer),
@@ -87,7 +87,7 @@ class ReadAhead:
         for task in self._tasks:
             task.cancel()
 
-    def _on_tokens(self, stream: _Stream, chunk: CompletionChunk) -> None:
+    def _on_tokens(self, stream: _StepStream, chunk: CompletionChunk) -> None:
         if stream.is_failed:
             return
         start = len(stream.tokens)
@@ -109,7 +109,7 @@ class ReadAhead:
             self._tasks.add(stream.reading)
             stream.reading.add_done_callback(self._tasks.discard)
 
-    def _request_value(self, stream: _Stream, end: int) -> None:
+    def _request_value(self, stream: _StepStream, end: int) -> None:
         value: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         stream.ends.append(end)
         stream.values.append(value)
@@ -117,7 +117,7 @@ class ReadAhead:
         if len(self._stored) > MAX_STORED:
             self._stored.popitem(last=False)
 
-    async def _read(self, stream: _Stream) -> None:
+    async def _read(self, stream: _StepStream) -> None:
         """Read all requested steps, including those that are requested meanwhile."""
         try:
             while stream.num_read < len(stream.ends):

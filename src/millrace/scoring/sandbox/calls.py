@@ -37,20 +37,20 @@ class SandboxLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProgramResult:
+class SandboxRun:
     output: str
     ok: bool  # exited with status 0 within all limits
 
 
 def run_programs(
     code: str, inputs: Sequence[str], *, limits: SandboxLimits, can_read: bool = True
-) -> list[ProgramResult]:
+) -> list[SandboxRun]:
     """Run the code as a script once per standard input. Runs that did not start before the time
     limit have failed."""
     job = {"kind": "programs", "count": len(inputs)}
     results = _run(job, list(inputs), code=code, limits=limits, can_read=can_read)
-    runs = [ProgramResult(output=result["output"], ok=result["ok"]) for result in results]
-    return runs + [ProgramResult(output="", ok=False)] * (len(inputs) - len(runs))
+    runs = [SandboxRun(output=result["output"], ok=result["ok"]) for result in results]
+    return runs + [SandboxRun(output="", ok=False)] * (len(inputs) - len(runs))
 
 
 def run_tests(
