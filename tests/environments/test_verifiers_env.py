@@ -76,5 +76,5 @@ async def test_a_program_that_fails_before_it_calls_is_the_tasks_error():
 
 
 async def test_tasks_must_be_those_of_its_taskset():
-    with pytest.raises(TaskError, match="verifiers_task = None, which its taskset does not"):
+    with pytest.raises(TaskError, match="verifiers_task = None, which is not in the"):
         await play(environment_of(), lambda _: "2", Task(prompt="?"))

@@ -24,11 +24,11 @@ from millrace.scoring.services.endpoint import Endpoint
 from millrace.scoring.teachers import remote
 from millrace.scoring.teachers.remote import RemoteTeacher
 from millrace.serving.api.replies import Health
-from millrace.serving.api.score import NoEngine, Readers, ReadModel
-from millrace.serving.listening import listening
+from millrace.serving.api.score import GenerationDisabled, ScoreModelInfo, ScorePool
+from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
-from millrace.serving.served import Served
+from millrace.serving.served_model import ServedModel
 from millrace.serving.server import make_app
 
 VOCABULARY = vocabulary_checksum(letter_tokenizer())
@@ -50,27 +50,29 @@ class LocalReader:
         self.calls: list[int] = []
 
     async def score(
-        self, passages: Sequence[ScoreRequest], *, timeout_s: float
+        self, requests: Sequence[ScoreRequest], *, timeout_s: float
     ) -> list[TokenLogprobs]:
-        self.calls.append(len(passages))
-        (told,) = self.engine.score([list(passages)], version=None)
+        self.calls.append(len(requests))
+        (told,) = self.engine.score([list(requests)], version=None)
         return told
 
 
 @contextlib.asynccontextmanager
 async def serving(reader: LocalReader, *, vocabulary: str = VOCABULARY) -> AsyncIterator[str]:
-    served = Served(
-        NoEngine(),
+    served = ServedModel(
+        GenerationDisabled(),
         tokenizer=letter_tokenizer(),
         name="teacher",
         max_context=64,
         tool_format=FORMATS["hermes"],
         metrics=ServerMetrics(),
     )
-    model = ReadModel(vocabulary=vocabulary, num_tokens=VOCAB, max_context=64)
-    readers = Readers([reader], model=model, timeout_s=9)  # pyright: ignore
-    app = make_app(served, key=KEY, limits=ServerLimits(), health=lambda: HEALTH, readers=readers)
-    async with listening(app, host="127.0.0.1", port=0) as port:
+    model = ScoreModelInfo(vocabulary=vocabulary, num_tokens=VOCAB, max_context=64)
+    score_pool = ScorePool([reader], model=model, timeout_s=9)  # pyright: ignore
+    app = make_app(
+        served, key=KEY, limits=ServerLimits(), health=lambda: HEALTH, score_pool=score_pool
+    )
+    async with http_listener(app, host="127.0.0.1", port=0) as port:
         yield f"http://127.0.0.1:{port}/score"
     served.close()
 
@@ -89,7 +91,7 @@ async def asking(url: str, monkeypatch: pytest.MonkeyPatch, *, num_top: int = 3)
         await teacher.close()
 
 
-def passages() -> list[ScoreRequest]:
+def requests() -> list[ScoreRequest]:
     """Two sequences of one group with a shared prefix; one has two turns."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, VOCAB, 8)
@@ -113,7 +115,7 @@ def assert_equal(told: list[TokenLogprobs], asked: list[ScoreRequest]) -> None:
 async def test_remote_teacher_equals_a_local_teacher(monkeypatch):
     async with serving(LocalReader()) as url, asking(url, monkeypatch) as teacher:
         await teacher.start()
-        assert_equal(await teacher.score(passages(), timeout_s=9), passages())
+        assert_equal(await teacher.score(requests(), timeout_s=9), requests())
 
 
 async def test_large_score_calls_are_split_into_several_requests(monkeypatch):
@@ -121,7 +123,7 @@ async def test_large_score_calls_are_split_into_several_requests(monkeypatch):
     reader = LocalReader()
     async with serving(reader) as url, asking(url, monkeypatch) as teacher:
         await teacher.start()
-        several = [*passages(), *passages()]
+        several = [*requests(), *requests()]
         assert_equal(await teacher.score(several, timeout_s=9), several)
     assert reader.calls == [1, 1, 1, 1]
 
@@ -144,13 +146,13 @@ async def test_top_k_above_the_vocabulary_is_refused_at_the_start(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("passage", "said"),
+    ("request", "said"),
     [
         (
             ScoreRequest(
                 tokens=np.full(80, 3, np.int32), positions=np.arange(70, 80, dtype=np.int32)
             ),
-            "read up to token 80, but the context holds 64",
+            "scored up to token 80, but the context is limited to 64",
         ),
         (
             ScoreRequest(tokens=np.full(8, VOCAB, np.int32), positions=np.array([4], np.int32)),
@@ -162,11 +164,11 @@ async def test_top_k_above_the_vocabulary_is_refused_at_the_start(monkeypatch):
         ),
     ],
 )
-async def test_error_of_the_server_fails_the_group(monkeypatch, passage, said):
+async def test_error_of_the_server_fails_the_group(monkeypatch, request, said):
     async with serving(LocalReader()) as url, asking(url, monkeypatch) as teacher:
         await teacher.start()
         with pytest.raises(ScoreError, match=said) as raised:
-            await teacher.score([passage], timeout_s=9)
+            await teacher.score([request], timeout_s=9)
         assert not isinstance(raised.value, TransientScoreError)
 
 
@@ -179,22 +181,22 @@ TOLD = {"logprobs": ZERO, "top_ids": "", "top_logprobs": "", "version": None}
     ("answer", "said"),
     [
         ({}, "an invalid answer: Object missing required field `vocabulary`"),
-        ({**FACTS, "passages": []}, "answered for 0 sequences instead of 1"),
-        ({**FACTS, "passages": [{**TOLD, "logprobs": 3}]}, "Expected `str`, got `int`"),
-        ({**FACTS, "passages": [{**TOLD, "logprobs": "?"}]}, "an invalid array"),
-        ({**FACTS, "passages": [{**TOLD, "logprobs": ZERO[:-2]}]}, "an invalid array"),
-        ({**FACTS, "passages": [{**TOLD, "logprobs": ""}]}, "0 numbers instead of 1"),
-        ({**FACTS, "passages": [{**TOLD, "logprobs": NAN}]}, "logprobs that are not finite"),
+        ({**FACTS, "sequences": []}, "answered for 0 sequences instead of 1"),
+        ({**FACTS, "sequences": [{**TOLD, "logprobs": 3}]}, "Expected `str`, got `int`"),
+        ({**FACTS, "sequences": [{**TOLD, "logprobs": "?"}]}, "an invalid array"),
+        ({**FACTS, "sequences": [{**TOLD, "logprobs": ZERO[:-2]}]}, "an invalid array"),
+        ({**FACTS, "sequences": [{**TOLD, "logprobs": ""}]}, "0 numbers instead of 1"),
+        ({**FACTS, "sequences": [{**TOLD, "logprobs": NAN}]}, "logprobs that are not finite"),
     ],
 )
 async def test_invalid_answer_is_retried(monkeypatch, answer, said):
-    passage = ScoreRequest(tokens=np.full(8, 3, np.int32), positions=np.array([4], np.int32))
+    request = ScoreRequest(tokens=np.full(8, 3, np.int32), positions=np.array([4], np.int32))
     service = FakeService(lambda _: answer)
-    service.first.append({**FACTS, "passages": []})  # answers start()
+    service.first.append({**FACTS, "sequences": []})  # answers start()
     async with running(service), asking(service.url, monkeypatch) as teacher:
         await teacher.start()
         with pytest.raises(TransientScoreError, match=re.escape(said)):
-            await teacher.score([passage], timeout_s=9)
+            await teacher.score([request], timeout_s=9)
 
 
 @pytest.fixture
@@ -222,4 +224,4 @@ def served_url(tmp_path) -> Iterator[str]:
 async def test_millrace_serve_equals_a_local_teacher(monkeypatch, served_url):
     async with asking(f"{served_url}/score", monkeypatch) as teacher:
         await teacher.start()
-        assert_equal(await teacher.score(passages(), timeout_s=60), passages())
+        assert_equal(await teacher.score(requests(), timeout_s=60), requests())

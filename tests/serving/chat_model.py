@@ -6,7 +6,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-IM_START, IM_END = 1, 2  # the second ends a reply
+IM_START, IM_END = 1, 2  # IM_END ends a reply
 TEMPLATE = (
     "{%- if tools %}<|im_start|>system\n"
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"

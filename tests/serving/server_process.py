@@ -24,7 +24,7 @@ class ServerProcess:
     process: psutil.Process
 
     def engine(self, name: str) -> psutil.Process:
-        """The one that has this name now."""
+        """The process that has this name now."""
         (found,) = [
             child
             for child in self.process.children(recursive=True)
@@ -35,7 +35,7 @@ class ServerProcess:
 
 @contextmanager
 def server_process(model: Path, *options: str, logs: Path) -> Iterator[ServerProcess]:
-    """A server named "tiny" that ends in order, and all its processes with it."""
+    """A server named "tiny" that ends cleanly with all its processes."""
     general = ["--port", "0", "--name", "tiny", "--log-dir", str(logs)]
     engine = ["--placement.engines", "cpu", "--engine.threads=1"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Engines that die while clients listen: streams go on, and nobody is told anything twice."""
+"""Engines that die during streams: the streams continue without repeated tokens."""
 
 import asyncio
 from pathlib import Path
@@ -20,12 +20,12 @@ TEXT = "one two three four"
 
 
 class MortalEngine(WritingEngine):
-    """Writes on from where another engine was when it died; dies itself after `life` tokens."""
+    """Continues where a dead engine stopped; dies after `life` tokens."""
 
     def __init__(self, text: str, *, life: int | None = None) -> None:
         super().__init__(text)
         self.life = life
-        self.prefixes: list[int] = []  # tokens that it was given to go on from
+        self.prefixes: list[int] = []  # numbers of tokens that it resumed from
 
     async def generate(
         self,
@@ -60,7 +60,7 @@ async def text_of(stream: openai.AsyncStream) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
 
-async def test_a_stream_whose_engine_dies_goes_on_in_another_and_no_token_comes_twice():
+async def test_stream_continues_on_another_engine_without_repeated_tokens():
     first, second = MortalEngine(TEXT, life=5), MortalEngine(TEXT)
     async with served(await pool_of(first, second)) as client:
         stream = await client.chat.completions.create(**ASK, stream=True, logprobs=True)
@@ -72,17 +72,17 @@ async def test_a_stream_whose_engine_dies_goes_on_in_another_and_no_token_comes_
     assert second.prefixes == [5]
 
 
-async def test_a_stream_whose_only_engine_dies_waits_for_the_next_whatever_others_are_told():
+async def test_stream_waits_for_the_restart_of_its_only_engine():
     first, second = MortalEngine(TEXT, life=5), MortalEngine(TEXT)
     pool = await pool_of(first, max_wait_s=0.05)
     async with served(pool) as client:
         stream = await client.chat.completions.create(**ASK, stream=True)
-        listening = asyncio.create_task(text_of(stream))
+        reading = asyncio.create_task(text_of(stream))
         await until(lambda: pool.num_engines == 0)
         with pytest.raises(openai.InternalServerError) as refused:
             await client.chat.completions.create(**ASK)
         await pool.join(second, prepare=ready)
-        assert await listening == TEXT
+        assert await reading == TEXT
     assert second.prefixes == [5]
     assert refused.value.status_code == 503
     assert refused.value.code == "no_engine"
@@ -90,7 +90,7 @@ async def test_a_stream_whose_only_engine_dies_waits_for_the_next_whatever_other
     assert "No engine was up for 0.05 s" in str(refused.value)
 
 
-async def test_a_request_that_finds_no_engine_is_served_by_one_that_comes_in_time():
+async def test_request_without_an_engine_waits_for_one():
     pool = await pool_of()
     async with served(pool) as client:
         asking = asyncio.create_task(client.chat.completions.create(**ASK))
@@ -101,13 +101,13 @@ async def test_a_request_that_finds_no_engine_is_served_by_one_that_comes_in_tim
 
 
 class Listening:
-    """Hears a stream of the given seed to its end."""
+    """Reads a stream of the given seed to its end."""
 
     def __init__(self, client: openai.AsyncOpenAI, seed: int) -> None:
         self.tokens: list[str] = []
-        self.task = asyncio.create_task(self._listen(client, seed))
+        self.task = asyncio.create_task(self._read(client, seed))
 
-    async def _listen(self, client: openai.AsyncOpenAI, seed: int) -> list[str]:
+    async def _read(self, client: openai.AsyncOpenAI, seed: int) -> list[str]:
         async for chunk in await client.chat.completions.create(
             **ASK, seed=seed, top_p=0.95, logprobs=True, stream=True
         ):
@@ -127,7 +127,7 @@ async def until_health(server: ServerProcess, wanted: dict[str, object]) -> None
 
 
 @pytest.mark.slow
-async def test_streams_outlive_engines_that_are_killed_also_all_at_once(tmp_path: Path):
+async def test_streams_survive_killed_engines_even_all_at_once(tmp_path: Path):
     model = make_chat_model(tmp_path / "model", max_context=512)
     options = ["--engines", "2", "--supervision.backoff_s", "0"]
     with server_process(model, *options, logs=tmp_path / "logs") as server:

@@ -1,4 +1,4 @@
-"""Programs that reach the agent of their episode with the official client, over HTTP."""
+"""Programs that call the agent of their episode over HTTP with the official client."""
 
 import asyncio
 import json
@@ -33,18 +33,18 @@ CALLS = {
 }
 
 
-def client_of(door, **settings) -> openai.AsyncOpenAI:
-    key = settings.pop("key", door.key)
-    return openai.AsyncOpenAI(base_url=door.base_url, api_key=key, max_retries=0, **settings)
+def client_of(session, **settings) -> openai.AsyncOpenAI:
+    key = settings.pop("key", session.key)
+    return openai.AsyncOpenAI(base_url=session.base_url, api_key=key, max_retries=0, **settings)
 
 
 def environment(playing):
-    """One that plays with a client of the episode's door."""
+    """An environment that plays with a client of the episode's session."""
     gateway = Gateway()
 
     async def play(task, agent):
-        async with gateway.open(agent) as door, client_of(door) as client:
-            return await door.guard(playing(client, door))
+        async with gateway.open(agent) as session, client_of(session) as client:
+            return await session.guard(playing(client, session))
 
     return play
 
@@ -55,8 +55,8 @@ async def play_group(function, engine, *, thread, group_size=1, **settings):
 
 
 @pytest.mark.parametrize("family", CALLS)
-async def test_turns_with_tools_through_a_door_are_one_rollout_as_they_were_sampled(family, thread):
-    async def playing(client, _door) -> float:
+async def test_tool_turns_through_the_gateway_form_one_rollout(family, thread):
+    async def playing(client, _session) -> float:
         messages: list = list(ASK)
         for _ in range(3):
             reply = await client.chat.completions.create(
@@ -86,8 +86,8 @@ async def test_turns_with_tools_through_a_door_are_one_rollout_as_they_were_samp
     assert {request.sampling.temperature for request in engine.requests} == {1.0}
 
 
-async def test_streams_choices_and_logprobs_come_through_a_door(thread):
-    async def playing(client, _door) -> float:
+async def test_streams_choices_and_logprobs_work_through_the_gateway(thread):
+    async def playing(client, _session) -> float:
         ask = {"model": "x", "messages": ASK, "logprobs": True, "n": 2, "stop": "END"}
         whole = await client.chat.completions.create(**ask, max_tokens=20)
         options = {"include_usage": True}
@@ -112,24 +112,26 @@ async def test_streams_choices_and_logprobs_come_through_a_door(thread):
     assert engine.requests[-1].sampling.max_new_tokens == 5
 
 
-async def test_wrong_keys_and_late_calls_are_refused_and_others_play_on(thread):
-    gateway, doors, told = Gateway(), [], []
+async def test_wrong_keys_and_late_calls_are_refused_without_affecting_others(thread):
+    gateway, sessions, told = Gateway(), [], []
 
     async def play(task, agent):
-        async with gateway.open(agent) as door, client_of(door) as client:
-            doors.append(door)
-            while len(doors) < 2:  # noqa: ASYNC110 - the other episode's turn
+        async with gateway.open(agent) as session, client_of(session) as client:
+            sessions.append(session)
+            while len(sessions) < 2:  # noqa: ASYNC110 - the other episode's turn
                 await asyncio.sleep(0.01)
-            other = doors[0] if doors[1] is door else doors[1]
+            other = sessions[0] if sessions[1] is session else sessions[1]
             for key in ("wrong", other.key):
                 with pytest.raises(openai.AuthenticationError):
-                    await client_of(door, key=key).chat.completions.create(model="x", messages=ASK)
+                    await client_of(session, key=key).chat.completions.create(
+                        model="x", messages=ASK
+                    )
             await client.chat.completions.create(model="x", messages=ASK)
         with pytest.raises(openai.APIStatusError, match="episode is over") as info:
-            await client_of(door).chat.completions.create(model="x", messages=ASK)
+            await client_of(session).chat.completions.create(model="x", messages=ASK)
         told.append(info.value.status_code)
         with pytest.raises(openai.AuthenticationError):
-            await client_of(door, key="wrong").chat.completions.create(model="x", messages=ASK)
+            await client_of(session, key="wrong").chat.completions.create(model="x", messages=ASK)
         return 1.0
 
     engine = ChatEngine(lambda _: "hi")
@@ -139,10 +141,10 @@ async def test_wrong_keys_and_late_calls_are_refused_and_others_play_on(thread):
     assert len(engine.requests) == 2
 
 
-async def test_an_episode_that_comes_to_a_limit_tells_its_program_and_is_marked(thread):
+async def test_episode_at_its_limit_is_marked_and_its_program_gets_410(thread):
     told = []
 
-    async def playing(client, _door) -> float:
+    async def playing(client, _session) -> float:
         for _ in range(3):
             try:
                 await client.chat.completions.create(model="x", messages=ASK)
@@ -160,15 +162,15 @@ async def test_an_episode_that_comes_to_a_limit_tells_its_program_and_is_marked(
     )
     (episode,) = group.episodes
     assert (episode.ending, episode.reward, len(episode.turns)) == ("turns", -1.0, 2)
-    assert told in ([410], [])  # the episode need not wait until it has heard
+    assert told in ([410], [])  # the episode does not wait for the response to be read
 
 
-async def test_a_request_that_makes_no_sense_is_the_programs_to_mend(thread):
-    async def playing(client, _door) -> float:
+async def test_invalid_request_is_reported_to_the_program(thread):
+    async def playing(client, _session) -> float:
         for messages in ([{"role": "user"}], [{"role": "robot", "content": "x"}]):
             with pytest.raises(openai.BadRequestError):
                 await client.chat.completions.create(model="x", messages=messages)
-        with pytest.raises(openai.BadRequestError, match="takes one prompt"):
+        with pytest.raises(openai.BadRequestError, match="takes one text prompt"):
             await client.completions.create(model="x", prompt=[1, 2])
         await client.chat.completions.create(model="x", messages=ASK)
         return 1.0
@@ -178,8 +180,8 @@ async def test_a_request_that_makes_no_sense_is_the_programs_to_mend(thread):
     assert (episode.reward, len(episode.turns)) == (1.0, 1)
 
 
-async def test_what_a_program_asks_for_is_done_or_refused_and_not_left_out(thread):
-    async def playing(client, _door) -> float:
+async def test_settings_of_a_program_are_applied_or_refused(thread):
+    async def playing(client, _session) -> float:
         ask = {"model": "x", "messages": ASK, "tools": [LOOKUP]}
         both = await client.chat.completions.create(**ask)
         one = await client.chat.completions.create(**ask, parallel_tool_calls=False)
@@ -195,9 +197,9 @@ async def test_what_a_program_asks_for_is_done_or_refused_and_not_left_out(threa
     assert (episode.reward, len(episode.turns)) == (1.0, 2)
 
 
-async def test_the_death_of_an_engine_ends_the_episode_whatever_its_program_does(thread):
-    async def playing(client, _door) -> float:
-        with pytest.raises(openai.InternalServerError, match="cannot go on"):
+async def test_lost_engine_ends_the_episode_even_if_the_program_continues(thread):
+    async def playing(client, _session) -> float:
+        with pytest.raises(openai.InternalServerError, match="has failed"):
             await client.chat.completions.create(model="x", messages=ASK)
         await asyncio.Event().wait()
         return 1.0
@@ -210,5 +212,5 @@ async def test_the_death_of_an_engine_ends_the_episode_whatever_its_program_does
         await play_group(environment(playing), DeadEngine(lambda _: ""), thread=thread)
 
 
-def test_all_families_are_tried():
+def test_all_tool_formats_are_tested():
     assert set(CALLS) <= set(FAMILIES)

@@ -1,5 +1,5 @@
-"""The server against its own description: schemathesis makes up requests for every endpoint, right
-and wrong ones, and looks at what comes back. Real sockets, and a tiny model that answers."""
+"""The server against its own description: schemathesis sends valid and invalid requests to every
+endpoint and checks the answers. Real sockets and a tiny model."""
 
 import asyncio
 import threading
@@ -23,15 +23,15 @@ from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.serving.api.openapi import describe
 from millrace.serving.api.replies import Health
-from millrace.serving.listening import listening
+from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
-from millrace.serving.served import Served
+from millrace.serving.served_model import ServedModel
 from millrace.serving.server import make_app
 
 KEY = "a-key"
 HEALTH = Health(status="ok", engines=1, serving=1)
-CONTEXT = 48  # tokens; so that no answer takes long
+CONTEXT = 48  # tokens; small, so that answers are quick
 
 
 async def serve(model: Path, *, ready: "Future[tuple[str, asyncio.Event]]") -> None:
@@ -39,7 +39,7 @@ async def serve(model: Path, *, ready: "Future[tuple[str, asyncio.Event]]") -> N
     spec = EngineSpec(config=config, device="cpu", model_path=str(model), version=0)
     engine = build_engine(spec, block_tokens=8)
     remote = InProcessEngine(engine, receiver=None)  # type: ignore[arg-type]
-    served = Served(
+    served = ServedModel(
         remote,
         tokenizer=chat_tokenizer(),
         name="tiny",
@@ -50,12 +50,12 @@ async def serve(model: Path, *, ready: "Future[tuple[str, asyncio.Event]]") -> N
     app = make_app(served, key=KEY, limits=ServerLimits(), health=lambda: HEALTH)
     over = asyncio.Event()
     running = asyncio.create_task(remote.run())
-    async with listening(app, host="127.0.0.1", port=0) as port:
+    async with http_listener(app, host="127.0.0.1", port=0) as port:
         ready.set_result((f"http://127.0.0.1:{port}", over))
         ended = asyncio.create_task(over.wait())
         await asyncio.wait({ended, running}, return_when=asyncio.FIRST_COMPLETED)
     served.close()
-    if running.done():  # then the server is gone, and who waits for it notices
+    if running.done():  # the server failed, and its waiters notice
         running.result()
     running.cancel()
 
@@ -79,7 +79,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 API = schemathesis.openapi.from_dict(describe(needs_key=True))
 OPERATIONS = [found.ok() for found in API.get_all_operations()]
-# What the description allows may still make no sense together, and is then refused.
+# Valid fields may not fit together; such requests are refused.
 EXCLUDED = [schemathesis.checks.positive_data_acceptance]
 
 
@@ -88,7 +88,7 @@ def as_it_comes(case: schemathesis.Case) -> schemathesis.Case:
 
 
 def to_this_model(case: schemathesis.Case) -> schemathesis.Case:
-    """So that more of them are answered."""
+    """Makes more of the generated requests answerable."""
     body = case.body
     if isinstance(body, dict):
         body["model"] = "tiny"
@@ -128,18 +128,18 @@ def try_out(operation: schemathesis.APIOperation, address: str, *, max_examples:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
-def test_every_answer_is_as_described(operation, address: str):
+def test_every_answer_matches_the_description(operation, address: str):
     try_out(operation, address, max_examples=6)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
-def test_every_answer_is_as_described_at_length(operation, address: str):
+def test_every_answer_matches_the_description_with_many_examples(operation, address: str):
     try_out(operation, address, max_examples=200)
 
 
-def test_the_description_is_served_to_who_has_the_key(address: str):
+def test_description_requires_the_key(address: str):
     url = f"{address}/openapi.json"
     assert requests.get(url, headers=HEADERS, timeout=20).json() == describe(needs_key=True)
     assert requests.get(url, timeout=20).status_code == 401

@@ -1,4 +1,4 @@
-"""What one client can cost the others: sizes, numbers, rates and patience, over real sockets."""
+"""Limits on single clients: sizes, numbers, rates and timeouts, over real sockets."""
 
 import asyncio
 import contextlib
@@ -9,19 +9,19 @@ import aiohttp
 import pytest
 from writing_engine import WritingEngine, served, until
 
-from millrace.serving.listening import MAX_CLIENTS, RateLimit
+from millrace.serving.listener import MAX_CLIENTS, RateLimit
 from millrace.serving.options import ServerLimits
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 SOON_S = 0.2
-LATE_S = 20.0  # a failed test, not a measure
+LATE_S = 20.0  # only a failing test takes this long
 
 
 def port_of(client) -> int:
     return client.base_url.port
 
 
-async def test_who_asks_too_often_is_told_when_to_come_again():
+async def test_too_many_requests_get_retry_after():
     async with served(WritingEngine("x"), limits=ServerLimits(rate=3.0)) as client:
         url = f"http://127.0.0.1:{port_of(client)}"
         async with aiohttp.ClientSession() as http:
@@ -31,22 +31,22 @@ async def test_who_asks_too_often_is_told_when_to_come_again():
             assert refused
             assert refused[0].headers["Retry-After"] == "1"
             assert (await refused[0].json())["error"]["type"] == "rate_limit_error"
-            assert (await http.get(f"{url}/health")).status == 200  # who watches is not counted
+            assert (await http.get(f"{url}/health")).status == 200  # health checks are not counted
 
 
-async def test_strangers_do_not_use_up_what_holders_of_the_key_may_ask():
+async def test_clients_without_the_key_do_not_use_up_its_rate():
     async with served(WritingEngine("x"), key="right", limits=ServerLimits(rate=1.0)) as client:
         url = f"http://127.0.0.1:{port_of(client)}/v1/models"
         async with aiohttp.ClientSession() as http:
             wrong = {"Authorization": "Bearer wrong"}
             statuses = [(await http.get(url, headers=wrong)).status for _ in range(4)]
             assert statuses[0] == 401
-            assert 429 in statuses  # guessing is slow, too
+            assert 429 in statuses  # guessing keys is limited, too
             right = {"Authorization": "Bearer right"}
             assert (await http.get(url, headers=right)).status == 200
 
 
-def test_a_bucket_fills_with_time_and_never_beyond_a_seconds_worth():
+def test_rate_limit_refills_up_to_one_second():
     now = [0.0]
     limit = RateLimit(2.0, now_s=lambda: now[0])
     assert [limit.wait_s("a") for _ in range(3)] == [0.0, 0.0, 0.5]
@@ -57,13 +57,13 @@ def test_a_bucket_fills_with_time_and_never_beyond_a_seconds_worth():
     assert [limit.wait_s("a") for _ in range(3)] == [0.0, 0.0, 0.5]
 
 
-def test_a_rate_below_one_a_second_lets_one_pass():
+def test_rate_below_one_per_second_lets_one_request_pass():
     now = [0.0]
     limit = RateLimit(0.1, now_s=lambda: now[0])
     assert [limit.wait_s("a") for _ in range(2)] == [0.0, 10.0]
 
 
-def test_a_million_addresses_cost_a_bounded_table():
+def test_rate_limit_table_is_bounded():
     limit = RateLimit(1.0, now_s=lambda: 0.0)
     for client in range(3 * MAX_CLIENTS):
         limit.wait_s(str(client))
@@ -71,7 +71,7 @@ def test_a_million_addresses_cost_a_bounded_table():
 
 
 async def closed(reader: asyncio.StreamReader) -> None:
-    """Returns when the server has closed the connection, politely or not."""
+    """Returns when the server has closed the connection in any way."""
     async with asyncio.timeout(LATE_S):
         with contextlib.suppress(ConnectionResetError):
             while await reader.read(1024):
@@ -79,7 +79,7 @@ async def closed(reader: asyncio.StreamReader) -> None:
 
 
 @pytest.mark.parametrize("head", [b"", b"GET /hea", HEAD], ids=["silent", "half a line", "headers"])
-async def test_a_head_that_trickles_in_is_cut_off(head: bytes):
+async def test_slow_headers_are_cut_off(head: bytes):
     async with served(WritingEngine("x"), limits=ServerLimits(patience_s=SOON_S)) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(client))
 
@@ -95,7 +95,7 @@ async def test_a_head_that_trickles_in_is_cut_off(head: bytes):
         writer.close()
 
 
-async def test_a_body_that_trickles_in_is_refused():
+async def test_slow_body_is_refused():
     async with served(WritingEngine("x"), limits=ServerLimits(patience_s=SOON_S)) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(client))
         writer.write(HEAD + b"Content-Length: 1000\r\n\r\n{")
@@ -104,7 +104,7 @@ async def test_a_body_that_trickles_in_is_refused():
         writer.close()
 
 
-async def test_a_client_that_takes_nothing_loses_its_places():
+async def test_client_that_does_not_read_loses_its_slots():
     engine = WritingEngine("a story that is longer than all buffers between us " * 4_000)
     async with served(engine, limits=ServerLimits(patience_s=SOON_S)) as client:
         connection = socket.socket()
@@ -115,7 +115,7 @@ async def test_a_client_that_takes_nothing_loses_its_places():
         body = b'{"model": "tiny", "messages": [{"role": "user", "content": "?"}], "stream": true}'
         writer.write(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         async with asyncio.timeout(LATE_S):
-            await reader.readline()  # it has begun; nothing more is read
+            await reader.readline()  # the stream has started; nothing more is read
             await until(lambda: engine.cancelled)
         writer.close()
 

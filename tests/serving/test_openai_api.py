@@ -1,4 +1,4 @@
-"""The official client against the endpoints, before an engine that writes what the test says."""
+"""The official client against the endpoints, with a scripted engine."""
 
 import asyncio
 import json
@@ -82,7 +82,7 @@ async def test_without_a_seed_each_request_draws_its_own():
     assert len({request.seed for request in engine.requests}) == 2
 
 
-async def test_a_stream_gives_the_text_as_it_is_written():
+async def test_stream_sends_text_as_it_is_generated():
     async with served(WritingEngine("one", "three")) as client:
         stream = await client.chat.completions.create(
             model="tiny", messages=ASK, n=2, stream=True, stream_options={"include_usage": True}
@@ -101,7 +101,7 @@ async def test_a_stream_gives_the_text_as_it_is_written():
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-async def test_logprobs_are_those_of_the_sampled_tokens_whole_and_streamed():
+async def test_logprobs_of_sampled_tokens_are_the_same_when_streamed():
     async with served(WritingEngine("abc")) as client:
         ask = {"model": "tiny", "messages": ASK, "logprobs": True}
         whole = await client.chat.completions.create(**ask)
@@ -115,7 +115,7 @@ async def test_logprobs_are_those_of_the_sampled_tokens_whole_and_streamed():
     assert [row for part in parts for row in part.content or []] == rows
 
 
-async def test_stop_strings_are_never_sent_not_even_in_parts():
+async def test_stop_strings_are_never_sent_even_partially():
     engine = WritingEngine("say STO no STOP")
     async with served(engine) as client:
         stream = await client.chat.completions.create(
@@ -126,7 +126,7 @@ async def test_stop_strings_are_never_sent_not_even_in_parts():
     assert "S" not in parts
 
 
-async def test_tool_calls_come_as_such_and_their_results_go_back_to_the_model():
+async def test_tool_calls_are_parsed_and_their_results_reach_the_model():
     engine = WritingEngine(f"Let me see.{CALL}")
     async with served(engine) as client:
         reply = await client.chat.completions.create(model="tiny", messages=ASK, tools=[ADD])
@@ -148,7 +148,7 @@ async def test_tool_calls_come_as_such_and_their_results_go_back_to_the_model():
     assert "<|im_start|>tool\n5<|im_end|>" in after
 
 
-async def test_a_stream_holds_a_tool_call_back_until_it_is_whole():
+async def test_stream_holds_a_tool_call_until_it_is_complete():
     async with served(WritingEngine(f"I add < them.{CALL}{CALL}")) as client:
         stream = await client.chat.completions.create(
             model="tiny", messages=ASK, tools=[ADD], stream=True
@@ -162,7 +162,7 @@ async def test_a_stream_holds_a_tool_call_back_until_it_is_whole():
 
 
 @pytest.mark.parametrize("text", ["<tool_call>{oops</tool_call>", "<tool_call> is a tag"])
-async def test_a_tool_call_that_cannot_be_read_is_text(text):
+async def test_invalid_tool_call_is_returned_as_text(text):
     async with served(WritingEngine(text)) as client:
         ask = {"model": "tiny", "messages": ASK, "tools": [ADD]}
         whole = await client.chat.completions.create(**ask)
@@ -172,7 +172,7 @@ async def test_a_tool_call_that_cannot_be_read_is_text(text):
     assert "".join(parts) == text
 
 
-async def test_formats_that_no_template_knows_keep_calls_in_the_text_and_results_too():
+async def test_formats_without_template_support_keep_calls_and_results_in_the_text():
     text = "So:\n```tool_code\nadd(a=2, b=3)\n```"
     engine = WritingEngine(text)
     async with served(engine, form="gemma") as client:
@@ -191,7 +191,7 @@ async def test_formats_that_no_template_knows_keep_calls_in_the_text_and_results
     assert "<|im_start|>user\n```tool_output\n5\n```<|im_end|>" in prompt
 
 
-async def test_who_offers_no_tools_gets_what_looks_like_a_call_as_text():
+async def test_call_like_text_without_tools_is_returned_as_text():
     async with served(WritingEngine(CALL)) as client:
         ask = {"model": "tiny", "messages": ASK}
         reply = await client.chat.completions.create(**ask)
@@ -201,7 +201,7 @@ async def test_who_offers_no_tools_gets_what_looks_like_a_call_as_text():
 
 
 @pytest.mark.parametrize("form", ["mistral", "gemma"])
-async def test_where_text_makes_no_call_none_can_be_demanded(form):
+async def test_required_call_is_refused_without_a_tool_format(form):
     async with served(WritingEngine("x"), form=form) as client:
         with pytest.raises(openai.BadRequestError, match="in the format of this model"):
             await client.chat.completions.create(
@@ -210,7 +210,7 @@ async def test_where_text_makes_no_call_none_can_be_demanded(form):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_wants_one_call_at_a_time_gets_the_first(stream):
+async def test_parallel_tool_calls_false_returns_the_first_call(stream):
     async with served(WritingEngine(f"So.{CALL}{CALL}")) as client:
         ask = {"model": "tiny", "messages": ASK, "tools": [ADD], "parallel_tool_calls": False}
         if stream:
@@ -226,7 +226,7 @@ def _calls_of(chunk):
     return chunk.choices[0].delta.tool_calls or []
 
 
-async def test_completions_go_on_from_texts_and_from_tokens():
+async def test_completions_continue_texts_and_tokens():
     engine = WritingEngine("one", "two")
     async with served(engine) as client:
         texts = await client.completions.create(model="tiny", prompt=["a", "bc"], n=2, logprobs=0)
@@ -251,7 +251,7 @@ async def test_completions_go_on_from_texts_and_from_tokens():
         assert own[-1].finish_reason == "stop"
 
 
-async def test_generate_takes_and_gives_tokens_with_logprobs_and_versions():
+async def test_generate_returns_tokens_with_logprobs_and_versions():
     body = {"prompt": [97, 98], "n": 2, "seed": 5, "max_new_tokens": 9, "temperature": 0}
     engine = WritingEngine("hi", "you")
     async with served(engine) as client, aiohttp.ClientSession() as http:
@@ -318,7 +318,7 @@ def named(name: str) -> dict:
         (None, {"stream_options": {"include_usage": True}}, "need stream = true"),
     ],
 )
-async def test_what_cannot_be_done_is_refused_by_name(field, settings, words):
+async def test_unsupported_fields_are_refused_by_name(field, settings, words):
     engine = WritingEngine("x")
     async with served(engine) as client:
         with pytest.raises(openai.BadRequestError, match=words) as info:
@@ -338,7 +338,7 @@ async def test_what_cannot_be_done_is_refused_by_name(field, settings, words):
         ("best_of", 3, "only 1 is supported"),
     ],
 )
-async def test_what_text_cannot_be_gone_on_with_is_refused_by_name(field, value, words):
+async def test_unsupported_completion_fields_are_refused_by_name(field, value, words):
     ask = {"model": "tiny", "prompt": "x", field.partition(".")[0]: value}
     async with served(WritingEngine("x")) as client:
         with pytest.raises(openai.BadRequestError, match=words) as info:
@@ -350,25 +350,25 @@ async def test_what_text_cannot_be_gone_on_with_is_refused_by_name(field, value,
     ("messages", "words"),
     [
         ([], "at least 1 item"),
-        ([{"role": "robot", "content": "x"}], "'robot' is none of"),
+        ([{"role": "robot", "content": "x"}], "'robot' is not one of"),
         ([{"role": "user"}], "content' is missing"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "other than text"),
         (
             [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"arguments": "["}}]}],
             "cannot be read",
         ),
-        ([{"role": "user", "content": "x" * 600}], "context holds 512"),
+        ([{"role": "user", "content": "x" * 600}], "context is limited to 512"),
     ],
 )
-async def test_messages_that_are_none_are_refused(messages, words):
+async def test_invalid_messages_are_refused(messages, words):
     async with served(WritingEngine("x")) as client:
         with pytest.raises(openai.BadRequestError, match=words) as info:
             await client.chat.completions.create(model="tiny", messages=messages)
-    is_too_long = "context holds" in words
+    is_too_long = "context is limited" in words
     assert info.value.code == ("context_length_exceeded" if is_too_long else None)
 
 
-async def test_parts_of_text_are_text_and_developers_are_the_system():
+async def test_text_parts_are_joined_and_developer_means_system():
     engine = WritingEngine("x")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     async with served(engine) as client:
@@ -386,15 +386,15 @@ async def test_parts_of_text_are_text_and_developers_are_the_system():
         (b'{"model": ', "application/json", 400, "not valid JSON"),
         (b"\xff\xfe", "application/json", 400, "not valid JSON"),
         (b"[" * 100000, "application/json", 400, "not valid JSON"),
-        (b"[]", "application/json", 400, "no object: []"),
+        (b"[]", "application/json", 400, "not an object: []"),
         (b'{"model": "\\ud83d"}', "application/json", 400, "surrogates not allowed"),
-        (b'{"temperature": NaN}', "application/json", 400, "NaN is no number"),
+        (b'{"temperature": NaN}', "application/json", 400, "NaN is not a number"),
         (b"{}", "text/plain", 415, "Content-Type: application/json"),
         (b"x" * 3000, "application/json", 413, "Too Large"),
     ],
     ids=["cut", "binary", "deep", "list", "half", "nan", "type", "large"],
 )
-async def test_a_body_that_is_none_is_refused_in_the_apis_form(body, type, status, words):
+async def test_invalid_body_gets_an_api_error(body, type, status, words):
     limits = ServerLimits(body_bytes=2048) if len(body) == 3000 else None
     async with served(WritingEngine("x"), limits=limits) as client:
         url, headers = f"{client.base_url}chat/completions", {"Content-Type": type}
@@ -406,7 +406,7 @@ async def test_a_body_that_is_none_is_refused_in_the_apis_form(body, type, statu
             assert words in (await response.json())["error"]["message"]
 
 
-async def test_other_paths_and_methods_are_refused_in_the_apis_form():
+async def test_unknown_paths_and_methods_get_an_api_error():
     async with served(WritingEngine("x")) as client, aiohttp.ClientSession() as http:
         async with http.get(f"{root_of(client)}v2") as response:
             assert (response.status, (await response.json())["error"]["type"]) == (
@@ -418,7 +418,7 @@ async def test_other_paths_and_methods_are_refused_in_the_apis_form():
             assert response.headers["Allow"] == "POST"
 
 
-async def test_only_who_shows_the_key_is_let_in():
+async def test_requests_need_the_key():
     async with served(WritingEngine("x"), key="secret") as client:
         await client.models.list()
         with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
@@ -445,7 +445,7 @@ class FailingEngine(WritingEngine):
         raise self._error
 
 
-async def test_what_the_engine_refuses_is_the_clients_fault_and_its_death_is_not():
+async def test_refusal_is_a_client_error_and_engine_death_a_server_error():
     refusal = TaskError("Token ids outside 0..9.")
     death = WorkerError("Worker died.", worker="engine-0", traceback="/home/secret.py")
     for stream in (False, True):
@@ -458,7 +458,7 @@ async def test_what_the_engine_refuses_is_the_clients_fault_and_its_death_is_not
             assert "secret" not in str(info.value)
 
 
-async def test_a_stream_that_breaks_says_so():
+async def test_broken_stream_sends_an_error_event():
     async with served(FailingEngine(WorkerError("Died.", worker="e"), after=3)) as client:
         stream = await client.chat.completions.create(model="tiny", messages=ASK, stream=True)
         with pytest.raises(openai.APIError, match="engine failed"):
@@ -467,7 +467,7 @@ async def test_a_stream_that_breaks_says_so():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_ends_its_request(stream):
+async def test_disconnected_client_ends_its_request(stream):
     engine = WritingEngine("a long story")
     async with served(engine) as client:
         engine.gate.clear()
@@ -485,7 +485,7 @@ async def test_a_client_that_leaves_ends_its_request(stream):
     assert "millrace_disconnects_total 1" in metrics
 
 
-async def test_more_requests_than_the_limit_are_told_to_come_later():
+async def test_requests_above_the_limit_get_429():
     engine = WritingEngine("x")
     async with served(engine, limits=ServerLimits(requests=2)) as client:
         engine.gate.clear()
@@ -525,7 +525,7 @@ async def test_metrics_count_requests_and_tokens():
         (Health(status="down", engines=2, serving=0), 503),
     ],
 )
-async def test_health_is_good_while_an_engine_serves(health: Health, status: int):
+async def test_health_is_ok_while_an_engine_serves(health: Health, status: int):
     async with (
         served(WritingEngine("x"), health=lambda: health) as client,
         aiohttp.ClientSession() as http,

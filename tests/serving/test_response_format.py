@@ -1,4 +1,4 @@
-"""Replies that must be JSON: on a real engine with a random model, whatever it would rather say."""
+"""Grammar-constrained replies of a real engine with a random model."""
 
 import asyncio
 import json
@@ -27,10 +27,10 @@ from millrace.environments.tools.calls import FORMATS
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.grammars import Guides, grammar_of
 from millrace.serving.api.replies import Health
-from millrace.serving.listening import listening
+from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
-from millrace.serving.served import Served
+from millrace.serving.served_model import ServedModel
 from millrace.serving.server import make_app
 from millrace.training.packing.packer import pack
 
@@ -77,14 +77,14 @@ def assert_same(ours: Completion, theirs: Completion) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 4}, {"top_p": 0.5}])
-def test_completions_follow_their_schema_to_the_end(sampling):
+def test_completions_follow_their_schema(sampling):
     done = finish(make_engine(), request("a", n=3, **sampling))
     for completion in done["a"]:
         assert completion.finish == "stop"
         assert_valid(completion.text)
 
 
-def test_sequences_without_a_grammar_are_as_if_they_were_alone():
+def test_grammars_do_not_affect_other_sequences():
     free = request("free", guided=False, max_new_tokens=40)
     (alone,) = finish(make_engine(), free)["free"]
     together = finish(make_engine(), free, request("guided", n=2))
@@ -92,7 +92,7 @@ def test_sequences_without_a_grammar_are_as_if_they_were_alone():
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 4}])
-def test_an_engine_that_decodes_in_rounds_gives_the_same(sampling):
+def test_multi_step_decoding_follows_the_same_grammar(sampling):
     requests = [request("guided", n=2, **sampling), request("free", guided=False, **sampling)]
     expected = finish(make_engine(), *requests)
     done = finish(make_engine(round_steps=4), *requests)
@@ -103,7 +103,7 @@ def test_an_engine_that_decodes_in_rounds_gives_the_same(sampling):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 4}])
-def test_an_engine_on_a_gpu_follows_a_schema_beside_rounds_of_others(sampling):
+def test_gpu_engine_follows_a_schema_beside_multi_step_decoding(sampling):
     requests = [request("guided", n=4, **sampling), request("free", guided=False, n=4, **sampling)]
     done = finish(make_engine(device="cuda", round_steps=8), *requests)
     for completion in done["guided"]:
@@ -112,7 +112,7 @@ def test_an_engine_on_a_gpu_follows_a_schema_beside_rounds_of_others(sampling):
         assert_valid(completion.text)
 
 
-def test_a_completion_that_was_interrupted_goes_on_where_its_grammar_was():
+def test_interrupted_completion_resumes_its_grammar():
     (whole,) = finish(make_engine(), request("a"))["a"]
     at = len(whole.tokens) // 2
     partial = Completion(
@@ -126,7 +126,7 @@ def test_a_completion_that_was_interrupted_goes_on_where_its_grammar_was():
     assert_same(resumed, whole)
 
 
-def test_logprobs_are_those_of_what_the_grammar_left():
+def test_logprobs_are_restricted_to_the_grammar():
     (done,) = finish(make_engine(), request("a", temperature=0.7))["a"]
     model = make_model()
     ids = torch.from_numpy(np.concatenate([PROMPT, done.tokens]).astype(np.int64))[None]
@@ -140,7 +140,7 @@ def test_logprobs_are_those_of_what_the_grammar_left():
         assert done.logprobs[place] == pytest.approx(float(left[token]), abs=1e-5)
 
 
-async def test_the_trainer_says_what_the_engine_said_where_kept_ids_travel():
+async def test_trainer_logprobs_equal_engine_logprobs_with_kept_ids():
     async with agent_on(make_engine(), max_new_tokens=200, top_k=8) as (agent, cast):
         messages = [user("Who?")]
         reply = await agent.chat(messages, response_format=FORMAT)
@@ -157,7 +157,7 @@ async def test_the_trainer_says_what_the_engine_said_where_kept_ids_travel():
     assert_says_the_same(make_trainer(), pack([group], microbatch_tokens=4096))
 
 
-async def test_what_could_not_be_trained_is_refused():
+async def test_grammar_that_cannot_be_trained_is_refused():
     async with agent_on(make_engine()) as (agent, _cast):
         with pytest.raises(TaskError, match=r"too many to train with; set sampling.top_k, or take"):
             await agent.chat([user("Who?")], response_format=FORMAT)
@@ -172,7 +172,7 @@ async def test_what_could_not_be_trained_is_refused():
 async def client_of(engine: EmbeddedEngine, *, form: str = "hermes"):
     remote = InProcessEngine(engine, receiver=None)  # type: ignore[arg-type]
     running = asyncio.create_task(remote.run())
-    model = Served(
+    model = ServedModel(
         remote,
         tokenizer=TOKENIZER,
         name="tiny",
@@ -181,7 +181,7 @@ async def client_of(engine: EmbeddedEngine, *, form: str = "hermes"):
         metrics=ServerMetrics(),
     )
     app = make_app(model, key=None, limits=ServerLimits(), health=lambda: HEALTH)
-    async with listening(app, host="127.0.0.1", port=0) as port:
+    async with http_listener(app, host="127.0.0.1", port=0) as port:
         url = f"http://127.0.0.1:{port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             yield client
@@ -227,7 +227,7 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3"])
-async def test_where_a_call_is_demanded_the_reply_is_one(form):
+async def test_required_call_is_returned(form):
     named = {"type": "function", "function": {"name": "note"}}
     ask = {"model": "tiny", "messages": [user("Who?")], "max_tokens": 200, "tools": TOOLS}
     async with client_of(make_engine(), form=form) as client:
@@ -264,7 +264,7 @@ async def test_where_a_call_is_demanded_the_reply_is_one(form):
                 "response_format": {"type": "json_object"},
                 "tools": [{"type": "function", "function": {"name": "f"}}],
             },
-            "can call no tools",
+            "cannot call tools",
         ),
         (
             {
@@ -280,14 +280,14 @@ async def test_where_a_call_is_demanded_the_reply_is_one(form):
         ),
     ],
 )
-async def test_formats_that_cannot_be_followed_are_refused_by_name(settings, words):
+async def test_unsupported_response_formats_are_refused_by_name(settings, words):
     async with client_of(make_engine()) as client:
         with pytest.raises(openai.BadRequestError, match=words) as info:
             await client.chat.completions.create(model="tiny", messages=[user("?")], **settings)
     assert info.value.param == next(iter(settings))
 
 
-async def test_without_the_library_a_client_is_told_which_extra_has_it(monkeypatch):
+async def test_missing_grammar_library_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     async with client_of(make_engine()) as client:
         with pytest.raises(openai.BadRequestError, match=r"install millrace\[structured\]"):

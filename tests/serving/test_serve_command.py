@@ -1,4 +1,4 @@
-"""`millrace serve` for real: a server process, its engine processes, and the official client."""
+"""`millrace serve` as real processes, with the official client."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its address, with an engine that has room for 16 sequences."""
+    """The address of a server whose engine runs up to 16 sequences."""
     logs = tmp_path_factory.mktemp("logs")
     with server_process(model, "--engine.max_sequences", "16", logs=logs) as server:
         yield server.url
@@ -41,7 +41,7 @@ async def gauge(server: str, name: str) -> float:
     return float(found[1]) if found else -1.0
 
 
-async def test_whole_streamed_and_as_tokens_a_seed_gives_the_same_reply(client, server: str):
+async def test_seeded_replies_are_equal_for_all_endpoints(client, server: str):
     ask = {"model": "tiny", "messages": ASK, "n": 3, "seed": 11, "max_tokens": 40, "top_p": 0.9}
     whole = await client.chat.completions.create(**ask, logprobs=True)
     texts, rows = [""] * 3, [[] for _ in range(3)]
@@ -64,7 +64,7 @@ async def test_whole_streamed_and_as_tokens_a_seed_gives_the_same_reply(client, 
         assert set(done["versions"]) == {0}
 
 
-async def test_256_streams_at_once_all_come_to_their_end(client):
+async def test_256_concurrent_streams_all_finish(client):
     async def stream(seed: int) -> tuple[str, int]:
         text, num_chunks = "", 0
         asked = await client.completions.create(
@@ -84,7 +84,7 @@ async def test_256_streams_at_once_all_come_to_their_end(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_disconnects_frees_its_places_in_the_engine(client, server, stream):
+async def test_disconnected_client_frees_its_engine_slots(client, server, stream):
     running = 'millrace_engine_running{engine="engine-0"}'
     ask = {"model": "tiny", "prompt": "abc", "n": 16, "max_tokens": 500}
     asking = asyncio.create_task(client.completions.create(**ask, temperature=0, stream=stream))

@@ -7,17 +7,17 @@ from millrace.cli.main import main
     ("options", "words"),
     [
         (["--host", "0.0.0.0"], "there is no key; set MILLRACE_API_KEY or --api-key-file"),
-        (["--host", "no.such.host.invalid"], "is no address of this machine"),
-        (["--trainer.steps", "3"], "--trainer.steps is no setting of a server"),
+        (["--host", "no.such.host.invalid"], "is not an address of this machine"),
+        (["--trainer.steps", "3"], "--trainer.steps is not a setting of a server"),
         (["--engine.count", "3"], "--engines"),
-        (["--engines", "0"], "leave nobody to answer"),
+        (["--engines", "0"], "start no process"),
         (["--engine.max_seqs", "3"], "Unknown setting 'engine.max_seqs'"),
         (["--engine.dtype"], "--engine.dtype needs a value"),
         (["--api-key-file", "nowhere.txt"], "cannot be read"),
         (["--api-key-file", "empty.txt"], "is empty"),
     ],
 )
-def test_wrong_options_are_told_before_anything_starts(
+def test_invalid_options_are_refused_before_anything_starts(
     options, words, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)

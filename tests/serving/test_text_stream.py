@@ -1,4 +1,4 @@
-"""Text of tokens that come one by one, against the engine's own text of all of them."""
+"""Text of streamed tokens, compared with the engine's text of all tokens."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ STOPS = ["ab", "ba", "STOP", "→ ", "🙂b", "aab"]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that characters come in parts; the last one ends a reply."""
+    """One token per byte, so that characters arrive in parts; the last token ends a reply."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -35,7 +35,7 @@ def decode(ids: list[int]) -> str:
 
 
 def sampled_until_its_end(ids: list[int], stop: tuple[str, ...], stopping: Stopping):
-    """Of these tokens those that an engine would sample, and how they end."""
+    """The tokens that an engine would sample, and the finish reason."""
     for count in range(1, len(ids) + 1):
         if ids[count - 1] == EOS:
             return ids[:count], "stop"
@@ -51,10 +51,10 @@ def sampled_until_its_end(ids: list[int], stop: tuple[str, ...], stopping: Stopp
     is_cut=st.booleans(),
     size=st.integers(1, 5),
 )
-def test_the_parts_are_the_text_whatever_the_pieces(words, stop, is_cut, size):
+def test_joined_parts_equal_the_text_for_any_chunks(words, stop, is_cut, size):
     stopping = Stopping(TOKENIZER, eos_ids=[EOS])
     ids = TOKENIZER.encode("".join(words))
-    ids = ids[: len(ids) - is_cut] or ids  # perhaps in the middle of a character
+    ids = ids[: len(ids) - is_cut] or ids  # possibly in the middle of a character
     ids, finish = sampled_until_its_end(ids, stop, stopping)
     stream = TextStream(decode, stop=stop)
     parts = []
@@ -66,14 +66,14 @@ def test_the_parts_are_the_text_whatever_the_pieces(words, stop, is_cut, size):
     assert all("\ufffd" not in part for part in parts[:-1])
 
 
-def test_text_is_given_out_as_soon_as_it_is_certain():
+def test_text_is_returned_as_soon_as_it_is_certain():
     stream = TextStream(decode, stop=("STOP",))
     given_out = [stream.add([token]) for token in TOKENIZER.encode("aé STa")]
     assert given_out == ["a", "", "é", " ", "", "", "STa"]
 
 
 @pytest.mark.parametrize("end", ["length", None])
-def test_from_an_opener_on_all_is_held(end):
+def test_text_after_an_opener_is_held_back(end):
     stream = TextStream(decode, openers=("<call>", "{"))
     parts = [stream.add([token]) for token in TOKENIZER.encode("a <b <call>c {")]
     parts.append(stream.add([], finish=end))
@@ -81,7 +81,7 @@ def test_from_an_opener_on_all_is_held(end):
     assert stream.held == "<call>c {"
 
 
-def test_a_piece_without_tokens_may_end_it():
+def test_chunk_without_tokens_may_finish_the_text():
     stream = TextStream(decode)
     assert stream.add(TOKENIZER.encode("ab")) == "ab"
     assert stream.add([], finish="abort") == ""

@@ -1,4 +1,4 @@
-"""An engine that writes the texts it is given, a token at a time, and who asks over HTTP."""
+"""An engine that generates given texts token by token, and an HTTP client for it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -14,17 +14,17 @@ from millrace.core.protocols import OnTokens, SupportsGenerate
 from millrace.core.records import Completion, Request
 from millrace.environments.tools.calls import FORMATS
 from millrace.serving.api.replies import Health
-from millrace.serving.listening import listening
+from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
-from millrace.serving.served import Served
+from millrace.serving.served_model import ServedModel
 from millrace.serving.server import make_app
 
 WELL = Health(status="ok", engines=1, serving=1)
 
 
 class WritingEngine(ScriptedEngine):
-    """Members take turns, token by token, while the gate is open."""
+    """Completions take turns, token by token, while the gate is open."""
 
     def __init__(self, *texts: str) -> None:
         super().__init__(*texts)
@@ -56,7 +56,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def written(text: str) -> Completion:
-    """As the model would have written it, and then ended its turn."""
+    """Tokens of the text, followed by the end token."""
     tokens = np.array([*map(ord, text), IM_END], np.int32)
     return Completion(
         tokens=tokens,
@@ -88,8 +88,8 @@ async def served(
     form: str = "hermes",
     health: Callable[[], Health] = lambda: WELL,
 ) -> AsyncIterator[AsyncOpenAI]:
-    """A client of a server before this engine; what it is told first it believes."""
-    model = Served(
+    """A client of a server with this engine."""
+    model = ServedModel(
         engine,
         tokenizer=chat_tokenizer(),
         name="tiny",
@@ -100,7 +100,7 @@ async def served(
     )
     limits = limits or ServerLimits()
     app = make_app(model, key=key, limits=limits, health=health)
-    async with listening(app, host="127.0.0.1", port=0, limits=limits) as port:
+    async with http_listener(app, host="127.0.0.1", port=0, limits=limits) as port:
         url = f"http://127.0.0.1:{port}/v1"
         async with AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0) as client:
             yield client

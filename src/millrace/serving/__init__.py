@@ -1,17 +1,13 @@
-"""Models behind HTTP: the OpenAI API, and tokens in and out.
+"""HTTP server for models: the OpenAI API, and raw tokens in and out.
 
 | module | owns |
 |---|---|
-| `options.py`, `settings.py`, `command.py` | `millrace serve`, from its options to its end |
-| `server.py`, `rate.py`, `listening.py` | routes, keys, errors; how often; the socket |
-| `openapi.py`, `replies.py` | the server's description of itself |
-| `served.py` | a model behind engines: prompts in, completions or pieces out |
-| `chat.py`, `completions.py`, `generate.py` | an endpoint each, whole and as a stream |
-| `bodies.py`, `messages.py`, `errors.py`, `sse.py` | the API's forms |
-| `text_stream.py` | text of tokens that come one by one |
+| `options.py`, `settings.py`, `command.py` | `millrace serve` |
+| `server.py`, `listener.py` | routes, API keys, errors; the socket and rate limits |
+| `served_model.py`, `engines.py` | a model behind its engines |
+| `api/` | one module per endpoint, request bodies, replies, streaming, the OpenAPI description |
 | `metrics.py` | counters for Prometheus |
-| `gateway.py` | the same API before the agents of a run's episodes |
-| `blackbox.py`, `program.py` | programs as environments; their processes |
+| `programs/` | the same API for programs that play episodes, and programs as environments |
 
-Promise: torch-free where requests pass; the models compute in processes of their own.
+Promise: no request handler imports torch. Models compute in processes of their own.
 """

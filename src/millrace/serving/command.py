@@ -1,7 +1,7 @@
-"""`millrace serve`: engines in processes of their own, and an HTTP server before them.
+"""`millrace serve`: engines in processes of their own, and an HTTP server in front of them.
 
-Promise: no process outlives the command. An engine that dies is replaced; one that dies too often
-ends it, with that engine's account.
+Promise: no process outlives the command. An engine that dies is restarted; one that dies too often
+ends the server with its error.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ from millrace.core.errors import ConfigError, first_cause
 from millrace.environments.tools.calls import format_of
 from millrace.scoring.teachers.process import TeacherProcess
 from millrace.scoring.teachers.settings import LogprobModelSettings
-from millrace.serving.api.score import NoEngine, Readers, ReadModel
+from millrace.serving.api.score import GenerationDisabled, ScoreModelInfo, ScorePool
 from millrace.serving.engines import Engines
-from millrace.serving.listening import listening
+from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
-from millrace.serving.served import Served
+from millrace.serving.served_model import ServedModel
 from millrace.serving.server import make_app
 from millrace.serving.settings import ServeSettings
 
 PRELOAD = ("torch", "transformers", "millrace.inference.worker", "millrace.scoring.teachers.worker")
-READ_TIMEOUT_S = 300.0  # of the passages of one request
+SCORE_TIMEOUT_S = 300.0  # per /score request
 
 
 def serve(settings: ServeSettings) -> None:
-    """Serve until it is interrupted."""
+    """Serve until interrupted."""
     run_on_own_loop(lambda: _serve(settings))
 
 
@@ -44,7 +44,7 @@ async def _serve(settings: ServeSettings) -> None:
 
     def on_event(worker: str, message: Message) -> None:
         if isinstance(message, WorkerProgress):
-            metrics.heard(worker, message.counters)
+            metrics.update_engine(worker, message.counters)
 
     def on_restart(name: str, reason: str) -> None:
         metrics.restarts += name.startswith("engine-")
@@ -69,8 +69,8 @@ async def _serve(settings: ServeSettings) -> None:
                 starting.create_task(engines.start())
                 reading = starting.create_task(asyncio.to_thread(_read_model, config))
         tokenizer, max_context = reading.result()
-        served = Served(
-            engines.pool if settings.engines else NoEngine(),
+        served = ServedModel(
+            engines.pool if settings.engines else GenerationDisabled(),
             tokenizer=tokenizer,
             name=settings.name,
             adapters=tuple(config.engine.adapters),
@@ -78,28 +78,28 @@ async def _serve(settings: ServeSettings) -> None:
             tool_format=format_of("auto", template=str(tokenizer.chat_template or "")),
             metrics=metrics,
         )
-        async with _reading(
+        async with _score_pool(
             worker_pool, settings, tokenizer=tokenizer, max_context=max_context
-        ) as readers:
+        ) as score_pool:
             app = make_app(
                 served,
                 key=settings.key,
                 limits=settings.limits,
                 health=engines.health,
-                readers=readers,
+                score_pool=score_pool,
             )
             with contextlib.closing(served), first_cause():
-                async with _listening(app, settings) as port:
+                async with _listen(app, settings) as port:
                     host = f"[{settings.host}]" if ":" in settings.host else settings.host
                     print(f"Serving {settings.name} at http://{host}:{port}/v1", flush=True)
                     await worker_pool.run()
 
 
 @contextlib.asynccontextmanager
-async def _reading(
+async def _score_pool(
     worker_pool: WorkerPool, settings: ServeSettings, *, tokenizer: Any, max_context: int
-) -> AsyncIterator[Readers | None]:
-    """The processes that answer /score, if there are to be any. One that is lost is replaced."""
+) -> AsyncIterator[ScorePool | None]:
+    """Run the processes that answer /score, if there are any. Lost ones are restarted."""
     if settings.scorers == 0:
         yield None
         return
@@ -123,7 +123,7 @@ async def _reading(
         )
         for i in range(settings.scorers)
     ]
-    model = ReadModel(
+    model = ScoreModelInfo(
         vocabulary=vocabulary_checksum(tokenizer), num_tokens=num_tokens, max_context=max_context
     )
     try:
@@ -131,15 +131,15 @@ async def _reading(
             async with asyncio.TaskGroup() as starting:
                 for process in processes:
                     starting.create_task(process.start())
-        yield Readers(processes, model=model, timeout_s=READ_TIMEOUT_S)
+        yield ScorePool(processes, model=model, timeout_s=SCORE_TIMEOUT_S)
     finally:
         await asyncio.gather(*(process.close() for process in processes))
 
 
 @contextlib.asynccontextmanager
-async def _listening(app: web.Application, settings: ServeSettings) -> AsyncIterator[int]:
+async def _listen(app: web.Application, settings: ServeSettings) -> AsyncIterator[int]:
     try:
-        async with listening(
+        async with http_listener(
             app, host=settings.host, port=settings.port, limits=settings.limits
         ) as port:
             yield port
@@ -151,8 +151,8 @@ async def _listening(app: web.Application, settings: ServeSettings) -> AsyncIter
 
 
 def _read_model(config: RunConfig) -> tuple[Any, int]:
-    """Its tokenizer and longest context. Runs in a thread, while the engines load the weights."""
-    from millrace.models.directory import configured_context, load_tokenizer  # takes seconds
+    """Return tokenizer and context length. Runs in a thread while the engines load."""
+    from millrace.models.directory import configured_context, load_tokenizer  # slow import
 
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
@@ -160,6 +160,6 @@ def _read_model(config: RunConfig) -> tuple[Any, int]:
     context = config.engine.max_context or limit
     if context is None:
         raise ConfigError(
-            f"Model {model.path!r} states no longest context; set --engine.max_context."
+            f"Model {model.path!r} does not state its context length; set --engine.max_context."
         )
     return tokenizer, context

@@ -1,6 +1,6 @@
-"""What a server counts, in the text format of Prometheus.
+"""Counters of a server in the text format of Prometheus.
 
-Runs on the server's loop.
+Runs on the server's event loop.
 """
 
 import bisect
@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Mapping
 
 _BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_GAUGES = ("running", "waiting")  # of what engines report; the rest only grows
+_GAUGES = ("running", "waiting")  # reported by engines; all other values are counters
 
 
 class Histogram:
-    """How often a duration was within each bound."""
+    """Counts durations by upper bound."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_BOUNDS_S) + 1)
@@ -37,17 +37,17 @@ class ServerMetrics:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.disconnects = 0
-        self.restarts = 0  # of engines
+        self.restarts = 0  # restarts of engines
         self.first_token_s = Histogram()
         self.request_s = Histogram()
         self._engines: dict[str, Mapping[str, float]] = {}
 
-    def heard(self, engine: str, counters: Mapping[str, float]) -> None:
-        """What an engine says it has done so far."""
+    def update_engine(self, engine: str, counters: Mapping[str, float]) -> None:
+        """Set the counters that an engine reports."""
         self._engines[engine] = counters
 
     def forget(self, engine: str) -> None:
-        """It is dead, and runs nothing any more."""
+        """Remove the counters of a dead engine."""
         self._engines.pop(engine, None)
 
     def text(self) -> str:

@@ -1,8 +1,7 @@
-"""The HTTP server: who may ask, how much at once, and which function answers.
+"""The HTTP server: routes, API keys, limits, errors.
 
-Promise: every request gets an answer in the form its client understands; one that cannot be served
-costs nobody else anything. A client that goes away frees its places in the engines. Runs on one
-event loop.
+Promise: each request gets an answer that its client understands, and a failing request affects no
+other. A client that disconnects frees its slots in the engines. Runs on one event loop.
 """
 
 import asyncio
@@ -23,35 +22,35 @@ from millrace.serving.api.errors import ApiError, as_api_error, json_response
 from millrace.serving.api.generate import answer_generate, stream_generate
 from millrace.serving.api.openapi import describe
 from millrace.serving.api.replies import Health
-from millrace.serving.api.score import Readers, ScoreBody
+from millrace.serving.api.score import ScoreBody, ScorePool
 from millrace.serving.api.streaming import send_events
-from millrace.serving.listening import RateLimit
+from millrace.serving.listener import RateLimit
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
-from millrace.serving.served import Served
+from millrace.serving.served_model import ServedModel
 
 _log = logging.getLogger(__name__)
-_OPEN = ("/health",)  # paths that need no key
+_PUBLIC = ("/health",)  # paths that need no key
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 B = TypeVar("B", ChatBody, CompletionBody, GenerateBody)
 
 
 def make_app(
-    served: Served,
+    served: ServedModel,
     *,
     key: str | None,
     limits: ServerLimits,
     health: Callable[[], Health],
-    readers: Readers | None = None,
+    score_pool: ScorePool | None = None,
 ) -> web.Application:
-    """`key`: what clients must show; None lets in all who can reach the server. `readers` answer
-    /score, where there are any."""
-    described = describe(needs_key=key is not None, scores=readers is not None)
+    """`key`: the API key of clients; None admits everyone who can reach the server. `score_pool`
+    answers /score; None disables the route."""
+    openapi = describe(needs_key=key is not None, scores=score_pool is not None)
 
-    async def tell_health(_request: web.Request) -> web.Response:
-        found = health()
-        return json_response(found.model_dump(), status=503 if found.status == "down" else 200)
+    async def get_health(_request: web.Request) -> web.Response:
+        state = health()
+        return json_response(state.model_dump(), status=503 if state.status == "down" else 200)
 
     async def models(_request: web.Request) -> web.Response:
         return json_response({"object": "list", "data": [_model(served, n) for n in served.names]})
@@ -59,55 +58,55 @@ def make_app(
     async def model(request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name not in served.names:
-            raise ApiError(f"There is no model {name!r}.", status=404, kind="not_found_error")
+            raise ApiError(f"Model {name!r} does not exist.", status=404, kind="not_found_error")
         return json_response(_model(served, name))
 
     async def description(_request: web.Request) -> web.Response:
-        return json_response(described)
+        return json_response(openapi)
 
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(text=served.metrics.text(), content_type="text/plain")
 
     app = web.Application(
         middlewares=[
-            _counting(served.metrics),
-            telling_errors,
-            _guarding(key, RateLimit(limits.rate)),
+            _metrics_middleware(served.metrics),
+            error_middleware,
+            _auth_middleware(key, RateLimit(limits.rate)),
         ],
         client_max_size=limits.body_bytes,
     )
-    busy = _Busy(served.metrics, limit=limits.requests)
-    app.router.add_get("/health", tell_health)
+    slots = _RequestSlots(served.metrics, limit=limits.requests)
+    app.router.add_get("/health", get_health)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{name:.+}", model)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/openapi.json", description)
     post = app.router.add_post
     patience_s = limits.patience_s
-    chat = _endpoint(served, busy, ChatBody, answer_chat, stream_chat, patience_s=patience_s)
+    chat = _endpoint(served, slots, ChatBody, answer_chat, stream_chat, patience_s=patience_s)
     post("/v1/chat/completions", chat)
     completion = _endpoint(
-        served, busy, CompletionBody, answer_completion, stream_completion, patience_s=patience_s
+        served, slots, CompletionBody, answer_completion, stream_completion, patience_s=patience_s
     )
     post("/v1/completions", completion)
     generate = _endpoint(
-        served, busy, GenerateBody, answer_generate, stream_generate, patience_s=patience_s
+        served, slots, GenerateBody, answer_generate, stream_generate, patience_s=patience_s
     )
     post("/generate", generate)
-    if readers is not None:
-        post("/score", _scoring(readers, busy))
+    if score_pool is not None:
+        post("/score", _score_endpoint(score_pool, slots))
     return app
 
 
-class _Busy:
-    """Requests that are being answered: no more than `limit`."""
+class _RequestSlots:
+    """Bounds the number of concurrent requests."""
 
     def __init__(self, metrics: ServerMetrics, *, limit: int) -> None:
         self._metrics = metrics
         self._limit = limit
 
     @contextlib.contextmanager
-    def one_more(self):
+    def take(self):
         if self._metrics.running >= self._limit:
             raise ApiError(
                 f"The server is busy with {self._limit} requests; try again later.",
@@ -126,17 +125,17 @@ class _Busy:
 
 
 def _endpoint(
-    served: Served,
-    busy: _Busy,
+    served: ServedModel,
+    slots: _RequestSlots,
     kind: type[B],
-    answer: Callable[[Served, B], Awaitable[dict[str, Any]]],
-    stream: Callable[[Served, B], AsyncGenerator[dict[str, Any]]],
+    answer: Callable[[ServedModel, B], Awaitable[dict[str, Any]]],
+    stream: Callable[[ServedModel, B], AsyncGenerator[dict[str, Any]]],
     *,
     patience_s: float,
 ) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         body = await read_request(request, kind, patience_s=patience_s)
-        with busy.one_more():
+        with slots.take():
             if body.stream:
                 return await send_events(request, stream(served, body), patience_s=patience_s)
             return json_response(await answer(served, body))
@@ -144,11 +143,11 @@ def _endpoint(
     return handle
 
 
-def _scoring(readers: Readers, busy: _Busy) -> Handler:
+def _score_endpoint(score_pool: ScorePool, slots: _RequestSlots) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         body = await read_request(request, ScoreBody)
-        with busy.one_more():
-            return json_response(await readers.answer(body))
+        with slots.take():
+            return json_response(await score_pool.answer(body))
 
     return handle
 
@@ -159,7 +158,7 @@ Checked = TypeVar("Checked", bound=Body)
 async def read_request(
     request: web.Request, kind: type[Checked], *, patience_s: float = ServerLimits().patience_s
 ) -> Checked:
-    # Browsers send other types to any server they can reach, without asking it first.
+    # Browsers send other content types across origins without a preflight request.
     if request.content_type != "application/json":
         raise ApiError(
             f"The body is {request.content_type}; send it with Content-Type: application/json.",
@@ -173,7 +172,7 @@ async def read_request(
     return read_body(kind, data)
 
 
-def _counting(metrics: ServerMetrics) -> Any:
+def _metrics_middleware(metrics: ServerMetrics) -> Any:
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = await handler(request)
@@ -186,7 +185,7 @@ def _counting(metrics: ServerMetrics) -> Any:
 
 
 @web.middleware
-async def telling_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except MillraceError as error:
@@ -200,20 +199,20 @@ async def telling_errors(request: web.Request, handler: Handler) -> web.StreamRe
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         return response
-    except ConnectionError:  # the client is gone
+    except ConnectionError:  # the client has disconnected
         raise
-    except Exception:  # noqa: BLE001 - a bug of ours: told here, and not to clients
+    except Exception:  # noqa: BLE001 - a bug: logged here, hidden from clients
         _log.exception("%s %s failed", request.method, request.path)
         return ApiError("The server failed.", status=500, kind="server_error").response()
 
 
-def _guarding(key: str | None, rate: RateLimit) -> Any:
+def _auth_middleware(key: str | None, rate: RateLimit) -> Any:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in _OPEN:
+        if request.path in _PUBLIC:
             return await handler(request)
         is_known = key is not None and shows_key(request, key)
-        # Whoever has no key is counted apart, and cannot use up what those who have one may ask.
+        # Counted separately: clients without the key must not use up the rate of those with it.
         wait_s = rate.wait_s("the key" if is_known else f"from {request.remote}")
         if wait_s > 0:
             raise ApiError(
@@ -231,7 +230,7 @@ def _guarding(key: str | None, rate: RateLimit) -> Any:
 
 def shows_key(request: web.Request, key: str) -> bool:
     scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-    # Compared in constant time, so that nobody finds out a key letter by letter.
+    # Compared in constant time, so that timing reveals nothing about the key.
     is_right = hmac.compare_digest(shown.strip().encode(errors="replace"), key.encode())
     return is_right and scheme.lower() == "bearer"
 
@@ -246,5 +245,5 @@ def check_key(request: web.Request, key: str) -> None:
         )
 
 
-def _model(served: Served, name: str) -> dict[str, Any]:
+def _model(served: ServedModel, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": served.created, "owned_by": "millrace"}

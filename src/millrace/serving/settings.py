@@ -1,4 +1,4 @@
-"""What the options of `millrace serve` come to, checked before anything starts. Torch-free."""
+"""The checked settings of `millrace serve`. Torch-free."""
 
 import argparse
 import ipaddress
@@ -16,14 +16,14 @@ from millrace.serving.options import ServerLimits
 
 KEY_VARIABLE = "MILLRACE_API_KEY"
 _SECTIONS = ("engine.", "model.", "supervision.", "placement.engines")
-_NOT_HERE = ("engine.count", "engine.remote", "model.path")
+_NOT_ALLOWED = ("engine.count", "engine.remote", "model.path")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
-    config: RunConfig  # of the model and its engines; the rest is not used
-    engines: int  # processes that write,
-    scorers: int  # and that read
+    config: RunConfig  # only its model, engine, supervision and cluster sections are used
+    engines: int  # processes that generate
+    scorers: int  # processes for /score
     name: str
     host: str
     port: int
@@ -33,19 +33,19 @@ class ServeSettings:
 
 
 def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> ServeSettings:
-    """`settings` are those of a run, by dotted key."""
+    """Check the options; `settings` are run settings by dotted key. Raises ConfigError."""
     for key in settings:
-        if not key.startswith(_SECTIONS) or key in _NOT_HERE:
+        if not key.startswith(_SECTIONS) or key in _NOT_ALLOWED:
             raise ConfigError(
-                f"--{key} is not a setting of a server; it has --engine.KEY, --supervision.KEY and"
-                " --placement.engines, as a run, and --engines."
+                f"--{key} is not a setting of a server; use --engine.KEY, --supervision.KEY,"
+                " --placement.engines and --engines."
             )
     if min(args.engines, args.scorers) < 0 or args.engines + args.scorers == 0:
         raise ConfigError(
-            f"--engines {args.engines} --scorers {args.scorers} leave nobody to answer; give one of"
-            " them a number above 0."
+            f"--engines {args.engines} --scorers {args.scorers} start no process; set one of them"
+            " above 0."
         )
-    # A run has an engine at least, and this is a run's config.
+    # A RunConfig requires at least one engine.
     count = max(args.engines, 1)
     config = load_config(overrides={"engine.count": count, **settings, "model.path": args.model})
     key = _key(args.api_key_file, os.environ)
@@ -72,7 +72,7 @@ def _limits(args: argparse.Namespace) -> ServerLimits:
     }
     for option, value in found.items():
         if not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{option} {value:g} lets nobody in; give a number above 0.")
+            raise ConfigError(f"{option} {value:g} is not allowed; give a number above 0.")
     return ServerLimits(
         body_bytes=args.max_body_bytes,
         requests=args.max_requests,
@@ -90,24 +90,26 @@ def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-key-file {file} cannot be read: {error}.") from None
     if key is not None and (not key.isascii() or not key.isprintable() or not key.split() == [key]):
-        raise ConfigError(f"The key in {where} is empty, or holds more than letters and digits.")
+        raise ConfigError(
+            f"The key in {where} is empty, or has blanks or characters that are not ASCII."
+        )
     return key
 
 
 def _check_reach(host: str, *, key: str | None) -> None:
     if key is None and not _is_loopback(host):
         raise ConfigError(
-            f"--host {host} lets others than this machine ask, and there is no key; set"
-            f" {KEY_VARIABLE} or --api-key-file, or listen at 127.0.0.1."
+            f"--host {host} can be reached from other machines, but there is no API key; set"
+            f" {KEY_VARIABLE} or --api-key-file, or use --host 127.0.0.1."
         )
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether all addresses of that name are this machine's own."""
+    """True if all addresses of the host are loopback addresses."""
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"--host {host!r} is no address of this machine: {error}.") from None
+        raise ConfigError(f"--host {host!r} is not an address of this machine: {error}.") from None
     return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
 
 

@@ -38,7 +38,7 @@ class _Answer(msgspec.Struct, frozen=True):
     vocabulary: str
     num_tokens: int
     max_context: int
-    passages: list[_EncodedLogprobs]
+    sequences: list[_EncodedLogprobs]
 
 
 class RemoteTeacher:
@@ -77,11 +77,11 @@ class RemoteTeacher:
         return [
             self._decode(encoded, request)
             for answer, part in zip(answers, parts, strict=True)
-            for encoded, request in zip(answer.passages, part, strict=True)
+            for encoded, request in zip(answer.sequences, part, strict=True)
         ]
 
     async def _post(self, requests: Sequence[ScoreRequest]) -> _Answer:
-        body = await self._endpoint.post({"passages": [_body(request) for request in requests]})
+        body = await self._endpoint.post({"sequences": [_body(request) for request in requests]})
         try:
             answer = msgspec.convert(body, _Answer)
         except msgspec.ValidationError as error:
@@ -92,8 +92,8 @@ class RemoteTeacher:
                 " the policy, so its logprobs would belong to other tokens; serve a model with the"
                 " same tokenizer."
             )
-        if len(answer.passages) != len(requests):
-            counts = f"{len(answer.passages)} sequences instead of {len(requests)}"
+        if len(answer.sequences) != len(requests):
+            counts = f"{len(answer.sequences)} sequences instead of {len(requests)}"
             raise self._endpoint.unusable(f"answered for {counts}")
         return answer
 

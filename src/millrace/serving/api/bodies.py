@@ -1,8 +1,8 @@
-"""What clients may ask for, field by field, as the OpenAI API names it; checked by pydantic.
+"""Request bodies with the field names of the OpenAI API, checked by pydantic.
 
-A field that is not known, or is known and would change what comes back but is not supported, is
-refused: nothing that a client asks for is left out in silence. Those of the API that only concern
-its makers' own service (whom to bill, what to log) are taken and ignored.
+Unknown fields are refused. So are known fields with a value that would change the result but is not
+supported: nothing that a client requests is silently ignored. Fields that concern only OpenAI's own
+service (billing, logging) are accepted and ignored.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from millrace.serving.api.errors import ApiError
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
-# Below these, float32 has no room for logits or shares; what is meant is the likeliest token.
-LEAST_TEMPERATURE = 1e-5
-LEAST_TOP_P = 1e-6
+# Smaller values exceed the range of float32; the client means greedy sampling.
+MIN_TEMPERATURE = 1e-5
+MIN_TOP_P = 1e-6
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -34,9 +34,9 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 T = TypeVar("T")
 Prompts = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS)]
 B = TypeVar("B", bound="Body")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a character, if the other is not there
-# Of apply_chat_template: with these a client would bring a template of its own, or another result.
-NOT_FOR_CLIENTS = frozenset(
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # a surrogate, which may lack its other half
+# Arguments of apply_chat_template that would replace the template or change the type of result.
+FORBIDDEN_TEMPLATE_ARGUMENTS = frozenset(
     {
         "conversation",
         "messages",
@@ -58,23 +58,23 @@ NOT_FOR_CLIENTS = frozenset(
 
 
 class Body(BaseModel):
-    # Strict: "yes" is no truth value and "1" no number, as the description at /openapi.json says.
+    # Strict, as /openapi.json says: "yes" is not a boolean and "1" is not a number.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool = False  # of the length of chunks: there is none here
+    include_obfuscation: bool = False  # accepted, without effect
 
 
 class SamplingBody(Body):
-    """What all endpoints have in common."""
+    """Fields that all endpoints share."""
 
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # not in the OpenAI API
-    min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None  # nor this
+    min_p: Annotated[Number, Field(ge=0, lt=1)] | None = None  # not in the OpenAI API
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
@@ -91,8 +91,8 @@ class SamplingBody(Body):
         temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
             max_new_tokens=max_new_tokens,
-            temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
-            top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),
+            temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+            top_p=1.0 if self.top_p is None else max(self.top_p, MIN_TOP_P),
             top_k=self.top_k or 0,
             min_p=self.min_p or 0.0,
             stop=tuple(stop),
@@ -129,7 +129,7 @@ class ResponseFormat(Body):
 
 
 def _is_a_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """As it came: what its schema says is the model's business."""
+    """Check the shape of a tool; its JSON schema is not checked."""
     match tool:
         case {"type": "function", "function": {"name": str() as name, **more}} if name:
             parameters = more.get("parameters", {})
@@ -138,8 +138,8 @@ def _is_a_function(tool: dict[str, Any]) -> dict[str, Any]:
                 if all(isinstance(each, dict) for each in inner):
                     return tool
     raise ValueError(
-        "a tool is an object with type = 'function' and a function with a name and, perhaps,"
-        " parameters that are a JSON schema"
+        "a tool is an object with type = 'function' and a function with a name and optional"
+        " parameters, which are a JSON schema"
     )
 
 
@@ -156,7 +156,7 @@ class NamedTool(Body):
 
 
 class ChatBody(OpenAIBody):
-    """Of /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: Count | None = None
@@ -170,7 +170,7 @@ class ChatBody(OpenAIBody):
     chat_template_kwargs: dict[str, Any] | None = None  # not in the OpenAI API
 
     def grammar(self, form: ToolFormat) -> str | None:
-        """What the reply must be; None = anything."""
+        """Return the grammar of the reply; None = unconstrained."""
         wanted = self.response_format and self.response_format.model_dump(exclude_none=True)
         try:
             grammar = grammar_of(wanted)
@@ -180,14 +180,14 @@ class ChatBody(OpenAIBody):
             return self._call_grammar(form)
         if self.offered_tools:
             raise ApiError(
-                "With a response_format, the reply is JSON and can call no tools; leave out one of"
-                " the two, or set tool_choice to 'none'.",
+                "With a response_format, the reply is JSON and cannot call tools; remove one of the"
+                " two, or set tool_choice to 'none'.",
                 param="response_format",
             )
         return grammar
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -198,7 +198,7 @@ class ChatBody(OpenAIBody):
         return calls[:1] if self.parallel_tool_calls is False else calls
 
     def _call_grammar(self, form: ToolFormat) -> str | None:
-        """Of a reply that must be a call, if a call is demanded."""
+        """Return the grammar of a required tool call; None if no call is required."""
         if self.tool_choice in (None, "auto", "none"):
             return None
         functions = [tool["function"] for tool in self.offered_tools]
@@ -206,13 +206,11 @@ class ChatBody(OpenAIBody):
             name = self.tool_choice.function.name
             functions = [function for function in functions if function["name"] == name]
         if not functions:
-            raise ApiError(
-                "tool_choice demands a call of a tool that is not among tools.", param="tool_choice"
-            )
+            raise ApiError("tool_choice requires a tool that is not in tools.", param="tool_choice")
         if form.frame is None:
             raise ApiError(
-                "A call cannot be demanded in the format of this model: only 'auto' or 'none' is"
-                " supported here.",
+                "The tool format of this model does not support required calls; set tool_choice to"
+                " 'auto' or 'none'.",
                 param="tool_choice",
             )
         try:
@@ -221,14 +219,16 @@ class ChatBody(OpenAIBody):
             raise ApiError(str(error), param="tool_choice") from None
 
     @model_validator(mode="after")
-    def _template_is_the_models(self) -> Self:
-        for name in sorted(NOT_FOR_CLIENTS.intersection(self.chat_template_kwargs or ())):
-            raise ValueError(f"chat_template_kwargs cannot set {name!r}; leave it out")
+    def _check_template_arguments(self) -> Self:
+        for name in sorted(
+            FORBIDDEN_TEMPLATE_ARGUMENTS.intersection(self.chat_template_kwargs or ())
+        ):
+            raise ValueError(f"chat_template_kwargs cannot set {name!r}; remove it")
         return self
 
 
 class CompletionBody(OpenAIBody):
-    """Of /v1/completions."""
+    """The body of /v1/completions."""
 
     prompt: str | Prompts[str] | TokenIds | Prompts[TokenIds]
     max_tokens: Count | None = 16
@@ -247,7 +247,7 @@ class CompletionBody(OpenAIBody):
 
 
 class GenerateBody(SamplingBody):
-    """Of /generate: tokens in, tokens out."""
+    """The body of /generate: tokens in, tokens out."""
 
     prompt: TokenIds
     max_new_tokens: Count = 256
@@ -256,50 +256,48 @@ class GenerateBody(SamplingBody):
 
 
 def read_body(kind: type[B], data: bytes) -> B:
-    """What a client sent, or an ApiError that says what is wrong with it."""
+    """Parse and check a request body; raises ApiError."""
     try:
-        table = json.loads(data, parse_constant=_no_number)
+        table = json.loads(data, parse_constant=_refuse_constant)
         if _SURROGATE.search(data):
             json.dumps(table, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # also bytes that are no text, and halves of it
+    except (ValueError, RecursionError) as error:  # also invalid UTF-8 and lone surrogates
         raise ApiError(f"The body is not valid JSON: {error}.") from None
     if not isinstance(table, dict):
-        raise ApiError(f"The body is JSON, but no object: {json.dumps(table)[:80]}.")
+        raise ApiError(f"The body is JSON, but not an object: {json.dumps(table)[:80]}.")
     try:
         return kind.model_validate(table)
     except ValidationError as error:
         raise _refusal(error) from None
 
 
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    # Of a union each branch has its own complaint. Who came furthest understood most, and of these
-    # who knew the type.
+    # Each branch of a union reports an error. The deepest one is the most specific, preferably one
+    # that is not about the type.
     first = max(
         error.errors(),
         key=lambda detail: (len(detail["loc"]), not detail["type"].endswith("_type")),
     )
     where = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
     if first["type"] == "extra_forbidden":
-        return ApiError(
-            f"Unknown field {where!r}; leave it out.", param=where, code="unknown_field"
-        )
+        return ApiError(f"Unknown field {where!r}; remove it.", param=where, code="unknown_field")
     if first["type"] == "missing":
         return ApiError(f"Field {where!r} is missing.", param=where)
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
     if not where:
         return ApiError(f"{message[0].upper()}{message[1:]}.")
-    if (only := _only(first)) is not None:
+    if (only := _supported_value(first)) is not None:
         message = f"only {only} is supported here"
     value = json.dumps(first["input"])[:80]
     return ApiError(f"Field {where!r} = {value}: {message}.", param=where)
 
 
-def _only(detail: Mapping[str, Any]) -> str | None:
-    """Of a field that is taken with a value that changes nothing: that value, as JSON has it."""
+def _supported_value(detail: Mapping[str, Any]) -> str | None:
+    """Return the only supported value of a field, as JSON; None if there are several."""
     match detail:
         case {"type": "literal_error", "ctx": {"expected": str(expected)}}:
             return expected.replace("False", "false")
@@ -312,5 +310,5 @@ def _only(detail: Mapping[str, Any]) -> str | None:
 
 
 def _is_branch(part: int | str) -> bool:
-    """Pydantic names the branch of a union it tried; to a client that says nothing."""
+    """True for the name of a union branch, which pydantic adds to the location."""
     return isinstance(part, str) and (part in ("str", "constrained-str") or "[" in part)

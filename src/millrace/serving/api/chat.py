@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages in, a message out, whole or as it is written."""
+"""/v1/chat/completions: messages in, a message out, at once or streamed."""
 
 import contextlib
 import time
@@ -14,12 +14,12 @@ from millrace.environments.tools.calls import Parsed, ToolCall
 from millrace.serving.api.bodies import ChatBody
 from millrace.serving.api.messages import read_messages, write_call
 from millrace.serving.api.streaming import Decode, TextStream
-from millrace.serving.served import Served, usage_of
+from millrace.serving.served_model import ServedModel, usage_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatReply:
-    """What the API says about one request, apart from what the model does."""
+    """The envelope of the replies to one request."""
 
     model: str
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
@@ -71,8 +71,8 @@ class ChatReply:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-async def chat_request(served: Served, body: ChatBody, *, id: str) -> Request:
-    """What the engine is asked."""
+async def chat_request(served: ServedModel, body: ChatBody, *, id: str) -> Request:
+    """Build the engine request."""
     form = served.tool_format
     messages, tools = form.shown(read_messages(body.messages, form=form), body.offered_tools)
     prompt = await served.chat_prompt(
@@ -84,14 +84,14 @@ async def chat_request(served: Served, body: ChatBody, *, id: str) -> Request:
         id,
         prompt,
         body,
-        most_tokens=body.most_tokens,
+        max_tokens=body.token_limit,
         model=body.model,
         session=body.prompt_cache_key if isinstance(body.prompt_cache_key, str) else None,
         grammar=body.grammar(form),
     )
 
 
-async def answer_chat(served: Served, body: ChatBody) -> dict[str, Any]:
+async def answer_chat(served: ServedModel, body: ChatBody) -> dict[str, Any]:
     reply = ChatReply(model=body.model)
     request = await chat_request(served, body, id=reply.id)
     completions = await served.complete([request])
@@ -112,44 +112,44 @@ async def answer_chat(served: Served, body: ChatBody) -> dict[str, Any]:
     return reply.whole(choices, usage=usage_of([request], num_sampled).body())
 
 
-async def stream_chat(served: Served, body: ChatBody) -> AsyncGenerator[dict[str, Any]]:
+async def stream_chat(served: ServedModel, body: ChatBody) -> AsyncGenerator[dict[str, Any]]:
     reply = ChatReply(model=body.model)
     request = await chat_request(served, body, id=reply.id)
     openers = served.tool_format.openers if body.offered_tools else ()
     texts = [served.text_stream(request, openers=openers) for _ in range(request.n)]
-    has_begun: set[int] = set()
+    started: set[int] = set()
     num_sampled = 0
-    async with contextlib.aclosing(served.stream([request])) as pieces:
-        async for index, piece in pieces:
-            num_sampled += len(piece.tokens)
-            if index not in has_begun:
-                has_begun.add(index)
+    async with contextlib.aclosing(served.stream([request])) as chunks:
+        async for index, chunk in chunks:
+            num_sampled += len(chunk.tokens)
+            if index not in started:
+                started.add(index)
                 yield reply.chunk(index, delta={"role": "assistant", "content": ""})
-            text = texts[index].add(piece.tokens.tolist(), finish=piece.finish)
+            text = texts[index].add(chunk.tokens.tolist(), finish=chunk.finish)
             if text or body.logprobs:
-                logprobs = logprob_rows(piece.tokens, piece.logprobs, decode=served.decode)
+                logprobs = logprob_rows(chunk.tokens, chunk.logprobs, decode=served.decode)
                 yield reply.chunk(
                     index, delta={"content": text}, logprobs=logprobs if body.logprobs else None
                 )
-            if piece.finish is not None:
-                for chunk in _last_chunks(served, body, reply, index, texts[index], piece.finish):
-                    yield chunk
+            if chunk.finish is not None:
+                for last in _last_chunks(served, body, reply, index, texts[index], chunk.finish):
+                    yield last
     if body.wants_usage:
         yield reply.usage_chunk(usage_of([request], num_sampled).body())
 
 
 def _last_chunks(
-    served: Served,
+    served: ServedModel,
     body: ChatBody,
     reply: ChatReply,
     index: int,
     text: TextStream,
     finish: Finish,
 ) -> list[dict[str, Any]]:
-    """What was held back, as the tool calls or the text that it turned out to be."""
+    """Return the held-back text as tool calls or content, and the final chunk."""
     message, calls = _parsed(served, body, text.text)
     chunks: list[dict[str, Any]] = []
-    if rest := message["content"].removeprefix(text.given) if text.held else "":
+    if rest := message["content"].removeprefix(text.returned) if text.held else "":
         chunks.append(reply.chunk(index, delta={"content": rest}))
     for number, call in enumerate(calls):
         delta = {"tool_calls": [{"index": number, **write_call(call)}]}
@@ -158,8 +158,8 @@ def _last_chunks(
     return [*chunks, reply.chunk(index, delta={}, finish_reason=reason)]
 
 
-def _parsed(served: Served, body: ChatBody, text: str) -> tuple[Message, Sequence[ToolCall]]:
-    """What the model said as a message, and the calls in it."""
+def _parsed(served: ServedModel, body: ChatBody, text: str) -> tuple[Message, Sequence[ToolCall]]:
+    """Parse the text of a completion into a message and its tool calls."""
     parsed = Parsed(content=text)
     if body.offered_tools:
         parsed = served.tool_format.parse(text, body.offered_tools)
@@ -168,7 +168,7 @@ def _parsed(served: Served, body: ChatBody, text: str) -> tuple[Message, Sequenc
 
 
 def logprob_rows(tokens: np.ndarray, logprobs: np.ndarray, *, decode: Decode) -> dict[str, Any]:
-    """Of every sampled token, also the one that ended it."""
+    """Return the logprobs of all sampled tokens, including the end token."""
     content: list[dict[str, Any]] = []
     for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
         text = decode([token])

@@ -1,4 +1,4 @@
-"""/v1/completions: text or tokens in, the text that follows out, whole or as it is written."""
+"""/v1/completions: text or tokens in, the following text out, at once or streamed."""
 
 import contextlib
 import itertools
@@ -12,11 +12,13 @@ import numpy as np
 from millrace.core.records import Request
 from millrace.serving.api.bodies import CompletionBody
 from millrace.serving.api.streaming import Decode
-from millrace.serving.served import Served, usage_of
+from millrace.serving.served_model import ServedModel, usage_of
 
 
-async def completion_requests(served: Served, body: CompletionBody, *, id: str) -> list[Request]:
-    """One for each prompt."""
+async def completion_requests(
+    served: ServedModel, body: CompletionBody, *, id: str
+) -> list[Request]:
+    """Build one engine request per prompt."""
     seeded = body.model_copy(update={"seed": body.drawn_seed()})
     requests: list[Request] = []
     for number, prompt in enumerate(body.prompts):
@@ -29,7 +31,7 @@ async def completion_requests(served: Served, body: CompletionBody, *, id: str) 
                 f"{id}-{number}",
                 tokens,
                 seeded,
-                most_tokens=body.max_tokens,
+                max_tokens=body.max_tokens,
                 model=body.model,
                 index=number * body.num_choices,
             )
@@ -37,7 +39,7 @@ async def completion_requests(served: Served, body: CompletionBody, *, id: str) 
     return requests
 
 
-async def answer_completion(served: Served, body: CompletionBody) -> dict[str, Any]:
+async def answer_completion(served: ServedModel, body: CompletionBody) -> dict[str, Any]:
     head = _head(body)
     requests = await completion_requests(served, body, id=head["id"])
     completions = await served.complete(requests)
@@ -51,24 +53,26 @@ async def answer_completion(served: Served, body: CompletionBody) -> dict[str, A
     return {**head, "choices": choices, "usage": usage_of(requests, num_sampled).body()}
 
 
-async def stream_completion(served: Served, body: CompletionBody) -> AsyncGenerator[dict[str, Any]]:
+async def stream_completion(
+    served: ServedModel, body: CompletionBody
+) -> AsyncGenerator[dict[str, Any]]:
     head = _head(body)
     requests = await completion_requests(served, body, id=head["id"])
     texts = [served.text_stream(request) for request in requests for _ in range(request.n)]
-    offsets = [0] * len(texts)  # of the next token in each one's text, all tokens written out
+    offsets = [0] * len(texts)  # of the next token in the decoded text of each completion
     num_sampled = 0
-    async with contextlib.aclosing(served.stream(requests)) as pieces:
-        async for index, piece in pieces:
-            num_sampled += len(piece.tokens)
-            text = texts[index].add(piece.tokens.tolist(), finish=piece.finish)
+    async with contextlib.aclosing(served.stream(requests)) as chunks:
+        async for index, chunk in chunks:
+            num_sampled += len(chunk.tokens)
+            text = texts[index].add(chunk.tokens.tolist(), finish=chunk.finish)
             logprobs = None
             if body.logprobs is not None:
                 logprobs = _logprobs(
-                    piece.tokens, piece.logprobs, decode=served.decode, offset=offsets[index]
+                    chunk.tokens, chunk.logprobs, decode=served.decode, offset=offsets[index]
                 )
                 offsets[index] += sum(map(len, logprobs["tokens"]))
-            if text or logprobs or piece.finish:
-                choice = _choice(index, text, finish=piece.finish, logprobs=logprobs)
+            if text or logprobs or chunk.finish:
+                choice = _choice(index, text, finish=chunk.finish, logprobs=logprobs)
                 yield {**head, "choices": [choice]}
     if body.wants_usage:
         yield {**head, "choices": [], "usage": usage_of(requests, num_sampled).body()}
@@ -92,7 +96,7 @@ def _choice(
 def _logprobs(
     tokens: np.ndarray, logprobs: np.ndarray, *, decode: Decode, offset: int = 0
 ) -> dict[str, Any]:
-    """Of every sampled token, also the one that ended it."""
+    """Return the logprobs of all sampled tokens, including the end token."""
     texts = [decode([token]) for token in tokens.tolist()]
     offsets = itertools.accumulate(map(len, texts[:-1]), initial=offset)
     return {

@@ -1,4 +1,4 @@
-"""What goes wrong with a request, in the form that clients of the OpenAI API understand."""
+"""Errors of requests in the format of the OpenAI API."""
 
 import json
 from typing import Any, Literal
@@ -16,11 +16,11 @@ Kind = Literal[
 ]
 
 
-COME_AGAIN_S = 5  # while an engine is started
+RETRY_AFTER_S = 5  # while an engine starts
 
 
 class ApiError(MillraceError):
-    """A request that gets no answer but this: one sentence, and the field it is about."""
+    """The error response to a request: one sentence, and the field that caused it."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class ApiError(MillraceError):
 
 
 def as_api_error(error: MillraceError) -> ApiError:
-    """What the client is told of an error of ours."""
+    """Convert an internal error to the error that the client sees."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, TaskError):  # this request cannot be served; others can
+    if isinstance(error, TaskError):  # a mistake in this request
         return ApiError(str(error))
     if isinstance(error, EnginesDown):
         return ApiError(
@@ -62,14 +62,14 @@ def as_api_error(error: MillraceError) -> ApiError:
             status=503,
             kind="server_error",
             code="no_engine",
-            retry_after_s=COME_AGAIN_S,
+            retry_after_s=RETRY_AFTER_S,
         )
-    # Tracebacks and log tails of a worker are for who runs the server, not for its clients.
-    what = "The engine failed." if isinstance(error, WorkerError | EngineLost) else str(error)
-    return ApiError(what, status=503, kind="server_error", code="engine_failed")
+    # Clients do not see the worker's traceback and log; the operator of the server does.
+    message = "The engine failed." if isinstance(error, WorkerError | EngineLost) else str(error)
+    return ApiError(message, status=503, kind="server_error", code="engine_failed")
 
 
 def json_response(body: Any, *, status: int = 200, headers: Any = None) -> web.Response:
-    # NaN and infinity are no JSON: a bug shows here and not in the client.
+    # NaN and infinity are not JSON; fail here, not in the client.
     text = json.dumps(body, ensure_ascii=False, allow_nan=False)
     return web.Response(text=text, status=status, headers=headers, content_type="application/json")

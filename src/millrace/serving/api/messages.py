@@ -1,8 +1,8 @@
-"""Messages as clients send them -> as chat templates and agents take them, and back.
+"""Converts messages of the API to those of chat templates and agents, and back.
 
-Promise: a reply that a client sends back in a later request becomes the message it was: fields
-that say nothing are left out, and tool calls stand as the model's format has them. So an agent
-finds the turn it has recorded.
+Promise: a reply that a client sends back in a later request becomes the same message again. Empty
+fields are dropped, and tool calls are converted to the model's format, so an agent recognises the
+turn it recorded.
 """
 
 import json
@@ -18,7 +18,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 def read_messages(messages: Sequence[Mapping[str, Any]], *, form: ToolFormat) -> list[Message]:
     read: list[Message] = []
-    calls: dict[str, ToolCall] = {}  # by id, the latest: results refer to them
+    calls: dict[str, ToolCall] = {}  # by id; tool results refer to them
     for index, message in enumerate(messages):
         where = f"messages.{index}"
         role, content = _role(message, where=where), _content(message, where=where)
@@ -34,7 +34,7 @@ def read_messages(messages: Sequence[Mapping[str, Any]], *, form: ToolFormat) ->
 
 
 def write_call(call: ToolCall) -> dict[str, Any]:
-    """As the API has it: its arguments are JSON text."""
+    """Write a call in the API's format, with arguments as JSON text."""
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -46,7 +46,7 @@ def _role(message: Mapping[str, Any], *, where: str) -> str:
         return "system"
     if role not in ROLES:
         raise ApiError(
-            f"Field '{where}.role' = {role!r} is none of {', '.join(ROLES)}.", param=where
+            f"Field '{where}.role' = {role!r} is not one of {', '.join(ROLES)}.", param=where
         )
     return role
 
@@ -60,7 +60,7 @@ def _content(message: Mapping[str, Any], *, where: str) -> str:
     parts = content if isinstance(content, list) else [content]
     for part in parts:
         if not (isinstance(part, dict) and part.get("type") == "text" and "text" in part):
-            raise ApiError(f"Field '{where}.content' is something other than text.", param=where)
+            raise ApiError(f"Field '{where}.content' is not text.", param=where)
     return "".join(str(part["text"]) for part in parts)
 
 
@@ -69,8 +69,8 @@ def _calls(message: Mapping[str, Any], *, where: str) -> tuple[ToolCall, ...]:
         return tuple(_call(call) for call in message.get("tool_calls") or ())
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ApiError(
-            f"Field '{where}.tool_calls' holds a call that cannot be read ({error!r}); it needs an"
-            " id, and a function with a name and arguments that are a JSON object as text.",
+            f"Field '{where}.tool_calls' contains an invalid call ({error!r}); a call needs an id"
+            " and a function with a name and arguments, which are a JSON object as text.",
             param=where,
         ) from None
 

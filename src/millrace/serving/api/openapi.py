@@ -1,5 +1,4 @@
-"""The server's description of itself: OpenAPI 3.1, made of the bodies it checks and the replies it
-gives."""
+"""The OpenAPI 3.1 description of the server, made of its request bodies and replies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,24 +16,24 @@ _SCHEMA = "#/components/schemas/{model}"
 Post = tuple[str, type[Body], type[replies.ApiReply], str]
 _POSTS: tuple[Post, ...] = (
     ("/v1/chat/completions", ChatBody, replies.ChatCompletion, "Messages in, a message out."),
-    ("/v1/completions", CompletionBody, replies.TextCompletion, "Text in, what follows out."),
+    ("/v1/completions", CompletionBody, replies.TextCompletion, "Text in, the following text out."),
     ("/generate", GenerateBody, replies.GenerateReply, "Tokens in, tokens out."),
 )
-_SCORE: Post = ("/score", ScoreBody, replies.ScoreReply, "Tokens in, how likely they are out.")
+_SCORE: Post = ("/score", ScoreBody, replies.ScoreReply, "Logprobs of given tokens.")
 _REFUSALS = {
-    "400": "The request cannot be served; the sentence says why.",
-    "404": "There is no such model.",
+    "400": "The request is invalid; the message says why.",
+    "404": "The model does not exist.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
     "415": "The body is not application/json.",
-    "429": "Too many requests; Retry-After says when to come again.",
+    "429": "Too many requests; Retry-After says when to try again.",
     "500": "The server failed.",
     "503": "An engine failed.",
 }
 
 
 def describe(*, needs_key: bool, scores: bool = False) -> dict[str, Any]:
-    """As plain data, for /openapi.json."""
+    """Return the description as JSON data."""
     posts = (*_POSTS, _SCORE) if scores else _POSTS
     return {
         "openapi": "3.1.0",
@@ -49,11 +48,11 @@ def describe(*, needs_key: bool, scores: bool = False) -> dict[str, Any]:
 
 
 def _gets(needs_key: bool) -> dict[str, Any]:
-    """What is asked without a body; /health needs no key."""
+    """Describe the GET routes. /health needs no key."""
     refusals = _refusals("401", "429") if needs_key else _refusals("429")
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     health = {"200": _content(replies.Health), "503": _content(replies.Health)}
-    described = {"200": {"description": "This.", "content": {JSON: {"schema": {}}}}}
+    described = {"200": {"description": "This description.", "content": {JSON: {"schema": {}}}}}
     metrics = {"200": {"description": "For Prometheus.", "content": {"text/plain": {}}}}
     return {
         "/health": {"get": {"security": [], "responses": health}},
@@ -78,7 +77,7 @@ def _posts(posts: Sequence[Post]) -> dict[str, Any]:
 def _post(body: type[Body], reply: type[replies.ApiReply], summary: str) -> dict[str, Any]:
     answered = _content(reply)
     if "stream" in body.model_fields:
-        answered["content"][STREAM] = {"schema": {}}  # an object per event, then [DONE]
+        answered["content"][STREAM] = {"schema": {}}  # one object per event, then [DONE]
     return {
         "post": {
             "summary": summary,

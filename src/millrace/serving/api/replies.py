@@ -1,6 +1,6 @@
-"""What the server answers, field by field, for its description at /openapi.json.
+"""Replies of the server, field by field, for its description at /openapi.json.
 
-Promise: every reply of an endpoint is one of these; tests hold the endpoints to it.
+Promise: each reply of an endpoint is one of these; tests check the endpoints against them.
 """
 
 from typing import Any, Literal
@@ -14,8 +14,8 @@ class ApiReply(BaseModel):
 
 class Health(ApiReply):
     status: Literal["ok", "degraded", "down"]
-    engines: int  # there should be,
-    serving: int  # and that are up
+    engines: int  # configured
+    serving: int  # ready
 
 
 class ModelEntry(ApiReply):
@@ -119,8 +119,8 @@ class GenerateReply(ApiReply):
     completions: list[GeneratedChoice]
 
 
-class ReadPassage(ApiReply):
-    logprobs: str  # this and the next two: base64, see score.py
+class SequenceScores(ApiReply):
+    logprobs: str  # base64 like the next two, see score.py
     top_ids: str
     top_logprobs: str
     version: int | None
@@ -130,7 +130,7 @@ class ScoreReply(ApiReply):
     vocabulary: str
     num_tokens: int
     max_context: int
-    passages: list[ReadPassage]
+    sequences: list[SequenceScores]
 
 
 class ErrorDetail(ApiReply):

@@ -1,16 +1,16 @@
-"""/score: tokens in, how likely each of them is out; by processes that read and never write.
+"""/score: the logprobs of given tokens, computed by teacher processes.
 
-    POST  {"passages": [{"tokens": [9, 4, 7, 1], "ranges": [[2, 4]], "temperature": 1.0,
+    POST  {"sequences": [{"tokens": [9, 4, 7, 1], "ranges": [[2, 4]], "temperature": 1.0,
            "top_k": 2}]}
-    200   {"vocabulary": "...", "num_tokens": 151669, "max_context": 40960, "passages":
+    200   {"vocabulary": "...", "num_tokens": 151669, "max_context": 40960, "sequences":
            [{"logprobs": "...", "top_ids": "...", "top_logprobs": "...", "version": null}]}
 
-Ranges say which tokens are judged, each given all before it. Arrays come as base64 of their
-little-endian numbers, float32 and int32, row by row: a teacher may say many about each token, and
-who learns from it has other things to do than reading digits. Without passages the answer says what
-is served, so that a client can tell whether token ids mean the same here.
+`ranges` select the scored tokens. Arrays are base64 of little-endian float32 and int32 in row-major
+order: with a large top_k, JSON numbers would be slow to parse. A request without sequences returns
+the facts about the model, so that a client can check that token ids mean the same.
 
-Promise: a passage is read in one forward pass, so by one version. Runs on the server's event loop.
+Promise: each sequence is read in one forward pass, so by one version. Runs on the server's event
+loop.
 """
 
 import base64
@@ -30,28 +30,28 @@ from millrace.serving.api.errors import ApiError
 
 MAX_TOP = 1024
 Place = Annotated[int, Field(strict=True, ge=1)]
-Range = Annotated[tuple[Place, Place], Field(strict=False)]  # JSON has lists for it
+Range = Annotated[tuple[Place, Place], Field(strict=False)]  # a list in JSON
 
 
-class PassageBody(Body):
+class SequenceBody(Body):
     tokens: TokenIds
-    ranges: Annotated[list[Range], Field(min_length=1)]  # from, and up to
+    ranges: Annotated[list[Range], Field(min_length=1)]  # [first, end) of scored tokens
     temperature: Annotated[Number, Field(gt=0, le=100)] = 1.0
     top_k: Annotated[int, Field(strict=True, ge=0, le=MAX_TOP)] = 0
 
     @model_validator(mode="after")
-    def _lie_within(self) -> "PassageBody":
+    def _check_ranges(self) -> "SequenceBody":
         last = 1
         for begin, end in self.ranges:
             if not last <= begin < end <= len(self.tokens):
                 raise ValueError(
-                    f"range [{begin}, {end}] must lie behind the one before it and within the"
-                    f" {len(self.tokens)} tokens, of which the first cannot be judged"
+                    f"range [{begin}, {end}] must follow the range before it and lie within the"
+                    f" {len(self.tokens)} tokens; token 0 has no logprob"
                 )
             last = end
         return self
 
-    def passage(self) -> ScoreRequest:
+    def request(self) -> ScoreRequest:
         return ScoreRequest(
             tokens=np.asarray(self.tokens, np.int32),
             positions=np.concatenate([np.arange(*each, dtype=np.int32) for each in self.ranges]),
@@ -61,69 +61,69 @@ class PassageBody(Body):
 
 
 class ScoreBody(Body):
-    """Passages that begin alike are read together."""
+    """Sequences with a common prefix are read together."""
 
-    passages: list[PassageBody]
+    sequences: list[SequenceBody]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadModel:
-    """What is served."""
+class ScoreModelInfo:
+    """Facts about the served model."""
 
-    vocabulary: str  # see vocabulary_checksum
-    num_tokens: int  # ids from 0 on that mean something
+    vocabulary: str  # checksum, see vocabulary_checksum()
+    num_tokens: int  # valid ids are below this
     max_context: int
 
 
-class Readers:
-    """Several processes with the same model: the one with the fewest passages is asked."""
+class ScorePool:
+    """Several processes with the same model. A request goes to the least loaded one."""
 
     def __init__(
-        self, processes: Sequence[TeacherProcess], *, model: ReadModel, timeout_s: float
+        self, processes: Sequence[TeacherProcess], *, model: ScoreModelInfo, timeout_s: float
     ) -> None:
         self._processes = list(processes)
-        self._num_passages = [0] * len(processes)  # in flight
+        self._num_sequences = [0] * len(processes)  # in flight
         self._model = model
         self._timeout_s = timeout_s
 
     async def answer(self, body: ScoreBody) -> dict[str, Any]:
         self._check(body)
-        told = await self._read([each.passage() for each in body.passages])
+        scored = await self._score([each.request() for each in body.sequences])
         return {
             "vocabulary": self._model.vocabulary,
             "num_tokens": self._model.num_tokens,
             "max_context": self._model.max_context,
-            "passages": [_answer(logprobs) for logprobs in told],
+            "sequences": [_answer(logprobs) for logprobs in scored],
         }
 
-    async def _read(self, passages: list[ScoreRequest]) -> list[TokenLogprobs]:
-        if not passages:
+    async def _score(self, requests: list[ScoreRequest]) -> list[TokenLogprobs]:
+        if not requests:
             return []
-        index = min(range(len(self._processes)), key=self._num_passages.__getitem__)
-        self._num_passages[index] += len(passages)
+        index = min(range(len(self._processes)), key=self._num_sequences.__getitem__)
+        self._num_sequences[index] += len(requests)
         try:
             process = self._processes[index]
-            return await process.score(passages, timeout_s=self._timeout_s)
+            return await process.score(requests, timeout_s=self._timeout_s)
         finally:
-            self._num_passages[index] -= len(passages)
+            self._num_sequences[index] -= len(requests)
 
     def _check(self, body: ScoreBody) -> None:
-        for number, passage in enumerate(body.passages):
-            if passage.ranges[-1][1] > self._model.max_context:
+        for number, sequence in enumerate(body.sequences):
+            if sequence.ranges[-1][1] > self._model.max_context:
                 raise ApiError(
-                    f"Passage {number} is to be read up to token {passage.ranges[-1][1]}, but the"
-                    f" context holds {self._model.max_context}; shorten it.",
+                    f"Sequence {number} is scored up to token {sequence.ranges[-1][1]}, but the"
+                    f" context is limited to {self._model.max_context}; shorten it.",
                     code="context_length_exceeded",
                 )
-            if max(passage.tokens) >= self._model.num_tokens:
+            if max(sequence.tokens) >= self._model.num_tokens:
                 raise ApiError(
-                    f"Passage {number} has token {max(passage.tokens)}, but the model knows"
+                    f"Sequence {number} has token {max(sequence.tokens)}, but the model knows"
                     f" {self._model.num_tokens}; use its own tokenizer."
                 )
 
 
-class NoEngine:
-    """Stands where a server has processes that read and none that write."""
+class GenerationDisabled:
+    """Stands in for the engines of a server that has none."""
 
     async def generate(
         self,
@@ -132,18 +132,18 @@ class NoEngine:
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         raise ApiError(
-            "This server scores and does not generate: it has no engines.",
+            "This server only scores tokens: it has no engines to generate.",
             status=404,
             kind="not_found_error",
         )
 
 
-def _answer(told: TokenLogprobs) -> dict[str, Any]:
+def _answer(scored: TokenLogprobs) -> dict[str, Any]:
     return {
-        "logprobs": _encoded(told.logprobs, "<f4"),
-        "top_ids": _encoded(told.top_ids, "<i4"),
-        "top_logprobs": _encoded(told.top_logprobs, "<f4"),
-        "version": told.version,
+        "logprobs": _encoded(scored.logprobs, "<f4"),
+        "top_ids": _encoded(scored.top_ids, "<i4"),
+        "top_logprobs": _encoded(scored.top_logprobs, "<f4"),
+        "version": scored.version,
     }
 
 

@@ -1,14 +1,11 @@
-"""Server-sent events: one JSON object per event, and [DONE] as the last.
+"""Streaming: server-sent events, and the text of a completion while its tokens arrive.
 
-An error before the first event is an ordinary error response; one after it is an event, as clients
-of the OpenAI API expect it.
+An event holds one JSON object; the last one is [DONE]. An error before the first event is an
+ordinary error response. A later error is an event, as in the OpenAI API.
 
-The text of one completion, while its tokens come.
-
-Promise: what add() returns, joined, is the completion's text: without the token that ended it,
-and without a stop string or anything behind it. A character whose bytes are not all there yet is
-held back, as is what may become a stop string or the beginning of a tool call; that is a matter
-for the whole text. Runs on the server's loop.
+Promise of TextStream: the results of add(), joined, are the completion's text without the end token
+and without a stop string or anything after it. Incomplete characters are held back, and so is text
+that may become a stop string or a tool call. Runs on the server's event loop.
 """
 
 import asyncio
@@ -31,13 +28,12 @@ async def send_events(
     *,
     patience_s: float = ServerLimits().patience_s,
 ) -> web.StreamResponse:
-    """Send events until they end, or the client goes or takes nothing any more: then they are
-    closed."""
+    """Send events until they end. They are closed if the client disconnects or stops reading."""
     response = web.StreamResponse(
         headers={
             "Content-Type": "text/event-stream; charset=utf-8",
             "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",  # proxies that collect events defeat their purpose
+            "X-Accel-Buffering": "no",  # proxies must not buffer events
         }
     )
     async with contextlib.aclosing(events):
@@ -64,7 +60,7 @@ async def _write(
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionResetError(f"a client took nothing for {patience_s:g} s") from None
+        raise ConnectionResetError(f"a client read nothing for {patience_s:g} s") from None
 
 
 def _event(body: dict[str, Any]) -> bytes:
@@ -72,64 +68,66 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 Decode = Callable[[list[int]], str]
-_HALF = "\ufffd"  # how a decoder shows bytes that are no character yet
+_INCOMPLETE = "\ufffd"  # how a decoder shows the bytes of an incomplete character
 
 
 class TextStream:
     def __init__(
         self, decode: Decode, *, stop: Sequence[str] = (), openers: Sequence[str] = ()
     ) -> None:
-        """`openers`: from the first of these on, nothing is given out before the end."""
+        """`openers` start a tool call; the text after the first one is held back to the end."""
         self._decode = decode
         self._stop = tuple(stop)
         self._openers = tuple(openers)
         self._ids: list[int] = []
-        self._context = 0  # ids from here on are decoded again: a token's text depends on the last
-        self._read = 0  # ids before this are in the text
+        self._context = (
+            0  # ids from here are decoded again: a token's text depends on the one before
+        )
+        self._read = 0  # ids before this are part of `text`
         self.text = ""  # so far
-        self._num_given = 0
+        self._num_returned = 0
 
     @property
-    def given(self) -> str:
-        """What add() has returned."""
-        return self.text[: self._num_given]
+    def returned(self) -> str:
+        """The text that add() has returned."""
+        return self.text[: self._num_returned]
 
     @property
     def held(self) -> str:
-        """Text that add() has not returned."""
-        return self.text[self._num_given :]
+        """The text that add() has not returned."""
+        return self.text[self._num_returned :]
 
     def add(self, tokens: Sequence[int], *, finish: Finish | None = None) -> str:
-        """Take new tokens, with the last of them how it all ended; returns what is certain now."""
+        """Add tokens, with `finish` for the last ones. Returns the text that is now certain."""
         self._ids += tokens
         text = self.text + self._decoded_from_read()
         if finish == "stop" and tokens and not any(stop in text for stop in self._stop):
-            # No stop string ended it, so its last token did, which is no text.
+            # The end token ended it, not a stop string; that token is not part of the text.
             text = self.text + self._decoded_from_read(to=len(self._ids) - 1)
-        if finish is not None or not text.endswith(_HALF):
+        if finish is not None or not text.endswith(_INCOMPLETE):
             self.text = self._until_stop_string(text)
             self._context, self._read = self._read, len(self._ids)
         end = self._num_certain(is_end=finish is not None)
-        given = self.text[self._num_given : end]
-        self._num_given = max(end, self._num_given)
-        return given
+        returned = self.text[self._num_returned : end]
+        self._num_returned = max(end, self._num_returned)
+        return returned
 
     def _decoded_from_read(self, *, to: int | None = None) -> str:
         known = self._decode(self._ids[self._context : self._read])
         return self._decode(self._ids[self._context : to])[len(known) :]
 
     def _until_stop_string(self, text: str) -> str:
-        ends = [at for stop in self._stop if (at := text.find(stop, self._num_given)) >= 0]
+        ends = [at for stop in self._stop if (at := text.find(stop, self._num_returned)) >= 0]
         return text[: min(ends)] if ends else text
 
     def _num_certain(self, *, is_end: bool) -> int:
-        """Characters that will be the text's beginning whatever comes, and are no tool call."""
-        opened = [self.text.find(opener, self._num_given) for opener in self._openers]
+        """Return the number of leading characters that no later token can change."""
+        opened = [self.text.find(opener, self._num_returned) for opener in self._openers]
         found = min((at for at in opened if at >= 0), default=len(self.text))
         if is_end:
             return found
         awaited = (*self._stop, *self._openers)
-        longest = min(max(map(len, awaited), default=1) - 1, found - self._num_given)
+        longest = min(max(map(len, awaited), default=1) - 1, found - self._num_returned)
         for length in range(longest, 0, -1):
             if any(each.startswith(self.text[found - length : found]) for each in awaited):
                 return found - length

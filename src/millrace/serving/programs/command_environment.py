@@ -1,17 +1,12 @@
-"""A program as a subprocess, to its end: what it printed, and how it ended.
+"""Programs as environments: any program that uses the OpenAI API, in any language.
 
-Promise: neither it nor what it started in its session outlives the call, however that ends; nor
-the process that called, if it is killed. What it prints is bounded. Runs on any event loop.
+A program is started once per episode. It finds the model at OPENAI_BASE_URL with OPENAI_API_KEY,
+and reads its task as one line of JSON from standard input. Its calls of the model are recorded; its
+output and exit code are scored.
 
-A program as an environment: any that speaks to the OpenAI API, in any language.
-
-It is started once for each episode, finds where the model is in OPENAI_BASE_URL and OPENAI_API_KEY,
-and reads its task as one line of JSON from its input. What it says to the model is recorded; what
-it does is scored.
-
-Promise: a program that crashes marks its episode and costs no other; one that never calls the model
-gives its group no episode, with the reason. None outlives its episode. Runs on the loop of the
-environments.
+Promise: a program that crashes marks its own episode only. A program that never calls the model
+fails its group with the reason. No program outlives its episode, nor the process that started it,
+even if that is killed. The kept output is bounded. Runs on the event loop of the environments.
 """
 
 import asyncio
@@ -33,13 +28,13 @@ from millrace.core.records import Task
 from millrace.environments.agent import Agent
 from millrace.serving.programs.gateway import Gateway, GatewaySession
 
-OUTPUT_BYTES = 2**20  # of each stream, the last so many are kept
-_LAST_WORDS_S = 1.0  # for what it wrote to come out of the pipes once it has ended
+OUTPUT_BYTES = 2**20  # kept from the end of each stream
+_DRAIN_S = 1.0  # longest wait for buffered output after the exit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramResult:
-    exit_code: int  # negative: the signal that ended it
+    exit_code: int  # negative = killed by that signal
     stdout: str
     stderr: str
 
@@ -47,40 +42,41 @@ class ProgramResult:
 async def run_program(
     command: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None
 ) -> ProgramResult:
-    """`env` goes on top of this process's own. "python" is the one that runs this."""
+    """Run a program to its end. `env` extends the environment of this process; "python" is this
+    interpreter."""
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
-    transport, watch = await asyncio.get_running_loop().subprocess_exec(
-        _ProgramWatch,
+    transport, collector = await asyncio.get_running_loop().subprocess_exec(
+        _OutputCollector,
         *with_parent_death_signal(command),
         env={**os.environ, "PATH": path, **(env or {})},
-        start_new_session=True,  # to be ended with all it has started
+        start_new_session=True,  # so that its whole process group can be killed
     )
     try:
         pipe = transport.get_pipe_transport(0)
         assert isinstance(pipe, asyncio.WriteTransport)
         pipe.write(stdin.encode())
-        pipe.close()  # once that is written; it need not read it
-        await watch.exited.wait()
-        _kill(transport)  # what it has left behind would keep its pipes open
+        pipe.close()  # after the data is written; the program may ignore it
+        await collector.exited.wait()
+        _kill(transport)  # child processes would keep its pipes open
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
-                await watch.silent.wait()
+            async with asyncio.timeout(_DRAIN_S):
+                await collector.drained.wait()
     finally:
         _kill(transport)
         transport.close()
-        await watch.exited.wait()  # at once now; the loop may be about to close
+        await collector.exited.wait()  # returns at once; the event loop may be about to close
     exit_code = transport.get_returncode()
     assert exit_code is not None
-    return ProgramResult(exit_code=exit_code, stdout=watch.text(1), stderr=watch.text(2))
+    return ProgramResult(exit_code=exit_code, stdout=collector.text(1), stderr=collector.text(2))
 
 
-class _ProgramWatch(asyncio.SubprocessProtocol):
-    """Hears of the end of a program also while something it left behind holds its pipes."""
+class _OutputCollector(asyncio.SubprocessProtocol):
+    """Collects output and notices the exit even if child processes hold the pipes open."""
 
     def __init__(self) -> None:
         self.exited = asyncio.Event()
-        self.silent = asyncio.Event()  # and nobody can write to its pipes any more
+        self.drained = asyncio.Event()  # all pipes are closed
         self._kept = {1: bytearray(), 2: bytearray()}
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
@@ -91,23 +87,23 @@ class _ProgramWatch(asyncio.SubprocessProtocol):
         self.exited.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.silent.set()
+        self.drained.set()
 
     def text(self, fd: int) -> str:
         return bytes(self._kept[fd]).decode(errors="replace")
 
 
 def _kill(transport: asyncio.SubprocessTransport) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone, all of it
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the process group has ended
         os.killpg(transport.get_pid(), signal.SIGKILL)
 
 
 PROGRAM_TIMEOUT_S = 600.0
-_TAIL_CHARS = 4000  # of what a program that crashed had to say
+_TAIL_CHARS = 4000  # of stderr in the log of crashes
 
 
 class CommandEnvironment:
-    """An environment function: `environment=Blackbox(["python", "agent.py"], score=...)`."""
+    """An environment function: `environment=CommandEnvironment(["python", "agent.py"])`."""
 
     def __init__(
         self,
@@ -119,45 +115,45 @@ class CommandEnvironment:
         max_running: int = 32,
         log: Path | None = None,
     ) -> None:
-        """`score` judges what the program did, sync or async; without one that is left to the
-        scorers. `columns`: of the task, those that the program is told besides the prompt. No more
-        than `max_running` run at once. `log`: where the last words of programs that crash go."""
+        """`score` rewards the result of the program, sync or async; None leaves that to the
+        scorers. `columns`: task columns that are sent with the prompt. `max_running` bounds the
+        concurrent programs. `log`: file for the stderr of programs that crash."""
         self._command = list(command)
         self._score = score
         self._columns = tuple(columns)
         self._timeout_s = timeout_s
         self._log = log
         self._max_running = max_running
-        self._places: asyncio.Semaphore | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # that the places belong to
+        self._slots: asyncio.Semaphore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the semaphore
         self._gateway = Gateway()
         self.__name__ = " ".join(self._command)
 
     async def __call__(self, task: Task, agent: Agent) -> float | None:
-        async with self._place(), self._gateway.open(agent) as door:
-            result = await self._played(task, agent, door)
-        if door.num_calls == 0:
+        async with self._slot(), self._gateway.open(agent) as session:
+            result = await self._run(task, agent, session)
+        if session.num_calls == 0:
             raise self._never_called(result)
         if result.exit_code != 0:
-            self._note_crash(result)
+            self._log_crash(result)
             raise agent.end("crash")
         return await self._scored(task, result)
 
-    def _place(self) -> asyncio.Semaphore:
-        """Among those that run; each run's loop has places of its own."""
+    def _slot(self) -> asyncio.Semaphore:
+        """Return the semaphore of the current event loop."""
         loop = asyncio.get_running_loop()
-        if self._places is None or self._loop is not loop:
-            self._places, self._loop = asyncio.Semaphore(self._max_running), loop
-        return self._places
+        if self._slots is None or self._loop is not loop:
+            self._slots, self._loop = asyncio.Semaphore(self._max_running), loop
+        return self._slots
 
-    async def _played(self, task: Task, agent: Agent, door: GatewaySession) -> ProgramResult:
-        told = {"prompt": task.prompt, **{name: task.columns[name] for name in self._columns}}
-        line = json.dumps(told, ensure_ascii=False) + "\n"
+    async def _run(self, task: Task, agent: Agent, session: GatewaySession) -> ProgramResult:
+        payload = {"prompt": task.prompt, **{name: task.columns[name] for name in self._columns}}
+        line = json.dumps(payload, ensure_ascii=False) + "\n"
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                return await door.guard(
-                    run_program(self._command, stdin=line, env=door.environment)
+                return await session.guard(
+                    run_program(self._command, stdin=line, env=session.environment)
                 )
         except TimeoutError:
             if not limit.expired():
@@ -172,13 +168,13 @@ class CommandEnvironment:
         return await asyncio.to_thread(self._score, task, result)
 
     def _never_called(self, result: ProgramResult) -> TaskError:
-        last = (result.stderr.strip() or "it said nothing").splitlines()[-1]
+        last = (result.stderr.strip() or "no output on stderr").splitlines()[-1]
         return TaskError(
-            f"The program {self.__name__!r} {describe_exit(result.exit_code)} without a call to the"
-            f" model ({last:.200}); let it use OPENAI_BASE_URL and OPENAI_API_KEY."
+            f"The program {self.__name__!r} {describe_exit(result.exit_code)} without calling the"
+            f" model ({last:.200}); make it use OPENAI_BASE_URL and OPENAI_API_KEY."
         )
 
-    def _note_crash(self, result: ProgramResult) -> None:
+    def _log_crash(self, result: ProgramResult) -> None:
         if self._log is None:
             return
         self._log.parent.mkdir(parents=True, exist_ok=True)

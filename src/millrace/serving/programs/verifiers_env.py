@@ -1,13 +1,13 @@
-"""Environments of the verifiers package (0.4, its v1 API), played and judged by that package.
+"""Environments of the verifiers package (0.4, its v1 API).
 
     import verifiers.v1 as vf
 
     play = VerifiersEnvironment(vf.load_environment(config))
     mr.train(..., tasks=play.tasks(), environment=play)
 
-What its agents ask of the model comes through a gateway and is recorded as turns of the episode;
-their rewards, as the package computes them, are the episode's. Runs on the loop of the
-environments, where open() and close() hold what the environment shares among its episodes.
+The package plays and scores the episodes. Its agents call the model through a gateway, which
+records their calls as turns of the episode. Runs on the event loop of the environments; open() and
+close() manage what the environment shares among its episodes.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from millrace.core.records import Message, Prompt, Task
 from millrace.environments.agent import Agent
 from millrace.serving.programs.gateway import Gateway, GatewaySession
 
-COLUMN = "verifiers_task"  # of a task: its place in the taskset
-KEY_VARIABLE = "MILLRACE_GATEWAY_KEY"  # the package takes keys from the environment only
+COLUMN = "verifiers_task"  # task column with the index in the taskset
+KEY_VARIABLE = "MILLRACE_GATEWAY_KEY"  # the package reads keys only from the environment
 
 
 class VerifiersEnvironment:
     """An environment function; see docs/how-to/other-environments.md."""
 
     def __init__(self, env: Any, *, max_tasks: int | None = None) -> None:
-        """`env`: what vf.load_environment() gives. `max_tasks`: the first so many of its tasks; a
-        taskset without end needs it."""
+        """`env`: the result of vf.load_environment(). `max_tasks` limits the tasks; an infinite
+        taskset requires it."""
         _verifiers()
         if max_tasks is None and not env.taskset.bounded:
-            raise ConfigError(f"Taskset {type(env.taskset).__name__!r} has no end; set max_tasks.")
+            raise ConfigError(f"Taskset {type(env.taskset).__name__!r} is infinite; set max_tasks.")
         self._env = env
         taskset = env.taskset if max_tasks is None else env.taskset.take(max_tasks)
         self._tasks = {task.data.idx: task for task in taskset}
@@ -45,14 +45,14 @@ class VerifiersEnvironment:
         self.__name__ = env.config.env_id
 
     def tasks(self) -> list[Task]:
-        """Those of its taskset, for mr.train(tasks=...)."""
+        """Return the tasks of the taskset, for mr.train(tasks=...)."""
         return [
             Task(prompt=_prompt_of(task.data), columns={COLUMN: index})
             for index, task in self._tasks.items()
         ]
 
     async def open(self) -> None:
-        """Bring up what the environment shares among its episodes."""
+        """Start what the environment shares among its episodes."""
         self._ending = asyncio.Event()
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(self._serve(ready))
@@ -72,39 +72,39 @@ class VerifiersEnvironment:
         chosen = self._tasks.get(task.columns.get(COLUMN, -1))
         if chosen is None:
             raise TaskError(
-                f"A task has {COLUMN} = {task.columns.get(COLUMN)!r}, which its taskset does not;"
-                " take tasks from VerifiersEnvironment.tasks()."
+                f"A task has {COLUMN} = {task.columns.get(COLUMN)!r}, which is not in the"
+                " taskset; use the tasks of VerifiersEnvironment.tasks()."
             )
-        async with self._gateway.open(agent) as door:
+        async with self._gateway.open(agent) as session:
             playing = self._env.run_episode(
-                chosen, await self._context(), on_trace=self._admitting(agent, door)
+                chosen, await self._context(), on_trace=self._admit_traces(agent, session)
             )
-            episode = await door.guard(playing)
+            episode = await session.guard(playing)
         if not episode.ok:
-            raise self._failed(episode, agent, door)
+            raise self._failed(episode, agent, session)
         return self._rewards(episode)
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
-        """All in one task: what was opened must be closed where it was."""
+        """Open and close the environment in one asyncio task, as its context managers require."""
         async with self._env.serving():
             ready.set_result(None)
             await self._ending.wait()
 
     async def _context(self) -> Any:
-        """Where its agents find the model. The same for all episodes: the package keeps a client
-        for each address."""
+        """Return the model context of its agents. All episodes share one address, because the
+        package caches a client per address."""
         vf = _verifiers()
         base_url, os.environ[KEY_VARIABLE] = await self._gateway.shared()
         client = vf.EvalClientConfig(base_url=base_url, api_key_var=KEY_VARIABLE)
         return vf.ModelContext(model="policy", client=client)
 
-    def _admitting(self, agent: Agent, door: GatewaySession) -> Callable[[Any], None]:
-        """Hears of each of the episode's traces, whose ids are the sessions of its requests."""
+    def _admit_traces(self, agent: Agent, session: GatewaySession) -> Callable[[Any], None]:
+        """Return a callback that admits each trace; its id is the session id of its requests."""
 
         def admit(trace: Any) -> None:
-            seat = trace.agent
-            own = agent if self._is_single else agent.role(seat.name, trained=seat.trainable)
-            self._gateway.admit(trace.id, door.beside(own))
+            role = trace.agent
+            own = agent if self._is_single else agent.role(role.name, trained=role.trainable)
+            self._gateway.admit(trace.id, session.for_agent(own))
 
         return admit
 
@@ -116,24 +116,24 @@ class VerifiersEnvironment:
             for name, traces in episode.by_agent.items()
         }
 
-    def _failed(self, episode: Any, agent: Agent, door: GatewaySession) -> Exception:
-        """After a call, the episode is marked; before one, there is nothing to train."""
+    def _failed(self, episode: Any, agent: Agent, session: GatewaySession) -> Exception:
+        """Return the error of a failed episode. Without a model call there is nothing to train."""
         errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
-        words = "; ".join(f"{error.type}: {error.message}" for error in errors)[:400]
-        if door.num_calls:
-            print(f"An episode of environment {self.__name__!r} failed: {words}", file=sys.stderr)
+        reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)[:400]
+        if session.num_calls:
+            print(f"An episode of environment {self.__name__!r} failed: {reasons}", file=sys.stderr)
             return agent.end("crash")
         return TaskError(
-            f"Environment {self.__name__!r} failed before it called the model: {words}"
+            f"Environment {self.__name__!r} failed before it called the model: {reasons}"
         )
 
 
 def _prompt_of(data: Any) -> Prompt:
-    """For metrics and samples; its own agents render what the model sees."""
+    """Return the prompt for metrics and samples; the package renders what the model sees."""
     messages: list[Message] = []
     if data.system_prompt:
         messages.append({"role": "system", "content": data.system_prompt})
-    messages.append({"role": "user", "content": data.prompt_text or "(the environment begins)"})
+    messages.append({"role": "user", "content": data.prompt_text or "(the environment starts)"})
     return messages
 
 

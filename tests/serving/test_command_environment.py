@@ -1,4 +1,4 @@
-"""Programs as environments: real processes, which reach the model over HTTP without any package."""
+"""Programs as environments: real processes that call the model over HTTP without any package."""
 
 import asyncio
 import gc
@@ -45,13 +45,13 @@ def program(folder: Path, body: str) -> list[str]:
 
 
 async def play(
-    blackbox: CommandEnvironment, engine: ChatEngine, *, thread, group_size=2, **settings
+    environment: CommandEnvironment, engine: ChatEngine, *, thread, group_size=2, **settings
 ):
-    player = player_of(blackbox, engine, thread=thread, **settings)
+    player = player_of(environment, engine, thread=thread, **settings)
     return await player.try_group(TASK, attempt=Attempt(0), group_size=group_size)
 
 
-async def test_what_a_program_did_is_scored_and_what_it_asked_is_trained(tmp_path, thread):
+async def test_program_result_is_scored_and_its_calls_are_trained(tmp_path, thread):
     seen = []
 
     def score(task, result) -> float:
@@ -70,9 +70,7 @@ async def test_what_a_program_did_is_scored_and_what_it_asked_is_trained(tmp_pat
     assert "2+3=" in engine.prompts[0]
 
 
-async def test_a_program_is_told_the_columns_it_may_know_and_scorers_judge_without_a_score(
-    tmp_path, thread
-):
+async def test_program_gets_selected_columns_and_scorers_reward_it(tmp_path, thread):
     command = program(tmp_path, "assert task['hint'] == 'small' and 'answer' not in task\nask('x')")
     engine = ChatEngine(lambda _: "hi")
     group = await play(
@@ -81,9 +79,7 @@ async def test_a_program_is_told_the_columns_it_may_know_and_scorers_judge_witho
     assert [(e.reward, e.ending) for e in group.episodes] == [(None, "done")]
 
 
-async def test_a_program_that_crashes_marks_its_episode_alone_and_its_words_are_kept(
-    tmp_path, thread
-):
+async def test_crashed_program_marks_only_its_episode_and_its_stderr_is_logged(tmp_path, thread):
     command = program(tmp_path, "if ask('x') == 'bad':\n    raise KeyError('what the model said')")
     answers = iter(["good", "bad"])
     log = tmp_path / "logs" / "programs.log"
@@ -91,9 +87,9 @@ async def test_a_program_that_crashes_marks_its_episode_alone_and_its_words_are_
     async def score(task, result) -> float:
         return 1.0
 
-    blackbox = CommandEnvironment(command, score=score, log=log)
+    environment = CommandEnvironment(command, score=score, log=log)
     engine = ChatEngine(lambda _: next(answers))
-    group = await play(blackbox, engine, thread=thread, ended_reward=-1.0)
+    group = await play(environment, engine, thread=thread, ended_reward=-1.0)
     ended = sorted((e.ending, e.reward) for e in group.episodes)
     assert ended == [("crash", -1.0), ("done", 1.0)]
     assert not any(episode.was_cut for episode in group.episodes)
@@ -104,37 +100,39 @@ async def test_a_program_that_crashes_marks_its_episode_alone_and_its_words_are_
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("", "exited with code 0 without a call to the model"),
+        ("", "exited with code 0 without calling the model"),
         ("os.environ['OPENAI_API_KEY'] = 'wrong'\nask('x')", "HTTP Error 401: Unauthorized"),
         ("sys.exit('no luck')", "no luck"),
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
     ],
     ids=["silent", "key", "exit", "killed"],
 )
-async def test_a_program_that_never_reaches_the_model_is_no_episode_and_says_why(
+async def test_program_that_never_calls_the_model_fails_with_the_reason(
     body, words, tmp_path, thread
 ):
-    blackbox = CommandEnvironment(program(tmp_path, body))
+    environment = CommandEnvironment(program(tmp_path, body))
     with pytest.raises(TaskError, match=words):
-        await play(blackbox, ChatEngine(lambda _: "hi"), thread=thread, group_size=1)
+        await play(environment, ChatEngine(lambda _: "hi"), thread=thread, group_size=1)
 
 
-async def test_a_command_that_is_no_program_is_told(thread):
+async def test_missing_program_is_an_error(thread):
     with pytest.raises(TaskError, match=r"nothing-here cannot be run: No such file"):
         await play(
             CommandEnvironment(["nothing-here"]), ChatEngine(str), thread=thread, group_size=1
         )
 
 
-async def test_a_program_that_takes_too_long_is_ended(tmp_path, thread):
-    blackbox = CommandEnvironment(program(tmp_path, "import time\ntime.sleep(1000)"), timeout_s=0.1)
+async def test_program_is_killed_at_its_time_limit(tmp_path, thread):
+    environment = CommandEnvironment(
+        program(tmp_path, "import time\ntime.sleep(1000)"), timeout_s=0.1
+    )
     with pytest.raises(
         TaskError, match=r"ended \(timeout\) before the model sampled any trained token"
     ):
-        await play(blackbox, ChatEngine(lambda _: "hi"), thread=thread, group_size=1)
+        await play(environment, ChatEngine(lambda _: "hi"), thread=thread, group_size=1)
 
 
-async def test_a_program_ends_with_its_episode_and_all_it_started_with_it(tmp_path, thread):
+async def test_program_and_its_children_end_with_the_episode(tmp_path, thread):
     body = """
 import subprocess, time
 child = subprocess.Popen(["sleep", "1000"])
@@ -143,8 +141,8 @@ time.sleep(1000)
 """
     pids = tmp_path / "pids"
     task = Task(prompt="x", columns={"file": str(pids)})
-    blackbox = CommandEnvironment(program(tmp_path, f"import pathlib{body}"), columns=["file"])
-    player = player_of(blackbox, ChatEngine(lambda _: "hi"), thread=thread)
+    environment = CommandEnvironment(program(tmp_path, f"import pathlib{body}"), columns=["file"])
+    player = player_of(environment, ChatEngine(lambda _: "hi"), thread=thread)
     playing = asyncio.create_task(player.try_group(task, attempt=Attempt(0), group_size=1))
     await until(lambda: pids.exists() and pids.read_text().endswith("."))
     playing.cancel()
@@ -154,23 +152,23 @@ time.sleep(1000)
     await until(lambda: not any(map(is_alive, started)))
 
 
-async def test_programs_under_way_end_in_order_with_their_thread(tmp_path, caplog):
+async def test_running_programs_end_cleanly_with_their_thread(tmp_path, caplog):
     file = tmp_path / "pid"
     body = "import pathlib, time\npathlib.Path(task['file']).write_text(f'{os.getpid()} .')\n"
-    blackbox = CommandEnvironment(program(tmp_path, body + "time.sleep(1000)"), columns=["file"])
+    environment = CommandEnvironment(program(tmp_path, body + "time.sleep(1000)"), columns=["file"])
     task = Task(prompt="x", columns={"file": str(file)})
     with LoopThread("environments") as thread:
-        player = player_of(blackbox, ChatEngine(lambda _: "hi"), thread=thread)
+        player = player_of(environment, ChatEngine(lambda _: "hi"), thread=thread)
         playing = asyncio.create_task(player.try_group(task, attempt=Attempt(0), group_size=1))
         await until(lambda: file.exists() and file.read_text().endswith("."))
     with pytest.raises(asyncio.CancelledError):
         await playing
-    gc.collect()  # what was left open would say so now
+    gc.collect()  # unclosed resources would warn now
     assert not is_alive(int(file.read_text().split()[0]))
     assert not caplog.records
 
 
-async def test_a_program_that_leaves_something_behind_is_not_waited_for(tmp_path, thread):
+async def test_child_processes_do_not_delay_the_result(tmp_path, thread):
     body = "import subprocess\nask('x')\nsubprocess.Popen(['sleep', '1000'])"
     group = await play(
         CommandEnvironment(program(tmp_path, body)),

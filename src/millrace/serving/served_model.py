@@ -1,7 +1,7 @@
-"""A model behind its engines, as the endpoints see it: prompts in, completions or pieces out.
+"""A model behind its engines, as the endpoints use it: prompts in, completions or chunks out.
 
-Promise: whoever stops listening frees the places in the engines. Runs on the server's event loop,
-but for prompts, which are rendered by one thread: a long one would hold up everybody's stream.
+Promise: closing a stream frees its slots in the engines. Runs on the server's event loop. Prompts
+are rendered in one thread, because a long prompt would delay all streams.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class TokenUsage:
         }
 
 
-class Served:
+class ServedModel:
     def __init__(
         self,
         engine: SupportsGenerate,
@@ -57,15 +57,17 @@ class Served:
         self.tool_format = tool_format
         self.metrics = metrics
         self._engine = engine
-        self._tokenizer = tokenizer  # on the loop
-        self._rendering_tokenizer = copy.deepcopy(tokenizer)  # in the thread: it is not shared
+        self._tokenizer = tokenizer  # used on the event loop
+        self._rendering_tokenizer = copy.deepcopy(
+            tokenizer
+        )  # used in the thread; tokenizers are not thread-safe
         self._adapters = tuple(adapters)
         self._max_context = max_context
         self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """By which clients choose: the model, or one of its adapters."""
+        """The names that clients can request: the model and its adapters."""
         return (self.name, *self._adapters)
 
     async def chat_prompt(
@@ -91,17 +93,17 @@ class Served:
         prompt: np.ndarray,
         body: SamplingBody,
         *,
-        most_tokens: int | None,
+        max_tokens: int | None,
         model: str | None,
         index: int = 0,
         session: str | None = None,
         grammar: str | None = None,
     ) -> Request:
-        """`index`: of the first of its completions, in all that the client asked for. `grammar`:
-        what they must be."""
+        """`index` numbers the first completion among all that the client requested. `grammar`
+        constrains the completions."""
         if model is not None and model not in self.names:
             raise ApiError(
-                f"There is no model {model!r}; this server has {', '.join(self.names)}.",
+                f"Model {model!r} does not exist; this server has {', '.join(self.names)}.",
                 status=404,
                 kind="not_found_error",
                 param="model",
@@ -110,15 +112,15 @@ class Served:
         room = self._max_context - len(prompt)
         if room < 1:
             raise ApiError(
-                f"The prompt has {len(prompt)} tokens, but the context holds {self._max_context},"
-                " the reply included; shorten it.",
+                f"The prompt has {len(prompt)} tokens, but the context is limited to"
+                f" {self._max_context}, including the reply; shorten the prompt.",
                 code="context_length_exceeded",
             )
         return Request(
             id=id,
             prompt=prompt,
             sampling=replace(
-                body.sampling(max_new_tokens=min(most_tokens or room, room)), grammar=grammar
+                body.sampling(max_new_tokens=min(max_tokens or room, room)), grammar=grammar
             ),
             n=body.num_choices,
             seed=body.drawn_seed(),
@@ -128,7 +130,7 @@ class Served:
         )
 
     async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """All completions of all requests."""
+        """Return all completions of all requests."""
         start_s = time.monotonic()
         with first_cause():
             async with asyncio.TaskGroup() as group:
@@ -143,15 +145,14 @@ class Served:
     async def stream(
         self, requests: Sequence[Request]
     ) -> AsyncGenerator[tuple[int, CompletionChunk]]:
-        """Pieces as they are sampled, each with the number of its completion among those of all
-        requests. Close it to end the requests."""
-        queue: asyncio.Queue[tuple[int, CompletionChunk] | None] = (
-            asyncio.Queue()
-        )  # bounded by the tokens
+        """Yield chunks as they are sampled, with the number of their completion among all
+        requests. Closing the generator ends the requests."""
+        # Not bounded here: max_new_tokens bounds the chunks.
+        queue: asyncio.Queue[tuple[int, CompletionChunk] | None] = asyncio.Queue()
 
         async def run(first: int, request: Request) -> None:
             await self._engine.generate(
-                request, lambda piece: queue.put_nowait((first + piece.member, piece))
+                request, lambda chunk: queue.put_nowait((first + chunk.member, chunk))
             )
 
         async def run_all() -> None:
@@ -165,12 +166,12 @@ class Served:
         running = asyncio.create_task(run_all())
         num_sampled, start_s = 0, time.monotonic()
         try:
-            while (news := await queue.get()) is not None:
+            while (item := await queue.get()) is not None:
                 if num_sampled == 0:
                     self.metrics.first_token_s.observe(time.monotonic() - start_s)
-                num_sampled += len(news[1].tokens)
-                check_finish(news[1].finish)
-                yield news
+                num_sampled += len(item[1].tokens)
+                check_finish(item[1].finish)
+                yield item
             with first_cause():
                 await running
         finally:
@@ -184,7 +185,7 @@ class Served:
         return TextStream(self.decode, stop=request.sampling.stop, openers=openers)
 
     def decode(self, ids: list[int]) -> str:
-        """As engines do: special tokens stay in."""
+        """Decode as engines do, with special tokens."""
         return self._tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -203,8 +204,8 @@ def usage_of(requests: Sequence[Request], num_sampled: int) -> TokenUsage:
 
 
 def check_finish(finish: Finish | None) -> None:
-    """Nobody but a client that is gone has its requests aborted here."""
+    """Raise ApiError if the engine ended a completion before it was complete."""
     if finish not in (None, "stop", "length"):
         raise ApiError(
-            f"The completion was ended early ({finish}).", status=503, kind="server_error"
+            f"The engine ended the completion early ({finish}).", status=503, kind="server_error"
         )
