@@ -80,7 +80,7 @@ def test_zero_variance_filter_keeps_groups_whose_agents_differ():
 
 
 def test_batch_estimators_refuse_separate_agent_rewards():
-    with pytest.raises(ScoreError, match="'BatchAdvantages' look across groups and cannot tell"):
+    with pytest.raises(ScoreError, match="'BatchAdvantages' compare several groups"):
         by_agent(BatchAdvantages())(group_of({"a": 1.0}, {"a": 0.0}))
 
 

@@ -71,9 +71,12 @@ def test_entries_survive_serialisation(name):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"dataset": "legs"}, "Dataset 'legs' is not one of reasoning_gym's; there are .*ab, "),
-        ({"config": {"max_legs": 3}}, r"'leg_counting' of reasoning_gym does not take .*max_legs"),
-        ({"size": 0}, "size = 0 must be an integer above 0"),
+        ({"dataset": "legs"}, "reasoning_gym has no dataset 'legs'; the datasets are: .*ab, "),
+        (
+            {"config": {"max_legs": 3}},
+            r"'leg_counting' of reasoning_gym does not accept .*max_legs",
+        ),
+        ({"size": 0}, "size = 0 must be an integer, at least 1"),
         ({"sized": 3}, "Unknown setting 'tasks.generator.sized' of 'reasoning_gym'; did you mean"),
         ({"type": "gym"}, "Setting 'tasks.generator.type' = 'gym' is not known"),
     ],

@@ -98,9 +98,15 @@ def test_invalid_settings_are_config_errors(table, sentence):
 @pytest.mark.parametrize(
     ("selection", "sentence"),
     [
-        ({"type": "scored_groups:every_second"}, r"gave \[0, 2\].*3 different ones of its 4"),
+        (
+            {"type": "scored_groups:every_second"},
+            r"returned \[0, 2\].*3 different indices of its 4",
+        ),
         ({"type": "scored_groups:broken"}, "raised KeyError"),
-        ({"type": "roc", "quality": "style"}, "quality = 'style' is no part of a score.*exact"),
+        (
+            {"type": "roc", "quality": "style"},
+            "quality = 'style' is not a part of the score.*exact",
+        ),
     ],
 )
 def test_invalid_selection_fails_its_group_with_one_error(selection, sentence):
