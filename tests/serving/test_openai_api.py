@@ -279,9 +279,9 @@ async def test_models_are_the_model_and_its_adapters():
     async with served(WritingEngine("x")) as client:
         assert [model.id async for model in client.models.list()] == ["tiny", "side"]
         assert (await client.models.retrieve("side")).id == "side"
-        with pytest.raises(openai.NotFoundError, match="no model 'large'"):
+        with pytest.raises(openai.NotFoundError, match="Model 'large' does not exist"):
             await client.models.retrieve("large")
-        with pytest.raises(openai.NotFoundError, match=r"no model 'large'; .* tiny, side"):
+        with pytest.raises(openai.NotFoundError, match=r"Model 'large' does not exist; .* tiny, side"):
             await client.chat.completions.create(model="large", messages=ASK)
 
 
