@@ -7,7 +7,6 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from millrace.scoring.verifiers.numeric import last_number
 
 import millrace as mr
 from millrace.config import load_config
@@ -17,6 +16,7 @@ from millrace.run.prepare import _scorers
 from millrace.scoring.functions.signature import inspect_reward
 from millrace.scoring.registry import check_scorers
 from millrace.scoring.verifiers import VERIFIERS, build_verifier
+from millrace.scoring.verifiers.math_answers import last_number
 
 v = mr.verifiers
 

@@ -203,7 +203,7 @@ async def test_call_like_text_without_tools_is_returned_as_text():
 @pytest.mark.parametrize("form", ["mistral", "gemma"])
 async def test_required_call_is_refused_without_a_tool_format(form):
     async with served(WritingEngine("x"), form=form) as client:
-        with pytest.raises(openai.BadRequestError, match="in the format of this model"):
+        with pytest.raises(openai.BadRequestError, match="The tool format of this model"):
             await client.chat.completions.create(
                 model="tiny", messages=ASK, tools=[ADD], tool_choice="required"
             )
@@ -281,7 +281,9 @@ async def test_models_are_the_model_and_its_adapters():
         assert (await client.models.retrieve("side")).id == "side"
         with pytest.raises(openai.NotFoundError, match="Model 'large' does not exist"):
             await client.models.retrieve("large")
-        with pytest.raises(openai.NotFoundError, match=r"Model 'large' does not exist; .* tiny, side"):
+        with pytest.raises(
+            openai.NotFoundError, match=r"Model 'large' does not exist; .* tiny, side"
+        ):
             await client.chat.completions.create(model="large", messages=ASK)
 
 
@@ -303,10 +305,10 @@ def named(name: str) -> dict:
         ("logit_bias", {"logit_bias": {"5": 1}}, "only {} is supported"),
         ("tools.0", {"tools": [{"type": "function"}]}, "a function with a name"),
         ("tools.1", {"tools": [ADD, {"type": "web_search"}]}, "a function with a name"),
-        ("tools.0", {"tools": [with_parameters({"properties": 5})]}, "that are a JSON schema"),
+        ("tools.0", {"tools": [with_parameters({"properties": 5})]}, "which are a JSON schema"),
         ("tool_choice", {"tools": [ADD], "tool_choice": "always"}, "only 'auto', 'none' or 'req"),
-        ("tool_choice", {"tool_choice": "required"}, "not among tools"),
-        ("tool_choice", {"tools": [ADD], "tool_choice": named("sub")}, "not among tools"),
+        ("tool_choice", {"tool_choice": "required"}, "not in tools"),
+        ("tool_choice", {"tools": [ADD], "tool_choice": named("sub")}, "not in tools"),
         (
             "response_format.type",
             {"response_format": {"type": "xml"}},
@@ -352,10 +354,10 @@ async def test_unsupported_completion_fields_are_refused_by_name(field, value, w
         ([], "at least 1 item"),
         ([{"role": "robot", "content": "x"}], "'robot' is not one of"),
         ([{"role": "user"}], "content' is missing"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "other than text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "is not text"),
         (
             [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"arguments": "["}}]}],
-            "cannot be read",
+            "an invalid call",
         ),
         ([{"role": "user", "content": "x" * 600}], "context is limited to 512"),
     ],
