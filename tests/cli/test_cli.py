@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from millrace.cli.commands import what_is_left
-from millrace.cli.main import report, split_settings
+from millrace.cli.main import main, report, split_settings
 from millrace.cli.starter import write_starter
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, RunFailed, WorkerError
@@ -252,3 +253,72 @@ def test_inspect_without_plots_leaves_the_directory_alone(tmp_path):
     done = millrace("inspect", run_dir.path, "--no-plots")
     assert done.returncode == 0
     assert not run_dir.plots.exists()
+
+
+# A new user's first hour
+
+BAD_RUNS = {
+    "key": ({"trainr": {}}, "did you mean 'trainer'?"),
+    "type": ({"trainer": {"steps": "many"}}, "Setting 'trainer.steps' = 'many'"),
+    "loss": ({"loss": "gpro"}, "did you mean 'grpo'?"),
+    "loss key": ({"loss": {"type": "grpo", "hihg": 1}}, "did you mean 'high'?"),
+    "scorer": ({"scorers": ["exat"]}, "did you mean 'exact'?"),
+    "order": ({"buffer": {"order": "oldst"}}, "did you mean 'oldest'?"),
+    "advantages": ({"scoring": {"advantages": "grup"}}, "did you mean 'group'?"),
+    "filter": ({"rollout": {"filter": ["zero_varance"]}}, "did you mean 'zero_variance'?"),
+    "tasks": ({"tasks": {"path": "nowhere.jsonl"}}, "nowhere.jsonl"),
+    "model": ({"model": "folder/modle"}, "did you mean 'folder/model'?"),
+}
+PROBE = """
+import sys
+from millrace.cli.main import main
+code = main(["train", "run.toml"])
+print("torch" in sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("mistake", BAD_RUNS)
+def test_wrong_settings_are_reported_before_torch_is_imported(mistake, tmp_path):
+    table, said = BAD_RUNS[mistake]
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    (tmp_path / "folder" / "model").mkdir(parents=True)
+    (tmp_path / "folder" / "model" / "config.json").write_text("{}")
+    good = {"model": "folder/model", "tasks": {"path": "tasks.jsonl"}, "scorers": ["exact"]}
+    (tmp_path / "run.toml").write_text(tomli_w.dumps({**good, **table}))
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    *errors, has_torch = done.stderr.strip().splitlines()
+    assert done.returncode == 2, done.stderr
+    assert said in errors[-1]
+    assert has_torch == "False"
+
+
+def test_init_with_a_model_uses_it_and_makes_none(tmp_path, capsys):
+    model = tmp_path / "mine"
+    model.mkdir()
+    assert main(["init", str(tmp_path / "my-run"), "--model", str(model)]) == 0
+    assert not (tmp_path / "my-run" / "model").exists()
+    config = load_config(tmp_path / "my-run" / "run.toml")
+    assert config.model.path == str(model)
+    assert config.optimizer.learning_rate == "auto"
+    assert config.sampling.max_new_tokens == 256
+
+
+def test_python_dash_m_millrace_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "millrace", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("millrace ")
+
+
+def test_a_script_beside_a_clone_imports_the_package(tmp_path):
+    (tmp_path / "millrace").symlink_to(REPOSITORY)
+    script = "import millrace as mr; print(mr.train.__module__)"
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "millrace.run.train", done.stderr

@@ -146,7 +146,7 @@ def test_a_resumed_run_passes_over_damaged_checkpoints_and_says_so(folder, tmp_p
     for path, told in zip(steps[:0:-1], resumed.doubts, strict=True):
         assert str(path) in told
     (steps[0] / "trainer_state.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint .*step_3.*step_2.*step_1.*"):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint .*step_3.*step_2.*step_1.*"):
         prepare(config, scorers=[length], resume=True)
 
 

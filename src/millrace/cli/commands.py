@@ -34,7 +34,7 @@ def init(args: argparse.Namespace) -> int:
         print("Making a tiny model and teaching it the form of the answers, half a minute ...")
         make_model(directory, SEED)
 
-    for path in write_starter(args.directory, make_model=make):
+    for path in write_starter(args.directory, make_model=make, model=args.model):
         print(f"wrote {path}")
     print(f"\nNext: millrace train {args.directory / 'run.toml'}")
     return DONE

@@ -189,6 +189,9 @@ def _parser() -> argparse.ArgumentParser:
 
     init = _new_parser(commands.add_parser, INIT, name="init", help="write a starter to build on")
     init.add_argument("directory", type=Path, nargs="?", default=Path(), metavar="DIR")
+    init.add_argument(
+        "--model", metavar="PATH", help="train this model directory or hub model, and make none"
+    )
     init.set_defaults(run=run.init)
 
     train = _new_parser(

@@ -1,26 +1,38 @@
-"""What a model directory says without its weights: tokenizer and configuration.
+"""Reads a model directory without its weights: tokenizer and configuration.
 
-The controller reads these to check a user's input, so nothing here imports modelling code.
-
-What tells two tokenizers apart where only one of them is at hand.
+The controller checks the user's input with it. transformers is imported on first use, so that
+errors that need no model file are reported before.
 """
 
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from millrace.core.errors import ConfigError
+from millrace.core.spelling import nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+HUB_TIMEOUT_S = 10.0
 
 # What transformers raises for files that are missing, damaged, or of a kind it does not know.
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
     check_directory(path)
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"Model {path!r} has no tokenizer; save one there with tokenizer.save_pretrained()."
+        )
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
@@ -44,9 +56,11 @@ def has_experts(path: str, *, trust_remote_code: bool = False) -> bool:
 
 def text_config(
     path: str, *, trust_remote_code: bool = False, setting: str = "model.path"
-) -> PreTrainedConfig:
-    """What the model at `path` says about itself, as far as it concerns text."""
+) -> "PreTrainedConfig":
+    """The configuration of the text model at `path`."""
     check_directory(path, setting=setting)
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
@@ -55,6 +69,7 @@ def text_config(
 
 
 def check_directory(path: str, *, setting: str = "model.path") -> None:
+    """Raise ConfigError unless `path` is a model directory, or a model that the hub has."""
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -63,9 +78,39 @@ def check_directory(path: str, *, setting: str = "model.path") -> None:
                 f" point {setting} at what save_pretrained wrote."
             )
         return
-    # Hub names are "name" or "owner/name"; everything else can only be meant as a path.
-    if folder.is_absolute() or len(folder.parts) > 2 or path.startswith((".", "~")):
-        raise ConfigError(f"Model {path!r} does not exist; check {setting}.")
+    # Hub names are "name" or "owner/name"; everything else can only be a path.
+    is_path = folder.is_absolute() or len(folder.parts) > 2 or path.startswith((".", "~"))
+    # So is a name within a folder that exists here, such as "runs/modle".
+    if is_path or (len(folder.parts) == 2 and folder.parent.is_dir()):
+        raise ConfigError(f"Model {path!r} does not exist; {_neighbour(folder, setting)}")
+    _check_hub(path, setting=setting)
+
+
+def _neighbour(folder: Path, setting: str) -> str:
+    """The model directory that was probably meant."""
+    parent = folder.parent
+    if parent.is_dir():
+        known = [child.name for child in parent.iterdir() if (child / "config.json").is_file()]
+        if (found := nearest(folder.name, known)) is not None:
+            return f"did you mean {str(parent / found)!r}?"
+    return f"check {setting}."
+
+
+def _check_hub(path: str, *, setting: str) -> None:
+    """Ask once, and without the retries of a download: a mistyped path must not take minutes."""
+    from huggingface_hub import model_info, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    try:
+        if isinstance(try_to_load_from_cache(path, "config.json"), str):
+            return
+        model_info(path, timeout=HUB_TIMEOUT_S)
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+        reason = "it is not there" if "404" in str(error) else type(error).__name__
+        raise ConfigError(
+            f"Model {path!r} is neither a directory here nor a model that the hub gives ({reason});"
+            f" {_neighbour(Path(path), setting)}"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:

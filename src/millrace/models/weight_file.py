@@ -5,16 +5,20 @@ Promise: the file is there as a whole or not at all, also after a crash of the m
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from millrace.core.files import sync
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def write_weights(path: Path, tensors: Mapping[str, Tensor], *, version: int) -> None:
+
+def write_weights(path: Path, tensors: "Mapping[str, Tensor]", *, version: int) -> None:
     """In the place of what was there before."""
+    from safetensors.torch import save_file  # only here: it imports torch
+
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -24,7 +28,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], *, version: int) ->
     sync(path.parent)
 
 
-def read_weights(path: Path) -> tuple[int, dict[str, Tensor]]:
+def read_weights(path: Path) -> "tuple[int, dict[str, Tensor]]":
     """Their version, and the tensors."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping

@@ -218,10 +218,12 @@ def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"placement.models.{name}", placement.model(name, i)
 
 
-# Scorers
-
-
 def check_roles(config: RunConfig, specs: Sequence[ScorerSpec], *, num_held_out: int) -> None:
+    if config.evaluate.engines > 0 and num_held_out == 0:
+        raise ConfigError(
+            f"evaluate.engines = {config.evaluate.engines} have no tasks to evaluate; set"
+            " evaluate.path, or pass eval_tasks=[...] to train()."
+        )
     # Without any scorer, the environment rewards.
     if num_held_out and specs and not any(_gives_scores(spec) for spec in specs):
         raise ConfigError(
@@ -273,9 +275,6 @@ def check_filters(config: RunConfig) -> None:
             )
 
 
-# The loss
-
-
 def check_loss(config: RunConfig, loss: Loss) -> None:
     if config.buffer.replay is not None and isinstance(loss, PolicyLoss):
         _replayed_tokens(config.buffer.replay, loss)
@@ -303,9 +302,6 @@ def _replayed_tokens(replay: ReplayConfig, loss: PolicyLoss) -> None:
             f" to {replay.max_staleness} versions stale; raise it, set loss.staleness_half_life, or"
             " remove buffer.replay."
         )
-
-
-# Teachers and references
 
 
 def teachers_in(specs: Sequence[ScorerSpec]) -> list[tuple[ScorerSpec, Teacher | SelfTeacher]]:

@@ -14,7 +14,7 @@ from millrace.controller.controller import Cursor
 from millrace.controller.orders import check_room
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.machine import available_cores
-from millrace.core.protocols import Advantages
+from millrace.core.protocols import Advantages, Capability
 from millrace.core.records import Task
 from millrace.environments.adapters.scorers import seated
 from millrace.environments.branching.recipe import Recipe
@@ -29,9 +29,6 @@ from millrace.models.directory import (
     load_tokenizer,
     text_config,
 )
-from millrace.models.loading import resolve_device, resolve_dtype
-from millrace.models.lora.factors import require_peft
-from millrace.models.lora.folders import check_resident
 from millrace.run.checks import (
     check_devices,
     check_estimator,
@@ -117,46 +114,25 @@ def prepare(
     resume: bool = False,
 ) -> PreparedRun:
     check_settings(config)
-    if config.lora is not None:
-        require_peft()
-    if config.engine.count > 0:  # other hosts have folders of their own
-        for name, folder in config.engine.adapters.items():
-            check_resident(name, Path(folder))
     sources = load_sources(config.tasks, tasks)
     train_tasks = [task for source in sources for task in source.tasks]
     held_out = load_section(config.evaluate, eval_tasks, section="evaluate")
-    if config.evaluate.engines > 0 and not held_out:
-        raise ConfigError(
-            f"evaluate.engines = {config.evaluate.engines} have no tasks to evaluate; set"
-            " evaluate.path, or pass eval_tasks=[...] to train()."
-        )
-    specs = _scorers(config.scorers, scorers)
     all_tasks = [*train_tasks, *held_out]
+    specs = _scorers(config.scorers, scorers)
     specs, played = seated(specs, build_environment(config, environment), tasks=all_tasks)
     rewards = environment is not None or config.environment.may_reward
     check_scorers(specs, all_tasks, may_be_empty=rewards)
     check_roles(config, specs, num_held_out=len(held_out))
     config = _with_distillation(_with_advantages(config), specs)
-    check_room(
-        config.buffer.order,
-        groups_per_step=config.trainer.groups_per_step,
-        capacity=config.buffer.capacity,
-        max_staleness=config.buffer.max_staleness,
-    )
-    loss = build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)
-    check_loss(config, loss)
-    check_teaching(config, specs, loss=loss)
-    check_filters(config)
+    _check_plugins(config, specs)
     advantages = build_advantages(config.scoring.advantages)
+    shaping = _shaping(config, scorers=[spec.name for spec in specs])
+    recipe = recipe_of(config, specs)
+    # Files of the model are read from here on, which imports torch.
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    check_devices(config, resolve_device)
-    capabilities = load_backend(config.engine).capabilities
-    check_capabilities(
-        config,
-        capabilities,
-        has_experts=has_experts(model.path, trust_remote_code=model.trust_remote_code),
-    )
+    _check_files(config)
+    capabilities = _capabilities(config)
     max_context = _context(config)
     _check_critic(config, num_tokens=len(tokenizer), max_context=max_context)
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
@@ -174,11 +150,11 @@ def prepare(
         held_out=tuple(held_out[: config.evaluate.max_tasks]),
         scorers=specs,
         advantages=advantages,
-        shaping=_shaping(config, scorers=[spec.name for spec in specs]),
+        shaping=shaping,
         tokenizer=tokenizer,
         renderer=renderer,
         environment=played,
-        recipe=recipe_of(config, specs),
+        recipe=recipe,
         others=others_of(config, has_roles=played is not None),
         max_context=max_context,
         checkpoint=found.directory,
@@ -186,10 +162,52 @@ def prepare(
         past=past,
         doubts=(*found.refused, *doubts, *seed_doubts(config.engine, capabilities)),
     )
-    for spec in specs:
+    _check_teachers(prepared)
+    return prepared
+
+
+def _check_plugins(config: RunConfig, specs: Sequence[ScorerSpec]) -> None:
+    check_room(
+        config.buffer.order,
+        groups_per_step=config.trainer.groups_per_step,
+        capacity=config.buffer.capacity,
+        max_staleness=config.buffer.max_staleness,
+    )
+    loss = build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens)
+    check_loss(config, loss)
+    check_teaching(config, specs, loss=loss)
+    check_filters(config)
+
+
+def _check_teachers(prepared: PreparedRun) -> None:
+    for spec in prepared.scorers:
         if isinstance(spec.type, Teacher | SelfTeacher | Reference):
             spec.type.check_model(prepared.facts, name=spec.name)
-    return prepared
+
+
+def _capabilities(config: RunConfig) -> frozenset[Capability]:
+    """What the engine backend offers, which must be all that the settings need."""
+    capabilities, model = load_backend(config.engine).capabilities, config.model
+    check_capabilities(
+        config,
+        capabilities,
+        has_experts=has_experts(model.path, trust_remote_code=model.trust_remote_code),
+    )
+    return capabilities
+
+
+def _check_files(config: RunConfig) -> None:
+    """Devices and adapters. Imports torch, so it comes after the checks of settings."""
+    from millrace.models.loading import resolve_device
+    from millrace.models.lora.factors import require_peft
+    from millrace.models.lora.folders import check_resident
+
+    check_devices(config, resolve_device)
+    if config.lora is not None:
+        require_peft()
+    if config.engine.count > 0:  # other hosts have folders of their own
+        for name, folder in config.engine.adapters.items():
+            check_resident(name, Path(folder))
 
 
 def _scorers(
@@ -280,18 +298,20 @@ def _context(config: RunConfig) -> int:
 
 
 def _check_prompts(renderer: Renderer, tasks: Sequence[Task], *, max_context: int) -> None:
-    """Single long prompts cost their own groups; if all of them are too long, the setting is
-    wrong."""
-    shortest: int | None = None
-    for task in tasks[:PROMPTS_CHECKED]:
+    """A single bad prompt costs its own group. If all of the first are bad, the settings are."""
+    first = tasks[:PROMPTS_CHECKED]
+    lengths: list[int] = []
+    refused: TaskError | None = None
+    for task in first:
         try:
-            length = len(renderer.render(task.prompt))
-        except TaskError:
-            return  # it is counted when its turn comes
-        shortest = length if shortest is None else min(shortest, length)
-    if shortest is not None and shortest >= max_context:
+            lengths.append(len(renderer.render(task.prompt)))
+        except TaskError as error:
+            refused = error
+    if refused is not None and not lengths:
+        raise ConfigError(f"Each of the first {len(first)} prompts is refused: {refused}")
+    if lengths and refused is None and min(lengths) >= max_context:
         raise ConfigError(
-            f"Each of the first {min(len(tasks), PROMPTS_CHECKED)} prompts has at least {shortest}"
+            f"Each of the first {len(first)} prompts has at least {min(lengths)}"
             f" tokens, but the context holds {max_context}; shorten the prompts or raise"
             " engine.max_context."
         )
@@ -321,6 +341,7 @@ def _with_threads(config: RunConfig) -> RunConfig:
 def _with_dtypes(config: RunConfig) -> RunConfig:
     """Data types that fit the devices of this host, where the settings say "auto". All engines
     use the same one, those of other hosts included: weights travel in it."""
+    from millrace.models.loading import resolve_device, resolve_dtype
 
     def chosen(dtype: str, device: str) -> str:
         return str(resolve_dtype(dtype, resolve_device(device))).removeprefix("torch.")

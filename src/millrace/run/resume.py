@@ -12,7 +12,6 @@ from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.records import DEFAULT_POLICY
 from millrace.journal import JournalHistory, Ledger
 from millrace.journal.resuming import CheckpointState, resume_history
-from millrace.models.lora.folders import check_same_kind
 from millrace.monitoring.run_dir import RunDir
 from millrace.tasks.streams import TaskStream
 from millrace.training.checkpoints.directory import (
@@ -35,6 +34,8 @@ def resume_point(config: RunConfig) -> tuple[Found, Cursor]:
             )
         return found, Cursor()
     state = read_run_state(checkpoint)
+    from millrace.models.lora.folders import check_same_kind  # only here: it imports torch
+
     check_same_kind(checkpoint, config.lora)
     check_same_critic(checkpoint, has_critic=config.critic is not None)
     is_over = RunDir(config.run_dir).is_finished or state["version"] > config.trainer.steps

@@ -4,6 +4,7 @@ Promise: nothing that exists is overwritten, and an interrupted init can be repe
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -18,28 +19,45 @@ NUM_TASKS, NUM_HELD_OUT = 4096, 256
 SEED = 0
 
 
-def write_starter(directory: Path, *, make_model: Callable[[Path], None]) -> list[Path]:
-    """Write settings, rewards, tasks and a model; returns what was written.
+def write_starter(
+    directory: Path, *, make_model: Callable[[Path], None], model: str | None = None
+) -> list[Path]:
+    """Write settings, rewards, tasks and a model; returns the paths that were written.
 
-    `make_model` fills a directory with a model for the demo's task, in Hugging Face format.
+    `make_model` fills a directory with a model for the demo's task, in Hugging Face format. With
+    `model`, a directory or hub name, the settings name that model and none is made.
     """
-    names = (*TEMPLATES, "tasks.jsonl", "heldout.jsonl", "model")
+    names = (*TEMPLATES, "tasks.jsonl", "heldout.jsonl", *(() if model else ("model",)))
     paths = [directory / name for name in names]
     for path in paths:
         if path.exists():
             raise ConfigError(f"{path} already exists; name another folder, or move it away.")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _make_aside(directory / "model", make_model)
+        if model is None:
+            _make_aside(directory / "model", make_model)
         _write_tasks(directory / "tasks.jsonl", make_tasks(NUM_TASKS, SEED))
         held_out = make_tasks(NUM_HELD_OUT, SEED, held_out=True)
         _write_tasks(directory / "heldout.jsonl", held_out)
         for name in TEMPLATES:
             template = resources.files("millrace.cli.starter") / name
-            (directory / name).write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
+            text = template.read_text(encoding="utf-8")
+            if model is not None:
+                text = _for_model(text, model)
+            (directory / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"Cannot write into {directory}: {error.strerror}.") from None
     return paths
+
+
+def _for_model(text: str, model: str) -> str:
+    """The settings for the user's model: its path, room for real answers, default learning rate."""
+    path = str(Path(model).absolute()) if Path(model).exists() else model
+    text = re.sub(
+        r'^path = "model" .*\n( +#.*\n)*', f"path = {json.dumps(path)}\n", text, flags=re.M
+    )
+    text = re.sub(r"^learning_rate = .*\n( +#.*\n)*", "", text, flags=re.M)
+    return re.sub(r"^max_new_tokens = .*\n", "max_new_tokens = 256\n", text, flags=re.M)
 
 
 def _make_aside(path: Path, make_model: Callable[[Path], None]) -> None:
