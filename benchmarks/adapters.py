@@ -1,10 +1,10 @@
-"""What a LoRA adapter costs an engine, merged and unmerged, per token and per swap.
+"""Cost of a LoRA adapter in an engine, merged and unmerged, per token and per swap.
 
     python benchmarks/adapters.py --model qwen3-1.7b --rank 32 --json rows.json
 
-One row each without an adapter, with one merged, one unmerged, and one unmerged beside frozen ones
-that the sequences choose in turn. The swap is that of the policy's adapter, from tensors that are
-on the device, as weights.transport = "ipc" brings them. Random weights; the model is made here.
+There is one row each for no adapter, one merged adapter, one unmerged adapter, and one unmerged
+adapter beside frozen ones that the sequences use in turn. The swap replaces the policy's adapter by
+tensors on the device, as weights.transport = "ipc" delivers them. The model has random weights.
 """
 
 import argparse

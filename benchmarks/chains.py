@@ -1,10 +1,9 @@
 """A task of several steps, a policy that does it carelessly, and a model that judges its steps.
 
-"34142=" is to be answered with the running sum of the digits, modulo 5, one step for each digit
-after the first: "3+4=2;2+1=3;3+4=2;2+2=4;". The policy starts from examples of a teacher who, more
-often than not, writes down the digit to be added instead of the sum. The judge is a transformers
-token-classification model that has seen right, wrong and mangled steps with their labels; it is
-read at the ";" of each step.
+The answer to "34142=" is the running sum of the digits, modulo 5, with one step for each digit
+after the first: "3+4=2;2+1=3;3+4=2;2+2=4;". The policy starts from examples of a teacher who mostly
+writes the digit to be added instead of the sum. The judge is a token-classification model of
+transformers, trained on right, wrong and mangled steps; its score is read at the ";" of each step.
 """
 
 import random

@@ -1,18 +1,18 @@
-"""One run, three ways to judge it: a reward, a teacher, and the policy's own past with a hint.
+"""One run with three signals: a reward, a teacher, and the policy's own past with a hint.
 
     python benchmarks/distillation.py --json distillation.json
 
-The demo's task: write the digits of a number in ascending order. The policy has learned from a
-careless example-giver, so it mostly copies; but where the answer stands before the prompt it has
-learned to repeat it. The runs differ in their [[scorers]] tables and in nothing else:
+The task is the demo's: write the digits of a number in ascending order. The policy has learned from
+careless examples, so it mostly copies the number. If the answer precedes the prompt, it repeats it.
+The runs differ in their [[scorers]] tables only:
 
     function       1 for the right answer, else 0
     teacher        a model of the same size that was shown right answers only
     self_teacher   the moving average of the policy's versions, which reads the answer as a hint
 
-Said of each, before and after: accuracy on held-out tasks, likeliest tokens; and the mean of
-KL(policy, teacher) over the tokens that the policy samples there, over the whole vocabulary. The
-self-teacher in this is the policy before the run, with the hint.
+Reported for each, before and after: greedy accuracy on held-out tasks, and the mean KL(policy,
+teacher) over the tokens that the policy samples there, over the whole vocabulary. The self-teacher
+of this comparison is the policy before the run, with the hint.
 """
 
 import argparse

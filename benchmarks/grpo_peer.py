@@ -1,8 +1,8 @@
 """The peer's side of grpo_on_gpu.py: TRL's GRPOTrainer, with vLLM colocated if it is installed.
 
-It gets what is fastest for it: a whole step in one forward pass where it fits, no gradient
-checkpointing, no KL model. Master weights are float32 under 16-bit compute, as on the other side;
-left alone it would train in the bfloat16 of the checkpoint, which loses most of such small updates.
+TRL gets its fastest settings: a whole step in one forward pass where it fits, no gradient
+checkpointing, no KL model. Master weights are float32 under 16-bit compute, as on the other side.
+By default, TRL would train in the bfloat16 of the checkpoint, which loses most of these updates.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""What one GRPO run of grpo_on_gpu.py is, what it measured, and two such runs side by side."""
+"""Workload, measurement and comparison of the GRPO runs of grpo_on_gpu.py."""
 
 import contextlib
 import json
@@ -12,10 +12,10 @@ from typing import Any
 
 from sums import Lengths, make_tasks
 
-WARM_UP_STEPS = 10  # left out of samples per second, or half of a run that has fewer than 20
+WARM_UP_STEPS = 10  # excluded from samples per second; half of a run with fewer than 20 steps
 WINDOW = 5  # steps over which the last rewards are averaged
 NUM_TASKS = 8192
-PROMPT_TOKENS = 128  # more than any of the questions has
+PROMPT_TOKENS = 128  # longer than any question
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,21 +1,21 @@
-"""The five interrupt models on one long-tailed workload: a real run of each, on this machine's CPU.
+"""The five interrupt models on one long-tailed workload: a real run of each, on the CPU.
 
     python benchmarks/interrupts.py --json interrupts.json
 
 All runs have the same model, tasks, batches and cores; only weights.interrupt differs, and with
 "barrier" buffer.max_staleness, which must be 0 there. Completion lengths are geometric: most are
-short, a few run to the limit. The learning rate is tiny, so they stay so.
+short, and a few reach the limit. A tiny learning rate keeps the lengths.
 
 Columns, over the time between the first steps and the last, as shares of the engines' time (trace
 spans, mean over engines):
 
-- idle: no token is made because of new weights, though there are sequences: copying them into the
-  model (span "swap"), waiting for them with sequences parked ("parked") or with new sequences held
-  back and none in flight ("drained"). This is generation's idle time caused by weight sync.
-- draining: tokens are made, but places that fell free stay empty because sequences that wait are
-  held back (span "drain"). At most this share is lost besides.
-- turns: no work, because the trainer has not yet made the version that the next group needs (the
-  staleness limit, or a full buffer).
+- idle: no token is generated because of new weights, although there are sequences. The engine
+  copies weights into the model (span "swap"), waits for them with parked sequences ("parked"), or
+  holds new sequences back with none in flight ("drained"). This is the cost of weight sync.
+- draining: tokens are generated, but free slots stay empty because waiting sequences are held back
+  (span "drain"). At most this share is lost in addition.
+- turns: no work, because the trainer has not yet produced the version that the next group needs
+  (staleness limit or full buffer).
 """
 
 import argparse

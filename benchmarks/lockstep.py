@@ -1,8 +1,8 @@
-"""Training on the demo's task in one process, with data of a chosen age: for comparing objectives.
+"""Training on the demo's task in one process with data of a chosen age, to compare losses.
 
 Batch N is sampled by the weights of version max(0, N - staleness) and trained at version N, as if
-it had waited in a buffer that is always full. So staleness is exact and nothing depends on speed:
-engine, packing and trainer are the ones of a run, but they take turns.
+it had waited in a buffer that is always full. Staleness is exact and does not depend on speed:
+engine, packing and trainer are those of a real run, but they take turns.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
-"""How far bfloat16 takes engine and trainer apart, and each of them from float32; on a CPU.
+"""Logprob mismatch of engine and trainer in bfloat16, and of each against float32, on a CPU.
 
     python benchmarks/mismatch.py smollm2 [--dtype float16]
 
-The engine samples some answers in that type, as it does on a GPU; the trainer computes the logprobs
-of the same tokens in it and in float32. Differences are means over the sampled tokens.
+The engine samples answers in that dtype, as on a GPU. The trainer computes the logprobs of the same
+tokens in that dtype and in float32. Differences are means over the sampled tokens.
 """
 
 import argparse

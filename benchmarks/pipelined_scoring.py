@@ -1,5 +1,5 @@
-"""Throughput with a process reward model as costly as generation: steps read while the rest is
-generated, against episodes read when they are complete.
+"""Throughput with a process reward model as costly as generation: scoring steps during generation
+against scoring complete episodes.
 
     python benchmarks/pipelined_scoring.py
 

@@ -5,7 +5,7 @@ reward for the outcome alone.
 
 The task, the policy and the judge of steps are in chains.py. Both runs start from the same policy
 and differ in their [[scorers]] tables and the advantages that go with them; accuracy is that of the
-likeliest answer on held-out numbers. Rows that the JSON file has already are not run again.
+likeliest answer on held-out numbers. Rows in the JSON file are not measured again.
 """
 
 import argparse

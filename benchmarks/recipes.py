@@ -1,11 +1,11 @@
-"""What a policy learns from the tokens it samples: in plain groups, with pivots, and in trees.
+"""Learning per sampled token: plain groups, pivots and trees.
 
     python benchmarks/recipes.py --seeds 3 --json recipes.json
 
 The task is that of chains.py with fewer steps, rewarded for the right result alone. All runs start
-from the same policy and are strictly on-policy. A step has about as many sampled tokens in each:
-episodes that share a beginning sample it once, so there are more of them. Accuracy is that of the
-likeliest answer on held-out numbers. Rows that the JSON file has already are not run again.
+from the same policy and are strictly on-policy. A step samples about equally many tokens in each:
+episodes that share a prefix sample it once, so there are more of them. Accuracy is that of the
+likeliest answer on held-out numbers. Rows in the JSON file are not measured again.
 """
 
 import argparse

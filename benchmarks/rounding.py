@@ -1,11 +1,11 @@
-"""How much of what a trainer learns is rounded away when its weights become 16 bits wide.
+"""Share of the trained weights whose updates are lost when they are rounded to 16 bits.
 
     python benchmarks/rounding.py smollm2 --learning-rate 5e-6 --steps 12
 
 A checkpoint in bfloat16 puts every master weight exactly on a bfloat16 number. AdamW moves a weight
 by about the learning rate per step at most, so until learning rate x steps exceeds half the
-distance to the next number, rounding gives the old value back: engines, and the trainer's own
-forward passes, see nothing of it. Printed is the share of the layers' weights for which that holds.
+distance to the next number, rounding restores the old value: engines and the trainer's own forward
+passes do not see the update. The script prints the share of the layers' weights that this affects.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Routes noted by the engine and replayed by the trainer: how far apart they are with and without.
+"""Logprob mismatch of engine and trainer with and without replayed expert routes.
 
     python benchmarks/routing_replay.py [--device cuda] [--trainer-dtype bfloat16]
 
 A small mixture of experts with random weights (8 layers, 32 experts, 4 of them per token) samples
 answers in bfloat16, as engines do on a GPU, and the trainer computes the logprobs of the same
-tokens: once with the experts that the engine noted, once with those that its own routers choose.
+tokens: once with the experts that the engine recorded, once with those that its own routers choose.
 Prints one JSON object: mean and 99th percentile of |engine - trainer| over the sampled tokens, and
 which share of the engine's choices the trainer's routers would not have made.
 """

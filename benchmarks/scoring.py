@@ -4,9 +4,9 @@
 
 Both have the same model, tasks, batches and settings; the calls of one scorer return at once, those
 of the other take a second each, at most 64 of them in flight. They run at the same time, so that
-whatever else the machine does falls on both; a run that waited would leave its share of the cores
-to the other, so the ratio errs to the slow one's disadvantage. Counted are the steps between the
-time when both are warm and the time when the first has ended.
+other load on the machine affects both. A run that waits leaves its cores to the other one, so the
+ratio errs to the disadvantage of the slow scorer. The measurement covers the steps between the time
+when both runs are warm and the end of the first one.
 """
 
 import argparse

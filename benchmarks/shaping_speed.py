@@ -1,4 +1,4 @@
-"""What lies between scores and the trainer, timed: advantages, filters, buffer, and packing.
+"""CPU time between scores and the trainer: advantages, filters, buffer and packing.
 
     python benchmarks/shaping_speed.py --json shaping.json
 

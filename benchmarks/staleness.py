@@ -3,11 +3,11 @@
     python benchmarks/staleness.py --json staleness.json --plot staleness.png
 
 Every batch is exactly as old as the limit says once the first ones are through (lockstep.py).
-Losses: "naive" is PPO that takes its data for its own: the ratio is to what the trainer says
-before the step, and who sampled the tokens is ignored. "default" is `clipped`, against the
+Losses: "naive" is PPO that treats its data as on-policy: the ratio compares with the trainer's
+logprobs before the step and ignores the engine's. "default" is `clipped`, against the
 engine's logprobs; "decoupled" is `decoupled_ppo`.
 
-Rows that the JSON file has already are not run again, so it may be stopped at any time.
+Rows in the JSON file are not measured again, so the script may be stopped at any time.
 """
 
 import argparse

@@ -10,16 +10,15 @@ reward grows with the length of the episode: what favours short ones shows in it
 
 Policies, on the same model, tasks, batches and seeds:
 
-- plain: all G episodes of a group are waited for.
+- plain: the run waits for all G episodes of a group.
 - deadline: environment.turn_timeout_s; a turn that takes longer ends its episode, which is marked.
-- redundancy: G + r are begun, the first G that finish are trained.
-- full: G + r are played to the end, and G of them chosen by chance (rollout.oversample).
-- longest first: rollout.longest_first; tasks that were long go first where sequences wait.
+- redundancy: G + r episodes start, and the first G that finish are trained.
+- full: G + r episodes run to the end, and G are selected at random (rollout.oversample).
+- longest first: rollout.longest_first; tasks with long episodes start first.
 
 Columns: trained episodes per second, between the first steps and the last; the share of the
-sampled tokens that was not trained (tokens_wasted: whole turns; what an engine had of a turn when
-it was given up is not in it); the mean reward and the mean tokens of what was trained, which with
-no bias are those of "plain"; episodes that were cut.
+sampled tokens that was not trained (tokens/wasted: whole turns only); mean reward and mean tokens
+of the trained episodes, which equal those of "plain" if there is no bias; episodes that were cut.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Runs of a benchmark one by one, with a file that a later call goes on from."""
+"""Resumable sweeps: measurements one by one, with a file that a later call continues."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +15,10 @@ def sweep(
     key: Sequence[str],
     file: Path | None,
 ) -> list[Row]:
-    """A row of `measure(*values)` for each of the wanted, whose values a row has under `key`; rows
-    that the file has already are not measured again."""
+    """One row of `measure(*values)` for each of the wanted values, which a row has under `key`.
+
+    Rows in the file are not measured again.
+    """
     rows: list[Row] = json.loads(file.read_text()) if file and file.exists() else []
     known = {tuple(row[name] for name in key) for row in rows}
     for values in wanted:

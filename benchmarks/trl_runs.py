@@ -1,4 +1,4 @@
-"""What every TRL run here has in common, whatever it is compared with.
+"""Settings that all TRL runs of these benchmarks share.
 
 Promise: TRL minimises the objective that Millrace minimises by default, with the same optimizer,
 and does no work besides: no KL model, no gradient checkpointing, no saving, no reporting.

@@ -1,15 +1,15 @@
-"""Truncated sampling with and without the kept ids: how far off the ratio is, and what it costs.
+"""Truncated sampling with and without the kept ids: error of the ratio, and its cost.
 
     python benchmarks/truncation.py --json truncation.json
 
 The demo's task, strictly on policy, sampled with top-p 0.9 or top-k 3. The engine draws from the
-tokens that survived. With "kept" the trainer computes the probability among the same ones, so the
-ratio of a token to itself is 1. "lost" is what happens where those ids do not travel: the trainer
-sees the rollouts without them and takes the whole vocabulary for what was drawn from.
+tokens that survive. With "kept" the trainer computes probabilities among the same tokens, so the
+ratio is 1 before any update. With "lost" the trainer does not get the kept ids, and computes
+probabilities over the whole vocabulary.
 
 Losses: "default" is `clipped`, for which a ratio of 0.96 is as good as 1. "rejecting" is the same,
-but trains no rollout whose ratio, by token, is off by more than a hundredth: a guard against
-engines that compute something else than the trainer.
+but rejects rollouts whose mean ratio per token is off by more than 0.01, as a guard against engines
+that compute something else than the trainer.
 """
 
 import argparse

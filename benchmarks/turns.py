@@ -2,11 +2,10 @@
 
     python benchmarks/turns.py
 
-Each turn gives 32 new tokens and samples 32. What a turn computes is counted by the engine itself:
-with the KV of earlier turns kept, it should not depend on the turn's number, so that a conversation
-costs as much as its length; without, it grows with the number, and the conversation costs the
-square. A fork goes on from the middle of the last reply. Random weights; nothing is timed, so one
-core will do.
+Each turn adds 32 prompt tokens and samples 32. The engine counts the tokens that it computes. With
+the KV of earlier turns kept, the count does not depend on the turn's number, so the cost of a
+conversation is linear in its length. Without, it is quadratic. A fork continues from the middle of
+the last reply. Weights are random and nothing is timed, so one core suffices.
 """
 
 import argparse

@@ -3,10 +3,9 @@
     pip install trl datasets
     python benchmarks/versus_trl.py --json versus_trl.json
 
-Two workloads, both the demo's task and model. In "long_tail" the model was warmed up to ramble: it
-goes on after its answer, mostly with a few dots, sometimes with dashes that hardly ever end. So
-most completions are short and a few run to the limit, as when models reason. In "short" all have
-about 4 to 8 tokens.
+Two workloads, both the demo's task and model. In "long_tail" the model was warmed up to ramble:
+after its answer it adds a few dots, or sometimes dashes that hardly ever end. Most completions are
+short and a few reach the limit, as with reasoning models. In "short" all have about 4 to 8 tokens.
 
 Both sides take the same number of prompts and completions per step, sample at temperature 1 up to
 the same limit, and minimise the same clipped, token-averaged objective in float32. TRL generates
