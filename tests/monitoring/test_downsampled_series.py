@@ -12,14 +12,14 @@ def downsampled(values, *, most):
     return curve.values
 
 
-def test_few_values_are_all_there():
+def test_few_values_are_kept():
     assert downsampled([], most=8) == ()
     assert downsampled([3.0], most=8) == (3.0,)
     assert downsampled(range(8), most=8) == tuple(range(8))
 
 
 @given(st.integers(0, 500), st.sampled_from([2, 4, 8]))
-def test_many_become_few_and_keep_their_ends_and_their_course(length, most):
+def test_many_values_are_downsampled_and_keep_order_and_ends(length, most):
     values = [float(n) for n in range(length)]
     curve = downsampled(values, most=most)
     assert len(curve) <= most + 2
@@ -28,6 +28,6 @@ def test_many_become_few_and_keep_their_ends_and_their_course(length, most):
     assert curve[-1:] == tuple(values[-1:])
 
 
-def test_neighbours_are_joined_to_their_mean():
+def test_neighbours_are_replaced_by_their_mean():
     assert downsampled([0, 1, 3, 5, 7, 9], most=4) == (0, 2.0, 6.0, 9)
     assert np.mean(downsampled([1.0] * 1000, most=4)) == 1.0

@@ -53,7 +53,7 @@ def drawn(snapshot: RunSnapshot, *, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_the_picture_keeps_its_frame_at_every_width(width):
+def test_run_view_keeps_its_frame_at_every_width(width):
     for snapshot in (SNAPSHOT, RunSnapshot(run_dir="x", step=0, steps=9, version=0, elapsed_s=0)):
         lines = drawn(snapshot, width=width)
         assert {len(line) for line in lines} == {width}
@@ -80,7 +80,7 @@ def test_at_80_columns_nothing_is_cut_short():
         assert fact in text
 
 
-def test_tokens_that_were_wasted_are_told_as_a_share():
+def test_wasted_tokens_are_shown_as_a_share():
     wasteful = replace(SNAPSHOT, tokens_generated=2000, tokens_wasted=30)
     assert any("tokens/s · 1.5% of them wasted" in line for line in drawn(wasteful, width=80))
     assert not any("wasted" in line for line in drawn(SNAPSHOT, width=80))
@@ -92,7 +92,7 @@ def test_a_worker_that_never_waits_needs_no_reason():
     assert not any("waits" in line for line in lines)
 
 
-def test_a_worker_that_starts_says_so():
+def test_starting_worker_is_shown_as_starting():
     lines = drawn(replace(SNAPSHOT, workers={"engine-0": None}), width=80)
     assert any("engine-0" in line and "starting" in line for line in lines)
 
@@ -134,7 +134,7 @@ def test_lines_come_at_most_every_other_second_and_for_the_last_step():
     ]
 
 
-def test_a_run_without_steps_gives_a_sign_of_life_in_lines():
+def test_lines_have_a_heartbeat_while_no_step_completes():
     clock, out = Clock(), io.StringIO()
     lines = LineProgress(Console(file=out), now=clock)
     lines.start()
@@ -154,7 +154,7 @@ def test_the_last_line_is_printed_when_a_run_stops_early():
     assert out.getvalue().startswith("step 5/120 |")
 
 
-def test_a_line_tells_everything():
+def test_line_has_all_facts():
     assert progress_line(SNAPSHOT) == (
         "step 78/120 | reward 0.770 | accuracy 0.880 | 812 samples/s | 10.2k tokens/s"
         " | buffer 6/64 | staleness 1.13 (max 2) | engine 94% busy"
@@ -163,7 +163,7 @@ def test_a_line_tells_everything():
     )
 
 
-def test_skipped_steps_are_told_where_there_are_any():
+def test_skipped_steps_are_shown_if_there_are_any():
     shot = replace(SNAPSHOT, steps_skipped=2)
     assert "steps skipped 2" in progress_line(shot)
     out = io.StringIO()

@@ -82,7 +82,7 @@ def test_a_run_is_not_overwritten(tmp_path):
     )
 
 
-def test_a_run_that_never_made_a_step_may_start_anew(tmp_path):
+def test_run_without_a_step_may_start_again(tmp_path):
     opened(tmp_path / "x").close()
     again = opened(tmp_path / "x")
     assert again.is_running

@@ -60,7 +60,7 @@ def test_different_groups_come_before_more_of_one_group(tmp_path):
     assert found == [(1, "4"), (2, "4"), (1, "vier")]
 
 
-def test_no_more_is_written_than_there_is(tmp_path):
+def test_step_with_few_episodes_writes_all_of_them(tmp_path):
     SampleLog(tmp_path, per_step=10).write(1, [group(1)])
     assert len(read(tmp_path / "step_1.jsonl")) == 2
 

@@ -10,7 +10,7 @@ from millrace.monitoring.files.skipped_steps import SkippedSteps
 METRICS = {"loss": math.nan, "grad_norm": math.inf}
 
 
-def test_what_a_skipped_update_was_given_can_be_read(tmp_path):
+def test_input_of_a_skipped_update_is_saved(tmp_path):
     groups = [make_group(4), make_group(7, size=3)]
     path = SkippedSteps(tmp_path / "skipped").write(9, groups)
     assert path == tmp_path / "skipped" / "step_9.jsonl"
@@ -27,7 +27,7 @@ def test_what_a_skipped_update_was_given_can_be_read(tmp_path):
     assert (row["score"], row["advantage"], row["completion"]) == (1.0, 1.0, "c")
 
 
-def test_three_skipped_steps_in_a_row_end_the_run_with_their_evidence(tmp_path):
+def test_three_skipped_steps_in_a_row_end_the_run_and_name_their_files(tmp_path):
     skipped = SkippedSteps(tmp_path)
     for step in (1, 2, 4, 5):
         if step == 4:

@@ -35,7 +35,7 @@ def test_a_finished_run(tmp_path):
     assert summary.files[-1].name == "step_40"
 
 
-def test_the_table_says_it_all(tmp_path):
+def test_summary_table_has_all_facts(tmp_path):
     make_run(tmp_path / "x", steps=40)
     text = text_of(tmp_path / "x", width=120)
     for fact in (
@@ -58,7 +58,7 @@ def test_the_table_says_it_all(tmp_path):
     assert {len(line) for line in text_of(tmp_path / "x", width=80).splitlines()} <= set(range(81))
 
 
-def test_a_killed_run_is_read_as_far_as_it_came(tmp_path):
+def test_killed_run_is_summarised_up_to_its_last_step(tmp_path):
     make_run(tmp_path / "x", steps=40, finished=False)
     summary = summarise(tmp_path / "x")
     assert summary.state == "stopped"
@@ -67,7 +67,7 @@ def test_a_killed_run_is_read_as_far_as_it_came(tmp_path):
     assert "at step 40" in text_of(tmp_path / "x")
 
 
-def test_a_running_run_is_told_from_a_killed_one(tmp_path):
+def test_running_run_differs_from_a_killed_one(tmp_path):
     make_run(tmp_path / "x", finished=False)
     holder = RunDir(tmp_path / "x")
     holder.open(load_config({"model": "m"}), resume=True)
@@ -84,7 +84,7 @@ def test_a_run_without_a_step_has_a_summary(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
-def test_what_is_no_run_directory_is_refused(tmp_path, name):
+def test_folder_without_a_run_is_refused(tmp_path, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=f"{name} is not a run directory"):
         summarise(tmp_path / name)

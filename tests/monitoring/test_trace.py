@@ -50,7 +50,7 @@ def test_spans_read_back_as_they_were(tmp_path):
     assert read_trace(path) == written
 
 
-def test_a_trace_that_becomes_too_large_goes_on_in_another_file(tmp_path):
+def test_large_trace_continues_in_a_new_file(tmp_path):
     path, earlier = tmp_path / "trace.json", tmp_path / "earlier.json"
     trace = TraceWriter(path, start_s=0.0, earlier=earlier, max_bytes=2000)
     written = [span(float(n), n + 1.0) for n in range(100)]
@@ -88,7 +88,7 @@ def test_a_trace_can_be_read_while_it_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["closed", "killed", "cut"])
-def test_a_resumed_trace_goes_on_where_it_ended(tmp_path, ending):
+def test_resumed_trace_continues_at_its_end(tmp_path, ending):
     path = tmp_path / "trace.json"
     first = TraceWriter(path, start_s=100.0)
     first.write([span(100.0, 102.0)])

@@ -1,4 +1,4 @@
-"""What is said about scorers that hold up a run."""
+"""Reports about scorers that limit a run."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ LOAD = ScorerLoad(
 )
 
 
-def test_a_row_tells_busy_share_and_wait_since_the_row_before():
+def test_row_has_busy_share_and_wait_since_the_last_row():
     now = [0.0]
     rates = ScorerRates(now=lambda: now[0])
     rates.row({"judge": LOAD})
@@ -38,7 +38,7 @@ def test_a_row_tells_busy_share_and_wait_since_the_row_before():
     assert row["new"]["busy"] == 0.5
 
 
-def test_it_is_said_that_scoring_limits_the_run_and_by_how_much():
+def test_warning_says_how_much_scoring_limits_the_run():
     idle = replace(LOAD, in_flight=0, waiting=0)
     assert limit_text({"judge": LOAD, "idle": idle}, waited=0.634) == (
         "scoring limits the run: the trainer spends 63% of its time waiting for scores;"
@@ -51,7 +51,7 @@ def test_it_is_said_that_scoring_limits_the_run_and_by_how_much():
     assert limit_text({"judge": LOAD}, waited=0.05) == ""
 
 
-def test_the_summary_tells_what_scorers_did_and_what_they_cost(tmp_path):
+def test_summary_has_totals_of_scorers_and_their_cost(tmp_path):
     rates = ScorerRates()
     totals = rates.row({"judge": LOAD})["judge"]
     assert (
