@@ -75,7 +75,7 @@ def test_a_worker_that_must_not_be_restarted_ends_the_run_with_a_sentence_and_no
     run.workers[victim].send_signal(signal.SIGKILL)
     code, _, stderr = run.finish()
     assert code == 1
-    assert f"Worker '{victim}' died once" in stderr
+    assert f"Worker '{victim}' failed once" in stderr
     assert "was killed by SIGKILL; its log is" in stderr
     run.assert_nothing_is_left()
     assert shared_memory() <= before

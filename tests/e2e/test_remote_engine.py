@@ -83,7 +83,7 @@ def test_the_place_of_a_joined_engine_that_died_is_open_to_another_host(project,
     code, stdout, stderr = run.finish()
     assert code == 0, stderr
     assert "'engine-0' was killed by SIGKILL" in stdout + stderr
-    assert "Its place is open to another host: run `millrace join` there." in stdout + stderr
+    assert "Another host can take its place: run `millrace join` there." in stdout + stderr
     assert steps_in(project / "run" / "metrics.jsonl") == list(range(1, 9))
 
 

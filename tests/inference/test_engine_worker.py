@@ -271,7 +271,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_and_the_worker_waits_for_
     with pytest.raises(MillraceError, match="start it first"):
         link.call(Generate(request=make_request())).result()
     start(link, model_path)
-    with pytest.raises(MillraceError, match="cannot take StartScorer now"):
+    with pytest.raises(MillraceError, match="cannot handle StartScorer now"):
         link.call(StartScorer(functions={})).result()
 
 

@@ -96,7 +96,9 @@ def link() -> Iterator[FakeLink]:
 
 def test_teacher_answers_many_calls_and_refuses_unknown_messages(link, tmp_path):
     save_model(tmp_path / "model")
-    with pytest.raises(MillraceError, match="cannot take ScoreTokens now; start it first"):
+    with pytest.raises(
+        MillraceError, match="cannot handle ScoreTokens now: it expects StartTeacher first"
+    ):
         link.call(ScoreTokens(requests=[score_request(1)])).result()
     with pytest.raises(ConfigError, match="'/no/such/model' does not exist"):
         link.call(start_message(Path("/no/such/model"))).result()
@@ -111,7 +113,7 @@ def test_teacher_answers_many_calls_and_refuses_unknown_messages(link, tmp_path)
             np.testing.assert_allclose(logprobs.logprobs, expected, rtol=0, atol=1e-5)
             assert logprobs.top_ids.shape == logprobs.top_logprobs.shape == (NUM_SAMPLED, 3)
     sender = make_sender("shm", dtype=torch.float32)
-    with pytest.raises(MillraceError, match="cannot take Swap"):
+    with pytest.raises(MillraceError, match="cannot handle Swap"):
         link.call(SwapWeights(update=sender.publish(1, weights(seed=1)))).result()
     sender.close()
 
