@@ -7,7 +7,7 @@ and no shared memory outlives the call.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,18 +29,14 @@ from millrace.core import files as storage
 from millrace.core.errors import RunFailed, first_cause
 from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
-from millrace.environments.function_environment import FunctionEnvironment, lifetime
-from millrace.environments.limits import rules_of
-from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.player import Player
-from millrace.environments.rollouts.single_turn import SingleTurn
 from millrace.journal import Journal, NoJournal
 from millrace.monitoring.files.skipped_steps import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.monitoring.trackers import build_trackers
-from millrace.run.build import RunParts, build_controller
+from millrace.run.build import RunParts, build_controller, open_environment
 from millrace.run.checks import local_devices
 from millrace.run.launch import PRELOAD, Launcher
 from millrace.run.prepare import PreparedRun, prepare
@@ -207,7 +203,7 @@ class _Run:
             )
             scorers = self._make_scorers(worker_pool, private=private)
             stack.push_async_callback(scorers.close)
-            environment = await stack.enter_async_context(self._environment())
+            environment = await stack.enter_async_context(open_environment(self._prepared))
             self._journal = self._open_journal()
             stack.push_async_callback(self._journal.close)
             with first_cause(), self._invitation(hub):
@@ -266,28 +262,6 @@ class _Run:
             log=self._run_dir.logs / "mps.log",
             warn=self._monitor.warn,
         )
-
-    @contextlib.asynccontextmanager
-    async def _environment(self) -> AsyncIterator[Environment]:
-        """The environment of the run; the user's own code gets its own thread."""
-        if self._prepared.environment is None:
-            yield SingleTurn()
-            return
-        with LoopThread("environments") as thread:
-            environment = FunctionEnvironment(
-                self._prepared.environment,
-                renderer=self._prepared.renderer,
-                rules=rules_of(
-                    self._config.environment,
-                    redundancy=self._config.rollout.redundancy,
-                    records=self._config.monitoring.record_episodes > 0,
-                ),
-                thread=thread,
-                recipe=self._prepared.recipe,
-                others=self._prepared.others,
-            )
-            async with lifetime(self._prepared.environment, thread=thread):
-                yield environment
 
     @contextlib.contextmanager
     def _invitation(self, hub: Hub) -> Iterator[None]:
