@@ -1,7 +1,7 @@
 """The command line: demo, init, train, serve, join, inspect, replay, bench.
 
-Promise: what goes wrong is told in one sentence on stderr and by the exit code; only a failing
-worker's own traceback follows it. Nothing heavy is imported before a command needs it.
+Promise: every error is one sentence on stderr and an exit code; only the traceback of a failed
+worker follows it. Nothing heavy is imported before a command needs it.
 """
 
 import argparse
@@ -28,6 +28,7 @@ START_HERE = """\
 start here:
   millrace demo                    see it work: trains a tiny model on this machine
   millrace init my-run             write settings, a reward function, tasks and a tiny model
+                                   (--model PATH: use your own model instead)
   millrace train my-run/run.toml   train it
   millrace inspect my-run/run      see what happened, with plots
 
@@ -49,7 +50,9 @@ Write a starter into DIR (default: this folder):
   rewards.py      a reward function, to be replaced by yours
   tasks.jsonl     tasks to train on, one a line: a prompt, and columns for the reward function
   heldout.jsonl   tasks to measure accuracy on
-  model/          a tiny model and its tokenizer, so that it all runs as it is
+  model/          a tiny model and its tokenizer, so that everything runs as it is
+
+With --model PATH, run.toml names that model (a directory or a hub model), and none is made.
 
 Then: millrace train DIR/run.toml
 Existing files are never overwritten.
@@ -58,9 +61,10 @@ Existing files are never overwritten.
 TRAIN = """\
 Train with the settings of a TOML file.
 
-Any setting can be given here too, and wins over the file: --section.key value.
+Any setting can be overridden: --section.key value.
 Values are read as TOML (12, 3e-5, true, [0.9, 0.95]); anything else is a string.
-Relative paths in the file start from the file's folder, those given here from yours.
+Relative paths in the file start from the folder of the file; paths given here start from the
+working directory.
 """
 
 TRAIN_MORE = """\
@@ -70,25 +74,25 @@ examples:
   millrace train run.toml --run_dir runs/second --seed 2 --loss.high=0.3
   millrace train run.toml --resume
 
-what it leaves in the run directory (setting run_dir):
-  config.toml         all settings as they were used
+files in the run directory (setting run_dir):
+  config.toml         all settings of the run
   metrics.jsonl       one object per step
   trace.json          what every worker did and waited for: open it in ui.perfetto.dev
   rollouts/           some episodes of every step, for reading
   checkpoints/step_N  Hugging Face model directories, with the trainer's state
-  logs/               what the workers printed
+  logs/               output of the workers
   summary.json        written when the run has finished
 
-Ctrl-C stops all workers; --resume goes on from the newest checkpoint.
+Ctrl-C stops all workers; --resume continues from the newest checkpoint.
 """
 
 JOIN = """\
-Bring engines from this host into a run whose controller is on another. The run says where its
-ticket lies (setting cluster.ticket); copy it here, over ssh or the like: it is a secret, and this
-command refuses one that others on this machine can read.
+Add engines of this host to a run whose controller is on another host. The run writes a ticket
+(setting cluster.ticket); copy it here, for example over ssh. It is a secret: this command refuses a
+ticket that other users of this machine can read.
 
-The engines load the run's model.path, which must exist here too. They end with the run, with this
-command, and when the controller cannot be heard any more.
+The engines load the run's model.path, which must exist here too. They stop with the run, with this
+command, and when they lose the controller.
 """
 
 JOIN_MORE = """\
@@ -97,16 +101,17 @@ example:
 """
 
 ENGINES = """\
-Change the engines of a run that goes on, on its own machine, and list those it has then. One that
-is added serves once it has the newest weights; one that is removed finishes its sequences first.
+Change the engines of a running job, on the machine of its controller, and list the engines that it
+has then. A new engine serves once it has the newest weights; a removed engine finishes its
+sequences first.
 """
 
 INSPECT = """\
 Summarise a run from its directory, whether it has finished, still runs, or was killed: reward,
 accuracy, speed, staleness, how busy every worker was and what it waited for, and what was dropped.
 Draws reward.png, staleness.png and timeline.png into RUN_DIR/plots, and parts.png if rewards have
-several. With --ledger, tells from the journal what became of every task that was issued, and fails
-if that does not add up; with --number, of one of them.
+several. With --ledger, accounts for every task that was issued, from the journal, and fails if the
+account does not add up; with --number, shows one task.
 """
 
 
@@ -203,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="millrace train RUN.toml [--resume] [--section.key value ...]",
     )
     train.add_argument("config", type=Path, metavar="RUN.toml")
-    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
 
     serve = _new_parser(
         commands.add_parser, SERVE, SERVE_MORE, name="serve", help="serve a model over HTTP"
