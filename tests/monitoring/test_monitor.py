@@ -181,7 +181,7 @@ def test_worker_reports_its_startup_phases(tmp_path, capsys):
     monitor.close()
     assert capsys.readouterr().out.splitlines() == [
         "engine-0: starting the process",
-        "engine-0: loading the model",
+        "engine-0: loading",
         "engine-0: compiling and warming up",
         "engine-0: ready",
     ]

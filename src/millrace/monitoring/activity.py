@@ -13,7 +13,7 @@ from millrace.core.spans import Span
 # Activities of a worker that is not serving yet, and how progress describes them.
 STARTING = {
     "start": "starting the process",
-    "load": "loading the model",
+    "load": "loading",
     "compile": "compiling and warming up",
 }
 ROLES = ("engine", "trainer")  # shown first, in this order

@@ -100,7 +100,7 @@ class RunMonitor:
         self._phases: dict[str, str] = {}  # by worker, while it starts
 
     def starting(self, worker: str, phase: str | None) -> None:
-        """A worker enters a phase of its start-up, such as "loading the model"; None = ready."""
+        """A worker enters a phase of its start-up, such as "loading"; None = ready."""
         self._phases[worker] = phase or "ready"
         self._progress.starting(worker, phase or "ready")
 

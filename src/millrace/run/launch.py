@@ -127,7 +127,7 @@ class Launcher:
         return await self._hub.launch(name, module, env=env)
 
     async def _load(self, worker: Worker, start: Message) -> None:
-        self._on_phase(worker.name, "loading the model")
+        self._on_phase(worker.name, "loading")
         try:
             await worker.call(start, timeout_s=self._timeout_s)
             self._on_phase(worker.name, None)
