@@ -48,7 +48,7 @@ def test_checkpoints_that_cannot_be_written_cost_a_warning_each_and_the_last_one
     assert run.finish() == 1
     said = " ".join(run.said.split())  # lines are as wide as the terminal
     assert "step_4' could not be written (" in said
-    assert "The run goes on without the checkpoint of step 4." in said
+    assert "The run continues without the checkpoint of step 4." in said
     assert run.said.strip().splitlines()[-1].startswith("error: Checkpoint")
     assert list((run.path / "checkpoints").iterdir()) == []
     run.start("--resume")  # all of its steps are redone from the journal

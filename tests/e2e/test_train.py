@@ -17,7 +17,7 @@ import millrace as mr
 from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
-from millrace.training.checkpoints.directory import Found, newest_checkpoint
+from millrace.training.checkpoints.directory import FoundCheckpoint, newest_checkpoint
 
 
 def settings_of(model: Path, run_dir: Path) -> dict:
@@ -188,7 +188,7 @@ def test_resume_goes_on_from_the_newest_good_checkpoint_also_with_more_engines(
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 16))
     assert rows[12]["version"] == 13
-    assert newest_checkpoint(run_dir) == Found(directory=result.checkpoint)
+    assert newest_checkpoint(run_dir) == FoundCheckpoint(directory=result.checkpoint)
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {
         "step_10",
         "step_12",  # it stays while it is newer than what is kept

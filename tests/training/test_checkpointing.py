@@ -124,7 +124,7 @@ async def test_a_failed_write_is_a_warning_unless_it_is_the_last(
     trainer.answers.put_nowait(error)
     while not said:
         await settled()
-    assert said == [f"{error} The run goes on without the checkpoint of step 1."]
+    assert said == [f"{error} The run continues without the checkpoint of step 1."]
     trainer.answers.put_nowait(error)
     with pytest.raises(type(error), match=str(error)):
         await save(2, is_last=True)

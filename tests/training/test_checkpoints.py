@@ -15,7 +15,7 @@ from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.loading import load_model
 from millrace.training.checkpoints.directory import (
     CRITIC,
-    Found,
+    FoundCheckpoint,
     check_same_critic,
     newest_checkpoint,
     prune_checkpoints,
@@ -136,13 +136,13 @@ def test_the_run_state_comes_back_as_it_was(tmp_path):
 
 
 def test_the_newest_checkpoint_is_the_good_one_of_the_most_steps(tmp_path):
-    assert newest_checkpoint(tmp_path) == Found()
+    assert newest_checkpoint(tmp_path) == FoundCheckpoint()
     fake_checkpoint(tmp_path, 9)
     expected = fake_checkpoint(tmp_path, 10)
     (tmp_path / "checkpoints" / "step_x").mkdir()
     (tmp_path / "checkpoints" / ".unfinished_step_12").mkdir()
     (tmp_path / "checkpoints" / "step_99").write_text("a file")
-    assert newest_checkpoint(tmp_path) == Found(directory=expected)
+    assert newest_checkpoint(tmp_path) == FoundCheckpoint(directory=expected)
 
 
 def missing(directory: Path) -> None:
@@ -179,8 +179,8 @@ def manifest_of_nothing(directory: Path) -> None:
     ("damage", "reason"),
     [
         (missing, "has no trainer_state.pt"),
-        (cut, "has a merged/model.safetensors of 2 bytes where 5 were written"),
-        (changed, "has a run_state.json that is not what was written: its checksum differs"),
+        (cut, "has a merged/model.safetensors of 2 bytes instead of 5"),
+        (changed, "has a damaged run_state.json: its checksum differs"),
         (without_manifest, "has no manifest.json"),
         (half_a_manifest, "has a manifest.json that cannot be read"),
         (emptied, "has no manifest.json"),
@@ -267,7 +267,7 @@ def test_a_disk_that_fills_up_leaves_the_old_checkpoint_and_nothing_half_written
     assert "file too large" in sentence.lower()
     assert sentence.startswith(f"Checkpoint '{directory}' could not be written (")
     assert "it needs about 235 kB and" in sentence
-    assert "make room there" in sentence
+    assert "free some space" in sentence
     assert "\n" not in sentence
     assert names(directory.parent) == {"step_1"}
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before

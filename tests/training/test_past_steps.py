@@ -21,7 +21,7 @@ async def test_steps_are_kept_since_the_checkpoint_before_the_last():
     assert await versions_after(past, 3) == [4, 5, 6, 7, 8]
     past.saved(7)
     assert await versions_after(past, 5) == [6, 7, 8]
-    with pytest.raises(RunFailed, match="step 4 is not in memory any more; go on with --resume"):
+    with pytest.raises(RunFailed, match="step 4 is no longer in memory; resume the run with"):
         await versions_after(past, 3)
 
 

@@ -3,22 +3,22 @@ import math
 import pytest
 import torch
 
-from millrace.training.losses.loss import Runs, TokenBatch
+from millrace.training.losses.loss import TokenBatch, TokenSegments
 from millrace.training.metrics import StepMetrics
 
 
 def tokens_of(ratios) -> TokenBatch:
     ratios = torch.tensor(ratios)
     ids = torch.zeros(len(ratios), dtype=torch.int64)
-    runs = Runs(ids=ids, lengths=torch.tensor([len(ratios)]))
+    segments = TokenSegments(ids=ids, lengths=torch.tensor([len(ratios)]))
     return TokenBatch(
         trainer_logprobs=ratios.log() - 3,
         engine_logprobs=torch.full_like(ratios, -3.0),
         entropies=torch.ones_like(ratios),
         advantages=torch.ones_like(ratios),
         staleness=ids,
-        sequences=runs,
-        turns=runs,
+        sequences=segments,
+        turns=segments,
         num_trained_tokens=len(ratios),
         num_sequences=1,
     )

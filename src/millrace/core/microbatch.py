@@ -1,11 +1,11 @@
-"""The trainer's input: the tokens of some rollouts laid end to end, shared beginnings once.
+"""The trainer's input: rollouts packed end to end, with shared prefixes stored once.
 
-T = rows: one per token that is computed. S = segments: runs of rows that continue one another.
-N = trained tokens, R = rollouts they belong to, K = tokens a teacher told of at each.
+T = rows, one per computed token. S = segments: contiguous rows. N = trained tokens, R = rollouts
+they belong to, K = ids per token that a teacher gives logprobs for.
 
-Rollouts of a group begin alike. What several of them share lies there once, as a segment, and what
-follows it in each is a segment of its own with the shared one as its parent; a rollout that shares
-nothing is one segment without a parent. A token that nothing trained comes after has no row.
+Rollouts of a group share their prompt. A shared prefix is one segment, and the continuation of each
+rollout is another segment with the prefix as its parent. A rollout that shares nothing is one
+segment without a parent. Tokens after the last trained one have no row.
 """
 
 from dataclasses import dataclass, replace
@@ -17,15 +17,16 @@ from millrace.core.records import Kept
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Microbatch:
-    """One forward pass. A row sees the earlier rows of its segment and all rows of its parent.
+    """One forward pass. A row attends to the earlier rows of its segment and to all rows of the
+    parent.
 
-    Parents come first and have no parents themselves; then their children, in the order of the
-    parents; then segments that are neither. A trained token and the row that predicts it (what the
-    model says there, it was drawn from) are listed once per rollout, so rows may serve several.
+    Parents come first and have no parents themselves. Their children follow in the order of the
+    parents, then segments that are neither. A trained token and the row that predicts it are listed
+    once per rollout, so one row may predict tokens of several rollouts.
     """
 
     tokens: np.ndarray  # [T] int32
-    positions: np.ndarray  # [T] int32; from the start of the rollout, so that of a parent goes on
+    positions: np.ndarray  # [T] int32; from the start of the rollout
     lengths: np.ndarray  # [S] int32; sums to T
     parents: np.ndarray  # [S] int32; index of a segment, -1 = none
     predictors: np.ndarray  # [N] int32; row at which each trained token is predicted
@@ -36,22 +37,22 @@ class Microbatch:
     advantages: np.ndarray  # [N] float32
     temperatures: np.ndarray  # [N] float32; the temperature each token was sampled at
     kept: Kept | None = None  # rows = N
-    routes: np.ndarray | None = None  # [T, layers, top_k] uint8 or uint16, see core/routes.py
-    reference_logprobs: np.ndarray | None = None  # [N] float32; where the run has a reference model
-    proximal_logprobs: np.ndarray | None = None  # [N] float32; the trainer's, set there, if at all
-    # Where the run has teachers; NaN for tokens that none of them teaches:
+    routes: np.ndarray | None = None  # [T, layers, top_k] uint8 or uint16
+    reference_logprobs: np.ndarray | None = None  # [N] float32; if the run has a reference
+    proximal_logprobs: np.ndarray | None = None  # [N] float32; set by the trainer if needed
+    # If the run has teachers; NaN for tokens without a teacher:
     teacher_logprobs: np.ndarray | None = None  # [N] float32
-    topk_ids: np.ndarray | None = None  # [N, K] int32; different ones at each token
-    topk_logprobs: np.ndarray | None = None  # [N, K] float32; the teacher's, of these
-    groups: np.ndarray | None = None  # [N] int32 ascending; where groups must not be split
-    # Where the run has a critic:
-    rewards: np.ndarray | None = None  # [N] float32; what each trained token earned
+    topk_ids: np.ndarray | None = None  # [N, K] int32; distinct for each token
+    topk_logprobs: np.ndarray | None = None  # [N, K] float32; the teacher's
+    groups: np.ndarray | None = None  # [N] int32 ascending; if groups must not be split
+    # If the run has a critic:
+    rewards: np.ndarray | None = None  # [N] float32; of each trained token
     last_rows: np.ndarray | None = None
-    """[R] int32; row of the state after its last trained token, of a rollout that was cut there;
-    -1 = it ended."""
+    """[R] int32; row of the state after the last trained token of a truncated rollout; -1 = the
+    episode ended."""
     values: np.ndarray | None = None
-    """[N] float32; what the critic expected before each trained token, set by it."""
-    returns: np.ndarray | None = None  # [N] float32; what it should have expected, set with values
+    """[N] float32; the critic's value of the state before each trained token, set by the critic."""
+    returns: np.ndarray | None = None  # [N] float32; the critic's targets, set with values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Rewards of single tokens -> what each token leads to.
+"""Returns and advantages from rewards of single tokens.
 
 N = sampled tokens of a rollout, in order.
 """
@@ -11,10 +11,10 @@ from millrace.core.records import Rollout
 
 
 def sampled_rewards(rollout: Rollout, *, score: float) -> np.ndarray:  # [N] float64
-    """The rewards of a rollout at its sampled tokens, with `score` at the last of them.
+    """The rewards of a rollout at its sampled tokens, with `score` added to the last one.
 
-    A reward at a token that was not sampled belongs to the last sampled one before it, which
-    brought it about; before the first there is none that did.
+    A reward at a token that was not sampled is credited to the last sampled token before it. One
+    before the first sampled token is dropped.
     """
     rewards = np.zeros(rollout.num_sampled)
     if rollout.rewards is not None:
@@ -26,15 +26,15 @@ def sampled_rewards(rollout: Rollout, *, score: float) -> np.ndarray:  # [N] flo
 
 
 def discounted_returns(rewards: np.ndarray, *, discount: float) -> np.ndarray:  # [N] float64
-    """Of each token, its reward and the discounted ones after it."""
+    """For each token its reward plus the discounted rewards after it."""
     if discount == 1.0:
         return rewards[::-1].cumsum()[::-1]
 
-    def with_earlier(later: float, reward: float) -> float:
+    def add_reward(later: float, reward: float) -> float:
         return reward + discount * later
 
     backwards: list[float] = rewards[::-1].tolist()
-    later = accumulate(backwards, with_earlier)
+    later = accumulate(backwards, add_reward)
     return np.fromiter(later, np.float64, len(rewards))[::-1]
 
 
@@ -46,13 +46,13 @@ def gae(
     decay: float,
     last_value: float = 0.0,
 ) -> np.ndarray:  # [N] float64
-    """Generalized advantage estimation: discounted sums, by discount * decay, of the surprises
-    reward + discount * next value - value.
+    """Generalized advantage estimation (Schulman et al. 2016): the sums, discounted by
+    gamma * lambda, of the TD errors reward + gamma * next value - value.
 
-    `values` [N] are what a critic expected before each token; `last_value` after the last one, 0
-    where the episode ended there. With decay = 1 these are returns minus values. A critic learns
-    towards advantages + values.
+    `discount` is gamma and `decay` is lambda; with lambda = 1 these are returns minus values.
+    `values` [N] belong to the states before each token, `last_value` to the state after the last
+    one: 0 if the episode ended there. The critic's targets are advantages + values.
     """
     following = np.append(values[1:], last_value)
-    surprises = rewards + discount * following - values
-    return discounted_returns(surprises, discount=discount * decay)
+    td_errors = rewards + discount * following - values
+    return discounted_returns(td_errors, discount=discount * decay)

@@ -50,7 +50,7 @@ from millrace.scoring.teachers.reference import Reference
 from millrace.scoring.teachers.teacher import SelfTeacher, Teacher
 from millrace.tasks.sources import load_section, load_sources, make_stream
 from millrace.tasks.streams import TaskStream
-from millrace.training.checkpoints.directory import Found
+from millrace.training.checkpoints.directory import FoundCheckpoint
 from millrace.training.losses.recipes import ADVANTAGES, DEFAULT, RECIPES, build_loss
 
 PROMPTS_CHECKED = 64  # rendered at start; a run whose first prompts are all too long never begins
@@ -138,7 +138,7 @@ def prepare(
     renderer = Renderer(tokenizer, template_settings=config.environment.template)
     renderer.check(all_tasks)
     _check_prompts(renderer, train_tasks, max_context=max_context)
-    found, cursor = resume_point(config) if resume else (Found(), Cursor())
+    found, cursor = resume_point(config) if resume else (FoundCheckpoint(), Cursor())
     past, doubts = journal_history(config, cursor, resume=resume)
     stream = make_stream(sources, config.tasks, seed=config.seed)
     stream.restore(cursor.tasks)

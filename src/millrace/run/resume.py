@@ -15,14 +15,14 @@ from millrace.journal.resuming import CheckpointState, resume_history
 from millrace.monitoring.run_dir import RunDir
 from millrace.tasks.streams import TaskStream
 from millrace.training.checkpoints.directory import (
-    Found,
+    FoundCheckpoint,
     check_same_critic,
     newest_checkpoint,
     read_run_state,
 )
 
 
-def resume_point(config: RunConfig) -> tuple[Found, Cursor]:
+def resume_point(config: RunConfig) -> tuple[FoundCheckpoint, Cursor]:
     """The newest good checkpoint; a run that has none yet starts from the beginning."""
     found = newest_checkpoint(Path(config.run_dir))
     checkpoint = found.directory

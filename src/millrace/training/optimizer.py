@@ -1,10 +1,8 @@
-"""AdamW and its learning rate.
-
-Keeps gradients within the range of float16.
+"""AdamW, the learning-rate schedule and the float16 loss scale.
 
 Most gradients of a language model are smaller than the smallest float16 number. So the loss is
-multiplied by a power of two before the backward pass, and the gradients are divided by it: in
-between they lie where float16 is precise. The power is as large as has lately been possible.
+multiplied by a power of two before the backward pass and the gradients are divided by it
+afterwards. The power is as large as it has recently been without an overflow.
 """
 
 import math
@@ -23,22 +21,24 @@ from millrace.training.settings import TrainSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Learning rate by step. A function of the step alone, so resuming needs no state of it."""
+    """Learning rate by step. It depends on the step alone, so it has no state in checkpoints."""
 
     learning_rate: float
     kind: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
     total_steps: int
-    min_share: float = 0.0  # of learning_rate; where linear and cosine would be at total_steps
+    min_share: float = (
+        0.0  # of learning_rate, at total_steps; linear and cosine
+    )
 
     def at(self, step: int) -> float:
-        """`step` counts from 0; warm-up rises to the full rate at step warmup_steps - 1."""
+        """`step` counts from 0; warm-up reaches the full rate at step warmup_steps - 1."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         return self.learning_rate * (self.min_share + (1 - self.min_share) * self._height(step))
 
     def _height(self, step: int) -> float:
-        """From 1 after warm-up down to 0 at total_steps."""
+        """Decay from 1 after warm-up to 0 at total_steps."""
         if self.kind == "constant":
             return 1.0
         progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
@@ -51,7 +51,7 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Op
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        # Norms and biases: pulling these towards zero changes scale, not complexity.
+        # Norms and biases are not decayed: that changes scale, not complexity.
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
@@ -74,28 +74,28 @@ def _build_custom_optimizer(
     return made
 
 
-_FIRST = 2.0**16
-_LARGEST = 2.0**24
-_PATIENCE = 200  # steps without overflow before a larger scale is tried
+_INITIAL = 2.0**16
+_MAX = 2.0**24
+_GROWTH_INTERVAL = 200  # updates without overflow before the scale is doubled
 
 
 class LossScale:
-    """Used by the trainer's thread. Where it is off, the scale is 1 and stays so."""
+    """Dynamic loss scale; 1 if it is off. Used by the trainer's thread."""
 
     def __init__(self, *, is_on: bool) -> None:
-        self.value = _FIRST if is_on else 1.0
+        self.value = _INITIAL if is_on else 1.0
         self._is_on = is_on
         self._num_good = 0
 
     @torch.no_grad()
     def unscale(self, gradients: Iterable[Tensor]) -> None:
-        """Divide in place."""
+        """Divide gradients by the scale, in place."""
         if self._is_on:
             for gradient in gradients:
                 gradient.div_(self.value)
 
     def lower(self) -> bool:
-        """After a step whose gradients overflowed; False if the scale cannot be the reason."""
+        """Halve the scale after an overflow; False if the scale cannot be the reason."""
         self._num_good = 0
         if self.value <= 1.0:
             return False
@@ -103,7 +103,7 @@ class LossScale:
         return True
 
     def succeeded(self) -> None:
-        """After a step whose gradients were finite."""
+        """Count an update with finite gradients, and double the scale now and then."""
         self._num_good += 1
-        if self._is_on and self._num_good % _PATIENCE == 0:
-            self.value = min(2 * self.value, _LARGEST)
+        if self._is_on and self._num_good % _GROWTH_INTERVAL == 0:
+            self.value = min(2 * self.value, _MAX)

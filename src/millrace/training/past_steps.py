@@ -1,4 +1,4 @@
-"""What the trainer has learned from since a checkpoint, to do it again after its death. Torch-free.
+"""The steps since a checkpoint, which a replacement of a dead trainer repeats. Torch-free.
 
 Runs on the controller's event loop.
 """
@@ -17,18 +17,18 @@ Batches = tuple[Batch, ...]
 
 
 class PastSteps(Protocol):
-    """How the trainer has come to where it is."""
+    """The batches of past steps."""
 
     def note(self, version: int, batches: Batches) -> None:
-        """The step that made this version learned from these."""
+        """Record the batches of the step that made this version."""
         ...
 
     def saved(self, version: int) -> None:
-        """A checkpoint of this version was written."""
+        """Record that a checkpoint of this version was written."""
         ...
 
     def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
-        """The steps since this version, in order."""
+        """The steps after this version, in order."""
         ...
 
 
@@ -37,10 +37,10 @@ class Redo(Protocol):
 
 
 class StepsOnRecord:
-    """Steps that somebody else has written down."""
+    """Steps that the journal has recorded."""
 
     def __init__(self, redo: Redo, *, version: int) -> None:
-        """`version` of the trainer when it started."""
+        """`version`: the trainer's at the start."""
         self._redo = redo
         self._version = version
 
@@ -48,34 +48,34 @@ class StepsOnRecord:
         self._version = version
 
     def saved(self, version: int) -> None:
-        """What is not needed any more is forgotten elsewhere."""
+        """Nothing to do: the journal is pruned elsewhere."""
 
     def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
         return self._redo(after=version, through=self._version)
 
 
 class StepsInMemory:
-    """Steps since the checkpoint before the last, which stands in where the last is unfinished or
-    damaged. Bound: max_bytes of batches, of which the oldest are forgotten first."""
+    """Steps since the last but one checkpoint, because the last may be unfinished or damaged.
+    Bound: max_bytes of batches; the oldest are dropped first."""
 
     def __init__(self, *, version: int, max_bytes: int = MAX_BYTES) -> None:
-        """`version` of the trainer when it started."""
+        """`version`: the trainer's at the start."""
         self._max_bytes = max_bytes
         self._version = version
-        self._steps: dict[int, Batches] = {}  # by the version they made, oldest first
+        self._steps: dict[int, Batches] = {}  # by version, oldest first
         self._num_bytes = 0
-        self._saved = version  # the newest checkpoint
+        self._saved = version  # of the newest checkpoint
 
     def note(self, version: int, batches: Batches) -> None:
         self._version = version
         self._steps[version] = batches
         self._num_bytes += _size(batches)
         while self._num_bytes > self._max_bytes:
-            self._forget(next(iter(self._steps)))
+            self._drop(next(iter(self._steps)))
 
     def saved(self, version: int) -> None:
         for earlier in [v for v in self._steps if v <= self._saved]:
-            self._forget(earlier)
+            self._drop(earlier)
         self._saved = version
 
     async def after(self, version: int) -> AsyncIterator[tuple[int, Batches]]:
@@ -83,17 +83,17 @@ class StepsInMemory:
             if following not in self._steps:
                 raise RunFailed(
                     f"The trainer cannot be replaced: its last checkpoint is of step {version}, and"
-                    f" step {following} is not in memory any more; go on with --resume, and lower"
-                    " checkpoint.every_steps."
+                    f" step {following} is no longer in memory; resume the run with --resume, and"
+                    " lower checkpoint.every_steps."
                 )
             yield following, self._steps[following]
 
-    def _forget(self, version: int) -> None:
+    def _drop(self, version: int) -> None:
         self._num_bytes -= _size(self._steps.pop(version))
 
 
 def _size(value: object) -> int:
-    """Bytes of all arrays in it."""
+    """Bytes of all arrays in a value."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, tuple):

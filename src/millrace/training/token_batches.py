@@ -1,6 +1,6 @@
 """The trained tokens of a microbatch as tensors, as a loss is called with them.
 
-N = trained tokens of a microbatch, R = runs of them, K = ids per token that a teacher gives
+N = trained tokens of a microbatch, R = segments of them, K = ids per token that a teacher gives
 logprobs for.
 """
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from millrace.core.microbatch import Batch, Microbatch
-from millrace.training.losses.loss import Runs, TokenBatch, TopK
+from millrace.training.losses.loss import TokenBatch, TokenSegments, TopK
 
-SMALLEST_SHARE = 1e-8  # of all tokens that a teacher did not tell of
+MIN_OTHER_PROBABILITY = 1e-8  # of all ids besides the teacher's top k
 
 
 class PolicyOutput(NamedTuple):
@@ -36,13 +36,13 @@ def token_batch(
         entropies=entropies,
         advantages=as_tensor(microbatch.advantages, np.float32, device),
         staleness=as_tensor(version - microbatch.versions, np.int64, device),
-        sequences=_runs(microbatch.rollouts, device),
-        turns=_runs(_turns(microbatch), device),
+        sequences=_segments(microbatch.rollouts, device),
+        turns=_segments(_turns(microbatch), device),
         num_trained_tokens=batch.num_trained_tokens,
         num_sequences=batch.num_sequences,
-        proximal_logprobs=_if_any(microbatch.proximal_logprobs, device),
-        reference_logprobs=_if_any(microbatch.reference_logprobs, device),
-        teacher_logprobs=_if_any(microbatch.teacher_logprobs, device),
+        proximal_logprobs=_optional(microbatch.proximal_logprobs, device),
+        reference_logprobs=_optional(microbatch.reference_logprobs, device),
+        teacher_logprobs=_optional(microbatch.teacher_logprobs, device),
         topk=None if topk is None else _topk(microbatch, trainer=topk),
         groups=None if microbatch.groups is None else _groups(microbatch.groups, device),
         num_groups=batch.num_groups,
@@ -54,32 +54,33 @@ def as_tensor(array: np.ndarray, dtype: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(array.astype(dtype)).to(device, non_blocking=True)
 
 
-def _if_any(logprobs: np.ndarray | None, device: torch.device) -> Tensor | None:
+def _optional(logprobs: np.ndarray | None, device: torch.device) -> Tensor | None:
     return None if logprobs is None else as_tensor(logprobs, np.float32, device)
 
 
 def _topk(microbatch: Microbatch, *, trainer: Tensor) -> TopK:
     assert microbatch.topk_logprobs is not None
     teacher = as_tensor(microbatch.topk_logprobs, np.float32, trainer.device)
-    # Rounding may leave less than nothing for all others; the least of it is far below what counts.
-    others = (-teacher.logsumexp(-1, keepdim=True).expm1()).clamp(min=SMALLEST_SHARE).log()
+    # Rounding can make the rest negative.
+    others = (-teacher.logsumexp(-1, keepdim=True).expm1()).clamp(min=MIN_OTHER_PROBABILITY).log()
     return TopK(teacher=torch.cat([teacher, others], 1), trainer=trainer)
 
 
-def _runs(ids: np.ndarray, device: torch.device) -> Runs:
-    """Counted here, not on the device: their number would have to be waited for there."""
-    return Runs(
+def _segments(ids: np.ndarray, device: torch.device) -> TokenSegments:
+    """Lengths are counted on the host: on the device their number would force a wait."""
+    return TokenSegments(
         ids=as_tensor(ids, np.int64, device),
         lengths=as_tensor(np.bincount(ids), np.int64, device),
     )
 
 
-def _groups(numbers: np.ndarray, device: torch.device) -> Runs:
-    return _runs(np.unique(numbers, return_inverse=True)[1], device)
+def _groups(numbers: np.ndarray, device: torch.device) -> TokenSegments:
+    return _segments(np.unique(numbers, return_inverse=True)[1], device)
 
 
 def _turns(microbatch: Microbatch) -> np.ndarray:  # [N] int64
-    """Numbers of turns: one ends with its rollout, and where a token was not sampled."""
+    """The turn of each trained token; a turn ends with its rollout and at a token that was not
+    sampled."""
     rollouts = microbatch.rollouts
     positions = microbatch.positions[microbatch.predictors]
     begins = (np.diff(rollouts) != 0) | (np.diff(positions) != 1)

@@ -30,7 +30,13 @@ from millrace.training.checkpoints.snapshot import (
     restore_random_state,
 )
 from millrace.training.critic import Critic
-from millrace.training.losses.loss import Adapts, Anchored, Distils, Loss, Refers
+from millrace.training.losses.loss import (
+    AdaptiveLoss,
+    Loss,
+    NeedsProximal,
+    NeedsReference,
+    NeedsTopK,
+)
 from millrace.training.metrics import StepMetrics, replayed_share
 from millrace.training.optimizer import Schedule
 from millrace.training.policy_model import PolicyModel
@@ -93,7 +99,7 @@ class Trainer:
         for update in counted:
             metrics.extend(update.metrics)
         summary = metrics.summary()
-        if isinstance(self._loss, Adapts) and counted[0].is_finite:
+        if isinstance(self._loss, AdaptiveLoss) and counted[0].is_finite:
             self._loss = self._loss.adapted(summary)
         replayed = {"routing/replayed_share": replayed_share(batches)}
         return {
@@ -117,7 +123,7 @@ class Trainer:
             "steps_done": self.steps_done,
             "optimizer": self.policy.optimizer_state(),
             "random": random_state(self.policy.device),
-            "loss": self._loss.state() if isinstance(self._loss, Adapts) else {},
+            "loss": self._loss.state() if isinstance(self._loss, AdaptiveLoss) else {},
         }
         if self._critic is not None:
             writers.append(self._critic.writer(CRITIC))
@@ -140,7 +146,7 @@ class Trainer:
             check_format(state, folder=folder)
             self.policy.load_optimizer_state(state["optimizer"])
             self.steps_done = state["steps_done"]
-            if isinstance(self._loss, Adapts):
+            if isinstance(self._loss, AdaptiveLoss):
                 self._loss = self._loss.with_state(state["loss"])
             if self._critic is not None:
                 self._critic.restore(folder / CRITIC, state["critic"])
@@ -172,11 +178,11 @@ class Trainer:
         num_proximal = 0
         # In the first update of a step, proximal logprobs are the trainer's own.
         has_several_updates = len(batches) * self._epochs > 1
-        needs_proximal = isinstance(self._loss, Anchored) and self._loss.needs_proximal
+        needs_proximal = isinstance(self._loss, NeedsProximal) and self._loss.needs_proximal
         if has_several_updates and needs_proximal:
             batches = tuple(map(self.policy.with_proximal_logprobs, batches))
             num_proximal = sum(len(batch.microbatches) for batch in batches)
-        if isinstance(self._loss, Refers) and self._loss.needs_reference:
+        if isinstance(self._loss, NeedsReference) and self._loss.needs_reference:
             batches = tuple(map(self.policy.with_reference_logprobs, batches))
         return batches, num_proximal
 
@@ -198,7 +204,7 @@ class Trainer:
         )
 
     def _microbatch_loss(self, part: Microbatch, batch: Batch) -> tuple[Tensor, StepMetrics]:
-        needs_topk = isinstance(self._loss, Distils) and self._loss.needs_topk
+        needs_topk = isinstance(self._loss, NeedsTopK) and self._loss.needs_topk
         output = self.policy.logprobs(part, topk_ids=part.topk_ids if needs_topk else None)
         tokens = token_batch(part, batch, output=output, version=self.steps_done)
         loss, named = self._loss(tokens)

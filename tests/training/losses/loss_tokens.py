@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.training.losses.loss import Loss, Runs, TokenBatch
+from millrace.training.losses.loss import Loss, TokenBatch, TokenSegments
 from millrace.training.losses.recipes import build_loss
 
 MAX_NEW_TOKENS = 7
@@ -20,9 +20,9 @@ def loss_of(type: str = "clipped", **settings: Any) -> Any:
     return build_loss({"type": type, **settings}, max_new_tokens=MAX_NEW_TOKENS)
 
 
-def runs_of(lengths: Sequence[int]) -> Runs:
+def segments_of(lengths: Sequence[int]) -> TokenSegments:
     ids = [i for i, length in enumerate(lengths) for _ in range(length)]
-    return Runs(ids=torch.tensor(ids), lengths=torch.tensor(lengths))
+    return TokenSegments(ids=torch.tensor(ids), lengths=torch.tensor(lengths))
 
 
 def tokens_of(
@@ -35,7 +35,7 @@ def tokens_of(
 ) -> TokenBatch:
     """Tokens whose trainer/engine probability ratios are as given; the engine's are 1/16."""
     engine = torch.full((len(ratios),), math.log(1 / 16), dtype=torch.float64)
-    sequences = runs_of(lengths or [len(ratios)])
+    sequences = segments_of(lengths or [len(ratios)])
     given = {
         "trainer_logprobs": (engine + torch.tensor(ratios, dtype=torch.float64).log()),
         "engine_logprobs": engine,
@@ -47,8 +47,8 @@ def tokens_of(
         **columns,
     }
     given["trainer_logprobs"].requires_grad_()
-    turn_runs = sequences if turns is None else runs_of(turns)
-    return TokenBatch(sequences=sequences, turns=turn_runs, **given)
+    turn_segments = sequences if turns is None else segments_of(turns)
+    return TokenBatch(sequences=sequences, turns=turn_segments, **given)
 
 
 def random_tokens(lengths: Sequence[int], *, seed: int, spread: float = 0.3) -> TokenBatch:
@@ -60,7 +60,7 @@ def random_tokens(lengths: Sequence[int], *, seed: int, spread: float = 0.3) -> 
         return scale * torch.randn(num, generator=generator, dtype=torch.float64)
 
     engine = -1 - normal(size).abs()
-    sequences = runs_of(lengths)
+    sequences = segments_of(lengths)
     return TokenBatch(
         trainer_logprobs=(engine + normal(size, spread)).clamp(max=-1e-3).requires_grad_(),
         engine_logprobs=engine,
@@ -68,7 +68,7 @@ def random_tokens(lengths: Sequence[int], *, seed: int, spread: float = 0.3) -> 
         advantages=normal(len(lengths))[sequences.ids],
         staleness=torch.randint(0, 5, (size,), generator=generator),
         sequences=sequences,
-        turns=runs_of([part for n in lengths for part in (n // 2, n - n // 2) if part]),
+        turns=segments_of([part for n in lengths for part in (n // 2, n - n // 2) if part]),
         num_trained_tokens=size,
         num_sequences=len(lengths),
         proximal_logprobs=engine + normal(size, spread),
@@ -95,7 +95,9 @@ def split(tokens: TokenBatch, *, first: int) -> tuple[TokenBatch, TokenBatch]:
             if isinstance(getattr(tokens, field.name), Tensor)
         }
         parts.append(
-            dataclasses.replace(tokens, sequences=runs_of(own), turns=runs_of(own_turns), **columns)
+            dataclasses.replace(
+                tokens, sequences=segments_of(own), turns=segments_of(own_turns), **columns
+            )
         )
     return parts[0], parts[1]
 

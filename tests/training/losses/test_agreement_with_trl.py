@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loss_tokens import MAX_NEW_TOKENS, loss_of, random_tokens, runs_of
+from loss_tokens import MAX_NEW_TOKENS, loss_of, random_tokens, segments_of
 
 from millrace.training.losses.loss import TokenBatch
 
@@ -203,7 +203,7 @@ def test_online_dpo_agrees_with_online_dpo_trainer(monkeypatch):
     tokens = dataclasses.replace(
         tokens,
         advantages=advantages[tokens.sequences.ids],
-        groups=runs_of([a + b for a, b in zip(lengths[::2], lengths[1::2], strict=True)]),
+        groups=segments_of([a + b for a, b in zip(lengths[::2], lengths[1::2], strict=True)]),
         num_groups=3,
     )
     rows = Rows(tokens)

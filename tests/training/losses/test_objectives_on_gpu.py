@@ -4,7 +4,7 @@ import pytest
 import torch
 from loss_tokens import loss_of, random_tokens
 
-from millrace.training.losses.loss import Runs, TokenBatch
+from millrace.training.losses.loss import TokenBatch, TokenSegments
 from millrace.training.losses.recipes import RECIPES
 from millrace.training.metrics import StepMetrics
 
@@ -17,8 +17,10 @@ def moved(tokens: TokenBatch, device: str) -> TokenBatch:
     columns = {}
     for field in dataclasses.fields(tokens):
         value = getattr(tokens, field.name)
-        if isinstance(value, Runs):
-            columns[field.name] = Runs(ids=value.ids.to(device), lengths=value.lengths.to(device))
+        if isinstance(value, TokenSegments):
+            columns[field.name] = TokenSegments(
+                ids=value.ids.to(device), lengths=value.lengths.to(device)
+            )
         elif isinstance(value, torch.Tensor):
             needs = value.requires_grad
             columns[field.name] = value.detach().float().to(device).requires_grad_(needs)

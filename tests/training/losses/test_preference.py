@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import make_rollout
-from loss_tokens import as_function, gradient, loss_of, runs_of, tokens_of
+from loss_tokens import as_function, gradient, loss_of, segments_of, tokens_of
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Episode, Group, Score, Task
@@ -19,7 +19,7 @@ from millrace.training.token_batches import PolicyOutput, token_batch
 
 def pair_of(ratios, advantages, *, groups, num_groups):
     tokens = tokens_of(ratios, advantages)
-    return dataclasses.replace(tokens, groups=runs_of(groups), num_groups=num_groups)
+    return dataclasses.replace(tokens, groups=segments_of(groups), num_groups=num_groups)
 
 
 def test_a_pair_by_hand():

@@ -4,14 +4,14 @@ import pytest
 import torch
 from loss_tokens import gradient, loss_of, tokens_of
 
-from millrace.training.losses.ratios import Ratio, pooled
+from millrace.training.losses.ratios import Ratio, log_ratio_at
 
 
 def log_ratios(level):
     """Two sequences; the first has turns of two tokens and one."""
     tokens = tokens_of([2.0, 8.0, 2.0, 3.0], [1.0] * 4, lengths=[3, 1], turns=[2, 1, 1])
     log_ratio = tokens.trainer_logprobs - tokens.engine_logprobs
-    return pooled(log_ratio, tokens, level=level).exp().tolist()
+    return log_ratio_at(log_ratio, tokens, level=level).exp().tolist()
 
 
 @pytest.mark.parametrize(

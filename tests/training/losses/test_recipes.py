@@ -9,28 +9,28 @@ from millrace.training.losses.loss import aggregate
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.losses.ratios import Ratio
 from millrace.training.losses.recipes import RECIPES, build_loss
-from millrace.training.losses.shapes import Clip, Reinforce
+from millrace.training.losses.surrogates import Clip, Reinforce
 from millrace.training.losses.weights import LossAverage
 
 
 def test_a_recipe_is_a_table_of_settings_of_the_parts():
     assert loss_of("gspo") == PolicyLoss(
         ratio=Ratio(ratio="geometric"),
-        shape=Clip(low=3e-4, high=4e-4),
+        surrogate=Clip(low=3e-4, high=4e-4),
         average=LossAverage(aggregation="sequence"),
     )
 
 
 def test_any_part_of_a_recipe_can_be_changed():
     loss = loss_of("gspo", high=5e-4, anchor="proximal", aggregation="token")
-    assert loss.shape == Clip(low=3e-4, high=5e-4)
+    assert loss.surrogate == Clip(low=3e-4, high=5e-4)
     assert loss.ratio == Ratio(ratio="geometric", anchor="proximal")
     assert loss.average == LossAverage()
 
 
-def test_another_shape_does_not_inherit_the_bounds_of_the_recipes_own():
-    assert loss_of("ppo", shape="reinforce", cap=4).shape == Reinforce(cap=4)
-    assert loss_of("cispo", shape="clip", low=0.1).shape == Clip(low=0.1)
+def test_another_surrogate_does_not_inherit_the_bounds_of_the_recipes_own():
+    assert loss_of("ppo", surrogate="reinforce", cap=4).surrogate == Reinforce(cap=4)
+    assert loss_of("cispo", surrogate="clip", low=0.1).surrogate == Clip(low=0.1)
 
 
 def test_without_a_type_the_loss_is_the_default_one():
@@ -48,12 +48,13 @@ def test_only_recipes_that_compare_with_the_proximal_policy_need_it(name):
         ({"type": "grop"}, "'loss.type' = 'grop' is not known; did you mean 'grpo'?"),
         ({"type": 3}, "'loss.type' = 3 is not a name; built in: clipped, ppo, grpo"),
         ({"hihg": 0.3}, "Unknown setting 'loss.hihg' of 'clipped'; did you mean 'high'?"),
-        ({"zzz": 0.3}, "Unknown setting 'loss.zzz' of 'clipped'; valid here: shape, low, high"),
-        ({"type": "cispo", "dual": 3.0}, "'loss.dual' = 3.0 belongs to shape = 'clip', which"),
-        ({"type": "ppo", "tau": 1}, "belongs to shape = 'kimi' or 'prime_rl', which 'ppo' is not"),
-        ({"shape": "clipp"}, "'loss.shape' = 'clipp' is not known; did you mean 'clip'?"),
-        ({"shape": ["clip"]}, "'loss.shape' = ['clip'] is not known; "),
-        ({"shape": "json:dumps"}, "'loss.shape' = 'json:dumps' is no dataclass; make it"),
+        ({"zzz": 0.3}, "Unknown setting 'loss.zzz' of 'clipped'; valid here: surrogate, low, high"),
+        ({"type": "cispo", "dual": 3.0}, "'loss.dual' = 3.0 belongs to surrogate = 'clip',"),
+        ({"type": "ppo", "tau": 1}, "belongs to surrogate = 'kimi' or 'prime_rl', which 'ppo'"),
+        ({"surrogate": "clipp"}, "'loss.surrogate' = 'clipp' is unknown; did you mean 'clip'?"),
+        ({"surrogate": ["clip"]}, "'loss.surrogate' = ['clip'] is unknown; "),
+        ({"surrogate": "json:dumps"}, "'loss.surrogate' = 'json:dumps' is not a dataclass; make"),
+        ({"shape": "clip"}, "'loss.shape' is now called 'loss.surrogate'."),
         ({"low": 1.2}, "low = 1.2 must be a number from 0 to 1"),
         ({"low": 0}, "low = 0 must be a number above 0"),
         ({"high": 0.0}, "high = 0.0 must be a number above 0"),
@@ -62,19 +63,19 @@ def test_only_recipes_that_compare_with_the_proximal_policy_need_it(name):
         ({"high": math.nan}, "high = nan must be a number above 0"),
         ({"max_ratio": 1.1}, "max_ratio = 1.1 must be at least 1 + high"),
         ({"dual": 3.0}, "dual = 3.0 and max_ratio = 2.0 bound the same side; set one of them"),
-        ({"type": "ppo", "high": math.inf}, "dual = 3.0 bounds what the clip lets through, but"),
+        ({"type": "ppo", "high": math.inf}, "dual = 3.0 bounds the clipped ratio, but"),
         ({"type": "cispo", "cap": 0.5}, "cap = 0.5 must be a number, at least 1"),
         ({"aggregation": "word"}, "aggregation = 'word' must be one of 'token', 'sequence', 'con"),
-        ({"length": 9}, "length = 9 divides only what aggregation = 'constant' adds up"),
+        ({"length": 9}, "length = 9 needs aggregation = 'constant', not 'token'"),
         ({"type": "dr_grpo", "length": 0}, "length = 0 must be a whole number, at least 1"),
         ({"ratio": "word"}, "ratio = 'word' must be one of 'token', 'turn', 'sequence', 'geo"),
         ({"anchor": "old"}, "anchor = 'old' must be one of 'engine', 'proximal', 'interpolated'"),
         ({"correction": "truncate"}, "'engine' is the engine; set anchor to 'proximal', or"),
         ({"correction_high": 0.5}, "correction_high = 0.5 must be a number, at least 1"),
-        ({"staleness_half_life": 2.0}, "never begins to count; set max_token_staleness"),
+        ({"staleness_half_life": 2.0}, "has no effect without a limit; set max_token"),
         ({"kl": -1}, "kl = -1 must be a number, at least 0"),
         ({"kl_weighted": "yes"}, "kl_weighted = 'yes' must be true or false"),
-        ({"entropy_target": 1.0, "entropy_bonus": 0.1}, "begins above entropy_bonus_max = 0.05"),
+        ({"entropy_target": 1.0, "entropy_bonus": 0.1}, "is above entropy_bonus_max = 0.05"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_in_a_sentence(settings, said):
@@ -93,7 +94,7 @@ class MyLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MyShape:
+class MySurrogate:
     power: float = 1.0
 
     def __call__(self, policy):
@@ -108,6 +109,6 @@ def test_a_loss_of_the_users_own_is_found_by_reference():
 
 
 def test_a_shape_of_the_users_own_is_put_together_with_the_other_parts():
-    loss = loss_of("gspo", shape=f"{__file__}:MyShape", power=2.0)
+    loss = loss_of("gspo", surrogate=f"{__file__}:MySurrogate", power=2.0)
     tokens = tokens_of([1.0, 1.0], [1.0, 1.0])
     assert gradient(loss, tokens).tolist() == pytest.approx([-1.0, -1.0])

@@ -1,9 +1,9 @@
-"""Checkpoint directories: `RUN_DIR/checkpoints/step_N`, written whole or not at all.
+"""Checkpoint directories: `RUN_DIR/checkpoints/step_N`, written atomically.
 
-Promise: a directory called step_N is complete and on the disk. It is written under a hidden name
-beside its place, synced, and renamed; whatever goes wrong before that leaves no trace, and what was
-there before is untouched. Its manifest comes last and is checked before anybody goes on from it, so
-that one that was damaged later is passed over. One process writes; any process may look.
+Promise: a directory named step_N is complete and on the disk. It is written under a hidden name,
+synced and renamed. A failure before that leaves no trace and does not touch an earlier checkpoint.
+The manifest is written last and checked before a run resumes, so a checkpoint that was damaged
+later is skipped. One process writes; any process may read.
 """
 
 import json
@@ -22,7 +22,7 @@ from millrace.training.checkpoints.manifest import damage_in, write_manifest
 
 CHECKPOINTS = "checkpoints"
 RUN_STATE_FILE = "run_state.json"
-CRITIC = "critic"  # folder of a checkpoint, where the run has one
+CRITIC = "critic"  # subfolder of a checkpoint, if the run has a critic
 _REQUIRED_FILES = ("trainer_state.pt", RUN_STATE_FILE)
 _MODEL_FILES = ("config.json",)
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # of a LoRA run instead
@@ -38,7 +38,7 @@ def write_checkpoint(
     run_state: dict[str, Any],
     needed_bytes: int,
 ) -> None:
-    """Make `directory` hold what `write` puts into the folder it is given, plus the run state."""
+    """Fill `directory` with what `write` puts into the folder it is given, and the run state."""
     unfinished = directory.parent / f"{_HIDDEN}{directory.name}"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -57,31 +57,31 @@ def write_checkpoint(
         raise CheckpointError(
             f"Checkpoint {str(directory)!r} could not be written ({storage.reason(error)}):"
             f" it needs about {_size(needed_bytes)} and {_free(directory.parent)};"
-            " make room there, lower checkpoint.keep, or set run_dir to another disk."
+            " free some space, lower checkpoint.keep, or set run_dir to another disk."
         ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """What a run can go on from."""
+class FoundCheckpoint:
+    """The newest undamaged checkpoint of a run."""
 
-    directory: Path | None = None  # the good checkpoint of the most steps
-    refused: tuple[str, ...] = ()  # a sentence about each newer one, the newest first
+    directory: Path | None = None
+    refused: tuple[str, ...] = ()  # a sentence about each newer, damaged one, the newest first
 
 
-def newest_checkpoint(run_dir: Path) -> Found:
-    """The newest good checkpoint of a run; reads all of its files."""
+def newest_checkpoint(run_dir: Path) -> FoundCheckpoint:
+    """The newest undamaged checkpoint of a run; reads all of its files."""
     refused: list[str] = []
     for _, path in reversed(_numbered(run_dir / CHECKPOINTS)):
         damage = damage_to(path)
         if damage is None:
-            return Found(directory=path, refused=tuple(refused))
+            return FoundCheckpoint(directory=path, refused=tuple(refused))
         refused.append(f"Checkpoint {str(path)!r} is not used: it {damage}.")
-    return Found(directory=None, refused=tuple(refused))
+    return FoundCheckpoint(directory=None, refused=tuple(refused))
 
 
 def damage_to(directory: Path) -> str | None:
-    """Why a checkpoint is not to be used, to go on from "it ..."; None = it is as it was written.
+    """Why a checkpoint cannot be used, as a continuation of "it ..."; None = it is undamaged.
 
     Reads all of its files."""
     is_adapter = any((directory / name).is_file() for name in _ADAPTER_FILES)
@@ -91,12 +91,12 @@ def damage_to(directory: Path) -> str | None:
 
 
 def read_run_state(directory: Path) -> dict[str, Any]:
-    """What the controller put into a checkpoint that newest_checkpoint() found."""
+    """The controller's state in a checkpoint that newest_checkpoint() found."""
     return json.loads((directory / RUN_STATE_FILE).read_text())
 
 
 def check_same_critic(directory: Path, *, has_critic: bool) -> None:
-    """Refuse to go on with a critic that never was, or without the one that was."""
+    """Refuse to resume with a critic from a checkpoint without one, or vice versa."""
     had_critic = (directory / CRITIC).is_dir()
     if had_critic != has_critic:
         was, remedy = ("with", "add") if had_critic else ("without", "leave out")
@@ -107,10 +107,10 @@ def check_same_critic(directory: Path, *, has_critic: bool) -> None:
 
 
 def prune_checkpoints(folder: Path, *, keep: int, good: set[str]) -> None:
-    """Remove what is older than the `keep` newest good checkpoints in RUN_DIR/checkpoints.
+    """Remove checkpoints older than the `keep` newest undamaged ones in RUN_DIR/checkpoints.
 
-    `good` names those that are known to be; the others are read, and it grows by what is found.
-    A damaged one does not count, so it never costs a good one its place.
+    `good` names those known to be undamaged; others are read and added to it. A damaged checkpoint
+    does not count, so it never displaces a good one.
     """
     num_kept = 0
     for _, path in reversed(_numbered(folder)):
@@ -123,7 +123,7 @@ def prune_checkpoints(folder: Path, *, keep: int, good: set[str]) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    # Renamed first: a crash half-way must not leave a step_N that lacks files.
+    # Rename first: a crash must not leave a step_N that lacks files.
     hidden = checkpoint.parent / f"{_HIDDEN}{checkpoint.name}"
     try:
         checkpoint.rename(hidden)
@@ -156,7 +156,7 @@ def _check_room(directory: Path, *, needed_bytes: int) -> None:
 
 def _move_into_place(unfinished: Path, directory: Path) -> None:
     replaced = directory.parent / f"{_HIDDEN}replaced_{directory.name}"
-    if directory.exists():  # a run that was resumed from an earlier step repeats this one
+    if directory.exists():  # a resumed run repeats this step
         directory.rename(replaced)
     try:
         unfinished.rename(directory)

@@ -1,8 +1,7 @@
-"""What a checkpoint directory holds: each file's size and checksum, in `manifest.json`.
+"""Sizes and checksums of the files of a checkpoint, in `manifest.json`. Torch-free.
 
-Promise: damage_in() finds every file that is missing, cut short or changed since write_manifest().
-xxh3 is no defence against somebody who changes a file and its checksum on purpose. Torch-free; any
-process may read.
+Promise: damage_in() finds every file that is missing, truncated or changed since write_manifest().
+xxh3 does not protect against deliberate changes of a file and its checksum. Any process may read.
 """
 
 from pathlib import Path
@@ -16,7 +15,7 @@ _CHUNK_BYTES = 1 << 22
 
 class _File(msgspec.Struct, frozen=True):
     bytes: int
-    xxh3: str  # of 64 bits, as hex
+    xxh3: str  # 64 bits, hexadecimal
 
 
 class _Manifest(msgspec.Struct, frozen=True):
@@ -24,7 +23,7 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def write_manifest(directory: Path) -> None:
-    """Describe every file that lies in the directory by now; comes last."""
+    """Describe every file in the directory; called after the last of them is written."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     files = {path.relative_to(directory).as_posix(): _described(path) for path in paths}
     text = msgspec.json.format(msgspec.json.encode(_Manifest(files=files)))
@@ -32,7 +31,7 @@ def write_manifest(directory: Path) -> None:
 
 
 def damage_in(directory: Path, *, required: tuple[str, ...]) -> str | None:
-    """What is wrong with the directory, to go on from "it ..."; None = it is as it was written."""
+    """What is wrong with the directory, as a continuation of "it ..."; None = it is undamaged."""
     if not (directory / MANIFEST_FILE).is_file():
         return f"has no {MANIFEST_FILE}"
     try:
@@ -53,9 +52,9 @@ def _damage_of(path: Path, expected: _File, *, name: str) -> str | None:
         return f"has no {name}"
     num_bytes = path.stat().st_size
     if num_bytes != expected.bytes:
-        return f"has a {name} of {num_bytes} bytes where {expected.bytes} were written"
+        return f"has a {name} of {num_bytes} bytes instead of {expected.bytes}"
     if _checksum(path) != expected.xxh3:
-        return f"has a {name} that is not what was written: its checksum differs"
+        return f"has a damaged {name}: its checksum differs"
     return None
 
 

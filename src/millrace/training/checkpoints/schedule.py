@@ -1,9 +1,9 @@
-"""When checkpoints are made, as the controller sees it.
+"""Checkpointing from the controller's side. Torch-free.
 
 Promise: a step waits for the copy of the trainer's state and never for the disk. One checkpoint is
-in the making at a time; one that is due meanwhile is skipped and counted, except for the last,
-which is waited for. Whoever asks for one hears, by `on_saved`, that it is on the disk.
-Lives on the controller's event loop. Torch-free.
+written at a time; another one that is due meanwhile is skipped and counted, except the last, which
+waits. `on_saved` is called when a checkpoint is on the disk.
+Runs on the controller's event loop.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ class Checkpointing:
         warn: Callable[[str], None],
         version: int = 0,
     ) -> None:
-        """`version` of the checkpoint that the run goes on from; 0 = there is none."""
+        """`version` of the checkpoint that the run resumes from; 0 = none."""
         self.newest = folder / f"step_{version}" if version else None  # on the disk
         self.num_skipped = 0
         self._trainer = trainer
         self._folder = folder
         self._warn = warn
         self._writing: asyncio.Task[None] | None = None
-        self._version = 0  # that is being written
+        self._version = 0  # of the checkpoint being written
 
     @property
     def is_writing(self) -> bool:
@@ -40,11 +40,11 @@ class Checkpointing:
     async def save(
         self, version: int, *, run_state: dict[str, Any], on_saved: Callable[[], None]
     ) -> None:
-        """Begin a checkpoint and return once the trainer may go on; what fails is a warning."""
+        """Start a checkpoint and return once the trainer may continue. A failure is a warning."""
         if self.is_writing:
             self.num_skipped += 1
             self._warn(
-                f"The checkpoint of step {version} was skipped, because that of step"
+                f"The checkpoint of step {version} was skipped because that of step"
                 f" {self._version} is still being written ({self.num_skipped} skipped so far);"
                 " raise checkpoint.every_steps, or set run_dir to a faster disk."
             )
@@ -63,7 +63,7 @@ class Checkpointing:
         await self._write(version, run_state, on_saved, is_last=True)
 
     def close(self) -> None:
-        """Hear no more of what is being written; the trainer finishes it if it can."""
+        """Stop waiting for the checkpoint being written; the trainer finishes it if it can."""
         if self._writing is not None:
             self._writing.cancel()
 
@@ -76,9 +76,9 @@ class Checkpointing:
     ) -> None:
         try:
             await self._write(version, run_state, on_saved, on_copied=copied.set)
-        # If the trainer is dead, that is for its owner to say, and to do something about.
+        # The supervisor reports and replaces a dead trainer.
         except (CheckpointError, WorkerError) as error:
-            self._warn(f"{error} The run goes on without the checkpoint of step {version}.")
+            self._warn(f"{error} The run continues without the checkpoint of step {version}.")
         finally:
             copied.set()
 

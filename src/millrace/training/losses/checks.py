@@ -1,4 +1,4 @@
-"""Sentences about settings of an objective that make no sense."""
+"""Checks of the settings of losses; each failure is one sentence."""
 
 from collections.abc import Sequence
 from numbers import Real
@@ -12,7 +12,7 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def at_least(name: str, value: Any, bound: float) -> None:
-    """Infinity is a number here, and means that there is no limit."""
+    """Infinity is accepted, and means no limit."""
     if not (_is_number(value) and value >= bound):
         raise ValueError(f"{name} = {value!r} must be a number, at least {bound:g}")
 

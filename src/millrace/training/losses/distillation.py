@@ -1,16 +1,17 @@
-"""What a teacher adds to an objective: advantages of its own, or a distance to be made smaller.
+"""Distillation from a teacher: a term of the advantages, or a divergence that is minimised.
 
-With p the teacher's distribution and q the policy's, over the teacher's likeliest tokens and, as
-one more, all others together:
+With p the teacher's distribution and q the policy's, over the teacher's most likely ids and, as one
+more outcome, all other ids together:
 
-    reverse_kl    log p - log q of the drawn token, as a constant, is added to its advantage: its
-                  policy gradient is that of KL(q, p)
+    reverse_kl    log p - log q of the sampled token, as a constant, is added to its advantage, so
+                  that its policy gradient is that of KL(q, p) (on-policy distillation)
     forward_kl    KL(p, q)
     jsd           beta KL(p, m) + (1 - beta) KL(q, m), with m = beta p + (1 - beta) q
+                  (generalized JSD, Agarwal et al. 2024)
 
-The latter two have gradients of their own and need no ratio. Tokens that nobody teaches count 0;
-whether a run has a teacher at all is known before it starts.
-N = trained tokens of one microbatch, K = tokens a teacher topk of at each.
+The latter two have gradients of their own and need no ratio. Tokens without a teacher count 0.
+Whether a run has a teacher at all is checked before it starts.
+N = trained tokens of a microbatch, K = ids per token that a teacher gives logprobs for.
 """
 
 import dataclasses
@@ -31,13 +32,15 @@ Distil = Literal["none", "reverse_kl", "forward_kl", "jsd"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distillation:
     distil: Distil = "none"
-    """How a teacher is learned from. By default as its [[scorers]] says, or not at all."""
+    """Divergence from the teacher: "none", "reverse_kl", "forward_kl" or "jsd". By default as the
+    teacher's [[scorers]] says, or none."""
     distil_weight: float = 1.0
-    """Of what it adds, beside the rewards."""
+    """Coefficient of the divergence, at least 0."""
     distil_beta: float = 0.5
-    """Of "jsd": near 0 it is like forward_kl, near 1 like reverse_kl, but smaller."""
+    """Interpolation of "jsd", from 0.001 to 0.999: near 0 it is proportional to forward_kl, near 1
+    to reverse_kl."""
     reward_weight: float = 1.0
-    """Of the advantages that rewards give; 0 = learn from the teacher alone."""
+    """Coefficient of the advantages from rewards, at least 0; 0 = learn from the teacher alone."""
 
     def __post_init__(self) -> None:
         one_of("distil", self.distil, get_args(Distil))
@@ -54,32 +57,29 @@ class Distillation:
         return self.distil in ("forward_kl", "jsd")
 
     def with_advantages(self, tokens: TokenBatch) -> TokenBatch:
-        """As the policy's own term sees them."""
+        """The tokens with the advantages that the policy gradient uses."""
         advantages = self.reward_weight * tokens.advantages
         if self.distil == "reverse_kl":
-            advantages = advantages + self.distil_weight * self._lead(tokens)
+            advantages = advantages - self.distil_weight * self.sampled_kl(tokens)
         return dataclasses.replace(tokens, advantages=advantages)
 
-    def per_token(self, tokens: TokenBatch) -> "Tensor":  # [N]
-        """The distance from the teacher, without the weight."""
+    def divergence(self, tokens: TokenBatch) -> "Tensor":  # [N]
+        """forward_kl or jsd at each token, without the coefficient; 0 without a teacher."""
         if tokens.topk is None:
             return tokens.advantages.new_zeros(len(tokens.advantages))
-        is_taught = ~tokens.topk.teacher[:, :1].isnan()
-        teacher = tokens.topk.teacher.where(is_taught, tokens.topk.trainer.detach())
+        has_teacher = ~tokens.topk.teacher[:, :1].isnan()
+        teacher = tokens.topk.teacher.where(has_teacher, tokens.topk.trainer.detach())
         topk = TopK(teacher=teacher, trainer=tokens.topk.trainer)
-        distance = forward_kl(topk) if self.distil == "forward_kl" else jsd(topk, self.distil_beta)
-        return distance * is_taught[:, 0]
+        values = forward_kl(topk) if self.distil == "forward_kl" else jsd(topk, self.distil_beta)
+        return values * has_teacher[:, 0]
 
-    def lag(self, tokens: TokenBatch) -> "Tensor":  # [N]
-        """Metric: log q - log p of the drawn tokens, whose mean estimates KL(q, p)."""
-        return -self._lead(tokens)
-
-    def _lead(self, tokens: TokenBatch) -> "Tensor":  # [N] constant
-        """log p - log q of the drawn tokens; 0 where nobody teaches."""
+    def sampled_kl(self, tokens: TokenBatch) -> "Tensor":  # [N] constant
+        """log q - log p of the sampled tokens, whose mean estimates KL(q, p); 0 without a
+        teacher."""
         if tokens.teacher_logprobs is None:
             return tokens.advantages.new_zeros(len(tokens.advantages))
-        lead = tokens.teacher_logprobs - tokens.trainer_logprobs.detach()
-        return lead.clamp(-LOG_BOUND, LOG_BOUND).nan_to_num(nan=0.0)
+        difference = tokens.trainer_logprobs.detach() - tokens.teacher_logprobs
+        return difference.clamp(-LOG_BOUND, LOG_BOUND).nan_to_num(nan=0.0)
 
 
 def forward_kl(topk: TopK) -> "Tensor":  # [N]

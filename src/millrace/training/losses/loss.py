@@ -1,13 +1,13 @@
-"""The contract between trainer and objective: what a loss is called with, and what it returns.
+"""The interface between the trainer and a loss: its input, and what it returns.
 
 A loss is a frozen dataclass whose fields are its TOML keys. It is called once per microbatch with
-the tokens trained there, and must divide by the totals of the whole batch: then the gradients of
-the microbatches add up to the gradient of the batch, however it was split. The built-in ones are
-put together in objectives/.
+the tokens trained there, and it divides by the totals of the whole batch. So the gradients of the
+microbatches, on all ranks, sum to the gradient of the batch, however the batch was split.
 
 Imports torch for types only: the settings of a loss are checked before any process loads torch.
 
-N = trained tokens of one microbatch, R = runs of them, K = tokens a teacher topk of at each.
+N = trained tokens of a microbatch, R = segments of them, K = ids per token that a teacher gives
+logprobs for.
 """
 
 from collections.abc import Mapping
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Runs:
-    """Tokens that belong together: those of a sequence, or of one turn of it."""
+class TokenSegments:
+    """A partition of the tokens of a microbatch: into sequences, turns or groups."""
 
-    ids: "Tensor"  # [N] int64; 0 .. R - 1
-    lengths: "Tensor"  # [R] int64; tokens of each
+    ids: "Tensor"  # [N] int64; segment of each token, 0 .. R - 1
+    lengths: "Tensor"  # [R] int64; tokens in each segment
 
     def sum(self, values: "Tensor") -> "Tensor":
-        """Per token [N], the sum of `values` [N] over its run."""
+        """The sum of `values` [N] over the segment of each token, [N]."""
         sums = values.new_zeros(len(self.lengths)).index_add(0, self.ids, values)
         return sums[self.ids]
 
     def mean(self, values: "Tensor") -> "Tensor":
-        """Per token [N], the mean of `values` [N] over its run."""
+        """The mean of `values` [N] over the segment of each token, [N]."""
         return self.sum(values) / self.lengths[self.ids]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TopK:
-    """Two distributions at each token, over the teacher's K likeliest there and, in the last
-    column, all others together. Logprobs."""
+    """Logprobs of the teacher's K most likely ids at each token; the last column holds the
+    probability of all other ids together."""
 
-    teacher: "Tensor"  # [N, K + 1] float32; NaN where nobody teaches
+    teacher: "Tensor"  # [N, K + 1] float32; NaN where a token has no teacher
     trainer: "Tensor"  # [N, K + 1] float32; differentiable
 
 
@@ -53,21 +53,21 @@ class TokenBatch:
     entropies: "Tensor"  # [N] float32; differentiable
     advantages: "Tensor"  # [N] float32
     staleness: "Tensor"  # [N] int64; trainer Version minus the token's Version
-    sequences: Runs  # those of a sequence lie in one microbatch
-    turns: Runs  # tokens of a sequence with nothing but sampled tokens between them
+    sequences: TokenSegments  # a sequence lies in one microbatch
+    turns: TokenSegments  # consecutive sampled tokens of a sequence
     num_trained_tokens: int  # of the whole batch
     num_sequences: int  # of the whole batch
     proximal_logprobs: "Tensor | None" = None
-    """[N] float32; the trainer's before the first update of the step. None = this is the first
-    update, so they are trainer_logprobs."""
+    """[N] float32; the trainer's logprobs before the first update of the step. None in the first
+    update, where they equal trainer_logprobs."""
     reference_logprobs: "Tensor | None" = None
-    """[N] float32; of the model that the policy shall stay close to, where the run has one."""
+    """[N] float32; of the reference model, if the run has one."""
     teacher_logprobs: "Tensor | None" = None
-    """[N] float32; of a teacher, where the run has one; NaN for tokens that it does not teach."""
+    """[N] float32; of a teacher, if the run has one; NaN for tokens without a teacher."""
     topk: "TopK | None" = None
-    """Where a loss asks for it and the run has a teacher that tells of more than these tokens."""
-    groups: Runs | None = None
-    """Those of a group, where its sequences are compared and so lie in one microbatch."""
+    """If the loss needs it and the run has a teacher that gives more than the sampled token."""
+    groups: TokenSegments | None = None
+    """For losses that compare the sequences of a group, which then lie in one microbatch."""
     num_groups: int = 0  # of the whole batch
 
 
@@ -81,39 +81,39 @@ class Loss(Protocol):
 
 
 @runtime_checkable
-class Anchored(Protocol):
-    """A loss that may want TokenBatch.proximal_logprobs, which can cost a forward pass more."""
+class NeedsProximal(Protocol):
+    """A loss that may use TokenBatch.proximal_logprobs, at the cost of one more forward pass."""
 
     @property
     def needs_proximal(self) -> bool: ...
 
 
 @runtime_checkable
-class Distils(Protocol):
-    """A loss that may want TokenBatch.topk, which costs the trainer a second look at its logits."""
+class NeedsTopK(Protocol):
+    """A loss that may use TokenBatch.topk, at the cost of another pass over the logits."""
 
     @property
     def needs_topk(self) -> bool: ...
 
 
 @runtime_checkable
-class Refers(Protocol):
-    """A loss that may want TokenBatch.reference_logprobs."""
+class NeedsReference(Protocol):
+    """A loss that may use TokenBatch.reference_logprobs."""
 
     @property
     def needs_reference(self) -> bool: ...
 
 
 @runtime_checkable
-class Adapts(Protocol):
+class AdaptiveLoss(Protocol):
     """A loss whose settings change from step to step."""
 
     def adapted(self, metrics: Mapping[str, float]) -> Self:
-        """The loss of the next step; `metrics` are those of the one just done."""
+        """The loss of the next step, given the metrics of this one."""
         ...
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps of it."""
+        """What a checkpoint stores of it."""
         ...
 
     def with_state(self, state: Mapping[str, float]) -> Self: ...
@@ -127,9 +127,8 @@ def aggregate(
 ) -> "Tensor":
     """This microbatch's share of the batch's mean of per-token values [N].
 
-    "token": every token of the batch weighs the same. "sequence": every sequence weighs the same,
-    and its tokens share that equally. "constant": as if every sequence had `length` tokens, so that
-    a token weighs the same in every batch.
+    "token": mean over all tokens of the batch. "sequence": mean over sequences of the mean over
+    their tokens. "constant": sum over tokens, divided by the number of sequences times `length`.
     """
     match by:
         case "token":
@@ -138,5 +137,5 @@ def aggregate(
             sequences = tokens.sequences
             return (values / sequences.lengths[sequences.ids]).sum() / tokens.num_sequences
         case "constant":
-            assert length, "aggregation by a constant needs one"
+            assert length, "aggregation = 'constant' needs a length"
             return values.sum() / (tokens.num_sequences * length)

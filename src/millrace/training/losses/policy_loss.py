@@ -1,7 +1,10 @@
-"""The one policy-gradient loss: a ratio, a shape, weights, an average, and what is added to it.
+"""The policy-gradient loss: a ratio, a surrogate, token weights, an average and regularisers.
 
-Promise: a microbatch gives its share of the batch's loss, and tokens that weigh 0 have no gradient
-but that of the regularisers. See docs/reference/losses.md for the formulas.
+    loss = -average(weight * surrogate(ratio, advantage))
+           + distil_weight * divergence + kl * KL - entropy_bonus * entropy
+
+Promise: a microbatch gives its share of the batch's loss, and a token of weight 0 has no gradient
+except that of the regularisers. docs/objectives.md has the formulas of all parts.
 """
 
 import dataclasses
@@ -13,7 +16,7 @@ from millrace.training.losses.distillation import Distillation
 from millrace.training.losses.loss import TokenBatch
 from millrace.training.losses.ratios import Ratio
 from millrace.training.losses.regularisers import EntropyBonus, ReferenceKl, own_average
-from millrace.training.losses.shapes import Clip, Shape
+from millrace.training.losses.surrogates import Clip, Surrogate
 from millrace.training.losses.weights import Correction, LossAverage, OffPolicyMask, StalenessWeight
 
 if TYPE_CHECKING:
@@ -22,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """As it stands, the default: PPO's clip against the engine's logprobs, its weights truncated
-    at 2, and every token of the batch weighing the same."""
+    """By default PPO's clip against the engine's logprobs with weights truncated at 2, averaged
+    over the tokens of the batch."""
 
     ratio: Ratio = field(default_factory=Ratio)
-    shape: Shape = field(default_factory=lambda: Clip(max_ratio=2.0))
+    surrogate: Surrogate = field(default_factory=lambda: Clip(max_ratio=2.0))
     correction: Correction = field(default_factory=Correction)
     staleness: StalenessWeight = field(default_factory=StalenessWeight)
     off_policy: OffPolicyMask = field(default_factory=OffPolicyMask)
@@ -45,8 +48,8 @@ class PolicyLoss:
     def __call__(self, tokens: TokenBatch) -> "tuple[Tensor, Mapping[str, Tensor]]":
         tokens = self.distil.with_advantages(tokens)
         policy = self.ratio.compare(tokens)
-        objective, shape_metrics = self.shape(policy)
-        metrics = dict(shape_metrics)
+        objective, surrogate_metrics = self.surrogate(policy)
+        metrics = dict(surrogate_metrics)
         weights = self._weights(tokens, anchor=policy.anchor)
         if weights is not None:
             objective = objective * weights
@@ -54,16 +57,16 @@ class PolicyLoss:
             metrics["loss_weight/mean"] = weights
         loss = -self.average(objective, tokens)
         if self.distil.is_on:
-            metrics["teacher/kl"] = self.distil.lag(tokens)
+            metrics["teacher/kl"] = self.distil.sampled_kl(tokens)
         if self.distil.needs_topk:
-            distance = self.distil.per_token(tokens)
-            loss = loss + self.distil.distil_weight * self.average(distance, tokens)
-            metrics["teacher/divergence"] = distance.detach()
+            divergence = self.distil.divergence(tokens)
+            loss = loss + self.distil.distil_weight * self.average(divergence, tokens)
+            metrics["teacher/divergence"] = divergence.detach()
         if self.kl.kl > 0:
-            divergence = self.kl.per_token(tokens, log_ratio=policy.log_ratio)
+            kl = self.kl.per_token(tokens, log_ratio=policy.log_ratio)
             average = own_average(self.kl.kl_aggregation, policy=self.average)
-            loss = loss + self.kl.kl * average(divergence, tokens)
-            metrics["kl"] = divergence.detach()
+            loss = loss + self.kl.kl * average(kl, tokens)
+            metrics["kl"] = kl.detach()
         if self.entropy.entropy_bonus > 0:
             average = own_average(self.entropy.entropy_aggregation, policy=self.average)
             loss = loss - self.entropy.entropy_bonus * average(tokens.entropies, tokens)
@@ -89,7 +92,7 @@ class PolicyLoss:
         return {"entropy_bonus": self.entropy.entropy_bonus} if self.entropy.is_adaptive else {}
 
     def with_state(self, state: Mapping[str, float]) -> Self:
-        # A run that goes on with another loss than it began with keeps what still has a meaning.
+        # A run may be resumed with other loss settings, so only state that still applies is used.
         if "entropy_bonus" not in state or not self.entropy.is_adaptive:
             return self
         bonus = min(state["entropy_bonus"], self.entropy.entropy_bonus_max)

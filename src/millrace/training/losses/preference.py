@@ -1,7 +1,7 @@
-"""Online DPO: of each group, the best sequence shall be likelier than the worst.
+"""Online DPO: the best sequence of each group becomes more likely relative to the worst.
 
-Promise: a pair lies in one microbatch, so that the batch's loss does not depend on its split.
-N = trained tokens of one microbatch.
+Promise: a pair lies in one microbatch, so the batch's loss does not depend on how it is split.
+N = trained tokens of a microbatch.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,17 @@ Reference = Literal["engine", "reference"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceLoss:
-    """-log sigmoid(beta * margin), averaged over the pairs of the batch.
+    """DPO (Rafailov et al. 2023) on fresh pairs: -log sigmoid(beta * margin), averaged over pairs.
 
-    The margin is what log pi - reference adds up to over the tokens of the better sequence, minus
-    the same of the worse. Which is which is in the sign of the advantages ("best_worst").
+    The margin is the sum of log pi - reference over the tokens of the better sequence, minus that
+    of the worse. The sign of the advantages ("best_worst") says which is which.
     """
 
     beta: float = 0.1
+    """DPO beta: coefficient of the implicit reward, above 0."""
     reference: Reference = "engine"
-    """What the policy is compared with: what the engine said, or a reference model."""
+    """Reference policy of DPO: "engine", the logprobs that tokens were sampled with, or
+    "reference", a reference model."""
 
     def __post_init__(self) -> None:
         above("beta", self.beta, 0)
@@ -39,9 +41,9 @@ class PreferenceLoss:
 
     def __call__(self, tokens: TokenBatch) -> "tuple[Tensor, Mapping[str, Tensor]]":
         groups = tokens.groups
-        assert groups is not None, "advantages of pairs are packed by pairs"
+        assert groups is not None, "batches for a preference loss are packed with pairs=True"
         reference = tokens.reference_logprobs if self.needs_reference else tokens.engine_logprobs
-        assert reference is not None, "a run without a reference model refuses this at its start"
+        assert reference is not None, "a run without a reference model is refused at its start"
         sign = tokens.advantages.sign()
         margin = groups.sum(sign * (tokens.trainer_logprobs - reference))  # [N]; of its group
         has_pair = groups.sum(sign.abs()) > 0

@@ -1,7 +1,7 @@
-"""How far the policy has moved: its probability against an anchor's, over a token or more.
+"""Importance ratios of the policy against an anchor, per token, turn or sequence.
 
-Logarithms of ratios are bounded before anything is made of them, so that no ratio overflows.
-N = trained tokens of one microbatch.
+Log ratios are bounded before they are exponentiated, so no ratio overflows.
+N = trained tokens of a microbatch.
 """
 
 from dataclasses import dataclass
@@ -16,27 +16,30 @@ if TYPE_CHECKING:
 Level = Literal["token", "turn", "sequence", "geometric"]
 Anchor = Literal["engine", "proximal", "interpolated"]
 
-LOG_BOUND = 20.0  # ratios beyond e^20, and below e^-20, are taken for these
+LOG_BOUND = 20.0  # ratios are bounded to e^-20 .. e^20
 
 
-def pooled(log_ratio: "Tensor", tokens: TokenBatch, *, level: Level) -> "Tensor":
-    """Per token [N], the log ratio of what it is judged by: of itself, or of its whole sequence
-    (their product), or as a geometric mean over its sequence or turn."""
+def log_ratio_at(log_ratio: "Tensor", tokens: TokenBatch, *, level: Level) -> "Tensor":  # [N]
+    """The log ratio of the unit that each token belongs to.
+
+    "token": its own. "turn", "geometric": the mean over its turn or sequence, so the ratio is a
+    geometric mean. "sequence": the sum over its sequence, so the ratio is a product.
+    """
     match level:
         case "token":
-            whole = log_ratio
+            pooled = log_ratio
         case "turn":
-            whole = tokens.turns.mean(log_ratio)
+            pooled = tokens.turns.mean(log_ratio)
         case "sequence":
-            whole = tokens.sequences.sum(log_ratio)
+            pooled = tokens.sequences.sum(log_ratio)
         case "geometric":
-            whole = tokens.sequences.mean(log_ratio)
-    return whole.clamp(-LOG_BOUND, LOG_BOUND)
+            pooled = tokens.sequences.mean(log_ratio)
+    return pooled.clamp(-LOG_BOUND, LOG_BOUND)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Compared:
-    """The policy beside its anchor, as shapes see it."""
+class PolicyRatio:
+    """The policy against its anchor: the input of a surrogate."""
 
     log_ratio: "Tensor"  # [N] differentiable; at the chosen level
     logprobs: "Tensor"  # [N] differentiable
@@ -47,21 +50,21 @@ class Compared:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
     ratio: Level = "token"
-    """What is weighed: each token, each turn or sequence by the geometric mean of its tokens
-    ("turn", "geometric"), or each sequence by their product ("sequence")."""
+    """Level of the importance ratio: "token"; "turn" or "geometric" (GSPO), the geometric mean over
+    a turn or a sequence; "sequence", the product over a sequence."""
     anchor: Anchor = "engine"
-    """Against what: what the engine said; what the trainer said before the first update of the
-    step ("proximal"); or a mean of what both say now, in which the engine's share is 1 / staleness
-    ("interpolated")."""
+    """Denominator of the importance ratio: the "engine" logprobs that tokens were sampled with; the
+    "proximal" policy, which is the trainer before the first update of the step (decoupled PPO);
+    "interpolated" between engine and trainer with engine share 1 / staleness (A-3PO)."""
 
     def __post_init__(self) -> None:
         one_of("ratio", self.ratio, get_args(Level))
         one_of("anchor", self.anchor, get_args(Anchor))
 
-    def compare(self, tokens: TokenBatch) -> Compared:
+    def compare(self, tokens: TokenBatch) -> PolicyRatio:
         anchor = self.anchor_logprobs(tokens)
-        return Compared(
-            log_ratio=pooled(tokens.trainer_logprobs - anchor, tokens, level=self.ratio),
+        return PolicyRatio(
+            log_ratio=log_ratio_at(tokens.trainer_logprobs - anchor, tokens, level=self.ratio),
             logprobs=tokens.trainer_logprobs,
             anchor=anchor,
             advantages=tokens.advantages,
@@ -75,7 +78,7 @@ class Ratio:
             case "proximal":
                 return current if tokens.proximal_logprobs is None else tokens.proximal_logprobs
             case "interpolated":
-                # As if the policy had moved evenly from version to version, and the anchor were
-                # the one before the last: no forward pass is needed to know it.
+                # Approximates the policy of one version ago as if logprobs had moved linearly from
+                # version to version, so it needs no forward pass.
                 engine_share = (tokens.staleness >= 1) / tokens.staleness.clamp(min=1)
                 return current + engine_share * (tokens.engine_logprobs - current)

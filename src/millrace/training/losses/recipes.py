@@ -1,10 +1,10 @@
-"""Objectives by name: a recipe is a table of settings of the parts, and nothing else.
+"""Losses by name: a recipe is a table of settings for the parts of PolicyLoss.
 
     [loss]
-    type = "gspo"       # a recipe ...
-    high = 5e-4         # ... and what is different here
+    type = "gspo"       # a recipe
+    high = 5e-4         # replaces a setting of the recipe
 
-Promise: a wrong key, value or combination is one sentence before any process starts.
+Promise: a wrong key, value or combination is reported in one sentence before any process starts.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.losses.preference import PreferenceLoss
 from millrace.training.losses.ratios import Ratio
 from millrace.training.losses.regularisers import EntropyBonus, ReferenceKl
-from millrace.training.losses.shapes import SHAPES
+from millrace.training.losses.surrogates import SURROGATES
 from millrace.training.losses.weights import Correction, LossAverage, OffPolicyMask, StalenessWeight
 
 SECTION = "loss"
 DEFAULT = "clipped"
-DEFAULT_SHAPE = "clip"
+DEFAULT_SURROGATE = "clip"
 PREFERENCE = "online_dpo"
 
 RECIPES: Mapping[str, Mapping[str, Any]] = {
@@ -37,13 +37,13 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"ratio": "geometric", "low": 3e-4, "high": 4e-4, "aggregation": "sequence"},
     "rloo": {"ratio": "sequence", "low": 0.2, "high": 0.2, "aggregation": "sequence"},
     "reinforce_pp": {"low": 0.2, "high": 0.2, "kl_estimator": "k2"},
-    "cispo": {"shape": "reinforce", "cap": 5.0},
-    "tis": {"shape": "reinforce", "cap": 2.0},
-    "icepop": {"shape": "reinforce", "floor": 0.5, "cap": 5.0, "outside": "zero"},
-    "topr": {"shape": "topr", "ratio": "sequence"},
-    "kimi": {"shape": "kimi", "tau": 0.1},
-    "sapo": {"shape": "sapo", "aggregation": "sequence"},
-    "prime_rl": {"shape": "prime_rl"},
+    "cispo": {"surrogate": "reinforce", "cap": 5.0},
+    "tis": {"surrogate": "reinforce", "cap": 2.0},
+    "icepop": {"surrogate": "reinforce", "floor": 0.5, "cap": 5.0, "outside": "zero"},
+    "topr": {"surrogate": "topr", "ratio": "sequence"},
+    "kimi": {"surrogate": "kimi", "tau": 0.1},
+    "sapo": {"surrogate": "sapo", "aggregation": "sequence"},
+    "prime_rl": {"surrogate": "prime_rl"},
     "decoupled_ppo": {
         "anchor": "proximal",
         "low": 0.2,
@@ -58,10 +58,10 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "correction": "truncate",
         "correction_high": 5.0,
     },
-    "distil": {"shape": "reinforce", "cap": 5.0, "distil": "reverse_kl", "reward_weight": 0.0},
+    "distil": {"surrogate": "reinforce", "cap": 5.0, "distil": "reverse_kl", "reward_weight": 0.0},
 }
 
-# What belongs to a recipe but is settled when groups are scored: [scoring] advantages = "auto".
+# Advantage estimators of recipes, used when groups are scored: [scoring] advantages = "auto".
 ADVANTAGES: Mapping[str, Mapping[str, Any]] = {
     "dr_grpo": {"type": "group", "normalize_std": False},
     "rloo": {"type": "leave_one_out"},
@@ -83,17 +83,16 @@ _PARTS: Mapping[str, type] = {
 
 
 def build_loss(table: Mapping[str, Any], *, max_new_tokens: int) -> Loss:
-    """The loss of a [loss] table; `max_new_tokens` is the length that a constant one stands for."""
+    """The loss of a [loss] table; `max_new_tokens` is the default of `length`."""
     settings = dict(table)
     name = settings.pop("type", DEFAULT)
     if not isinstance(name, str) or name not in RECIPES:
         named = {**dict.fromkeys(RECIPES, PolicyLoss), PREFERENCE: PreferenceLoss}
         return build_plugin(table, builtins=named, default=DEFAULT, section=SECTION)
-    settings = {**_recipe(name, keeps_shape="shape" not in settings), **settings}
+    settings = {**_recipe(name, keeps_surrogate="surrogate" not in settings), **settings}
     if settings.get("aggregation") == "constant":
         settings.setdefault("length", max_new_tokens)
-    shape = _shape(settings.pop("shape", DEFAULT_SHAPE))
-    parts = {"shape": shape, **_PARTS}
+    parts = {"surrogate": _surrogate(settings.pop("surrogate", DEFAULT_SURROGATE)), **_PARTS}
     _check_keys(settings, name=name, valid=[key for part in parts.values() for key in _keys(part)])
     try:
         return PolicyLoss(
@@ -106,26 +105,27 @@ def build_loss(table: Mapping[str, Any], *, max_new_tokens: int) -> Loss:
         raise ConfigError(f"Section '{SECTION}' does not fit: {error}.") from None
 
 
-def _recipe(name: str, *, keeps_shape: bool) -> dict[str, Any]:
-    """Its settings; another shape is not given those of the recipe's own."""
+def _recipe(name: str, *, keeps_surrogate: bool) -> dict[str, Any]:
+    """The settings of a recipe, without those of its surrogate if another one replaces it."""
     settings = dict(RECIPES[name])
-    shape = settings.get("shape", DEFAULT_SHAPE)
-    return {k: v for k, v in settings.items() if keeps_shape or k not in _keys(SHAPES[shape])}
+    surrogate = settings.get("surrogate", DEFAULT_SURROGATE)
+    own_keys = () if keeps_surrogate else _keys(SURROGATES[surrogate])
+    return {key: value for key, value in settings.items() if key not in own_keys}
 
 
-def _shape(name: Any) -> type:
+def _surrogate(name: Any) -> type:
     if isinstance(name, str) and ":" in name:
-        shape = load_reference(name)
-        if not dataclasses.is_dataclass(shape):
+        surrogate = load_reference(name)
+        if not dataclasses.is_dataclass(surrogate):
             raise ConfigError(
-                f"Setting '{SECTION}.shape' = {name!r} is no dataclass; make it a frozen one whose"
-                " fields are its settings."
+                f"Setting '{SECTION}.surrogate' = {name!r} is not a dataclass; make it a frozen one"
+                " whose fields are its settings."
             )
-        return shape  # pyright: ignore[reportReturnType] - a class, as an instance has no name
-    if not isinstance(name, str) or name not in SHAPES:
-        hint = suggestion(str(name), SHAPES, otherwise="built in")
-        raise ConfigError(f"Setting '{SECTION}.shape' = {name!r} is not known; {hint}")
-    return SHAPES[name]
+        return surrogate  # pyright: ignore[reportReturnType] - a class, as an instance has no name
+    if not isinstance(name, str) or name not in SURROGATES:
+        hint = suggestion(str(name), SURROGATES, otherwise="built in")
+        raise ConfigError(f"Setting '{SECTION}.surrogate' = {name!r} is unknown; {hint}")
+    return SURROGATES[name]
 
 
 def _keys(part: type) -> list[str]:
@@ -137,12 +137,14 @@ def _check_keys(settings: Mapping[str, Any], *, name: str, valid: list[str]) -> 
         if key in valid:
             continue
         setting = f"'{SECTION}.{key}'"
-        owners = [shape for shape, cls in SHAPES.items() if key in _keys(cls)]
+        if key == "shape":
+            raise ConfigError(f"Setting {setting} is now called '{SECTION}.surrogate'.")
+        owners = [surrogate for surrogate, cls in SURROGATES.items() if key in _keys(cls)]
         if owners:
-            shapes = " or ".join(repr(owner) for owner in owners)
+            surrogates = " or ".join(repr(owner) for owner in owners)
             raise ConfigError(
-                f"Setting {setting} = {value!r} belongs to shape = {shapes}, which {name!r} is not"
-                " here; leave it out, or set that shape."
+                f"Setting {setting} = {value!r} belongs to surrogate = {surrogates}, which {name!r}"
+                " does not use here; leave it out, or set that surrogate."
             )
-        hint = suggestion(key, ["shape", *valid])
+        hint = suggestion(key, ["surrogate", *valid])
         raise ConfigError(f"Unknown setting {setting} of {name!r}; {hint}")

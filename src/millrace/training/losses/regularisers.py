@@ -1,6 +1,6 @@
-"""What is added to an objective besides the policy's own term, each with its own denominator.
+"""Regularisers of a policy loss, each averaged in its own way: reference KL and entropy bonus.
 
-N = trained tokens of one microbatch.
+N = trained tokens of a microbatch.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Denominator = Literal["policy", "token", "sequence"]
 def kl_estimate(
     logprobs: "Tensor", reference: "Tensor", *, estimator: Estimator
 ) -> "Tensor":  # [N]
-    """Of KL(policy || reference), from tokens that the policy sampled.
+    """Schulman's estimators of KL(policy || reference), from tokens that the policy sampled.
 
     With d = reference - policy logprob: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. As a term of a
     loss, k2 has the gradient of that divergence, k3 that of the opposite one, and k1 none on
@@ -40,15 +40,18 @@ def kl_estimate(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceKl:
-    """Keeps the policy near a reference model."""
+    """KL penalty towards a reference model."""
 
     kl: float = 0.0
-    """Coefficient; 0 = off. Above 0 the run needs reference logprobs."""
+    """KL coefficient (beta of GRPO), at least 0; 0 = off. Above 0 the run needs a reference
+    model."""
     kl_estimator: Estimator = "k3"
+    """KL estimator: "k1", "k2" or "k3" (Schulman 2020)."""
     kl_weighted: bool = False
-    """Weigh each token's by the ratio to the anchor, so that it is unbiased off-policy, too."""
+    """Whether each token's KL is weighted by its importance ratio, which makes it unbiased
+    off-policy (DeepSeek-V3.2)."""
     kl_aggregation: Denominator = "policy"
-    """What it is a mean of; "policy" = what the policy's term is."""
+    """Average of the KL term: "token", "sequence", or "policy" = as the policy's own term."""
 
     def __post_init__(self) -> None:
         at_least("kl", self.kl, 0)
@@ -60,8 +63,8 @@ class ReferenceKl:
         """Without the coefficient; `log_ratio` [N] is the policy's against its anchor."""
         if tokens.reference_logprobs is None:
             raise RunFailed(
-                f"loss.kl = {self.kl} compares with a reference model, but the batch has no"
-                " reference logprobs; add a [[scorers]] of type 'reference'."
+                f"loss.kl = {self.kl} needs a reference model, but the batch has no reference"
+                " logprobs; add a [[scorers]] of type 'reference'."
             )
         estimate = kl_estimate(
             tokens.trainer_logprobs, tokens.reference_logprobs, estimator=self.kl_estimator
@@ -71,17 +74,19 @@ class ReferenceKl:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntropyBonus:
-    """Rewards the policy for staying undecided."""
+    """Entropy bonus, with a fixed or an adaptive coefficient (Skywork-OR1, 2025)."""
 
     entropy_bonus: float = 0.0
-    """Coefficient of the mean entropy; with a target, the one to begin with."""
+    """Entropy coefficient, at least 0; with entropy_target, its first value."""
     entropy_target: float = 0.0
-    """Above 0, the coefficient grows after each step whose entropy is below this, and shrinks after
-    the others."""
+    """Target entropy in nats per token; 0 = the coefficient is fixed. Otherwise the coefficient
+    grows after each step with less entropy and shrinks after each step with more."""
     entropy_bonus_step: float = 1e-3
-    """By how much; it stays between 0 and entropy_bonus_max."""
+    """Change of an adaptive coefficient per step, above 0."""
     entropy_bonus_max: float = 0.05
+    """Largest value of an adaptive coefficient; the smallest is 0."""
     entropy_aggregation: Denominator = "token"
+    """Average of the entropy: "token", "sequence", or "policy" = as the policy's own term."""
 
     def __post_init__(self) -> None:
         at_least("entropy_bonus", self.entropy_bonus, 0)
@@ -89,8 +94,8 @@ class EntropyBonus:
         above("entropy_bonus_step", self.entropy_bonus_step, 0)
         if self.is_adaptive and not self.entropy_bonus <= self.entropy_bonus_max:
             raise ValueError(
-                f"entropy_bonus = {self.entropy_bonus} begins above entropy_bonus_max ="
-                f" {self.entropy_bonus_max}; raise that"
+                f"entropy_bonus = {self.entropy_bonus} is above entropy_bonus_max ="
+                f" {self.entropy_bonus_max}; raise entropy_bonus_max"
             )
         one_of("entropy_aggregation", self.entropy_aggregation, get_args(Denominator))
 
@@ -99,7 +104,7 @@ class EntropyBonus:
         return self.entropy_target > 0
 
     def adapted(self, *, entropy: float) -> Self:
-        """For the step after one whose tokens had this mean entropy."""
+        """The bonus of the next step, after one with this mean entropy."""
         if not self.is_adaptive:
             return self
         change = self.entropy_bonus_step * (1 if entropy < self.entropy_target else -1)
@@ -108,4 +113,5 @@ class EntropyBonus:
 
 
 def own_average(denominator: Denominator, *, policy: LossAverage) -> LossAverage:
+    """The average of a regulariser beside a policy term with its own average."""
     return policy if denominator == "policy" else LossAverage(aggregation=denominator)

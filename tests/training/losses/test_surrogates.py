@@ -4,7 +4,7 @@ import pytest
 import torch
 from loss_tokens import as_function, gradient, loss_of, random_tokens, tokens_of
 
-from millrace.training.losses.shapes import SHAPES
+from millrace.training.losses.surrogates import SURROGATES
 
 # ratio, advantage -> objective, its gradient with respect to the logprob, share clipped.
 # Inside the bounds d(rA)/d logprob = rA.
@@ -94,11 +94,11 @@ def test_prime_rl_drops_tokens_whose_probability_moved_too_far_where_it_is_pushe
     assert metrics["clip_ratio"].tolist() == [1]
 
 
-@pytest.mark.parametrize("shape", ["clip", "kimi", "sapo", "prime_rl"])
+@pytest.mark.parametrize("surrogate", ["clip", "kimi", "sapo", "prime_rl"])
 @pytest.mark.parametrize("level", ["token", "turn", "sequence", "geometric"])
-def test_the_gradient_of_every_shape_without_constant_weights_is_that_of_its_value(shape, level):
+def test_gradient_of_surrogates_without_constant_weights_is_that_of_their_value(surrogate, level):
     tokens = random_tokens([3, 5, 4], seed=3)
-    value = as_function(loss_of("ppo", shape=shape, ratio=level), tokens)
+    value = as_function(loss_of("ppo", surrogate=surrogate, ratio=level), tokens)
     assert torch.autograd.gradcheck(value, (tokens.trainer_logprobs, tokens.entropies))
 
 
@@ -123,10 +123,10 @@ def test_constant_weights_have_the_gradient_of_the_weighted_logprob(level):
 
 def test_ratios_beyond_floating_point_give_finite_loss_and_gradient():
     far = torch.tensor([-2000.0, -2000.0, 0.0, 0.0], dtype=torch.float64)
-    for shape in SHAPES:
+    for surrogate in SURROGATES:
         tokens = tokens_of([1.0] * 4, [1.0, -1.0, 1.0, -1.0], engine_logprobs=far)
         tokens.trainer_logprobs.data.copy_(far.flip(0))
         for level in ("token", "sequence"):
-            loss = loss_of("ppo", shape=shape, ratio=level)
+            loss = loss_of("ppo", surrogate=surrogate, ratio=level)
             assert loss(tokens)[0].isfinite()
             assert gradient(loss, tokens).isfinite().all()

@@ -1,8 +1,7 @@
-"""What is made of a ratio and an advantage: the objective of one token, which is maximised.
+"""Surrogate objectives: what is maximised for one token, given its ratio and its advantage.
 
-r = exp(log_ratio), A = advantage, sg = constant for the gradient, log pi = the token's logprob.
-Where r is 1, every shape here has the gradient of A log pi.
-N = trained tokens of one microbatch.
+r = exp(log_ratio), A = advantage, sg = stop-gradient, log pi = the token's logprob.
+At r = 1 every surrogate has the gradient of A log pi. N = trained tokens of a microbatch.
 """
 
 import math
@@ -11,31 +10,36 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from millrace.training.losses.checks import above, at_least, one_of, within
-from millrace.training.losses.ratios import Compared
+from millrace.training.losses.ratios import PolicyRatio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Shape(Protocol):
-    def __call__(self, policy: Compared) -> "tuple[Tensor, Mapping[str, Tensor]]":
-        """Objective [N], and named per-token metrics [N]; clipped_share is among them."""
+class Surrogate(Protocol):
+    def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
+        """The objective [N], and named per-token metrics [N], including clip_ratio."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clip:
-    """min(r A, clip(r, 1 - low, 1 + high) A).
+    """PPO's clipped surrogate (Schulman et al. 2017): min(r A, clip(r, 1 - low, 1 + high) A).
 
-    Where A < 0, that leaves r unbounded above. `dual` bounds the objective by dual * A there:
-    beyond it the token teaches nothing. `max_ratio` bounds the weight instead: beyond it the token
-    still learns, with weight max_ratio instead of r.
+    It leaves r unbounded above where A < 0. `dual` bounds the objective by dual * A there, so the
+    token has no gradient beyond it (dual clip, Ye et al. 2020). `max_ratio` truncates the weight
+    instead: beyond it the token keeps a gradient, with weight max_ratio instead of r.
     """
 
     low: float = 0.2
+    """Lower clip range: the ratio is clipped at 1 - low; above 0, at most 1."""
     high: float = 0.28
+    """Upper clip range: the ratio is clipped at 1 + high; above 0, inf disables it (clip-higher of
+    DAPO, Yu et al. 2025)."""
     dual: float = math.inf
+    """Dual clip for A < 0, at least 1 + high; inf disables it."""
     max_ratio: float = math.inf
+    """Largest weight of a token with A < 0, at least 1 + high; inf disables it."""
 
     def __post_init__(self) -> None:
         above("low", self.low, 0)
@@ -44,8 +48,8 @@ class Clip:
         for name, bound in (("dual", self.dual), ("max_ratio", self.max_ratio)):
             if math.isfinite(bound) and math.isinf(self.high):
                 raise ValueError(
-                    f"{name} = {bound} bounds what the clip lets through, but high = inf clips"
-                    f" nothing; set high, or {name} to inf"
+                    f"{name} = {bound} bounds the clipped ratio, but high = inf disables the clip;"
+                    f" set high, or set {name} to inf"
                 )
             if not bound >= 1 + self.high:
                 raise ValueError(f"{name} = {bound} must be at least 1 + high")
@@ -55,7 +59,7 @@ class Clip:
                 " of them to inf"
             )
 
-    def __call__(self, policy: Compared) -> "tuple[Tensor, Mapping[str, Tensor]]":
+    def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         log_ratio, advantages = policy.log_ratio, policy.advantages
         lowest = math.log(1 - self.low) if self.low < 1 else -math.inf
         highest = math.log(1 + self.high)
@@ -67,13 +71,13 @@ class Clip:
         is_good, is_bad = advantages > 0, advantages < 0
         has_no_gradient = (is_good & (log_ratio > highest)) | (is_bad & (log_ratio < lowest))
         if math.isfinite(self.dual):
-            too_bad = is_bad & (log_ratio > math.log(self.dual))
-            objective = (self.dual * advantages).where(too_bad, objective)
-            has_no_gradient |= too_bad
+            beyond_dual = is_bad & (log_ratio > math.log(self.dual))
+            objective = (self.dual * advantages).where(beyond_dual, objective)
+            has_no_gradient |= beyond_dual
         metrics = {"clip_ratio": has_no_gradient.float()}
         if math.isfinite(self.max_ratio):
-            too_heavy = is_bad & (log_ratio > math.log(self.max_ratio))
-            metrics["truncation_ratio"] = too_heavy.float()
+            is_truncated = is_bad & (log_ratio > math.log(self.max_ratio))
+            metrics["truncation_ratio"] = is_truncated.float()
         return objective, metrics
 
 
@@ -82,18 +86,25 @@ Outside = Literal["truncate", "zero"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reinforce:
-    """sg(w) A log pi, with w = r kept within floor and cap; or zero outside of them."""
+    """REINFORCE with importance weights: sg(w) A log pi, w = clip(r, floor, cap), or 0 outside.
+
+    This is CISPO (MiniMax-M1, 2025) with a cap, truncated importance sampling (TIS) with a lower
+    one, and IcePop (Ring-1T, 2025) with outside = "zero".
+    """
 
     floor: float = 0.0
+    """Smallest importance weight, from 0 to 1."""
     cap: float = math.inf
+    """Largest importance weight, at least 1; inf disables it."""
     outside: Outside = "truncate"
+    """Weight of tokens outside of floor and cap: "truncate" = the bound; "zero" masks them."""
 
     def __post_init__(self) -> None:
         within("floor", self.floor, low=0, high=1)
         at_least("cap", self.cap, 1)
         one_of("outside", self.outside, get_args(Outside))
 
-    def __call__(self, policy: Compared) -> "tuple[Tensor, Mapping[str, Tensor]]":
+    def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         ratio = policy.log_ratio.detach().exp()
         is_outside = (ratio < self.floor) | (ratio > self.cap)
         if self.outside == "zero":
@@ -105,15 +116,17 @@ class Reinforce:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topr:
-    """A log pi where A > 0; sg(min(r, cap)) A log pi elsewhere: what is good is imitated however
-    unlikely it has become, what is bad only avoided as far as it is still likely."""
+    """Tapered off-policy REINFORCE (Le Roux et al. 2025): A log pi where A > 0, else
+    sg(min(r, cap)) A log pi. Good tokens have full weight however unlikely they have become; bad
+    ones only as far as they are still likely."""
 
     cap: float = 1.0
+    """Largest importance weight of tokens with A <= 0, above 0."""
 
     def __post_init__(self) -> None:
         above("cap", self.cap, 0)
 
-    def __call__(self, policy: Compared) -> "tuple[Tensor, Mapping[str, Tensor]]":
+    def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         ratio = policy.log_ratio.detach().exp()
         is_good = policy.advantages > 0
         weight = ratio.clamp(max=self.cap).masked_fill(is_good, 1.0)
@@ -123,32 +136,34 @@ class Topr:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kimi:
-    """A log pi - tau / 2 (log r)^2."""
+    """Policy mirror descent (Kimi k1.5, 2025): A log pi - tau / 2 (log r)^2."""
 
     tau: float = 0.1
+    """Coefficient of the squared log ratio, at least 0."""
 
     def __post_init__(self) -> None:
         at_least("tau", self.tau, 0)
 
-    def __call__(self, policy: Compared) -> "tuple[Tensor, Mapping[str, Tensor]]":
-        pull = self.tau / 2 * policy.log_ratio.square()
-        objective = policy.advantages * policy.logprobs - pull
-        return objective, _nothing_clipped(policy)
+    def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
+        penalty = self.tau / 2 * policy.log_ratio.square()
+        return policy.advantages * policy.logprobs - penalty, _nothing_clipped(policy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sapo:
-    """4 / t sigmoid(t (r - 1)) A: the gradient fades as r leaves 1, the faster the higher the
-    temperature t, which has one value for A > 0 and one for the rest."""
+    """Soft adaptive policy optimization (Qwen, 2025): 4 / t sigmoid(t (r - 1)) A. The gradient
+    fades as r leaves 1, faster at a higher temperature t."""
 
     good_temperature: float = 1.0
+    """Gate temperature of tokens with A > 0, above 0."""
     bad_temperature: float = 1.05
+    """Gate temperature of the other tokens, above 0."""
 
     def __post_init__(self) -> None:
         above("good_temperature", self.good_temperature, 0)
         above("bad_temperature", self.bad_temperature, 0)
 
-    def __call__(self, policy: Compared) -> "tuple[Tensor, Mapping[str, Tensor]]":
+    def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         advantages = policy.advantages
         temperature = advantages.new_full((), self.bad_temperature).expand_as(advantages)
         temperature = temperature.masked_fill(advantages > 0, self.good_temperature)
@@ -158,17 +173,19 @@ class Sapo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrimeRl:
-    """keep r A - tau (log r)^2; keep is 0 where the token's probability has already moved by more
-    than max_difference to where A pushes it, else 1."""
+    """The default loss of prime-rl: keep r A - tau (log r)^2, with keep = 0 where the token's
+    probability has already moved by more than max_difference in the direction of A, else 1."""
 
     max_difference: float = 0.2
+    """Largest change of a token's probability, above 0."""
     tau: float = 1e-3
+    """Coefficient of the squared log ratio, at least 0."""
 
     def __post_init__(self) -> None:
         above("max_difference", self.max_difference, 0)
         at_least("tau", self.tau, 0)
 
-    def __call__(self, policy: Compared) -> "tuple[Tensor, Mapping[str, Tensor]]":
+    def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         log_ratio, advantages = policy.log_ratio, policy.advantages
         moved = policy.logprobs.detach().exp() - policy.anchor.exp()
         is_good = advantages > 0
@@ -176,15 +193,14 @@ class PrimeRl:
             ~is_good & (moved < -self.max_difference)
         )
         gain = (log_ratio.exp() * advantages).masked_fill(is_far, 0.0)
-        objective = gain - self.tau * log_ratio.square()
-        return objective, {"clip_ratio": is_far.float()}
+        return gain - self.tau * log_ratio.square(), {"clip_ratio": is_far.float()}
 
 
-def _nothing_clipped(policy: Compared) -> "dict[str, Tensor]":
+def _nothing_clipped(policy: PolicyRatio) -> "dict[str, Tensor]":
     return {"clip_ratio": policy.advantages.new_zeros(len(policy.advantages))}
 
 
-SHAPES: Mapping[str, type] = {
+SURROGATES: Mapping[str, type] = {
     "clip": Clip,
     "reinforce": Reinforce,
     "topr": Topr,
