@@ -3,11 +3,11 @@
 import torch
 
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.models.moe.routing import Rule
+from millrace.models.moe.routing import RoutingRule
 
 
 class _Astray:
-    def __init__(self, inner: Rule, *, num_experts: int) -> None:
+    def __init__(self, inner: RoutingRule, *, num_experts: int) -> None:
         self._inner = inner
         self._num_experts = num_experts
 
@@ -19,4 +19,4 @@ def lead_astray(engine: EmbeddedEngine, *, num_experts: int) -> None:
     """What it samples from now on is understood only by who knows where its tokens went."""
     for module in engine._model.modules():
         if hasattr(module, "choosing"):
-            module.choosing.rule = _Astray(module.choosing.rule, num_experts=num_experts)
+            module.topk_override.rule = _Astray(module.topk_override.rule, num_experts=num_experts)

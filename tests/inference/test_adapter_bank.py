@@ -50,7 +50,7 @@ def save_adapter(folder: Path, lora: LoraConfig, *, architecture: str = "qwen3",
         else:
             weight.normal_(std=0.3)
     folder.mkdir()
-    adapter.save(folder)
+    adapter.write(adapter.named_weights(), folder)
     return folder
 
 

@@ -147,7 +147,7 @@ def test_an_engine_started_with_a_saved_adapter_is_one_that_was_swapped_to_it(tm
     for weight in adapter.named_weights().values():
         weight.normal_(std=0.3)
     (tmp_path / "step_7").mkdir()
-    adapter.save(tmp_path / "step_7")
+    adapter.write(adapter.named_weights(), tmp_path / "step_7")
     started = build_engine(
         EngineSpec(
             model_path=str(tmp_path / "model"),

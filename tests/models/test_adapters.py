@@ -74,7 +74,7 @@ def test_peft_loads_what_is_saved_and_computes_the_same(architecture, lora, tmp_
     model.save_pretrained(tmp_path / "model")
     adapter = adapter_in(model, lora, path=tmp_path / "model")
     (tmp_path / "adapter").mkdir()
-    adapter.save(tmp_path / "adapter")
+    adapter.write(adapter.named_weights(), tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(tiny_model(architecture), tmp_path / "adapter").eval()
     assert torch.equal(logits(loaded), logits(model))
     assert not torch.allclose(logits(model), base, atol=1e-2)
@@ -104,7 +104,7 @@ def test_the_merged_model_loads_with_transformers_and_computes_the_same(
 def test_a_saved_adapter_loads_into_a_new_one_and_no_other(tmp_path):
     lora = SETTINGS["all"]
     adapter = adapter_in(tiny_model("llama"), lora)
-    adapter.save(tmp_path)
+    adapter.write(adapter.named_weights(), tmp_path)
     again = TrainedAdapter(tiny_model("llama"), lora, model_path="tiny")
     again.load(tmp_path)
     for name, weight in adapter.named_weights().items():

@@ -11,9 +11,9 @@ from tiny_model import make_tiny_model
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from millrace.core.errors import ConfigError
-from millrace.models import continuing
+from millrace.models import incremental
 from millrace.models.classifier import Classifier, ClassifierInput, load_classifier
-from millrace.models.continuing import Shelf, States
+from millrace.models.incremental import SequenceKv, SequenceKvCache
 
 CLASSES = {
     "sequence": AutoModelForSequenceClassification,
@@ -52,16 +52,14 @@ def test_a_batch_gives_what_each_sequence_gives_alone(
         tmp_path, head=head, architecture=architecture, num_labels=num_labels
     )
     classifier = load(path, head, label=label)
-    assert classifier.reads_on == (architecture == "qwen3")
-    passages = [
+    assert classifier.is_incremental == (architecture == "qwen3")
+    inputs = [
         ClassifierInput(tokens=tokens, ends=ends)
         for tokens, ends in zip(SEQUENCES, ENDS, strict=True)
     ]
-    if not classifier.reads_on:
-        passages = [
-            ClassifierInput(tokens=p.tokens, ends=[end]) for p in passages for end in p.ends
-        ]
-    found = [value for values, _ in classifier.read(passages) for value in values]
+    if not classifier.is_incremental:
+        inputs = [ClassifierInput(tokens=p.tokens, ends=[end]) for p in inputs for end in p.ends]
+    found = [value for values, _ in classifier.values(inputs) for value in values]
     expected = [
         value
         for tokens, ends in zip(SEQUENCES, ENDS, strict=True)
@@ -71,23 +69,23 @@ def test_a_batch_gives_what_each_sequence_gives_alone(
 
 
 @pytest.mark.parametrize("head", ["sequence", "token"])
-def test_a_growing_sequence_is_read_on_beside_others_of_other_lengths(tmp_path, head):
+def test_growing_sequences_of_several_lengths_are_processed_incrementally(tmp_path, head):
     path = make_tiny_classifier(tmp_path, head=head, num_labels=2)
     classifier = load(path, head, label=1)
-    known: list[States | None] = [None] * 3
+    known: list[SequenceKv | None] = [None] * 3
     found: list[list[float]] = [[], [], []]
     for cuts in ([3, 2, 10], [4, 4, 11], [9, 4, 14]):  # tokens that have come so far
         rows = [row for row in range(3) if known[row] is None or cuts[row] > known[row].length]
-        passages = [
+        inputs = [
             ClassifierInput(
                 tokens=SEQUENCES[row][: cuts[row]],
                 ends=[cuts[row] - 1],
-                states=known[row],
-                keeps=True,
+                past=known[row],
+                keep=True,
             )
             for row in rows
         ]
-        for row, (values, states) in zip(rows, classifier.read(passages), strict=True):
+        for row, (values, states) in zip(rows, classifier.values(inputs), strict=True):
             known[row] = states
             found[row] += values
     ends = [[2, 3, 8], [1, 3], [9, 10, 13]]
@@ -96,14 +94,14 @@ def test_a_growing_sequence_is_read_on_beside_others_of_other_lengths(tmp_path, 
         np.testing.assert_allclose(found[row], expected, atol=1e-5)
 
 
-def test_a_sequence_may_be_read_on_token_by_token(tmp_path, monkeypatch):
+def test_a_sequence_can_grow_token_by_token(tmp_path, monkeypatch):
     path = make_tiny_classifier(tmp_path, head="token", num_labels=2)
     classifier = load(path, "token", label=1)
     tokens, states, found = SEQUENCES[2], None, []
-    monkeypatch.setattr(continuing, "_ROOM", 3)  # so that it fills again and again
+    monkeypatch.setattr(incremental, "_FIRST_CAPACITY", 3)  # so that it fills again and again
     for end in range(len(tokens)):
-        passage = ClassifierInput(tokens=tokens[: end + 1], ends=[end], states=states, keeps=True)
-        ((values, states),) = classifier.read([passage])
+        one_input = ClassifierInput(tokens=tokens[: end + 1], ends=[end], past=states, keep=True)
+        ((values, states),) = classifier.values([one_input])
         assert states is not None
         found += values
     expected = plain_values(path, "token", tokens, range(len(tokens)), 1)
@@ -117,12 +115,12 @@ def test_on_a_gpu_values_are_those_of_the_cpu(tmp_path, dtype):
     classifier = load_classifier(
         str(path), head="token", label=1, dtype=dtype, device=torch.device("cuda")
     )
-    assert classifier.reads_on
-    (early, states), *_ = classifier.read(
-        [ClassifierInput(tokens=tokens[:4], ends=[3], keeps=True) for tokens in SEQUENCES]
+    assert classifier.is_incremental
+    (early, states), *_ = classifier.values(
+        [ClassifierInput(tokens=tokens[:4], ends=[3], keep=True) for tokens in SEQUENCES]
     )
-    (late, _), *_ = classifier.read(
-        [ClassifierInput(tokens=SEQUENCES[0], ends=[5, 8], states=states)]
+    (late, _), *_ = classifier.values(
+        [ClassifierInput(tokens=SEQUENCES[0], ends=[5, 8], past=states)]
         + [ClassifierInput(tokens=tokens, ends=[3]) for tokens in SEQUENCES[1:]]
     )
     expected = plain_values(path, "token", SEQUENCES[0], [3, 5, 8], 1)
@@ -137,21 +135,21 @@ def test_a_language_model_is_no_reward_model(tmp_path):
         load(path, "sequence")
 
 
-def test_a_shelf_keeps_what_was_put_there_last_and_hands_it_out_once():
-    def states(length: int) -> States:
-        made = States()
+def test_kv_cache_keeps_the_newest_entries_and_returns_each_once():
+    def states(length: int) -> SequenceKv:
+        made = SequenceKv()
         made.length = length
         return made
 
-    shelf = Shelf(max_tokens=10)
+    cache = SequenceKvCache(max_tokens=10)
     one, two, three = (np.arange(n) for n in (4, 5, 6))
-    shelf.put(one, states(4))
-    shelf.put(two, states(5))
-    shelf.put(three, states(6))  # 15 tokens are too many: the first two go
-    assert shelf.take(one) is None
-    assert shelf.take(two) is None
-    taken = shelf.take(three)
+    cache.put(one, states(4))
+    cache.put(two, states(5))
+    cache.put(three, states(6))  # 15 tokens are too many: the first two go
+    assert cache.take(one) is None
+    assert cache.take(two) is None
+    taken = cache.take(three)
     assert taken is not None
     assert taken.length == 6
-    assert shelf.take(three) is None
-    assert shelf.num_tokens == 0
+    assert cache.take(three) is None
+    assert cache.num_tokens == 0

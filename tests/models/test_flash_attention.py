@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millrace.models.attention.flash import (
-    Reach,
+    VarlenArgs,
     attend_backward,
     attend_forward,
     flash_attention,
@@ -23,22 +23,22 @@ CPU = torch.device("cpu")
 class DenseKernel:
     """What FlashKernel computes, span by span with whole score matrices."""
 
-    def forward(self, q, k, v, reach):
+    def forward(self, q, k, v, args):
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[1], q.shape[0])
-        for rows, seen in spans_of(reach):
-            scores, values = scores_of(q[rows], k[seen], v[seen], reach)
+        for rows, seen in spans_of(args):
+            scores, values = scores_of(q[rows], k[seen], v[seen], args)
             lse[:, rows] = scores.logsumexp(-1)
             out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
         return out, lse
 
-    def backward(self, grad, q, k, v, out, lse, reach):
+    def backward(self, grad, q, k, v, out, lse, args):
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        for rows, seen in spans_of(reach):
-            scores, values = scores_of(q[rows], k[seen], v[seen], reach)
+        for rows, seen in spans_of(args):
+            scores, values = scores_of(q[rows], k[seen], v[seen], args)
             p = (scores - lse[:, rows, None]).exp()  # of the merged normalizer
             dp = torch.einsum("qhd,khd->hqk", grad[rows], values)
-            ds = p * (dp - (grad[rows] * out[rows]).sum(-1).t()[:, :, None]) * reach.scale
+            ds = p * (dp - (grad[rows] * out[rows]).sum(-1).t()[:, :, None]) * args.scale
             groups = q.shape[1] // k.shape[1]
             keys_repeated = k[seen].repeat_interleave(groups, 1)
             dq[rows] = torch.einsum("hqk,khd->qhd", ds, keys_repeated)
@@ -48,20 +48,20 @@ class DenseKernel:
         return dq, dk, dv
 
 
-def spans_of(reach: Reach):
-    bounds = zip(reach.queries.bounds.tolist(), reach.keys.bounds.tolist(), strict=True)
+def spans_of(args: VarlenArgs):
+    bounds = zip(args.queries.bounds.tolist(), args.keys.bounds.tolist(), strict=True)
     for (q0, k0), (q1, k1) in pairwise(bounds):
         yield slice(q0, q1), slice(k0, k1)
 
 
-def scores_of(q, k, v, reach: Reach):
+def scores_of(q, k, v, args: VarlenArgs):
     groups = q.shape[1] // k.shape[1]
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(groups, 1)) * reach.scale
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(groups, 1)) * args.scale
     behind = torch.arange(len(q), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
-    if reach.causal:
+    if args.causal:
         scores = scores.masked_fill(behind < 0, -torch.inf)
-    if reach.window is not None:
-        scores = scores.masked_fill(behind >= reach.window, -torch.inf)
+    if args.window is not None:
+        scores = scores.masked_fill(behind >= args.window, -torch.inf)
     return scores, v.repeat_interleave(groups, 1)
 
 

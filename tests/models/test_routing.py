@@ -171,5 +171,5 @@ def test_routers_that_weigh_only_what_they_chose_are_refused_in_one_sentence():
 
     gate.__class__ = type("Masking", (type(gate),), {"forward": lambda _, hidden: masking(hidden)})
     routing = routing_of(model)
-    with pytest.raises(ConfigError, match=r"weigh only experts.*replay_routes to false"):
+    with pytest.raises(ConfigError, match=r"give weights only to experts.*replay_routes to false"):
         check_replay(model, routing)

@@ -25,7 +25,7 @@ from millrace.core.errors import TaskError
 from millrace.core.records import Completion, Episode, Group, Request, Sampling, Score, Task
 from millrace.environments.tools.calls import FORMATS
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.models.grammars import Guides, grammar_of
+from millrace.models.grammars import GrammarCompiler, grammar_of
 from millrace.serving.api.replies import Health
 from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
@@ -132,7 +132,8 @@ def test_logprobs_are_restricted_to_the_grammar():
     ids = torch.from_numpy(np.concatenate([PROMPT, done.tokens]).astype(np.int64))[None]
     with torch.no_grad():
         logits = model(ids).logits[0, len(PROMPT) - 1 : -1].float() / 0.7
-    guide = Guides(TOKENIZER, vocab_size=len(TOKENIZER), eos_ids=[END]).of(grammar_of(FORMAT))
+    compiler = GrammarCompiler(TOKENIZER, vocab_size=len(TOKENIZER), eos_ids=[END])
+    guide = compiler.matcher(grammar_of(FORMAT))
     assert guide is not None
     for place, token in enumerate(done.tokens.tolist()):
         allowed = torch.from_numpy(guide.allowed(done.tokens[:place]))
@@ -257,7 +258,7 @@ async def test_required_call_is_returned(form):
                     "json_schema": {"name": "x", "schema": {"type": "person"}},
                 }
             },
-            "cannot be followed: Invalid type: person",
+            "cannot be compiled: Invalid type: person",
         ),
         (
             {
@@ -276,7 +277,7 @@ async def test_required_call_is_returned(form):
                     }
                 ],
             },
-            r"cannot be followed: .* Invalid type: person\.$",
+            r"cannot be compiled: .* Invalid type: person\.$",
         ),
     ],
 )

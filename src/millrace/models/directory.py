@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 HUB_TIMEOUT_S = 10.0
 
-# What transformers raises for files that are missing, damaged, or of a kind it does not know.
+# What transformers raises for files that are missing, damaged, or of an unknown kind.
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
@@ -42,7 +42,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrained
 
 
 def configured_context(path: str, *, trust_remote_code: bool = False) -> int | None:
-    """Longest sequence the model at `path` says it can take, read without its weights."""
+    """Longest sequence of the model at `path`, according to its configuration."""
     config = text_config(path, trust_remote_code=trust_remote_code)
     return getattr(config, "max_position_embeddings", None)
 
@@ -115,12 +115,13 @@ def _check_hub(path: str, *, setting: str) -> None:
 
 def first_line(error: BaseException) -> str:
     if isinstance(error, KeyError):
-        return f"it knows no {error}"
+        return f"it has no {error}"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].strip().rstrip(".")
 
 
 def vocabulary_checksum(tokenizer: Any) -> str:
-    """The same for tokenizers whose ids mean the same, and for no others."""
+    """A checksum that is equal for tokenizers with the same ids, and for no others. It compares two
+    tokenizers of which only one is at hand."""
     pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[::-1])
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()

@@ -1,14 +1,13 @@
-"""The head and the token-logprob function in one, for training on many positions.
+"""Head and token logprobs fused in chunks, for training on many positions.
 
 Promise: the logits of at most `chunk` positions exist at one time, in the forward and the backward
-pass, whatever the number of positions; what is kept between the two is a few numbers per position.
-The backward pass computes a chunk's logits once more and turns them into their own gradient.
-Gradients of the head add up in float32.
+pass; between the two, a few numbers per position are kept. The backward pass recomputes the logits
+of a chunk and turns them into their gradient. Gradients of the head accumulate in float32.
 
-Some tokens of each position can be topk_ids of besides the one that was drawn, such as a teacher's
-likeliest, with what is left for all others together.
+Besides the sampled token, logprobs of K given ids per position can be computed, such as the most
+likely ids of a teacher, and of all other ids together.
 
-N = positions, V = vocabulary, D = hidden size, K = tokens topk_ids of.
+N = positions, V = vocabulary, D = hidden size, K = given ids per position.
 """
 
 import functools
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from millrace.models.head import (
-    LogitRules,
+    LogitTransform,
     compute_dtype,
     is_plain,
     multiply,
@@ -33,8 +32,8 @@ from millrace.models.logprobs import KeptRows, distribution, final_logits, token
 
 
 class FusedLogprobs(torch.autograd.Function):
-    """(hidden [N, D], weight [V, D], bias [V] | None, ...) -> logprobs [N], entropies [N], and of
-    the topk_ids tokens and all others [N, K + 1] | None."""
+    """(hidden [N, D], weight [V, D], bias [V] | None, ...) -> logprobs [N], entropies [N], and
+    logprobs of topk_ids and of all other ids [N, K + 1] | None."""
 
     @staticmethod
     def forward(
@@ -46,7 +45,7 @@ class FusedLogprobs(torch.autograd.Function):
         temperatures: Tensor,
         kept: KeptRows | None,
         topk_ids: Tensor | None,
-        rules: LogitRules,
+        transform: LogitTransform,
         dtype: torch.dtype,
         chunk: int,
         compiled: bool,
@@ -59,7 +58,7 @@ class FusedLogprobs(torch.autograd.Function):
         kept_parts = _split_kept(kept, len(targets), chunk)
         for i, allowed in enumerate(kept_parts):
             rows = slice(i * chunk, (i + 1) * chunk)
-            logits = rules.apply(project(hidden[rows].to(dtype), *factors))
+            logits = transform.apply(project(hidden[rows].to(dtype), *factors))
             mask = None if allowed is None else allowed.allowed(logits.shape[-1])
             results.append(describe(logits, targets[rows], temperatures[rows], mask))
             if topk_ids is not None:
@@ -67,7 +66,7 @@ class FusedLogprobs(torch.autograd.Function):
         logprobs, entropies, normalizers = map(torch.cat, zip(*results, strict=True))
         topk_all = torch.cat(topk_results) if topk_results else None
         ctx.kept, ctx.chunk = kept_parts, chunk
-        ctx.rules, ctx.dtype, ctx.compiled = rules, dtype, compiled
+        ctx.transform, ctx.dtype, ctx.compiled = transform, dtype, compiled
         # The logits of a single chunk need not be computed again.
         saved = logits if len(kept_parts) == 1 else None
         known = (targets, temperatures, entropies, normalizers)
@@ -81,7 +80,7 @@ class FusedLogprobs(torch.autograd.Function):
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, saved, topk_ids, topk_all, *known = ctx.saved_tensors
-        *drawn_grads, topk_grad = grads
+        *sampled_grads, topk_grad = grads
         differentiate: Callable[..., Tensor] = _logit_gradient
         if ctx.compiled:
             differentiate = _compiled(_logit_gradient)
@@ -93,15 +92,17 @@ class FusedLogprobs(torch.autograd.Function):
         for i, allowed in enumerate(ctx.kept):
             rows = slice(i * ctx.chunk, (i + 1) * ctx.chunk)
             part = hidden[rows].to(ctx.dtype)
-            logits = ctx.rules.apply(project(part, *factors)) if saved is None else saved
+            logits = ctx.transform.apply(project(part, *factors)) if saved is None else saved
             mask = None if allowed is None else allowed.allowed(logits.shape[-1])
-            given = (None if values is None else values[rows] for values in (*known, *drawn_grads))
+            given = (
+                None if values is None else values[rows] for values in (*known, *sampled_grads)
+            )
             grad = differentiate(logits, mask, *given)
             if topk_grad is not None:
                 _, temperatures, _, normalizers = (values[rows] for values in known)
                 parts = (topk_ids[rows], topk_all[rows], topk_grad[rows])
                 _add_topk_gradient(grad, logits, temperatures, normalizers, *parts)
-            grad = ctx.rules.gradient(grad, logits)
+            grad = ctx.transform.gradient(grad, logits)
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
             grad = grad.to(ctx.dtype)
@@ -125,8 +126,8 @@ def _logit_gradient(
     logprob_grad: Tensor | None,  # [n]
     entropy_grad: Tensor | None,  # [n]
 ) -> Tensor:
-    """[n, V]. With p = exp(l), of the logprob of t: [j = t] - p_j; of the entropy H:
-    -p_j (l_j + H); both over the temperature."""
+    """The gradient of the logits [n, V], over the temperature. With p = exp(l), for the logprob of
+    t it is [j = t] - p_j; for the entropy H it is -p_j (l_j + H)."""
     logprobs = logits / temperatures[:, None] - normalizers[:, None]
     if allowed is not None:
         logprobs = logprobs.masked_fill(~allowed, -torch.inf)
@@ -136,7 +137,7 @@ def _logit_gradient(
         grad = probabilities * (-slope / temperatures)[:, None]
     else:
         if allowed is not None:
-            logprobs = logprobs.masked_fill(~allowed, 0.0)  # 0 * -inf would be no number
+            logprobs = logprobs.masked_fill(~allowed, 0.0)  # 0 * -inf would be NaN
         tilt = entropy_grad[:, None] * (logprobs + entropies[:, None]) + slope[:, None]
         grad = probabilities * tilt / -temperatures[:, None]
     return grad.scatter_add_(1, targets[:, None], (slope / temperatures)[:, None])
@@ -144,17 +145,17 @@ def _logit_gradient(
 
 def topk_logprobs(
     logits: Tensor,  # [n, V]
-    topk_ids: Tensor,  # [n, K]; different ids in each row, and fewer than there are
+    topk_ids: Tensor,  # [n, K]; distinct in each row, K < V
     temperatures: Tensor,  # [n]
 ) -> Tensor:
-    """[n, K + 1]: of these tokens, and of all others together."""
+    """Logprobs [n, K + 1] of these ids, and of all other ids together."""
     scaled = logits / temperatures[:, None]
     others = scaled.scatter(1, topk_ids, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([scaled.gather(1, topk_ids), others], 1) - scaled.logsumexp(-1, keepdim=True)
 
 
 def _add_topk_gradient(
-    grad: Tensor,  # [n, V]; changed
+    grad: Tensor,  # [n, V]; changed in place
     logits: Tensor,  # [n, V]
     temperatures: Tensor,  # [n]
     normalizers: Tensor,  # [n]
@@ -162,8 +163,9 @@ def _add_topk_gradient(
     logprobs: Tensor,  # [n, K + 1]
     slopes: Tensor,  # [n, K + 1]
 ) -> None:
-    """Of the logprob of t: [j = t] - p_j; of that of all others: p_j / their sum where j is one of
-    them, - p_j; all over the temperature."""
+    """Add the gradient of topk_logprobs, over the temperature. For the logprob of t it is
+    [j = t] - p_j; for all other ids it is p_j / (their sum) - p_j, the first term only if j is one
+    of them."""
     slopes = slopes / temperatures[:, None]
     scaled = logits / temperatures[:, None] - normalizers[:, None]
     grad -= scaled.exp() * slopes.sum(-1, keepdim=True)
@@ -189,32 +191,8 @@ def _split_kept(kept: KeptRows | None, num_rows: int, chunk: int) -> list[KeptRo
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One kernel or two, instead of one pass over [n, V] for each operation."""
+    """Compiled, so that a few kernels replace one pass over [n, V] per operation."""
     return torch.compile(function, dynamic=True)
-
-
-def chunked_token_logprobs(
-    model: PreTrainedModel,
-    hidden: Tensor,
-    targets: Tensor,
-    *,
-    temperatures: Tensor,
-    kept: KeptRows | None,
-    chunk: int,
-    compiled: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """token_logprobs of final_logits of hidden [N, D], for at most `chunk` positions at a time."""
-    logprobs, entropies, _ = chunked_distributions(
-        model,
-        hidden,
-        targets,
-        topk_ids=None,
-        temperatures=temperatures,
-        kept=kept,
-        chunk=chunk,
-        compiled=compiled,
-    )
-    return logprobs, entropies
 
 
 def chunked_distributions(
@@ -222,14 +200,15 @@ def chunked_distributions(
     hidden: Tensor,
     targets: Tensor,
     *,
-    topk_ids: Tensor | None,
+    topk_ids: Tensor | None = None,
     temperatures: Tensor,
     kept: KeptRows | None,
     chunk: int,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As chunked_token_logprobs, and topk_logprobs [N, K + 1] of the tokens `topk_ids` [N, K]."""
-    assert topk_ids is None or kept is None, "of ids that were ruled out there is nothing to tell"
+    """token_logprobs of final_logits of hidden [N, D], and topk_logprobs [N, K + 1] of `topk_ids`
+    [N, K], for at most `chunk` positions at a time."""
+    assert topk_ids is None or kept is None, "topk_ids may include ids that were not kept"
     head = output_head(model)
     if not is_plain(head):
         return _recomputed(model, hidden, targets, temperatures, kept, topk_ids, chunk)
@@ -242,7 +221,7 @@ def chunked_distributions(
         temperatures,
         kept,
         topk_ids,
-        LogitRules.of(model),
+        LogitTransform.of(model),
         compute_dtype(hidden),
         chunk,
         compiled,
@@ -258,9 +237,9 @@ def _recomputed(
     topk_ids: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same for heads with parts of their own: autograd runs each chunk twice."""
+    """The same for heads that are not plain: autograd recomputes each chunk."""
 
-    def of_chunk(
+    def chunk_outputs(
         hidden: Tensor,
         targets: Tensor,
         temperatures: Tensor,
@@ -268,9 +247,11 @@ def _recomputed(
         topk_ids: Tensor | None,
     ) -> tuple[Tensor, ...]:
         logits = final_logits(model, hidden)
-        drawn = token_logprobs(logits, targets, temperatures=temperatures, kept=kept)
+        sampled = token_logprobs(logits, targets, temperatures=temperatures, kept=kept)
         return (
-            drawn if topk_ids is None else (*drawn, topk_logprobs(logits, topk_ids, temperatures))
+            sampled
+            if topk_ids is None
+            else (*sampled, topk_logprobs(logits, topk_ids, temperatures))
         )
 
     allowed = _split_kept(kept, len(targets), chunk)
@@ -282,9 +263,10 @@ def _recomputed(
         [None] * len(allowed) if topk_ids is None else topk_ids.split(chunk),
         strict=True,
     )
-    # The head draws no random numbers, so there is no generator state worth saving.
+    # The head draws no random numbers, so the generator's state need not be saved.
     outcomes = [
-        checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
+        checkpoint(chunk_outputs, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in parts
     ]
     logprobs, entropies, *of_topk = (torch.cat(part) for part in zip(*outcomes, strict=True))
     return logprobs, entropies, of_topk[0] if of_topk else None

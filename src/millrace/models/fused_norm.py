@@ -1,12 +1,12 @@
-"""Root-mean-square norms in a few passes over memory, for training on CPUs.
+"""Fused RMS norms for training on CPUs.
 
-Model code spells such a norm out in seven operations, with as many passes in the backward pass; on
-small models that is a fifth of a step. fuse_norms replaces the forward function of those modules
-that are shown, by their output, to compute exactly this norm.
+Model code computes an RMS norm in seven operations, each a pass over memory, and as many in the
+backward pass; in small models that is a fifth of a step. fuse_norms replaces the forward function
+of modules whose output shows that they compute exactly this norm.
 
-Promise: a module that computes anything else is left as it is.
+Promise: a module that computes anything else is unchanged.
 
-D = size of what is normed.
+D = size of the normed dimension.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 _PROBE_ROWS = 3
-_EPSILONS = ("variance_epsilon", "eps", "epsilon")  # what models call it
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")  # attribute names in models
 
 
 class _Norm(torch.autograd.Function):
@@ -40,14 +40,14 @@ class _Norm(torch.autograd.Function):
         normed, scale, gain = ctx.saved_tensors
         aligned = (grad * normed).flatten(0, -2)  # [rows, D]
         gain_grad = aligned.sum(0) if ctx.needs_input_grad[1] else None
-        # The part of the gradient along x vanishes: a longer x has the same norm.
+        # The gradient along x vanishes: scaling x does not change the output.
         along = torch.mv(aligned, gain).div_(-aligned.shape[-1]).view_as(scale)
         x_grad = torch.addcmul(grad * gain, normed, along).mul_(scale)
         return x_grad, gain_grad, None
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Returns how many modules were changed."""
+    """Fuse all RMS norms of a model; returns their number."""
     num_fused = 0
     for module in model.modules():
         if (epsilon := _epsilon(module)) is None:
@@ -63,7 +63,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    """None if the module cannot be a norm with a gain."""
+    """The module's epsilon; None if it cannot be a norm with a gain."""
     weight = getattr(module, "weight", None)
     names = [name for name in _EPSILONS if isinstance(getattr(module, name, None), float)]
     is_gain = isinstance(weight, nn.Parameter) and weight.ndim == 1
@@ -76,7 +76,7 @@ def _computes_norm(module: nn.Module, *, epsilon: float, offset: float) -> bool:
     generator = torch.Generator().manual_seed(0)
     *x, gain = torch.randn(_PROBE_ROWS + 1, len(weight), generator=generator).to(weight.device)
     x = torch.stack(x)
-    x = torch.cat([x, x * epsilon**0.5])  # of ordinary size, and so small that epsilon decides
+    x = torch.cat([x, x * epsilon**0.5])  # ordinary, and so small that epsilon dominates
     with torch.no_grad():
         theirs = functional_call(module, {"weight": gain.to(weight.dtype)}, (x,))
         ours = _Norm.apply(x, gain + offset, epsilon)
@@ -86,5 +86,5 @@ def _computes_norm(module: nn.Module, *, epsilon: float, offset: float) -> bool:
 def _forward(module: nn.Module, original: Any, epsilon: float, offset: float, x: Tensor) -> Tensor:
     gain: Any = module.weight
     if x.dtype != torch.float32 or gain.dtype != torch.float32:
-        return original(x)  # whose rounding is the model's own
+        return original(x)  # rounds as the model does
     return _Norm.apply(x, gain + offset if offset else gain, epsilon)

@@ -1,14 +1,10 @@
-"""From hidden states to logits: the head's product, and what some models put behind it.
+"""Heads on hidden states: the language-model head with its logit transforms, and the value head.
 
-Promise: one way to multiply, for engines and for the trainer: on CUDA, factors of half precision
-give products that are float32 from the start and are never rounded to half precision in between.
+Promise: engines and the trainer multiply in the same way: on CUDA, half-precision factors give
+float32 products that are never rounded to half precision. Values are float32, whatever the backbone
+computes in, and 0 until the value head is trained.
 
-N = positions, V = vocabulary, D = hidden size.
-
-A language model's backbone with a head that says what a state is worth.
-
-Promise: values are float32, whatever the backbone computes in, and 0 until the head has learned.
-T = rows of a forward pass, D = hidden size.
+N = positions, V = vocabulary, D = hidden size, T = rows of a forward pass.
 """
 
 from dataclasses import dataclass
@@ -20,17 +16,16 @@ from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LogitRules:
-    """What happens to the head's product before it is a logit."""
+class LogitTransform:
+    """What some models apply to the products of the head: scaling and soft-capping."""
 
     divisor: float | None
     factor: float | None
     softcap: float | None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "LogitRules":
-        # Which of these exist depends on the architecture; load_model checks that the outcome is
-        # right.
+    def of(cls, model: PreTrainedModel) -> "LogitTransform":
+        # Which of these exist depends on the architecture; load_model checks the resulting logits.
         config = model.config.get_text_config()
         return cls(
             divisor=getattr(config, "logits_scaling", None),
@@ -48,7 +43,7 @@ class LogitRules:
         return products
 
     def gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Of the products, given that of the logits; changes `grad`."""
+        """The gradient of the products from that of the logits; changes `grad` in place."""
         if self.softcap is not None:
             grad *= 1 - (logits / self.softcap).square_()
         if self.factor is not None:
@@ -65,18 +60,18 @@ def output_head(model: PreTrainedModel) -> nn.Module:
 
 
 def is_plain(head: nn.Module) -> bool:
-    """Whether the head is its weight and bias and nothing else, such as an adapter beside it."""
+    """Whether the head is a plain linear layer, without an adapter for example."""
     return type(head) is nn.Linear
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """What the head multiplies in: autocast's choice, where that is on."""
+    """The dtype in which the head multiplies: that of autocast if it is enabled."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32. On CUDA not differentiable when a and b are of half precision."""
+    """a @ b in float32; not differentiable on CUDA in half precision."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b).float()
@@ -91,7 +86,7 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class ValueModel(nn.Module):
-    """`model` is what load_model returned; its own head is not kept."""
+    """The backbone of a language model with a value head; its own head is dropped."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

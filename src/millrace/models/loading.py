@@ -1,8 +1,7 @@
-"""A Hugging Face checkpoint becomes a module that engines and the trainer run.
+"""Loads Hugging Face checkpoints for engines and the trainer, and writes weights to files.
 
-Promise: what load_model returns computes what the checkpoint says: no weight was made up, and
-hidden_states followed by final_logits gives the model's own logits. Anything else is refused at
-load, in one sentence.
+Promise: a loaded model computes what the checkpoint says: no weight is random, and hidden_states
+followed by final_logits gives the model's own logits. Other models are refused in one sentence.
 
 T = tokens of one forward pass, D = hidden size.
 """
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -22,6 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from millrace.core.errors import ConfigError
+from millrace.core.files import sync
 from millrace.models.directory import LOADING_ERRORS, check_directory, first_line
 from millrace.models.support import PROBE_ATTENTION, check_supported
 
@@ -52,7 +54,7 @@ def load_model(
         raise ConfigError(f"Model {path!r} cannot be loaded: {first_line(error)}.") from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
-        # transformers fills these with random numbers, which is never what a run wants.
+        # transformers would fill these with random numbers.
         raise ConfigError(
             f"Model {path!r} lacks {len(missing)} of its weights, {missing[0]!r} among them;"
             " save it again with save_pretrained."
@@ -77,17 +79,18 @@ def hidden_states(
 
 
 def max_context(model: PreTrainedModel) -> int:
-    """Longest sequence the model's positions allow."""
+    """Longest sequence that the model's positions allow."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is None:
         raise ConfigError(
-            f"Model {model.name_or_path!r} states no longest context; set engine.max_context."
+            f"Model {model.name_or_path!r} does not state its longest context; set"
+            " engine.max_context."
         )
     return limit
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a completion: the eos of the generation settings and of the tokenizer."""
+    """Tokens that end a completion: eos of the generation config and of the tokenizer."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
     ids = [configured] if isinstance(configured, int) else list(configured or [])
     if isinstance(tokenizer.eos_token_id, int):
@@ -111,7 +114,7 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"Device {name!r} is not known; use 'auto', 'cpu', 'cuda' or 'cuda:N'.")
+        raise ConfigError(f"Device {name!r} is unknown; use 'auto', 'cpu', 'cuda' or 'cuda:N'.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"Device {name!r} does not exist: PyTorch sees {torch.cuda.device_count()} CUDA"
@@ -122,7 +125,7 @@ def resolve_device(name: str) -> torch.device:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Within it transformers draws none: in a worker's log they would drown the errors."""
+    """A context without transformers' progress bars, which would hide errors in a worker's log."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -133,8 +136,32 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def write_model(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write these weights, by the model's names, as a Hugging Face directory of its kind.
+    """Write weights, by the model's names, as a Hugging Face directory.
 
-    Reads nothing of the model that training changes, so that another thread may do it."""
+    Reads nothing of the model that training changes, so another thread may call it."""
     with without_progress_bars():
         model.save_pretrained(folder, state_dict=dict(weights))
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor], *, version: int) -> None:
+    """Replace the file at `path` by these weights, completely or not at all, even if the machine
+    crashes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_host, partial, metadata={"version": str(version)})
+    sync(partial)
+    partial.replace(path)
+    sync(path.parent)
+
+
+def read_weights(path: Path) -> tuple[int, dict[str, Tensor]]:
+    """The version and the tensors that write_weights() wrote."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        return int(file.metadata()["version"]), tensors
+
+
+def read_weights_version(path: Path) -> int:
+    with safe_open(path, framework="pt") as file:
+        return int(file.metadata()["version"])

@@ -1,8 +1,7 @@
-"""The one token-logprob function: for engines when they sample, for the trainer when it learns.
+"""Token logprobs, computed by one function for engines and trainer.
 
-Promise: both compute the same number: the logprob of a token in the distribution it was drawn from,
-after temperature, restricted and renormalised to the ids that truncation kept. Logits are float32
-from here on.
+Promise: both compute the same number: the logprob of a token in the distribution it was sampled
+from, after temperature and renormalised to the ids that top-k and top-p kept. Logits are float32.
 
 N = positions, V = vocabulary, D = hidden size, K = kept ids of all positions together.
 """
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.core.records import Kept
-from millrace.models.head import LogitRules, compute_dtype, is_plain, output_head, project
+from millrace.models.head import LogitTransform, compute_dtype, is_plain, output_head, project
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeptRows:
-    """Kept ids as CSR: row i is ids[offsets[i]:offsets[i + 1]]; empty = nothing ruled out."""
+    """Kept ids as CSR: row i is ids[offsets[i]:offsets[i + 1]]; an empty row keeps all ids."""
 
     ids: Tensor  # [K] int64
     offsets: Tensor  # [N + 1] int64
@@ -49,7 +48,7 @@ class KeptRows:
         ]
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """[N, V] bool; True where a token could have been drawn."""
+        """[N, V] bool; True for ids that could have been sampled."""
         sizes = self.offsets.diff()
         allowed = (sizes == 0)[:, None].repeat(1, vocab_size)
         rows = torch.repeat_interleave(
@@ -60,7 +59,7 @@ class KeptRows:
 
 
 def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """hidden [N, D] -> float32 logits [N, V]: the head, and what some models put behind it."""
+    """hidden [N, D] -> float32 logits [N, V]: the head and its logit transform."""
     head = output_head(model)
     if torch.is_grad_enabled() or not is_plain(head):
         products = head(hidden).float()
@@ -69,16 +68,16 @@ def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
         dtype = compute_dtype(hidden)
         bias = None if head.bias is None else head.bias.to(dtype)
         products = project(hidden.to(dtype), head.weight.to(dtype), bias)
-    return LogitRules.of(model).apply(products)
+    return LogitTransform.of(model).apply(products)
 
 
 def token_logprobs(
     logits: Tensor, targets: Tensor, *, temperatures: Tensor, kept: KeptRows | None
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of `targets` [N] and entropies [N] of the distributions they were drawn from.
+    """Logprobs of `targets` [N] and entropies [N] of the distributions they were sampled from.
 
-    logits [N, V] float32, temperatures [N] all above 0: greedy tokens have no distribution of their
-    own, and whoever wants a logprob for them asks at temperature 1. Differentiable in the logits.
+    logits [N, V] float32, temperatures [N] above 0: a greedy token has no distribution, so its
+    logprob is computed at temperature 1. Differentiable in the logits.
     """
     allowed = None if kept is None else kept.allowed(logits.shape[-1])
     logprobs, entropies, _ = distribution(logits, targets, temperatures, allowed)
@@ -88,7 +87,7 @@ def token_logprobs(
 def distribution(
     logits: Tensor, targets: Tensor, temperatures: Tensor, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs, entropies and normalizers [N]; `allowed` [N, V] bool are the ids not ruled out."""
+    """Logprobs, entropies and normalizers [N]; `allowed` [N, V] bool marks the kept ids."""
     scaled = logits / temperatures[:, None]
     finite = scaled
     if allowed is not None:
@@ -96,7 +95,7 @@ def distribution(
         scaled = scaled.masked_fill(~allowed, -torch.inf)
     normalizers = scaled.logsumexp(-1)  # [N]
     logprobs = scaled.gather(-1, targets[:, None]).squeeze(-1) - normalizers
-    # H = log Z - E[z]; ruled-out ids have probability 0 and must not meet their -inf.
+    # H = log Z - E[z]; for masked ids 0 * -inf would be NaN, so their logits are set to 0.
     probabilities = (scaled - normalizers[:, None]).exp()
     entropies = normalizers - (probabilities * finite).sum(-1)
     return logprobs, entropies, normalizers

@@ -1,10 +1,11 @@
-"""Checks, at load, that Millrace computes with an architecture what transformers computes with it.
+"""Checks at load that Millrace reproduces what transformers computes for an architecture.
 
-The model is run once on a few tokens with an attention in which each token sees only itself. Then
-- its logits must follow from its hidden states the way final_logits says;
-- no token may influence another: whatever reaches across tokens outside the attention function
-  (recurrent state, convolutions) would cross sequences in a packed or paged forward pass;
-- whatever else the model hands to its attention must be something Millrace's attention honours.
+The model is run once on a few tokens with an attention in which each token attends only to itself.
+Three things are checked.
+- final_logits turns its hidden states into its logits.
+- No token influences another one. Recurrent state or convolutions outside the attention function
+  would cross sequences in a packed or paged forward pass.
+- Millrace's attention supports every argument that the model passes to its attention function.
 """
 
 from dataclasses import dataclass, field
@@ -18,18 +19,18 @@ from millrace.core.errors import ConfigError
 from millrace.models.logprobs import final_logits
 
 PROBE_ATTENTION = "millrace_probe"
-_HONOURED_LAYERS = {"full_attention", "sliding_attention"}
-_UNHONOURED_ARGUMENTS = ("s_aux", "position_bias", "indices", "block_indices")
+_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+_UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "indices", "block_indices")
 _PROBE_TOKENS = 4
-# What forward passes raise that take other inputs, or an attention of their own.
+# What forward passes raise that take other inputs or have their own attention.
 _RUNNING_ERRORS = (TypeError, AttributeError, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probe:
-    """What the attention function was asked for, layer by layer."""
+    """The arguments of the attention function, layer by layer."""
 
-    objections: list[str] = field(default_factory=list)
+    obstacles: list[str] = field(default_factory=list)
     windows: list[int | None] = field(default_factory=list)
 
 
@@ -37,23 +38,23 @@ def check_supported(model: PreTrainedModel, *, path: str) -> None:
     """Refuse a model (loaded with PROBE_ATTENTION) whose logits Millrace would not reproduce."""
     try:
         with torch.no_grad():
-            objection = _objection(model)
+            obstacle = _obstacle(model)
     except _RUNNING_ERRORS as error:
-        objection = f"it does not run as a causal language model does ({error})"
-    if objection is not None:
+        obstacle = f"it does not run as a causal language model does ({error})"
+    if obstacle is not None:
         raise ConfigError(
-            f"Model {path!r} ({type(model).__name__}) is not supported: {objection};"
+            f"Model {path!r} ({type(model).__name__}) is not supported: {obstacle};"
             " use a decoder-only transformer such as Llama, Qwen or Gemma."
         )
 
 
-def _objection(model: PreTrainedModel) -> str | None:
+def _obstacle(model: PreTrainedModel) -> str | None:
     if model.get_output_embeddings() is None:
         return "it has no language-model head"
     config = model.config.get_text_config()
     layers = getattr(config, "layer_types", None) or ["full_attention"]
-    if strange := sorted(set(layers) - _HONOURED_LAYERS):
-        return f"it has layers of type {strange[0]!r}"
+    if unknown := sorted(set(layers) - _SUPPORTED_LAYERS):
+        return f"it has layers of type {unknown[0]!r}"
     probe = _Probe()
     # Two packed copies of one sequence that differ in their first token.
     copy = torch.arange(_PROBE_TOKENS, device=model.device) % config.vocab_size
@@ -66,16 +67,16 @@ def _objection(model: PreTrainedModel) -> str | None:
         return (
             "its attention does not go through transformers' AttentionInterface with all arguments"
         )
-    if probe.objections:
-        return probe.objections[0]
+    if probe.obstacles:
+        return probe.obstacles[0]
     if "sliding_attention" in layers and not any(probe.windows):
-        return "it does not tell its attention function about the sliding window"
+        return "it does not pass the sliding window to its attention function"
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
     if not _close(hidden[1:_PROBE_TOKENS], hidden[_PROBE_TOKENS + 1 :], tolerance=tolerance):
         return "its tokens influence each other outside the attention function"
     logits = model(**inputs, use_cache=False, millrace_probe=_Probe()).logits[0]
     if not _close(final_logits(model, hidden), logits, tolerance=tolerance):
-        return "its logits do not follow from its hidden states in a way Millrace knows"
+        return "final_logits does not reproduce its logits from its hidden states"
     return None
 
 
@@ -86,7 +87,7 @@ def _close(ours: Tensor, theirs: Tensor, *, tolerance: float) -> bool:
     return (ours.float() - theirs.float()).abs().max().item() <= tolerance * scale
 
 
-def _see_only_oneself(
+def _attend_to_self(
     module: nn.Module,
     query: Tensor,  # [1, H, T, D]
     key: Tensor,  # [1, H_kv, T, D]
@@ -99,20 +100,20 @@ def _see_only_oneself(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention in which each token's output is its own value."""
-    if millrace_probe is not None:  # a model that drops it would drop a packed layout too
+    if millrace_probe is not None:  # a model that drops it would drop a packed layout, too
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        used = [name for name in _UNHONOURED_ARGUMENTS if kwargs.get(name) is not None]
-        objections = [] if causal else ["its attention is not causal"]
-        objections += [f"its attention uses {name!r}" for name in used]
-        millrace_probe.objections.extend(objections)
+        used = [name for name in _UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
+        obstacles = [] if causal else ["its attention is not causal"]
+        obstacles += [f"its attention uses {name!r}" for name in used]
+        millrace_probe.obstacles.extend(obstacles)
         millrace_probe.windows.append(sliding_window)
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Who attends to whom is the attention function's business."""
+    """No mask: the attention function needs none."""
 
 
-AttentionInterface.register(PROBE_ATTENTION, _see_only_oneself)
+AttentionInterface.register(PROBE_ATTENTION, _attend_to_self)
 AttentionMaskInterface.register(PROBE_ATTENTION, _no_mask)

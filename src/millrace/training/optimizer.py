@@ -27,9 +27,7 @@ class Schedule:
     kind: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
     total_steps: int
-    min_share: float = (
-        0.0  # of learning_rate, at total_steps; linear and cosine
-    )
+    min_share: float = 0.0  # of learning_rate, at total_steps; linear and cosine
 
     def at(self, step: int) -> float:
         """`step` counts from 0; warm-up reaches the full rate at step warmup_steps - 1."""

@@ -35,7 +35,7 @@ from millrace.inference.embedded.scheduling.outputs import Outcomes, Streams
 from millrace.inference.embedded.scheduling.sequence import BatchPlan, sequences_of
 from millrace.inference.embedded.scheduling.stopping import Stopping
 from millrace.inference.embedded.scoring import ScoringEngine, num_rows
-from millrace.models.grammars import Guides
+from millrace.models.grammars import GrammarCompiler
 from millrace.models.logprobs import final_logits
 from millrace.models.lora.factors import Adapter
 from millrace.models.moe.routing import Routing
@@ -93,7 +93,7 @@ class EmbeddedEngine:
         self._weights = LiveWeights(model, version=version, merger=merger, bank=self._bank)
         self._must_step_singly = False  # a round had no room for what truncation kept
         self._has_new = False  # requests came since the last round
-        self._guides = Guides(tokenizer, vocab_size=self._vocab_size, eos_ids=eos_ids)
+        self._grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=eos_ids)
         stopping = Stopping(tokenizer, eos_ids=eos_ids)
         self._endings = Endings(self._lanes, stopping)
         self._outcomes = Outcomes(stopping, block_tokens=block_tokens)
@@ -150,7 +150,7 @@ class EmbeddedEngine:
             request,
             first_arrival=self._num_arrived,
             adapter_slot=slot,
-            guide=self._guides.of(request.sampling.grammar),
+            guide=self._grammars.matcher(request.sampling.grammar),
             records_routes=self._routes is not None,
         )
         self._num_arrived += request.n

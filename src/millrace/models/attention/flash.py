@@ -1,14 +1,14 @@
-"""Attention over segments of any lengths laid end to end, without padding and without masks.
+"""Variable-length flash attention over packed segments, without padding and without masks.
 
-Promise: exact attention of every row to its segment and that segment's parent, for kernels that
-know only runs of rows. Two calls make it: every segment with itself, causally; and all children of
-a parent with that parent, where each sees everything. The two are merged by their normalizers.
+Promise: exact attention of every row to its segment and to that segment's parent, with kernels that
+support contiguous spans only. Two calls are made: every segment with itself, causally, and all
+children of a parent with that parent, without a mask. Their outputs are merged by log-sum-exp.
 
-The backward pass hands each call the merged output and the merged normalizer. With P = exp(s - lse)
-a kernel's gradient of a score is P * (dP - rowsum(dO * O)): it needs nothing else of the forward
-pass, so with the merged values each call gives exactly its share of the gradient.
+The backward pass gives each call the merged output and the merged log-sum-exp. With
+P = exp(s - lse), a kernel's gradient of a score is P * (dP - rowsum(dO * O)). It needs nothing else
+of the forward pass, so with the merged values each call gives exactly its share of the gradient.
 
-Both passes are custom operators, so that compiled layers hold them as one node.
+Both passes are custom operators, so a compiled layer contains each as one node.
 
 T = rows, H = heads, D = head size, O = own rows of all families.
 """
@@ -25,57 +25,72 @@ MAX_HEAD_SIZE = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Reach:
-    """Queries of span i see the keys of span i: all, or in the same span those up to themselves."""
+class VarlenArgs:
+    """Arguments of a variable-length attention call: the queries of span i attend to the keys of
+    span i, to all of them or causally."""
 
     queries: Spans
     keys: Spans
     causal: bool
-    window: int | None  # the last keys that a query sees, itself included
+    window: int | None  # keys that a query attends to, itself included; None = all
     scale: float  # of the scores
 
 
 class SpanKernel(Protocol):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
-        """Output [T, H, D], and the log of the sum of exp(scores) [H, T] in float32 or more."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: VarlenArgs) -> tuple[Tensor, Tensor]:
+        """Output [T, H, D] and log-sum-exp of the scores [H, T], in float32 or more."""
         ...
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        args: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class FlashKernel:
-    """PyTorch's flash attention: CUDA, bfloat16 or float16, grouped heads as they are."""
+    """PyTorch's flash attention: CUDA, bfloat16 or float16, grouped-query heads."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: VarlenArgs) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_spans(reach), 0.0, reach.causal, False, **_options(reach)
+            q, k, v, *_spans(args), 0.0, args.causal, False, **_options(args)
         )
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        args: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
         random = (
             torch.zeros(2, dtype=torch.uint64, device=q.device),
             torch.empty(0, device=q.device),
-        )  # the state of a dropout that is not there
+        )  # random state of dropout, which is off
         return torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, lse, *_spans(reach), 0.0, reach.causal, *random, **_options(reach)
+            grad, q, k, v, out, lse, *_spans(args), 0.0, args.causal, *random, **_options(args)
         )
 
 
-def _spans(reach: Reach) -> tuple[Tensor, Tensor, int, int]:
-    # Bounds of at least 2: for single queries the kernel would lay grouped heads its own way.
-    queries, keys = reach.queries, reach.keys
+def _spans(args: VarlenArgs) -> tuple[Tensor, Tensor, int, int]:
+    # At least 2: for single queries the kernel would use another layout of grouped heads.
+    queries, keys = args.queries, args.keys
     return queries.bounds, keys.bounds, max(2, queries.longest), max(2, keys.longest)
 
 
-def _options(reach: Reach) -> dict[str, float]:
-    left = -1 if reach.window is None else reach.window - 1
-    right = 0 if reach.causal else -1
-    return {"scale": reach.scale, "window_size_left": left, "window_size_right": right}
+def _options(args: VarlenArgs) -> dict[str, float]:
+    left = -1 if args.window is None else args.window - 1
+    right = 0 if args.causal else -1
+    return {"scale": args.scale, "window_size_left": left, "window_size_right": right}
 
 
 def attend_forward(
@@ -89,20 +104,22 @@ def attend_forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, D] and its normalizer [H, T]. A window needs families to be None."""
-    within = Reach(queries=segments, keys=segments, causal=True, window=window, scale=scale)
+    """Output [T, H, D] and its log-sum-exp [H, T]. A window requires families to be None."""
+    within = VarlenArgs(queries=segments, keys=segments, causal=True, window=window, scale=scale)
     out, lse = kernel.forward(q, k, v, within)
     if families is None:
         return out, lse
     shared, own = families.shared_rows, families.own_rows
-    assert window is None, "a window that ends within the parent is not for this"
-    above, above_lse = kernel.forward(q[own], k[shared], v[shared], _above(families, scale=scale))
-    within_lse = lse[:, own]
-    merged = torch.logaddexp(within_lse, above_lse)  # [H, O]
-    within_share, above_share = (
-        (part - merged).exp().t()[:, :, None] for part in (within_lse, above_lse)
+    assert window is None, "a window that ends within the parent is not supported"
+    parent, parent_lse = kernel.forward(
+        q[own], k[shared], v[shared], _parent_args(families, scale=scale)
     )
-    out[own] = (out[own] * within_share + above * above_share).to(out.dtype)
+    within_lse = lse[:, own]
+    merged = torch.logaddexp(within_lse, parent_lse)  # [H, O]
+    within_share, parent_share = (
+        (part - merged).exp().t()[:, :, None] for part in (within_lse, parent_lse)
+    )
+    out[own] = (out[own] * within_share + parent * parent_share).to(out.dtype)
     lse[:, own] = merged
     return out, lse
 
@@ -121,26 +138,28 @@ def attend_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; out and lse are what attend_forward returned."""
-    within = Reach(queries=segments, keys=segments, causal=True, window=window, scale=scale)
+    """Gradients of q, k and v; `out` and `lse` are the results of attend_forward."""
+    within = VarlenArgs(queries=segments, keys=segments, causal=True, window=window, scale=scale)
     dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, within)
     if families is None:
         return dq, dk, dv
     shared, own = families.shared_rows, families.own_rows
     rows = (grad[own], q[own], k[shared], v[shared], out[own], lse[:, own].contiguous())
-    own_dq, shared_dk, shared_dv = kernel.backward(*rows, _above(families, scale=scale))
+    own_dq, shared_dk, shared_dv = kernel.backward(*rows, _parent_args(families, scale=scale))
     dq[own] += own_dq
     dk[shared] += shared_dk
     dv[shared] += shared_dv
     return dq, dk, dv
 
 
-def _above(families: SharedSpans, *, scale: float) -> Reach:
-    return Reach(queries=families.own, keys=families.shared, causal=False, window=None, scale=scale)
+def _parent_args(families: SharedSpans, *, scale: float) -> VarlenArgs:
+    return VarlenArgs(
+        queries=families.own, keys=families.shared, causal=False, window=None, scale=scale
+    )
 
 
-# Operators take tensors and numbers only. `spans`: bounds of segments and, with families, of
-# shared and own spans. `sizes`: the longest of each, then the numbers of shared and own rows.
+# Operators take only tensors and numbers. `spans`: bounds of segments and, with families, of shared
+# and own spans. `sizes`: the longest of each, then the numbers of shared and own rows.
 
 
 @torch.library.custom_op("millrace::flash_attention", mutates_args=(), device_types="cuda")
@@ -207,7 +226,7 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def flattened(layout: PackedLayout) -> tuple[list[Tensor], list[int]]:
-    """The operators' `spans` and `sizes`."""
+    """The arguments `spans` and `sizes` of the operators."""
     segments, families = layout.segments, layout.families
     if families is None:
         return [segments.bounds], [segments.longest]
@@ -217,7 +236,7 @@ def flattened(layout: PackedLayout) -> tuple[list[Tensor], list[int]]:
 
 
 def unflattened(spans: list[Tensor], sizes: list[int]) -> dict[str, Any]:
-    """`segments` and `families` of flattened()."""
+    """The inverse of flattened(): `segments` and `families`."""
     segments, *rest = (Spans(bounds=b, longest=n) for b, n in zip(spans, sizes, strict=False))
     if not rest:
         return {"segments": segments, "families": None}

@@ -1,15 +1,15 @@
-"""Where the rows of a microbatch lie, and which of them see which.
+"""The layout of a packed microbatch: which rows attend to which.
 
-Promise: made once per microbatch and used by every layer. Two forms serve two kinds of kernels:
-- spans, for kernels that take rows of any lengths laid end to end;
-- blocks, for attention over padded rectangles: every row is a query in exactly one of them. They
-  are built when the first layer asks for them.
+It is made once per microbatch and used by every layer, in two forms for two kinds of kernels:
+- spans, for variable-length kernels;
+- blocks, for attention over padded rectangles; every row is a query in exactly one block. They are
+  built when the first layer needs them.
 
-A segment that shares its beginning with others has a parent: it sees all rows of that one, and the
-earlier rows of its own. Parents come first, then their children in the order of the parents, then
-segments that are neither (see core/microbatch.py).
+A segment that continues a shared prefix has that prefix as its parent: it attends to all rows of
+the parent and to its own earlier rows. A parent and its children are a family. Parents come first,
+then their children in the order of the parents, then other segments (see core/microbatch.py).
 
-T = rows, S = segments, b = rectangles' first dimension, Q and K = queries and keys in each.
+T = rows, S = segments, b = rectangles of a block, Q and K = queries and keys of each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FLASH_CAPABILITY = (8, 0)  # Ampere, the first generation that PyTorch's flash kernel takes
-_MIN_FILL = 0.75  # a row of a block shorter than this share of its longest opens a new block
-_TREE_ROWS = 128  # families up to this size are attended to whole, with a mask
+FLASH_CAPABILITY = (8, 0)  # Ampere, the first that PyTorch's flash kernel supports
+_MIN_FILL = 0.75  # of a block: a sequence shorter than this share of the longest starts another
+_TREE_ROWS = 128  # families of at most this size are computed whole, with a mask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Block:
-    """b rectangles of Q queries and K keys. Without a mask, query i sees keys 0 .. K - Q + i."""
+    """b rectangles of Q queries and K keys. Without a mask query i attends to keys up to
+    K - Q + i."""
 
     shape: tuple[int, int, int]  # b, Q, K
     mask: "TreeMask | None" = None
@@ -35,15 +36,15 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TreeMask:
-    """Who sees whom in the families of a block; all [b, 1, Q, Q]."""
+    """Attention masks of the families of a block; all [b, 1, Q, Q]."""
 
-    behind: Tensor  # int16; how many positions each key lies before each query, -1 = not seen
-    bias: Tensor  # float32; 0 = seen, -inf = not
+    behind: Tensor  # int16; position of the query minus that of the key, -1 = masked
+    bias: Tensor  # float32; 0 or -inf = masked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blocks:
-    """All blocks and, laid end to end in their order, the row of each query and each key."""
+    """All blocks, and the row of each of their queries and keys, end to end."""
 
     blocks: tuple[Block, ...]
     row_of_query: Tensor  # [sum of b * Q] int64; padding points at row 0
@@ -55,7 +56,7 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Spans:
-    """Rows from bounds[i] to bounds[i + 1] belong together."""
+    """Span i holds the rows from bounds[i] to bounds[i + 1] (cu_seqlens)."""
 
     bounds: Tensor  # [spans + 1] int32
     longest: int
@@ -101,7 +102,7 @@ class PackedLayout:
         # Plain attributes, because compiled layers read them.
         self.segments = Spans.of(lengths, device=device)
         self.families = self._spans_of_families() if self.num_parents else None
-        # Rows that the last row of some segment sees, itself included.
+        # The most rows that any row attends to, itself included.
         self.longest = int((lengths + np.where(is_child, lengths[parents], 0)).max())
         self.on_flash_gpu = (
             device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
@@ -115,7 +116,7 @@ class PackedLayout:
         parents: Sequence[int] | np.ndarray | None = None,
         device: torch.device,
     ) -> "PackedLayout":
-        """`lengths` of the segments as they lie; without `parents` none has one."""
+        """The layout of segments of these lengths, in order; without `parents` none has one."""
         lengths = np.asarray(lengths, np.int64)
         parents = np.full(len(lengths), -1) if parents is None else np.asarray(parents, np.int64)
         return cls(lengths, parents, device=device)
@@ -152,7 +153,7 @@ class PackedLayout:
         )
 
     def _tree_blocks(self) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
-        """Small families whole: few queries, so a mask is cheaper than laying keys repeatedly."""
+        """Small families whole: with few queries, a mask is cheaper than repeated keys."""
         families = [self._rows_of_family(number) for number in self._small_families]
         sizes = np.array([len(rows) for rows in families], np.int64)
         for members in bucketed(sizes):
@@ -164,7 +165,7 @@ class PackedLayout:
             yield Block(shape=(*rows.shape, longest), mask=mask), rows, rows
 
     def _row_blocks(self) -> Iterator[tuple[Block, np.ndarray, np.ndarray]]:
-        """Segments without parents by length; those of a large family by family, then by length."""
+        """Segments without parents by length; children of large families by parent, then length."""
         small = set(self._small_families)
         numbers = np.arange(len(self.lengths))
         alone = [n for n in numbers if self.parents[n] < 0 and n not in small]
@@ -182,18 +183,18 @@ class PackedLayout:
                 yield Block(shape=(*queries.shape, keys.shape[1])), queries, keys
 
     def _behind(self, rows: np.ndarray) -> np.ndarray:
-        """Of rows [b, Q] of families: [b, Q, Q] int16, by how much each precedes what sees it."""
+        """TreeMask.behind [b, Q, Q] int16 for rows [b, Q] of families."""
         is_real = rows >= 0
-        real = self._segment_of_row[rows]  # of some row or other where there is none
+        real = self._segment_of_row[rows]  # arbitrary for padding
         within = np.where(is_real, rows - self._starts[real], 0)
         parent = np.where(is_real, self.parents[real], -1)
         position = within + np.where(parent >= 0, self.lengths[parent], 0)
-        alone = -2 - np.arange(rows.shape[1])  # every padding is a segment of its own
+        alone = -2 - np.arange(rows.shape[1])  # each padding row is a segment of its own
         segment = np.where(is_real, real, alone)
         behind = position[:, :, None] - position[:, None, :]
         same = segment[:, :, None] == segment[:, None, :]
-        seen = (same & (behind >= 0)) | (parent[:, :, None] == segment[:, None, :])
-        return np.where(seen, behind, -1).astype(np.int16)
+        visible = (same & (behind >= 0)) | (parent[:, :, None] == segment[:, None, :])
+        return np.where(visible, behind, -1).astype(np.int16)
 
     @cached_property
     def _small_families(self) -> list[int]:
@@ -220,7 +221,7 @@ class PackedLayout:
 
 
 def bucketed(lengths: np.ndarray) -> list[np.ndarray]:
-    """Indices of what is padded together, longest first."""
+    """Groups of indices that are padded to the same length, longest first."""
     order = np.argsort(-lengths, kind="stable")
     buckets: list[np.ndarray] = []
     begin = 0
@@ -232,7 +233,7 @@ def bucketed(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def _padded(rows: Sequence[np.ndarray], longest: int) -> np.ndarray:
-    """[b, longest] int64; -1 at the end of what is shorter."""
+    """[b, longest] int64, padded with -1."""
     padded = np.full((len(rows), longest), -1, np.int64)
     for target, source in zip(padded, rows, strict=True):
         target[: len(source)] = source

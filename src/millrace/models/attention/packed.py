@@ -1,13 +1,13 @@
-"""Causal attention over segments laid end to end, as an attention function for transformers.
+"""Causal attention over packed segments, as an attention function for transformers.
 
-Promise: no row sees outside its segment and that segment's parent, and no matrix holds scores of
-two unrelated segments: memory grows with the sum of squared lengths at worst, never with the square
-of the sum. Window, softcap, scaling and grouped heads are honoured; dropout is not, because the
-trainer must reproduce the distribution that was sampled.
+Promise: a row attends only to its segment and that segment's parent, and scores of unrelated
+segments are never computed: memory grows with the sum of squared lengths at worst, not with the
+square of the sum. Window, softcap, scaling and grouped-query heads are supported. Dropout is not,
+because the trainer must reproduce the distribution that was sampled.
 
-On CUDA in bfloat16 or float16 a flash kernel takes the segments as they lie. Everywhere else, and
-for what that kernel does not know, segments of similar length are attended to together, padded at
-the end. The padding needs no mask: it comes after every real row, where causality hides it.
+On CUDA in bfloat16 or float16 a flash kernel takes the packed segments. Everywhere else, and for
+features that the kernel lacks, segments of similar length are padded at the end and computed
+together. The padding needs no mask: it comes after every real row, so causality hides it.
 
 T = rows, b, Q, K = rectangles, queries and keys of a block, M = padded rows of all blocks,
 H = heads, D = head size.
@@ -26,11 +26,11 @@ from millrace.models.attention.flash import MAX_HEAD_SIZE, flash_attention, flat
 from millrace.models.attention.layout import Block, Blocks, PackedLayout
 
 PACKED_ATTENTION = "millrace_packed"
-_QUERY_BLOCK = 512  # queries whose scores exist together, where scores must be spelled out
+_QUERY_BLOCK = 512  # queries whose scores are computed at one time
 
 
 class _Pad(torch.autograd.Function):
-    """[T, ...] -> [M, ...]. The gradient of padding is dropped: nothing real depends on it."""
+    """[T, ...] -> [M, ...]. The gradient of padding is dropped: no real row depends on it."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, blocks: Blocks) -> Tensor:
@@ -43,7 +43,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """[M, ...] -> [T, ...]. Autograd's own backward of a gather would be a slow scatter-add."""
+    """[M, ...] -> [T, ...]. Autograd's backward of a gather would be a slow scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, blocks: Blocks) -> Tensor:
@@ -97,7 +97,7 @@ def flash_obstacle(
     window: int | None,
     softcap: float | None,
 ) -> str | None:
-    """Why the flash kernel cannot take this; None if it can."""
+    """Why the flash kernel cannot be used; None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return f"it computes in {q.dtype} (set trainer.dtype to bfloat16)"
     size = q.shape[-1]
@@ -106,7 +106,7 @@ def flash_obstacle(
     if softcap is not None:
         return "the model softcaps its attention scores"
     if window is not None and layout.families is not None:
-        return "the model's window is shorter than the sequences, which share beginnings"
+        return "the model's window is shorter than the sequences, which share prefixes"
     if not layout.on_flash_gpu:
         return "the GPU is older than Ampere"
     return None
@@ -114,15 +114,15 @@ def flash_obstacle(
 
 @functools.cache
 def _warn(obstacle: str) -> None:
-    """Once for each reason, not once a layer."""
+    """Warn once per reason, not once per layer."""
     warnings.warn(
-        f"Attention in the trainer does not use the flash kernel because {obstacle}: it pads"
+        f"The trainer's attention does not use the flash kernel because {obstacle}; it pads"
         " sequences by up to a third and takes several times as long.",
         stacklevel=3,
     )
 
 
-@torch.compiler.disable  # what it does depends on the numbers in the layout
+@torch.compiler.disable  # its control flow depends on the layout
 def _attend_in_blocks(
     query: Tensor,
     key: Tensor,
@@ -133,7 +133,7 @@ def _attend_in_blocks(
     softcap: float | None,
     obstacle: str,
 ) -> Tensor:
-    """[T, H, D] of each -> [T, H, D_v]; `obstacle` is why it is not done by the flash kernel."""
+    """[T, H, D] of each -> [T, H, D_v]; `obstacle` is why the flash kernel is not used."""
     if query.is_cuda:
         _warn(obstacle)
     blocks = layout.blocks
@@ -141,7 +141,7 @@ def _attend_in_blocks(
     if blocks.row_of_key is None:
         keys, values = (_Pad.apply(x, blocks) for x in (key, value))
     else:
-        # Rows that several segments see are repeated; their gradients add up.
+        # Rows of shared prefixes are repeated; their gradients are summed.
         keys, values = (x.index_select(0, blocks.row_of_key) for x in (key, value))
     num_queries = [b * q for b, q, _ in (block.shape for block in blocks.blocks)]
     num_keys = [b * k for b, _, k in (block.shape for block in blocks.blocks)]
@@ -175,8 +175,8 @@ def attend(
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped
             )
-        seen = _seen(block.mask.behind, window)
-        return _attend_masked(q, k, v, seen=seen, scale=scale, softcap=softcap)
+        visible = _visible(block.mask.behind, window)
+        return _attend_masked(q, k, v, visible=visible, scale=scale, softcap=softcap)
     if window is None and softcap is None and num_queries == num_keys:
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -190,34 +190,34 @@ def attend(
         behind = at - torch.arange(first, before + end, device=q.device)  # [queries, keys]
         keys = slice(first, before + end)
         part = (q[:, :, begin:end], k[:, :, keys], v[:, :, keys])
-        seen = _seen(behind, window)
-        parts.append(_attend_masked(*part, seen=seen, scale=scale, softcap=softcap))
+        visible = _visible(behind, window)
+        parts.append(_attend_masked(*part, visible=visible, scale=scale, softcap=softcap))
     return torch.cat(parts, dim=2)
 
 
-def _seen(behind: Tensor, window: int | None) -> Tensor:
+def _visible(behind: Tensor, window: int | None) -> Tensor:
     return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
 def _attend_masked(
-    q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
-    """Attention where `seen` (broadcast over heads) is True; softcap bounds the scores."""
+    """Attention where `visible` (broadcast over heads) is True; softcap bounds the scores."""
     if softcap is None:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped
+            q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped
         )
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = torch.matmul(q, k.transpose(2, 3)) * scale
     scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
     return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The layout says who attends to whom."""
+    """No mask: the layout replaces it."""
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

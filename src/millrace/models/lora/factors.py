@@ -1,10 +1,10 @@
 """LoRA and DoRA: low-rank updates of a frozen model's linear layers.
 
-Promise: trainer and engines agree on which layers are adapted, what the tensors are called, and
-what an adapter does to a weight. The head is never adapted. DoRA is LoRA with a magnitude: each row
-of the updated weight is brought to a length that is learned.
+Promise: trainer and engines agree on which layers are adapted, on the names of the tensors and on
+the merged weight. The head is never adapted. DoRA is LoRA with a magnitude: each row of the updated
+weight is scaled to a trained length.
 
-R = rank; I, O = what a layer takes in and gives out.
+R = rank; I, O = input and output size of a layer.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from millrace.core.errors import ConfigError
 
 
 def require_peft() -> None:
-    """PEFT is needed where an adapter is trained; engines go by names and shapes alone."""
+    """Raise ConfigError unless PEFT is installed; only the trainer needs it."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
             "[lora] needs PEFT, which is not installed; install millrace[lora], or leave [lora] out"
@@ -31,7 +31,7 @@ def require_peft() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Factors:
-    """What an adapter holds of one layer."""
+    """The adapter's tensors of one layer."""
 
     a: Tensor  # [R, I]
     b: Tensor  # [O, R]
@@ -47,16 +47,16 @@ class Factors:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Adapter:
-    """Which layers of a model an adapter changes, and how."""
+    """The layers of a model that an adapter changes, and its tensors."""
 
     layers: Mapping[str, tuple[int, int]]  # [O, I] of each, by name
     rank: int
     scale: float  # of B A
     is_dora: bool = False
-    tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # {} = yet to come
+    tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # {} = not loaded yet
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its tensors."""
+        """Shapes of the adapter's tensors, by name."""
         shapes: dict[str, tuple[int, ...]] = {}
         for layer, (num_out, num_in) in self.layers.items():
             sizes = ((self.rank, num_in), (num_out, self.rank), (num_out,))
@@ -65,7 +65,7 @@ class Adapter:
 
 
 def adapter_of(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
-    """The adapter that these settings train."""
+    """The adapter that these settings describe, without tensors."""
     linears = adapted_linears(model, lora)
     return Adapter(
         layers={
@@ -88,7 +88,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def adapted_linears(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear]:
-    """The layers the settings choose, by name."""
+    """The layers that the settings select, by name."""
     linears = linear_layers(model)
     if not linears:
         raise ConfigError(
@@ -98,26 +98,26 @@ def adapted_linears(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Li
     if ALL_LINEAR in lora.target_modules:
         return linears
     for target in lora.target_modules:
-        if not any(_is_meant(name, target) for name in linears):
+        if not any(_matches(name, target) for name in linears):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
             raise ConfigError(
-                f"lora.target_modules has {target!r}, which is no layer that can be adapted; this"
-                f" model has {known}."
+                f"lora.target_modules has {target!r}, which is not an adaptable layer; this model"
+                f" has {known}."
             )
     return {
         name: linear
         for name, linear in linears.items()
-        if any(_is_meant(name, target) for target in lora.target_modules)
+        if any(_matches(name, target) for target in lora.target_modules)
     }
 
 
-def _is_meant(name: str, target: str) -> bool:
+def _matches(name: str, target: str) -> bool:
     """PEFT's own rule for a list of names."""
     return name == target or name.endswith(f".{target}")
 
 
 def tensor_names(layer: str, *, dora: bool) -> tuple[str, ...]:
-    """Of its factors, in their order."""
+    """Names of a layer's tensors, in the order of Factors."""
     names = (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight")
     return (*names, f"{layer}.lora_magnitude_vector") if dora else names
 
@@ -132,7 +132,7 @@ def scale_of(alpha: float, *, rank: int, rslora: bool) -> float:
 
 
 def merged(weight: Tensor, factors: Factors, *, scale: float) -> Tensor:
-    """[O, I] float32: what the layer's weight is with the adapter in it."""
+    """The layer's weight with the adapter merged, [O, I] float32."""
     updated = torch.addmm(weight.float(), factors.b, factors.a, alpha=scale)
     if factors.magnitude is None:
         return updated
@@ -140,5 +140,5 @@ def merged(weight: Tensor, factors: Factors, *, scale: float) -> Tensor:
 
 
 def gain(updated: Tensor, magnitude: Tensor) -> Tensor:
-    """[O]: what brings the rows of a weight with LoRA's update, [O, I], to DoRA's magnitude."""
+    """Factors [O] that scale the rows of an updated weight [O, I] to DoRA's magnitude."""
     return magnitude / torch.linalg.vector_norm(updated, dim=1)

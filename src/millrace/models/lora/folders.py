@@ -1,7 +1,7 @@
-"""PEFT's folders, read without PEFT.
+"""Reads PEFT adapter folders without PEFT.
 
-Promise: an adapter that would compute something else here than it does in PEFT is refused, in one
-sentence that names it.
+Promise: an adapter that would not compute here what it computes in PEFT is refused in one sentence
+that names it.
 """
 
 import json
@@ -20,8 +20,8 @@ from millrace.models.lora.factors import Adapter, linear_layers, scale_of
 
 SETTINGS_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-NAME_PREFIX = "base_model.model."  # before every name in PEFT's files
-# Settings that change what a layer computes, and the values with which it is plain LoRA or DoRA.
+NAME_PREFIX = "base_model.model."  # prefix of every tensor name in PEFT's files
+# Settings that change what a layer computes, and their values for plain LoRA or DoRA.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "lora_bias": (False,),
@@ -37,13 +37,13 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "use_bdlora": (None, False),
     "use_qalora": (False,),
-    # Other beginnings change the model's own weights along with the adapter's.
+    # Other initializations also change the weights of the base model.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 
 
 def read_checkpoint(folder: Path) -> dict[str, Tensor]:
-    """The tensors that TrainedAdapter.save() wrote, on the host."""
+    """The tensors of a trained adapter, on the host."""
     try:
         return _read_tensors(folder)
     except (OSError, SafetensorError) as error:
@@ -59,7 +59,7 @@ def check_same_kind(folder: Path, lora: LoraConfig | None) -> None:
     if lora is None:
         if settings.is_file():
             raise ConfigError(
-                f"{str(folder)!r} holds a LoRA adapter; to resume, give [lora] as it was."
+                f"{str(folder)!r} holds a LoRA adapter; to resume, add the [lora] table again."
             )
         return
     if not settings.is_file():
@@ -85,17 +85,17 @@ def check_same_kind(folder: Path, lora: LoraConfig | None) -> None:
 
 
 def check_resident(name: str, folder: Path) -> dict[str, Any]:
-    """The PEFT settings of an engine's adapter, if it is one that engines can apply."""
+    """The PEFT settings of an engine's adapter; raises ConfigError if engines cannot apply it."""
     setting = f"engine.adapters.{name} = {str(folder)!r}"
     for file in (SETTINGS_FILE, WEIGHTS_FILE):
         if not (folder / file).is_file():
-            raise ConfigError(f"{setting} has no {file}; give a folder that PEFT saved.")
+            raise ConfigError(f"{setting} has no {file}; set it to a folder that PEFT saved.")
     try:
         saved = json.loads((folder / SETTINGS_FILE).read_text())
         kind = saved["peft_type"], saved["r"], saved["lora_alpha"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{setting} has a damaged {SETTINGS_FILE} ({error}); save the adapter anew."
+            f"{setting} has a damaged {SETTINGS_FILE} ({error}); save the adapter again."
         ) from error
     if kind[0] != "LORA":
         raise ConfigError(f"{setting} holds an adapter of type {kind[0]}; only LORA can be served.")
@@ -103,30 +103,30 @@ def check_resident(name: str, folder: Path) -> dict[str, Any]:
         if key in saved and saved[key] not in plain:
             raise ConfigError(
                 f"{setting} was made with {key} = {saved[key]!r}, which engines cannot apply; merge"
-                " it into a model of its own, or train it without."
+                " it into a model, or train it without that setting."
             )
     return saved
 
 
 def read_resident(name: str, folder: Path, *, model: PreTrainedModel) -> Adapter:
-    """An engine's adapter, checked against the model it is for; its projections not yet joined."""
+    """An engine's adapter, checked against its model; projections are not fused yet."""
     saved = check_resident(name, folder)
     setting = f"engine.adapters.{name} = {str(folder)!r}"
     try:
         tensors = _read_tensors(folder)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"{setting} cannot be read ({type(error).__name__}); save the adapter anew."
+            f"{setting} cannot be read ({type(error).__name__}); save the adapter again."
         ) from error
     known = {n: (m.out_features, m.in_features) for n, m in linear_layers(model).items()}
     layers = dict.fromkeys(tensor.partition(".lora_")[0] for tensor in tensors)
     if not layers:
-        raise ConfigError(f"{setting} has no tensors; save the adapter anew.")
+        raise ConfigError(f"{setting} has no tensors; save the adapter again.")
     for layer in layers:
         if layer not in known:
             raise ConfigError(
-                f"{setting} adapts {layer!r}, which is no linear layer of this model besides its"
-                " head; was it trained on another?"
+                f"{setting} adapts {layer!r}, which is not a linear layer of this model, or is its"
+                " head; use an adapter that was trained on this model."
             )
     adapter = Adapter(
         layers={layer: known[layer] for layer in known if layer in layers},
@@ -145,15 +145,15 @@ def _check_tensors(
     for name in sorted(tensors.keys() | expected.keys()):
         if name not in expected:
             raise ConfigError(
-                f"{setting} has the tensor {name!r}, which is none of LoRA's or DoRA's; only those"
-                " can be served."
+                f"{setting} has the tensor {name!r}, which does not belong to LoRA or DoRA;"
+                " only those can be served."
             )
         if name not in tensors:
-            raise ConfigError(f"{setting} lacks the tensor {name!r}; save the adapter anew.")
+            raise ConfigError(f"{setting} lacks the tensor {name!r}; save the adapter again.")
         if tensors[name].shape != expected[name]:
             raise ConfigError(
                 f"{setting} has {name!r} as {tuple(tensors[name].shape)}, where this model needs"
-                f" {expected[name]}; was it trained on another?"
+                f" {expected[name]}; use an adapter that was trained on this model."
             )
 
 

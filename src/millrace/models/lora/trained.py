@@ -1,6 +1,6 @@
-"""An adapter in training: made by PEFT, saved as PEFT's own folders.
+"""An adapter in training: created by PEFT and saved as a PEFT folder.
 
-Promise: PeftModel.from_pretrained loads what save() writes.
+Promise: PeftModel.from_pretrained loads what write() wrote.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,14 +24,15 @@ from millrace.models.lora.factors import (
 )
 from millrace.models.lora.folders import NAME_PREFIX, WEIGHTS_FILE, read_checkpoint
 
-_ADAPTER = "default"  # PEFT's name for the only adapter of a model
+_ADAPTER = "default"  # PEFT's name of a model's only adapter
 
 
 class TrainedAdapter:
-    """An adapter in a model whose own weights are frozen from here on. Used by one thread."""
+    """An adapter in a model whose base weights are frozen. Used by one thread."""
 
     def __init__(self, model: PreTrainedModel, lora: LoraConfig, *, model_path: str) -> None:
-        """Changes `model`, at `model_path`, which computes what it did before: B is zero."""
+        """Add an adapter to `model`, loaded from `model_path`. B is zero, so its output is
+        unchanged."""
         require_peft()
         import peft
 
@@ -48,7 +49,7 @@ class TrainedAdapter:
             base_model_name_or_path=str(Path(model_path).absolute()) if is_local else model_path,
         )
         peft.inject_adapter_in_model(self._settings, model, adapter_name=_ADAPTER)
-        model.eval()  # what was put in starts in train mode
+        model.eval()  # new modules start in train mode
         self._model = model
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
 
@@ -65,7 +66,7 @@ class TrainedAdapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Within it the model computes what it did without the adapter."""
+        """A context in which the model computes without the adapter."""
         for layer in self._layers.values():
             layer.enable_adapters(False)
         try:
@@ -74,28 +75,25 @@ class TrainedAdapter:
             for layer in self._layers.values():
                 layer.enable_adapters(True)
 
-    def save(self, folder: Path) -> None:
-        self.write(self.named_weights(), folder)
-
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Save these instead, which are the weights of another moment. Any thread may do so."""
+        """Save a copy of named_weights() as a PEFT folder. Any thread may call this."""
         self._settings.save_pretrained(str(folder))
         tensors = {f"{NAME_PREFIX}{name}": weight.cpu() for name, weight in weights.items()}
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     def load(self, folder: Path) -> None:
-        """Go on with what save() wrote."""
+        """Load the weights that write() wrote."""
         saved, own = read_checkpoint(folder), self.named_weights()
         for name in sorted(saved.keys() | own.keys()):
             if name not in saved or name not in own or saved[name].shape != own[name].shape:
                 raise CheckpointError(
-                    f"The adapter in {str(folder)!r} is another one than [lora] describes: they"
-                    f" differ in {name!r}; resume with the settings it was trained with."
+                    f"The adapter in {str(folder)!r} does not match [lora]: they differ in"
+                    f" {name!r}; resume with the settings it was trained with."
                 )
             own[name].copy_(saved[name])
 
     def merged_weights(self) -> dict[str, Tensor]:
-        """Of the model with the adapter in its weights, by the names it has without one."""
+        """Weights of the model with the adapter merged, by the names of the base model."""
         weights: dict[str, Tensor] = {}
         for name, tensor in self._model.state_dict().items():
             layer, is_own, ending = name.partition(".base_layer.")

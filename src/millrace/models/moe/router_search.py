@@ -1,7 +1,7 @@
-"""Finds the routers of a model: runs it on a few tokens and watches who chooses experts.
+"""Finds the routers of a model by running it on a few tokens.
 
-Experts are what is called with numbers of experts and weights for them, both [T, K]; their router
-is the module in which a topk gave these numbers. Nothing is known by name.
+Experts are the modules that are called with expert indices and weights, both [T, K]. Their router
+is the module in which a topk returned these indices. Nothing is found by name.
 T = tokens of the pass, K = experts per token.
 """
 
@@ -20,12 +20,13 @@ from millrace.models.moe.routing import Router, Routing, is_topk
 from millrace.models.support import PROBE_ATTENTION
 
 _TOKENS = 7
-_MAX_EXPERTS = 32767  # on a device int16 stands for uint16, of which torch knows little
+_MAX_EXPERTS = 32767  # on a device int16 replaces uint16, which torch hardly supports
 _REMEDY = "set trainer.replay_routes to false"
 
 
 def find_routing(model: PreTrainedModel) -> Routing | None:
-    """None if it has no experts; raises ConfigError if it has, and not their routers."""
+    """The routers of a model; None for a dense model. Raises ConfigError if it has experts whose
+    routers cannot be found."""
     calls = _calls(model)
     if not calls and not any("expert" in name for name, _ in model.named_modules()):
         return None
@@ -34,24 +35,24 @@ def find_routing(model: PreTrainedModel) -> Routing | None:
     is_plain = len(top_ks) == 1 and len({router.module for router in routers}) == len(calls)
     if not is_plain or any(router.num_experts > _MAX_EXPERTS for router in routers):
         raise ConfigError(
-            f"{type(model).__name__} has experts that are not chosen by one topk in each layer, so"
-            f" that their choice cannot be replayed; {_REMEDY}."
+            f"{type(model).__name__} does not choose experts by one topk per layer, so routes"
+            f" cannot be replayed; {_REMEDY}."
         )
     return Routing(routers=tuple(routers), top_k=top_ks.pop())
 
 
 def check_replay(model: PreTrainedModel, routing: Routing) -> None:
-    """Raise ConfigError unless experts get the tokens that a rule says, and weigh them. Leaves
-    rules behind that are good for nothing else."""
+    """Raise ConfigError unless experts get the tokens that a rule assigns, with weights. The rules
+    of this check stay installed until others replace them."""
     rules = [_Fixed(call.indices.roll(1, 0)) for call in _calls(model)]
     routing.install(rules)
     for rule, call in zip(rules, _calls(model), strict=True):
-        is_obeyed = torch.equal(call.indices, rule.indices)
-        # A router that looks at some experts only would give the others no weight.
-        if not is_obeyed or not (call.weights.isfinite() & (call.weights != 0)).all():
+        is_replayed = torch.equal(call.indices, rule.indices)
+        # A router that considers only some experts would give the others no weight.
+        if not is_replayed or not (call.weights.isfinite() & (call.weights != 0)).all():
             raise ConfigError(
-                f"The routers of {type(model).__name__} weigh only experts that they choose"
-                f" themselves, so that other choices cannot be replayed; {_REMEDY}."
+                f"The routers of {type(model).__name__} give weights only to experts that they"
+                f" choose themselves, so routes cannot be replayed; {_REMEDY}."
             )
 
 
@@ -64,86 +65,91 @@ class _Fixed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _TopkCall:
-    """One call of experts."""
+class _ExpertCall:
+    """One call of experts, and the router that chose them."""
 
     indices: Tensor  # [T, K]
     weights: Tensor  # [T, K]
-    router: Router | None  # None = who chose is not to be seen
+    router: Router | None  # None = not found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Pick:
-    """One topk."""
+class _Topk:
+    """One topk, and the module that called it."""
 
     router: Router
     indices: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _TopkWatch:
+class _CallRecorder:
     running: list[nn.Module] = field(default_factory=list)  # innermost last
-    picks: list[_Pick] = field(default_factory=list)  # since experts were last called
-    calls: list[_TopkCall] = field(default_factory=list)
+    topks: list[_Topk] = field(default_factory=list)  # since the last call of experts
+    calls: list[_ExpertCall] = field(default_factory=list)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.running.append(module)
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        given = [tensor for tensor in given if tensor.ndim == 2 and len(tensor) == _TOKENS]
-        numbers = [t for t in given if t.dtype in (torch.int64, torch.int32)]
-        if not numbers:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        tensors = [tensor for tensor in tensors if tensor.ndim == 2 and len(tensor) == _TOKENS]
+        integers = [t for t in tensors if t.dtype in (torch.int64, torch.int32)]
+        if not integers:
             return
-        indices = numbers[0]
-        weights = [t for t in given if t.is_floating_point() and t.shape == indices.shape]
+        indices = integers[0]
+        weights = [t for t in tensors if t.is_floating_point() and t.shape == indices.shape]
         if weights:
-            picks = [pick for pick in self.picks if torch.equal(pick.indices, indices)]
-            router = picks[-1].router if picks else None
-            self.calls.append(_TopkCall(indices=indices, weights=weights[0], router=router))
-            self.picks.clear()
+            topks = [topk for topk in self.topks if torch.equal(topk.indices, indices)]
+            router = topks[-1].router if topks else None
+            self.calls.append(_ExpertCall(indices=indices, weights=weights[0], router=router))
+            self.topks.clear()
 
     def leave(self, module: nn.Module, *_: Any) -> None:
         left = self.running.pop()
         assert left is module
 
-    def pick(self, scores: Tensor, indices: Tensor) -> None:
+    def record_topk(self, scores: Tensor, indices: Tensor) -> None:
         if scores.ndim == 2 and len(scores) == _TOKENS and self.running:
             router = Router(module=self.running[-1], num_experts=scores.shape[1])
-            self.picks.append(_Pick(router=router, indices=indices))
+            self.topks.append(_Topk(router=router, indices=indices))
 
 
-class _SeesTopk(TorchFunctionMode):
-    def __init__(self, watch: _TopkWatch) -> None:
+class _TopkMode(TorchFunctionMode):
+    def __init__(self, recorder: _CallRecorder) -> None:
         super().__init__()
-        self._watch = watch
+        self._recorder = recorder
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if is_topk(func):
-            self._watch.pick(args[0] if args else kwargs["input"], result[1])
+            self._recorder.record_topk(args[0] if args else kwargs["input"], result[1])
         return result
 
 
-def _calls(model: PreTrainedModel) -> list[_TopkCall]:
-    """Of experts, in the order of the layers, in a pass over a few tokens."""
-    watch = _TopkWatch()
+def _calls(model: PreTrainedModel) -> list[_ExpertCall]:
+    """The calls of experts in a pass over a few tokens, in the order of the layers."""
+    recorder = _CallRecorder()
     vocab_size = model.config.get_text_config().vocab_size
     tokens = torch.arange(_TOKENS, device=model.device) % vocab_size
-    with _watched(model, watch), _seeing_only_oneself(model), torch.no_grad(), _SeesTopk(watch):
+    with (
+        _recorded(model, recorder),
+        _attending_to_self(model),
+        torch.no_grad(),
+        _TopkMode(recorder),
+    ):
         positions = torch.arange(_TOKENS, device=model.device)
         model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-    return watch.calls
+    return recorder.calls
 
 
 @contextmanager
-def _watched(model: nn.Module, watch: _TopkWatch) -> Iterator[None]:
+def _recorded(model: nn.Module, recorder: _CallRecorder) -> Iterator[None]:
     handles = [
         handle
         for module in model.modules()
         for handle in (
-            module.register_forward_pre_hook(watch.enter, with_kwargs=True),
-            module.register_forward_hook(watch.leave),
+            module.register_forward_pre_hook(recorder.enter, with_kwargs=True),
+            module.register_forward_hook(recorder.leave),
         )
     ]
     try:
@@ -154,8 +160,8 @@ def _watched(model: nn.Module, watch: _TopkWatch) -> Iterator[None]:
 
 
 @contextmanager
-def _seeing_only_oneself(model: PreTrainedModel) -> Iterator[None]:
-    """Whatever attention the model was loaded with, none of what it needs has to be there."""
+def _attending_to_self(model: PreTrainedModel) -> Iterator[None]:
+    """A context with the probe attention, which needs no layout or cache."""
     own = model.config._attn_implementation
     assert own is not None
     model.set_attn_implementation(PROBE_ATTENTION)

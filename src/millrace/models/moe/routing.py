@@ -1,12 +1,12 @@
-"""Which experts a mixture-of-experts model sends its tokens to: one seam to note it and to decide.
+"""Expert routes of mixture-of-experts models: recorded by engines and replayed by the trainer.
 
-Engine and trainer compute the same hidden states with small differences, and where two experts are
-almost equally good, that is enough to send a token to another one: then its logprob is another,
-too. So the engine notes where each token went, and the trainer sends it there again.
+Engine and trainer compute hidden states with small differences. Where two experts have almost equal
+scores, that can send a token to another expert and change its logprob. So the engine records the
+experts of each token, and the trainer uses the same ones.
 
-The choice is one topk over the scores of all experts, in the forward function of some module: its
-router. Routers are found by what they do, not by what they are called (router_search.py). While a
-router runs, a Rule is asked what it chose. Scores, weights and gradients stay the router's own.
+The choice is one topk over the scores of all experts in the forward function of a module, the
+router. Routers are found by what they compute, not by name (router_search.py). While a router runs,
+a RoutingRule may replace its choice. Scores, weights and gradients remain those of the router.
 
 T = tokens of a pass, K = experts per token (top_k).
 """
@@ -23,20 +23,20 @@ from torch.overrides import TorchFunctionMode
 
 from millrace.core.completions import unknown_id
 
-_MAX_BYTE = 255  # experts whose numbers leave one of a byte's free
+_MAX_UINT8_EXPERTS = 255  # one value of a byte is reserved for unknown routes
 
 
-class Rule(Protocol):
-    """Says what a router chose. torch.compile looks through it."""
+class RoutingRule(Protocol):
+    """Decides or records the choice of a router. torch.compile traces it."""
 
     def choose(self, own: Tensor) -> Tensor:
-        """[T, K] int64, given what the router itself would choose."""
+        """The experts [T, K] int64, given those that the router chose itself."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Router:
-    module: nn.Module  # in whose forward the choice is made
+    module: nn.Module  # its forward function makes the choice
     num_experts: int
 
 
@@ -49,33 +49,34 @@ class Routing:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of a row of routes: layers with a router, and experts per token."""
+        """Shape of the routes of one token: layers with a router, experts per token."""
         return len(self.routers), self.top_k
 
     @property
     def dtype(self) -> np.dtype:
-        """Of arrays of routes."""
+        """The dtype of arrays of routes."""
         most = max(router.num_experts for router in self.routers)
-        return np.dtype(np.uint8 if most <= _MAX_BYTE else np.uint16)
+        return np.dtype(np.uint8 if most <= _MAX_UINT8_EXPERTS else np.uint16)
 
     @property
     def token_bytes(self) -> int:
-        """Of the routes of one token."""
+        """Bytes of the routes of one token."""
         num_layers, top_k = self.shape
         return num_layers * top_k * self.dtype.itemsize
 
-    def install(self, rules: Sequence[Rule]) -> None:
-        """Have each router ask its rule from now on."""
+    def install(self, rules: Sequence[RoutingRule]) -> None:
+        """Make each router use its rule from now on."""
         for router, rule in zip(self.routers, rules, strict=True):
             module: Any = router.module
-            module.choosing = _Choosing(rule, top_k=self.top_k, num_experts=router.num_experts)
-            # One function for all routers: of functions of their own, torch.compile would want to
-            # make a program for each.
-            module.forward = MethodType(_choosing_forward, module)
+            module.topk_override = _TopkOverride(
+                rule, top_k=self.top_k, num_experts=router.num_experts
+            )
+            # One function for all routers: torch.compile would compile one program per function.
+            module.forward = MethodType(_forward_with_override, module)
 
 
 class RouteReplay:
-    """Sends tokens where they went before. Used by the trainer's thread."""
+    """Replays recorded routes. Used by the trainer's thread."""
 
     def __init__(self, routing: Routing) -> None:
         self._routing = routing
@@ -83,15 +84,16 @@ class RouteReplay:
         routing.install(self._rules)
 
     def begin(self, routes: np.ndarray | None, *, device: torch.device) -> None:
-        """Of the next pass: [T, layers, K], or None to let routers choose. It stays so until this
-        is called again: a backward pass that computes layers anew needs them, too."""
+        """Set the routes of the next pass, [T, layers, K]; None = routers choose. They stay in
+        effect until the next call, because gradient checkpointing runs layers again in the backward
+        pass."""
         if routes is None:
             for rule in self._rules:
                 rule.rows = None
             return
         shape = self._routing.shape
         assert routes.shape[1:] == shape, (
-            f"routes of another model: {routes.shape[1:]}, not {shape}"
+            f"the routes are of another model: {routes.shape[1:]}, not {shape}"
         )
         known = np.where(routes == unknown_id(routes.dtype), -1, routes.astype(np.int16))
         by_layer = torch.from_numpy(known.swapaxes(0, 1).copy()).to(device, non_blocking=True)
@@ -100,10 +102,10 @@ class RouteReplay:
 
 
 class _Replayed:
-    """Of one router: what it chose before, where that is known."""
+    """The rule of one router: its recorded choice, where that is known."""
 
     def __init__(self) -> None:
-        self.rows: Tensor | None = None  # [T, K] int16; -1 = not known
+        self.rows: Tensor | None = None  # [T, K] int16; -1 = unknown
 
     def choose(self, own: Tensor) -> Tensor:
         if self.rows is None:
@@ -112,17 +114,17 @@ class _Replayed:
         return torch.where(rows < 0, own, rows)
 
 
-class _Chosen(NamedTuple):
-    """What a topk returns."""
+class _TopkResult(NamedTuple):
+    """The result of a topk."""
 
     values: Tensor
     indices: Tensor
 
 
-class _Choosing(TorchFunctionMode):
-    """Within it, a topk over the experts gives what a rule says."""
+class _TopkOverride(TorchFunctionMode):
+    """A mode in which a topk over the experts returns the choice of a rule."""
 
-    def __init__(self, rule: Rule, *, top_k: int, num_experts: int) -> None:
+    def __init__(self, rule: RoutingRule, *, top_k: int, num_experts: int) -> None:
         super().__init__()
         self.rule = rule
         self.top_k = top_k
@@ -138,15 +140,15 @@ class _Choosing(TorchFunctionMode):
         scores = args[0] if args else kwargs["input"]
         top_k = args[1] if len(args) > 1 else kwargs["k"]
         if scores.ndim != 2 or scores.shape[1] != self.num_experts or top_k != self.top_k:
-            return result  # of groups of experts, say
+            return result  # over groups of experts, for example
         chosen = self.rule.choose(result[1])
-        return _Chosen(scores.gather(-1, chosen), chosen)
+        return _TopkResult(scores.gather(-1, chosen), chosen)
 
 
 def is_topk(func: Any) -> bool:
     return func is torch.topk or func is torch.Tensor.topk
 
 
-def _choosing_forward(router: Any, *args: Any, **kwargs: Any) -> Any:
-    with router.choosing:
+def _forward_with_override(router: Any, *args: Any, **kwargs: Any) -> Any:
+    with router.topk_override:
         return type(router).forward(router, *args, **kwargs)

@@ -29,8 +29,8 @@ from millrace.cluster.worker_main import run_worker, serve, unexpected
 from millrace.core.errors import ScoreError
 from millrace.core.spans import Timeline
 from millrace.models.classifier import Classifier, ClassifierInput, load_classifier
-from millrace.models.continuing import Shelf
 from millrace.models.directory import load_tokenizer
+from millrace.models.incremental import SequenceKvCache
 from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.scoring.reward_models.reading_encoder import ReadingEncoder
 from millrace.scoring.reward_models.settings import ModelSettings
@@ -114,7 +114,7 @@ class RewardModelWorker:
         self._texts = texts
         self._batch_tokens = batch_tokens
         self._max_length = max_length
-        self._shelf = Shelf(max_tokens=kept_tokens)
+        self._kv_cache = SequenceKvCache(max_tokens=kept_tokens)
         self._timeline = timeline
         self._unread: list[_Unread] = []  # in the order of arrival
         self._counters = {"tokens_read": 0.0, "sequences_read": 0.0, "passes": 0.0}
@@ -175,21 +175,21 @@ class RewardModelWorker:
         if not wanted:
             return
         tokens = tokens[: wanted[-1] + 1]
-        if not self._classifier.reads_on:
+        if not self._classifier.is_incremental:
             for end in wanted:
                 yield ClassifierInput(tokens=tokens, ends=[end])
             return
         known = ends[reading.num_known - 1] + 1 if reading.num_known else 0
         if wanted[0] < known:  # a step without tokens has the value of the step before
             known = 0
-        states = self._shelf.take(tokens[:known]) if known else None
-        yield ClassifierInput(tokens=tokens, ends=wanted, states=states, keeps=reading.is_partial)
+        past = self._kv_cache.take(tokens[:known]) if known else None
+        yield ClassifierInput(tokens=tokens, ends=wanted, past=past, keep=reading.is_partial)
 
     def _is_worth_a_pass(self) -> bool:
         if not self._unread:
             return False
         return (
-            any(not one.passage.keeps for one in self._unread)
+            any(not one.passage.keep for one in self._unread)
             or sum(one.passage.num_new for one in self._unread) >= GATHER_TOKENS
             or time.monotonic() - self._unread[0].since_s >= GATHER_S
         )
@@ -214,10 +214,10 @@ class RewardModelWorker:
         return batch
 
     def _read(self, batch: list[_Unread]) -> None:
-        found = self._classifier.read([one.passage for one in batch])
-        for one, (values, states) in zip(batch, found, strict=True):
-            if states is not None:
-                self._shelf.put(one.passage.tokens, states)
+        found = self._classifier.values([one.passage for one in batch])
+        for one, (values, kv) in zip(batch, found, strict=True):
+            if kv is not None:
+                self._kv_cache.put(one.passage.tokens, kv)
             one.open.values[one.index] += values
             one.open.num_unread -= 1
             if one.open.num_unread == 0:

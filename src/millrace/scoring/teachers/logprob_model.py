@@ -13,7 +13,6 @@ from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Group, Rollout, ScorerResult, TokenScores
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
 from millrace.models.directory import load_tokenizer, text_config
-from millrace.models.weight_file import version_in
 from millrace.scoring.model_process import ModelHandle
 from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext
 from millrace.scoring.teachers.process import TeacherProcess
@@ -70,8 +69,11 @@ def make_process(
 def _state_file(name: str, context: ScorerContext) -> str:
     """The file in which a self-teacher saves its weights."""
     path = (context.folder / f"{name}.safetensors").absolute()
-    if path.exists() and version_in(path) > context.run_info.version:
-        path.unlink()  # the run resumed from an earlier version and will train these again
+    if path.exists():
+        from millrace.models.loading import read_weights_version  # takes seconds to import
+
+        if read_weights_version(path) > context.run_info.version:
+            path.unlink()  # the run resumed from an earlier version and will train these again
     return str(path)
 
 

@@ -20,9 +20,9 @@ from millrace.core.protocols import WeightReceiver
 from millrace.core.weight_update import WeightUpdate
 from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights
 from millrace.inference.embedded.lora.merging import AdapterMerger
+from millrace.models.loading import read_weights, write_weights
 from millrace.models.lora.factors import adapter_of
 from millrace.models.lora.folders import read_checkpoint
-from millrace.models.weight_file import read_weights, write_weights
 from millrace.scoring.teachers.history import (
     AveragedWeights,
     HistorySettings,

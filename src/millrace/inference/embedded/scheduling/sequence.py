@@ -13,7 +13,7 @@ from millrace.core.records import Completion, Finish, KVOrigin, Request
 from millrace.inference.embedded.kv.lineage import Lineage
 from millrace.inference.embedded.routes import SequenceRoutes
 from millrace.inference.embedded.sampling.kept_ids import KeptIds
-from millrace.models.grammars import Guide
+from millrace.models.grammars import GrammarMatcher
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class Sequence:
     held_blocks: np.ndarray | None = None
     # Of the KV it has, or had when it gave up its lane; in one, up to the last Scheduler.settle().
     lineage: Lineage = ()
-    guide: Guide | None = None  # by the grammar of its request
+    guide: GrammarMatcher | None = None  # by the grammar of its request
     finish: Finish | None = None  # once it has ended
 
     @property
@@ -69,7 +69,7 @@ def sequences_of(
     *,
     first_arrival: int,
     adapter_slot: int = 0,
-    guide: Guide | None = None,
+    guide: GrammarMatcher | None = None,
     records_routes: bool = False,
 ) -> list[Sequence]:
     """The n sequences of a request, each where its completion begins or goes on."""
