@@ -21,9 +21,8 @@ from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model
 from millrace.training.losses.policy_loss import PolicyLoss
-from millrace.training.optimizer import Schedule
+from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.packing.packer import pack
-from millrace.training.settings import TrainSettings
 from millrace.training.trainer import Trainer
 
 SAMPLING = Sampling(max_new_tokens=40)

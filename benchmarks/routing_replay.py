@@ -30,9 +30,8 @@ from millrace.models.loading import load_model, resolve_device, without_progress
 from millrace.models.moe.router_search import find_routing
 from millrace.models.moe.routing import RouteReplay, Routing
 from millrace.training.losses.policy_loss import PolicyLoss
-from millrace.training.optimizer import Schedule
+from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.packing.packer import pack
-from millrace.training.settings import TrainSettings
 from millrace.training.trainer import Trainer
 
 VOCAB = 512

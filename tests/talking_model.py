@@ -32,9 +32,8 @@ from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.moe.router_search import find_routing
 from millrace.models.moe.routing import RouteReplay
 from millrace.training.losses.policy_loss import PolicyLoss
-from millrace.training.optimizer import Schedule
+from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.policy_model import PolicyModel
-from millrace.training.settings import TrainSettings
 from millrace.training.trainer import Trainer
 
 torch.set_num_threads(1)

@@ -38,7 +38,7 @@ def change_tensors(folder: Path, change) -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_what_peft_saved_is_read(tmp_path, dora):
+def test_a_folder_saved_by_peft_is_read(tmp_path, dora):
     save_with_peft(tmp_path, target_modules=["q_proj"], use_rslora=True, use_dora=dora)
     adapter = read_resident("judge", tmp_path, model=tiny_model("qwen3"))
     assert (adapter.rank, adapter.scale, adapter.is_dora) == (4, 3.0, dora)

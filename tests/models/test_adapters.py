@@ -49,14 +49,14 @@ def test_all_linear_is_every_linear_layer_but_the_head(architecture):
 
 
 @pytest.mark.parametrize("wrong", ["qproj", "lm_head", "roj"])
-def test_a_target_that_no_layer_has_is_named_with_those_there_are(wrong):
+def test_an_unknown_target_module_is_named_with_the_valid_ones(wrong):
     lora = LoraConfig(target_modules=("q_proj", wrong))
     with pytest.raises(ConfigError, match=rf"has '{wrong}'.* this model has down_proj, gate_proj"):
         adapted_linears(tiny_model("llama"), lora)
 
 
 @pytest.mark.parametrize("lora", SETTINGS.values(), ids=SETTINGS)
-def test_a_new_adapter_changes_nothing_and_alone_is_trained(lora):
+def test_a_new_adapter_changes_no_output_and_only_it_is_trainable(lora):
     model = tiny_model("qwen3")
     before, linears = logits(model), adapted_linears(model, lora)
     adapter = TrainedAdapter(model, lora, model_path="tiny")
@@ -101,7 +101,7 @@ def test_the_merged_model_loads_with_transformers_and_computes_the_same(
     torch.testing.assert_close(logits(loaded.eval()), logits(model), rtol=1e-5, atol=1e-5)
 
 
-def test_a_saved_adapter_loads_into_a_new_one_and_no_other(tmp_path):
+def test_a_saved_adapter_loads_only_into_one_with_the_same_settings(tmp_path):
     lora = SETTINGS["all"]
     adapter = adapter_in(tiny_model("llama"), lora)
     adapter.write(adapter.named_weights(), tmp_path)
@@ -139,7 +139,7 @@ def test_resuming_with_other_lora_settings_is_refused(tmp_path):
         check_same_kind(tmp_path, lora)
 
 
-def test_without_peft_the_sentence_says_what_to_install(monkeypatch):
+def test_without_peft_the_error_says_what_to_install(monkeypatch):
     require_peft()
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"install millrace\[lora\]"):

@@ -1,4 +1,4 @@
-"""The merge of two calls and its gradient, with a dense stand-in for the kernel on the CPU."""
+"""The merge of two calls and its gradient, with a dense reference kernel on the CPU."""
 
 from itertools import pairwise
 
@@ -133,7 +133,7 @@ def test_the_merged_gradient_is_that_of_finite_differences(lengths, parents):
     )
 
 
-def test_the_operator_keeps_pytorchs_rules():
+def test_the_operator_passes_opcheck():
     lengths, parents = LAYOUTS["families and others"]
     inputs = inputs_of(sum(lengths))
     spans, sizes = flattened(PackedLayout.of(lengths, parents=parents, device=CPU))
@@ -150,7 +150,7 @@ def test_the_operator_keeps_pytorchs_rules():
         ({"window": 3}, "window is shorter"),
     ],
 )
-def test_what_the_kernel_does_not_take_is_said(change, obstacle):
+def test_unsupported_inputs_of_the_kernel_are_named(change, obstacle):
     settings = {"dtype": torch.bfloat16, "size": 8, "softcap": None, "window": None, **change}
     lengths, parents = LAYOUTS["one family"]
     inputs = inputs_of(sum(lengths), size=settings["size"], dtype=settings["dtype"])
@@ -191,7 +191,7 @@ class TestFlashKernel:
             assert error < 2e-2 * wanted.abs().max().item()
 
     @pytest.mark.parametrize("window", [1, 2, 100])
-    def test_windows_reach_as_far_as_in_the_dense_stand_in(self, window):
+    def test_windows_are_those_of_the_dense_reference(self, window):
         lengths, parents = GPU_LAYOUTS["no family"]
         exact = inputs_of(sum(lengths), size=64)
         layout = PackedLayout.of(lengths, parents=parents, device=torch.device("cuda"))

@@ -135,7 +135,7 @@ def test_logprobs_and_gradients_of_topk_ids_are_those_of_plain_functions(kind, c
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_logits_of_more_than_one_chunk_never_exist_for_told_tokens():
+def test_logits_of_more_than_one_chunk_never_exist_for_topk_ids():
     model = tiny_model("gemma2")
     hidden, case = topk_case(model, 200)
     with LargestTensor() as seen:

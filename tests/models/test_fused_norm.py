@@ -60,11 +60,11 @@ class Almost(nn.Module):
     ],
     ids=["mean subtracted", "another epsilon", "another gain"],
 )
-def test_what_computes_something_else_is_left_alone(compute):
+def test_modules_that_are_no_rms_norm_are_unchanged(compute):
     assert fuse_norms(Almost(compute)) == 0
 
 
-def test_other_dtypes_go_the_models_own_way():
+def test_other_dtypes_use_the_original_forward():
     model, plain = tiny_model("llama").bfloat16(), tiny_model("llama").bfloat16()
     fuse_norms(model.float())
     model.bfloat16()

@@ -80,7 +80,7 @@ def test_an_unknown_model_type_is_one_sentence(saved):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_weights_are_refused_instead_of_made_up(saved):
+def test_missing_weights_are_refused(saved):
     weights = load_file(saved / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
@@ -121,7 +121,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_architecture_millrace_would_get_wrong_is_refused(tmp_path, case):
+def test_an_unsupported_architecture_is_refused(tmp_path, case):
     make, reason = REFUSED[case]
     make().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"is not supported: .*{reason}"):

@@ -38,7 +38,7 @@ def test_temperature_sharpens_before_normalising():
     assert logprobs.item() == pytest.approx(np.log(1 / 5))
 
 
-def test_kept_ids_renormalise_and_an_empty_row_rules_nothing_out():
+def test_kept_ids_renormalise_and_an_empty_row_keeps_all_ids():
     logits = torch.log(torch.tensor([[1.0, 2.0, 3.0, 4.0]])).repeat(2, 1)
     logprobs, entropies = token_logprobs(
         logits, torch.tensor([1, 1]), temperatures=torch.ones(2), kept=kept_rows([1, 3], [])

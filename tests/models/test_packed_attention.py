@@ -77,7 +77,7 @@ def test_a_token_changes_only_what_follows_it_in_its_own_sequence():
 
 
 def family_hidden(model, families: list[tuple[torch.Tensor, list[torch.Tensor]]]):
-    """Hidden states of every own part behind the shared one, computed with that laid once."""
+    """Hidden states of each continuation, with the shared prefix stored once."""
     parents = [shared for shared, _ in families]
     children = [(i, own) for i, (_, parts) in enumerate(families) for own in parts]
     segments = [*parents, *(own for _, own in children)]
@@ -116,7 +116,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_shared_beginning_gives_what_whole_sequences_give(architecture, sizes):
+def test_a_shared_prefix_gives_the_hidden_states_of_whole_sequences(architecture, sizes):
     packed, plain = packed_and_plain(architecture)
     families = families_of(sizes)
     torch.manual_seed(0)
@@ -190,7 +190,7 @@ sizes = st.integers(1, 40)
     others=st.lists(sizes, min_size=1, max_size=3),
     window=st.none() | st.integers(1, 50),
 )
-def test_rows_see_their_segment_and_its_parent_and_nothing_else(families, others, window):
+def test_rows_attend_to_their_segment_and_its_parent_only(families, others, window):
     children = [(i, n) for i, (_, own) in enumerate(families) for n in own]
     lengths = [*(n for n, _ in families), *(n for _, n in children), *others]
     parents = [*[-1] * len(families), *(i for i, _ in children), *[-1] * len(others)]
@@ -203,7 +203,7 @@ def test_rows_see_their_segment_and_its_parent_and_nothing_else(families, others
     behind = position[:, None] - position
     seen = ((segment[:, None] == segment) & (behind >= 0)) | (parent[:, None] == segment)
     seen &= behind < (window or len(row))
-    # With equal scores and values that name their rows, the output says what was seen.
+    # With equal scores and one-hot values, the output shows which rows were attended to.
     values = torch.eye(len(row)).view(1, 1, len(row), len(row))
     zeros = torch.zeros(1, 1, len(row), 4)
     out, _ = packed_attention(
@@ -221,7 +221,7 @@ def test_a_layout_refuses_children_that_do_not_follow_their_parents():
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 700, 3000])
-def test_long_sequences_are_attended_to_in_query_blocks(softcap, window):
+def test_long_sequences_are_computed_in_query_blocks(softcap, window):
     torch.manual_seed(0)
     length = 1100  # more than two query blocks
     q, k, v = (torch.randn(1, heads, length, 4) for heads in (2, 1, 1))

@@ -1,4 +1,4 @@
-"""Routers are found by what they do, and do what they are told."""
+"""Routers are found by what they compute, and they follow routing rules."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def experts_calls(model) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_what_is_noted_is_what_experts_are_called_with(architecture):
+def test_recorded_routes_are_the_experts_that_are_called(architecture):
     model = tiny_model(architecture)
     calls = experts_calls(model)
     routing = routing_of(model)
@@ -63,7 +63,7 @@ def test_what_is_noted_is_what_experts_are_called_with(architecture):
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_a_model_that_only_notes_computes_what_it_did(architecture):
+def test_recording_routes_does_not_change_the_output(architecture):
     model = tiny_model(architecture)
     with torch.no_grad():
         before = model(TOKENS[None]).logits
@@ -72,7 +72,7 @@ def test_a_model_that_only_notes_computes_what_it_did(architecture):
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_tokens_go_where_they_are_told_and_weights_are_the_routers_own(architecture):
+def test_tokens_follow_the_rule_with_the_weights_of_the_router(architecture):
     model = tiny_model(architecture)
     routing = routing_of(model)
     check_replay(model, routing)
@@ -81,8 +81,8 @@ def test_tokens_go_where_they_are_told_and_weights_are_the_routers_own(architect
     replay.begin(
         np.stack([indices.flip(1).numpy() for indices, _ in own], 1).astype(np.uint8), device=CPU
     )
-    for (indices, weights), (told, theirs) in zip(own, experts_calls(model), strict=True):
-        torch.testing.assert_close(told, indices.flip(1), rtol=0, atol=0)
+    for (indices, weights), (replayed, theirs) in zip(own, experts_calls(model), strict=True):
+        torch.testing.assert_close(replayed, indices.flip(1), rtol=0, atol=0)
         torch.testing.assert_close(theirs, weights.flip(1))
     strange = np.random.default_rng(0).permuted(
         np.tile(np.arange(NUM_EXPERTS), (len(TOKENS), len(own), 1)), axis=2
@@ -93,23 +93,23 @@ def test_tokens_go_where_they_are_told_and_weights_are_the_routers_own(architect
     assert all((weights > 0).all() for _, weights in calls)
 
 
-def test_rows_that_are_not_known_are_left_to_the_router():
+def test_unknown_routes_use_the_routers_choice():
     model = tiny_model("qwen3_moe")
     routing = routing_of(model)
     own = noted_routes(model, routing)
-    told = (own + 1) % NUM_EXPERTS
-    told[::2] = unknown_routes(len(told[::2]), like=told)
+    replayed = (own + 1) % NUM_EXPERTS
+    replayed[::2] = unknown_routes(len(replayed[::2]), like=replayed)
     replay = RouteReplay(routing)
-    replay.begin(told, device=CPU)
+    replay.begin(replayed, device=CPU)
     used = torch.stack([c[0] for c in experts_calls(model)], 1).numpy()
-    np.testing.assert_array_equal(used[1::2], told[1::2])
+    np.testing.assert_array_equal(used[1::2], replayed[1::2])
     np.testing.assert_array_equal(used[::2, 0], own[::2, 0])  # later layers see other inputs
     replay.begin(None, device=CPU)
     used = torch.stack([c[0] for c in experts_calls(model)], 1).numpy()
     np.testing.assert_array_equal(used, own)
 
 
-def test_gradients_reach_the_router_through_the_weights_of_what_it_was_told():
+def test_gradients_reach_the_router_through_the_weights_of_replayed_experts():
     model = tiny_model("qwen3_moe")
     replay = RouteReplay(routing_of(model))
     replay.begin(np.tile(np.uint8([5, 6]), (len(TOKENS), 2, 1)), device=CPU)
@@ -125,7 +125,7 @@ def test_a_dense_model_has_no_routing():
     assert find_routing(tiny_model("qwen3")) is None
 
 
-def test_more_experts_than_a_byte_has_numbers_take_two():
+def test_more_than_255_experts_take_two_bytes():
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
     config = transformers.Qwen3MoeConfig(
         **shape,
@@ -145,7 +145,7 @@ def test_more_experts_than_a_byte_has_numbers_take_two():
     np.testing.assert_array_equal(experts_calls(model)[0][0].numpy(), (own[:, 0] + 7) % 300)
 
 
-def test_experts_chosen_without_a_topk_are_refused_in_one_sentence():
+def test_experts_chosen_without_a_topk_are_refused():
     model = tiny_model("qwen3_moe")
     gate = model.model.layers[1].mlp.gate
 
@@ -159,7 +159,7 @@ def test_experts_chosen_without_a_topk_are_refused_in_one_sentence():
         find_routing(model)
 
 
-def test_routers_that_weigh_only_what_they_chose_are_refused_in_one_sentence():
+def test_routers_that_weigh_only_their_own_choice_are_refused():
     model = tiny_model("qwen3_moe")
     gate = model.model.layers[0].mlp.gate
 

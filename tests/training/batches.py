@@ -12,10 +12,9 @@ from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Episode, Group, Kept, Rollout, Sampling, Task
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.training.losses.policy_loss import PolicyLoss
-from millrace.training.optimizer import Schedule
+from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.packing.packer import pack
 from millrace.training.policy_model import PolicyModel
-from millrace.training.settings import TrainSettings
 from millrace.training.trainer import Trainer
 
 

@@ -1,4 +1,4 @@
-"""Critics of tiny models, batches for them, and what plain transformers code says about both."""
+"""Critics of tiny models, batches for them, and a reference in plain transformers code."""
 
 from collections.abc import Sequence
 
@@ -16,14 +16,14 @@ from millrace.training.packing.packer import pack
 HEAD_SEED = 3
 
 
-def judged_batch(
+def critic_batch(
     rollouts: Sequence[Rollout],
     *,
     scores: Sequence[float] | None = None,
     cut: Sequence[bool] | None = None,
     microbatch_tokens: int = 10_000,
 ) -> Batch:
-    """Packed for a critic. Every third rollout was cut, unless said otherwise."""
+    """Packed for a critic. Every third rollout is truncated by default."""
     scores = [0.5 * (i % 4) - 0.3 for i in range(len(rollouts))] if scores is None else scores
     cut = were_cut(len(rollouts)) if cut is None else cut
     turns = [Turn(prompt="", completion="", finish="length" if c else "stop") for c in cut]
@@ -46,7 +46,7 @@ def were_cut(num: int) -> list[bool]:
 def critic_of(
     architecture: str = "qwen3", *, seed: int = 1, device: str = "cpu", **settings
 ) -> Critic:
-    """With a head that has an opinion."""
+    """A critic with random head weights."""
     model = tiny_model(architecture, seed=seed).to(device)
     model.set_attn_implementation(PACKED_ATTENTION)
     estimator = settings.pop("estimator", GaeEstimator(discount=0.9, decay=0.8))
@@ -56,7 +56,7 @@ def critic_of(
         settings=take_train_settings(settings),
         **{"learning_rate": 1e-2, **settings},
     )
-    _opinionated(critic.model.module.head)
+    _randomize(critic.model.module.head)
     return critic
 
 
@@ -65,7 +65,7 @@ def plain_critic(architecture: str = "qwen3", *, seed: int = 1):
     backbone = tiny_model(architecture, seed=seed).base_model
     backbone.set_attn_implementation("eager")
     head = torch.nn.Linear(backbone.config.hidden_size, 1)
-    _opinionated(head)
+    _randomize(head)
     return backbone, head
 
 
@@ -100,7 +100,7 @@ def plain_estimates(
     return advantages, before
 
 
-def _opinionated(head: torch.nn.Linear) -> None:
+def _randomize(head: torch.nn.Linear) -> None:
     generator = torch.Generator().manual_seed(HEAD_SEED)
     with torch.no_grad():
         head.weight.copy_(0.2 * torch.randn(head.weight.shape, generator=generator))

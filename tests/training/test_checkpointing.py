@@ -12,7 +12,7 @@ from millrace.training.group import TrainerGroup
 from millrace.training.past_steps import StepsInMemory
 
 
-class PlayedTrainer:
+class FakeTrainer:
     """Says Copied at once and is silent about the disk until the test answers."""
 
     def __init__(self) -> None:
@@ -30,33 +30,33 @@ class PlayedTrainer:
 
 
 @pytest.fixture
-async def trainer() -> PlayedTrainer:
-    return PlayedTrainer()
+async def trainer() -> FakeTrainer:
+    return FakeTrainer()
 
 
 @pytest.fixture
-def said() -> list[str]:
+def warnings() -> list[str]:
     return []
 
 
 @pytest.fixture
-def heard() -> list[int]:
+def saved() -> list[int]:
     return []
 
 
 @pytest.fixture
-def checkpointing(trainer, said, heard) -> Checkpointing:
+def checkpointing(trainer, warnings, saved) -> Checkpointing:
     group = TrainerGroup([trainer], past=StepsInMemory(version=0))
-    return Checkpointing(group, folder=Path("run"), warn=said.append)
+    return Checkpointing(group, folder=Path("run"), warn=warnings.append)
 
 
 @pytest.fixture
-def save(checkpointing, heard):
+def save(checkpointing, saved):
     """Of checkpoints of a version; the last one, or any other."""
 
     def save(version: int, *, is_last: bool = False):
         ask = checkpointing.save_last if is_last else checkpointing.save
-        return ask(version, run_state={}, on_saved=lambda: heard.append(version))
+        return ask(version, run_state={}, on_saved=lambda: saved.append(version))
 
     return save
 
@@ -66,27 +66,27 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_controller_goes_on_before_the_disk_has_it(
-    trainer, checkpointing, save, heard, said
+async def test_save_returns_before_the_checkpoint_is_on_the_disk(
+    trainer, checkpointing, save, saved, warnings
 ):
     await save(4)
     assert [message.directory for message in trainer.asked] == ["run/step_4"]
-    assert heard == []
+    assert saved == []
     assert checkpointing.newest is None
     trainer.answers.put_nowait(Saved(version=4))
     await settled()
-    assert heard == [4]
+    assert saved == [4]
     assert checkpointing.newest == Path("run/step_4")
-    assert said == []
+    assert warnings == []
 
 
-async def test_one_that_is_due_while_another_is_written_is_skipped_and_counted(
-    trainer, checkpointing, save, heard, said
+async def test_a_checkpoint_due_while_another_is_written_is_skipped_and_counted(
+    trainer, checkpointing, save, saved, warnings
 ):
     for version in (1, 2, 3):
         await save(version)
-    assert checkpointing.num_skipped == len(said) == 2
-    assert said[1].startswith(
+    assert checkpointing.num_skipped == len(warnings) == 2
+    assert warnings[1].startswith(
         "The checkpoint of step 3 was skipped, because that of step 1 is still being written"
         " (2 skipped so far)"
     )
@@ -97,8 +97,8 @@ async def test_one_that_is_due_while_another_is_written_is_skipped_and_counted(
     checkpointing.close()
 
 
-async def test_the_last_one_waits_for_the_one_before_and_for_the_disk(
-    trainer, checkpointing, save, heard
+async def test_the_last_checkpoint_waits_for_the_one_before_and_for_the_disk(
+    trainer, checkpointing, save, saved
 ):
     await save(1)
     last = asyncio.create_task(save(2, is_last=True))
@@ -111,41 +111,41 @@ async def test_the_last_one_waits_for_the_one_before_and_for_the_disk(
     trainer.answers.put_nowait(Saved(version=2))
     await last
     assert checkpointing.newest == Path("run/step_2")
-    assert heard == [1, 2]
+    assert saved == [1, 2]
 
 
 @pytest.mark.parametrize(
     "error", [CheckpointError("No room."), WorkerError("Worker 'trainer' died.", worker="trainer")]
 )
 async def test_a_failed_write_is_a_warning_unless_it_is_the_last(
-    trainer, checkpointing, save, heard, said, error
+    trainer, checkpointing, save, saved, warnings, error
 ):
     await save(1)
     trainer.answers.put_nowait(error)
-    while not said:
+    while not warnings:
         await settled()
-    assert said == [f"{error} The run continues without the checkpoint of step 1."]
+    assert warnings == [f"{error} The run continues without the checkpoint of step 1."]
     trainer.answers.put_nowait(error)
     with pytest.raises(type(error), match=str(error)):
         await save(2, is_last=True)
-    assert heard == []
+    assert saved == []
 
 
 async def test_old_checkpoints_that_cannot_be_removed_are_a_warning(
-    trainer, checkpointing, save, heard, said
+    trainer, checkpointing, save, saved, warnings
 ):
     trainer.answers.put_nowait(Saved(version=1, complaint="It is locked."))
     await save(1, is_last=True)
-    assert (heard, said) == ([1], ["It is locked."])
+    assert (saved, warnings) == ([1], ["It is locked."])
 
 
-async def test_a_checkpoint_that_dies_with_its_trainer_is_not_written_by_the_next(
-    trainer, checkpointing, save, heard, said
+async def test_a_checkpoint_lost_with_its_trainer_is_not_written_by_the_next(
+    trainer, checkpointing, save, saved, warnings
 ):
     await save(1)
     trainer.dead.set_result(None)
     trainer.answers.put_nowait(WorkerError("Worker 'trainer' was killed.", worker="trainer"))
-    while not said:
+    while not warnings:
         await settled()
-    assert said[0].startswith("The trainer died before 'run/step_1' was written.")
-    assert (heard, len(trainer.asked)) == ([], 1)
+    assert warnings[0].startswith("The trainer died before 'run/step_1' was written.")
+    assert (saved, len(trainer.asked)) == ([], 1)

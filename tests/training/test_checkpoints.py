@@ -67,7 +67,7 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", MIXTURE])
-def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, architecture):
+def test_a_resumed_trainer_continues_bit_for_bit(tmp_path, architecture):
     first, second = batches(4)[:2], batches(4)[2:]
     settings = {"weight_decay": 0.1, "learning_rate": 3e-3}
     trainer = trainer_of(tiny_model(architecture), **settings)
@@ -127,7 +127,7 @@ def test_a_checkpoint_is_a_hugging_face_model(tmp_path, architecture):
         torch.testing.assert_close(loaded(tokens).logits, plain(tokens).logits)
 
 
-def test_the_run_state_comes_back_as_it_was(tmp_path):
+def test_the_run_state_is_restored(tmp_path):
     directory = tmp_path / "checkpoints" / "step_3"
     state = {"step": 3, "version": 3, "next_number": 12, "unfinished": [7, 9]}
     write_fake_checkpoint(directory, run_state=state)
@@ -135,7 +135,7 @@ def test_the_run_state_comes_back_as_it_was(tmp_path):
     assert names(directory.parent) == {"step_3"}
 
 
-def test_the_newest_checkpoint_is_the_good_one_of_the_most_steps(tmp_path):
+def test_the_newest_undamaged_checkpoint_is_found(tmp_path):
     assert newest_checkpoint(tmp_path) == FoundCheckpoint()
     fake_checkpoint(tmp_path, 9)
     expected = fake_checkpoint(tmp_path, 10)
@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, dama
     assert "\n" not in found.refused[0]
 
 
-def test_files_that_somebody_adds_to_a_checkpoint_do_no_harm(tmp_path):
+def test_extra_files_in_a_checkpoint_are_ignored(tmp_path):
     directory = fake_checkpoint(tmp_path, 9)
     (directory / "README.md").write_text("a fine model")
     assert newest_checkpoint(tmp_path).directory == directory
@@ -234,10 +234,10 @@ def test_pruning_counts_only_good_checkpoints(tmp_path):
     assert names(folder) == {"step_2", "step_4", "step_5"}  # the only good one stays
 
 
-def test_pruning_reads_no_checkpoint_that_is_known_to_be_good(tmp_path):
+def test_pruning_does_not_read_checkpoints_known_to_be_good(tmp_path):
     known = fake_checkpoint(tmp_path, 2)
     other = fake_checkpoint(tmp_path, 1)
-    missing(known)  # which nobody notices
+    missing(known)  # not read again
     good = {"step_2"}
     prune_checkpoints(tmp_path / "checkpoints", keep=2, good=good)
     assert good == {"step_2", "step_1"}
@@ -246,7 +246,7 @@ def test_pruning_reads_no_checkpoint_that_is_known_to_be_good(tmp_path):
     assert not other.exists()
 
 
-def test_a_step_done_again_replaces_its_checkpoint(tmp_path):
+def test_a_repeated_step_replaces_its_checkpoint(tmp_path):
     directory = fake_checkpoint(tmp_path, 4)
     write_fake_checkpoint(directory, run_state={"again": True})
     assert read_run_state(directory) == {"again": True}
@@ -291,7 +291,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
         fake_checkpoint(tmp_path, 1)
 
 
-def test_what_a_killed_process_left_is_cleared_by_the_next_checkpoint(tmp_path):
+def test_leftovers_of_a_killed_process_are_removed_by_the_next_checkpoint(tmp_path):
     left = tmp_path / "checkpoints" / ".unfinished_step_3"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_bytes(b"half")
@@ -299,7 +299,7 @@ def test_what_a_killed_process_left_is_cleared_by_the_next_checkpoint(tmp_path):
     assert names(tmp_path / "checkpoints") == {"step_4"}
 
 
-def test_a_run_goes_on_with_the_critic_it_had_or_without_one(tmp_path):
+def test_a_run_resumes_with_a_critic_only_if_it_had_one(tmp_path):
     check_same_critic(tmp_path, has_critic=False)
     with pytest.raises(ConfigError, match=r"was trained without a critic; .* leave out the"):
         check_same_critic(tmp_path, has_critic=True)

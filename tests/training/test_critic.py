@@ -8,8 +8,8 @@ import torch
 from architectures import tiny_model
 from batches import in_order_of, mixed_rollouts, random_rollout, sharing_rollouts, trainer_of
 from critics import (
+    critic_batch,
     critic_of,
-    judged_batch,
     plain_critic,
     plain_estimates,
     plain_values,
@@ -74,9 +74,9 @@ def expected_estimates(rollouts, *, architecture="qwen3"):
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("kind", ["unrelated", "sharing", "with rewards of tokens"])
-def test_a_step_is_taken_with_the_advantages_of_a_plain_loop(kind, normalize):
+def test_a_step_uses_the_advantages_of_a_plain_loop(kind, normalize):
     rollouts = rollouts_of(kind)
-    batch = judged_batch(rollouts, scores=SCORES)
+    batch = critic_batch(rollouts, scores=SCORES)
     estimator = GaeEstimator(discount=DISCOUNT, decay=DECAY, normalize=normalize)
     spy = Spy()
     trainer = trainer_of(tiny_model("qwen3"), loss=spy, critic=critic_of(estimator=estimator))
@@ -98,7 +98,7 @@ def test_a_step_is_taken_with_the_advantages_of_a_plain_loop(kind, normalize):
     np.testing.assert_allclose(tokens.advantages.numpy(), expected, atol=1e-5)
 
 
-def test_each_pass_of_the_critic_is_a_sign_that_the_step_gets_on():
+def test_each_forward_pass_of_the_critic_is_reported_as_progress():
     num_passes = 0
 
     def count():
@@ -106,10 +106,10 @@ def test_each_pass_of_the_critic_is_a_sign_that_the_step_gets_on():
         num_passes += 1
 
     critic = critic_of(on_forward=count)
-    batch = judged_batch(rollouts_of("unrelated"), scores=SCORES, microbatch_tokens=16)
-    (judged,) = critic.estimate_advantages([batch])
+    batch = critic_batch(rollouts_of("unrelated"), scores=SCORES, microbatch_tokens=16)
+    (estimated,) = critic.estimate_advantages([batch])
     assert num_passes == len(batch.microbatches) > 1
-    critic.update(judged)
+    critic.update(estimated)
     assert num_passes == 2 * len(batch.microbatches)
 
 
@@ -118,7 +118,7 @@ def test_each_pass_of_the_critic_is_a_sign_that_the_step_gets_on():
 def test_the_gradient_is_that_of_plain_forwards_of_unpacked_sequences(kind, architecture):
     rollouts = rollouts_of(kind)
     critic = critic_of(architecture)
-    (batch,) = critic.estimate_advantages([judged_batch(rollouts, scores=SCORES)])
+    (batch,) = critic.estimate_advantages([critic_batch(rollouts, scores=SCORES)])
     critic.accumulate(batch)
     backbone, head = plain_critic(architecture)
     loss = torch.zeros(())
@@ -146,7 +146,7 @@ def test_a_step_does_not_depend_on_the_packing(kind):
     for budget in (10_000, 20):
         critic = critic_of()
         trainer = trainer_of(tiny_model("qwen3"), critic=critic, learning_rate=1e-3)
-        batch = judged_batch(rollouts, scores=SCORES, microbatch_tokens=budget)
+        batch = critic_batch(rollouts, scores=SCORES, microbatch_tokens=budget)
         outcomes.append((len(batch.microbatches), trainer.step(batch), weights_of(critic)))
     (one, metrics, weights), (several, others, other_weights) = outcomes
     assert one == 1
@@ -174,8 +174,8 @@ def test_a_step_does_not_depend_on_the_packing(kind):
         ({"compute_dtype": torch.float16}, 0.01),
     ],
 )
-def test_the_critic_computes_as_the_trainer_is_told_to(settings, tolerance):
-    batch = judged_batch(rollouts_of("sharing"), scores=SCORES)
+def test_the_critic_uses_the_train_settings(settings, tolerance):
+    batch = critic_batch(rollouts_of("sharing"), scores=SCORES)
     outcomes = []
     for critic in (critic_of(), critic_of(**settings)):
         critic.update(critic.estimate_advantages([batch])[0])
@@ -185,13 +185,13 @@ def test_the_critic_computes_as_the_trainer_is_told_to(settings, tolerance):
     assert metrics["critic/grad_norm"] == pytest.approx(expected["critic/grad_norm"], rel=tolerance)
 
 
-def test_what_was_cut_is_worth_what_the_critic_expects_of_the_rest():
+def test_a_truncated_rollout_bootstraps_from_the_value_of_its_last_state():
     rollout = random_rollout(rng(), sampled=3)
     twin = dataclasses.replace(rollout, engine_logprobs=rollout.engine_logprobs + np.float32(0.1))
     critic = critic_of(estimator=GaeEstimator(discount=0.5, decay=0.5, normalize=False))
-    batch = judged_batch([rollout, twin], scores=[1.0, 1.0], cut=[True, False])
-    (judged,) = critic.estimate_advantages([batch])
-    (micro,) = judged.microbatches
+    batch = critic_batch([rollout, twin], scores=[1.0, 1.0], cut=[True, False])
+    (estimated,) = critic.estimate_advantages([batch])
+    (micro,) = estimated.microbatches
     with torch.no_grad():
         last = plain_values(*plain_critic(), rollout)[-1].item()
     assert abs(last) > 0.1
@@ -202,10 +202,10 @@ def test_what_was_cut_is_worth_what_the_critic_expects_of_the_rest():
     np.testing.assert_allclose(difference, expected, atol=1e-5)
 
 
-def test_all_minibatches_are_judged_before_the_first_update():
+def test_advantages_of_all_minibatches_are_estimated_before_the_first_update():
     rollouts = rollouts_of("sharing")
-    first = judged_batch(rollouts[:4], scores=SCORES[:4])
-    second = judged_batch(rollouts[4:], scores=SCORES[4:])
+    first = critic_batch(rollouts[:4], scores=SCORES[:4])
+    second = critic_batch(rollouts[4:], scores=SCORES[4:])
     expected = critic_of().estimate_advantages([first, second])
     spy = Spy()
     trainer = trainer_of(tiny_model("qwen3"), loss=spy, critic=critic_of())
@@ -223,7 +223,7 @@ def test_all_minibatches_are_judged_before_the_first_update():
 def test_while_the_critic_warms_up_the_policy_does_not_learn():
     critic = critic_of(warmup_steps=2)
     trainer = trainer_of(tiny_model("qwen3"), critic=critic)
-    batch = judged_batch(rollouts_of("sharing"), scores=SCORES)
+    batch = critic_batch(rollouts_of("sharing"), scores=SCORES)
     policy = {name: w.clone() for name, w in trainer.policy.weights().items()}
     for step in range(3):
         value_head = critic.model.module.head.weight.detach().clone()
@@ -235,9 +235,9 @@ def test_while_the_critic_warms_up_the_policy_does_not_learn():
         assert (metrics["learning_rate"] == 0) == (step < 2)
 
 
-def test_a_value_that_moved_beyond_the_clip_gains_nothing_by_moving_further():
+def test_a_value_beyond_the_clip_has_no_gradient():
     critic = critic_of(value_clip=0.2)
-    (batch,) = critic.estimate_advantages([judged_batch(rollouts_of("unrelated"), scores=SCORES)])
+    (batch,) = critic.estimate_advantages([critic_batch(rollouts_of("unrelated"), scores=SCORES)])
     (micro,) = batch.microbatches
     with torch.no_grad():
         critic.model.module.head.bias += 0.5
@@ -252,8 +252,8 @@ def test_a_value_that_moved_beyond_the_clip_gains_nothing_by_moving_further():
     assert critic.model.module.head.bias.grad.item() == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_restored_step_is_the_step_that_would_have_followed(tmp_path):
-    batch = judged_batch(rollouts_of("sharing"), scores=SCORES)
+def test_a_restored_critic_makes_the_same_next_step(tmp_path):
+    batch = critic_batch(rollouts_of("sharing"), scores=SCORES)
     critic = critic_of()
     trainer = trainer_of(tiny_model("qwen3"), critic=critic)
     trainer.step(batch)
@@ -282,9 +282,9 @@ def test_a_damaged_critic_is_one_sentence(tmp_path):
         trainer.restore(folder)
 
 
-def test_what_does_not_fit_into_memory_is_split_and_judged_and_learned_alike():
+def test_microbatches_that_do_not_fit_are_split_with_the_same_advantages_and_update():
     rollouts = rollouts_of("sharing")
-    batch = judged_batch(rollouts, scores=SCORES)
+    batch = critic_batch(rollouts, scores=SCORES)
     most_rows = len(batch.microbatches[0].tokens) // 2
     outcomes = []
     for limit in (10_000, most_rows):
@@ -311,12 +311,12 @@ def test_what_does_not_fit_into_memory_is_split_and_judged_and_learned_alike():
         torch.testing.assert_close(weight, split_weights[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_an_update_in_which_the_critic_cannot_learn_is_skipped_for_both():
+def test_an_update_that_is_not_finite_in_the_critic_is_skipped_for_both():
     critic = critic_of(estimator=GaeEstimator(normalize=False), loss_weight=float("inf"))
     trainer = trainer_of(tiny_model("qwen3"), critic=critic)
     before = {name: w.clone() for name, w in trainer.policy.weights().items()}
     judging = weights_of(critic)
-    metrics = trainer.step(judged_batch(rollouts_of("unrelated"), scores=SCORES))
+    metrics = trainer.step(critic_batch(rollouts_of("unrelated"), scores=SCORES))
     assert metrics["skipped/updates"] == 1
     assert trainer.skipped == (0,)
     for name, weight in trainer.policy.weights().items():
@@ -325,7 +325,7 @@ def test_an_update_in_which_the_critic_cannot_learn_is_skipped_for_both():
         assert torch.equal(weight, judging[name]), name
 
 
-def test_the_critic_comes_to_explain_what_the_prompt_decides():
+def test_the_critic_learns_to_predict_returns_from_the_prompt():
     generator = rng()
     critic = critic_of(learning_rate=3e-3, estimator=GaeEstimator(decay=0.95))
     trainer = trainer_of(tiny_model("qwen3"), critic=critic, learning_rate=1e-4)
@@ -334,7 +334,7 @@ def test_the_critic_comes_to_explain_what_the_prompt_decides():
         decisive = generator.integers(10, 14, 16)
         rollouts = [random_rollout(generator, begin=[3, token]) for token in decisive]
         scores = (decisive > 11).astype(float)
-        metrics = trainer.step(judged_batch(rollouts, scores=scores, cut=[False] * 16))
+        metrics = trainer.step(critic_batch(rollouts, scores=scores, cut=[False] * 16))
         explained.append(metrics["critic/explained_variance"])
     assert np.mean(explained[:3]) < 0
     assert np.mean(explained[-3:]) > 0.3

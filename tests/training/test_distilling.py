@@ -1,4 +1,4 @@
-"""A trainer that learns from what a teacher says: the whole way from its answers to the weights."""
+"""Distillation from the scores of a teacher to the weights of the trainer."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def distributions(model, rollout: Rollout) -> torch.Tensor:
     return model(input_ids=tokens[None]).logits[0, sampled].log_softmax(-1)
 
 
-def test_all_tokens_but_one_told_give_the_gradient_of_the_whole_divergence():
+def test_topk_of_all_ids_but_one_gives_the_gradient_of_the_full_divergence():
     rollouts = taught_rollouts(num_topk=VOCAB - 1)
     batch = batch_of(rollouts)
     loss = build_loss({"type": "distil", "distil": "forward_kl"}, max_new_tokens=6)
@@ -69,7 +69,7 @@ def test_all_tokens_but_one_told_give_the_gradient_of_the_whole_divergence():
 
 
 @pytest.mark.parametrize("distil", ["reverse_kl", "forward_kl", "jsd"])
-def test_steps_bring_the_policy_nearer_to_its_teacher(distil):
+def test_steps_reduce_the_divergence_from_the_teacher(distil):
     batch = batch_of(taught_rollouts(num_topk=8))
     loss = build_loss({"type": "distil", "distil": distil}, max_new_tokens=6)
     trainer = trainer_of(tiny_model("qwen3"), loss=loss, learning_rate=3e-3)
@@ -78,7 +78,7 @@ def test_steps_bring_the_policy_nearer_to_its_teacher(distil):
     assert found[-1] < 0.5 * found[0]
 
 
-def test_what_was_told_goes_with_the_halves_of_a_microbatch():
+def test_halves_of_a_microbatch_keep_their_teacher_logprobs():
     (whole,) = batch_of(taught_rollouts(num_topk=3)).microbatches
     parts = halves(whole)
     assert parts is not None

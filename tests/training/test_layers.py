@@ -73,7 +73,7 @@ def test_all_layers_and_all_sizes_share_their_compiled_code(steps):
     assert set(steps.num_graphs) == {steps.num_graphs[0]}
 
 
-def test_a_missing_compiler_is_said_before_the_first_step(monkeypatch):
+def test_a_missing_compiler_is_reported_before_the_first_step(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"trainer\.compile = true needs a C\+\+ compiler"):
         trainer_of(tiny_model("llama"), compile_layers=True)

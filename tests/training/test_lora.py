@@ -92,7 +92,7 @@ def test_an_engine_computes_with_a_swapped_adapter_what_the_trainer_does(
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_only_the_adapter_learns(dora):
+def test_only_the_adapter_is_trained(dora):
     lora = LORA.model_copy(update={"dora": dora})
     trainer = lora_trainer(lora=lora, weight_decay=0.1)
     before = {name: p.detach().clone() for name, p in trainer.policy.module.named_parameters()}
@@ -122,7 +122,7 @@ def test_gradient_checkpointing_gives_the_adapter_the_same_gradient():
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_a_resumed_adapter_goes_on_bit_for_bit(tmp_path, dora):
+def test_a_resumed_adapter_continues_bit_for_bit(tmp_path, dora):
     first, second = batches(4)[:2], batches(4)[2:]
     lora = LORA.model_copy(update={"dora": dora})
     trainer = lora_trainer(lora=lora, weight_decay=0.1)
@@ -148,7 +148,7 @@ def test_a_checkpoint_without_its_adapter_is_not_resumed_from(tmp_path):
 
 
 @pytest.mark.parametrize("lora", [LORA, LoraConfig(rank=4, dora=True)], ids=["lora", "dora"])
-def test_the_weights_beneath_an_adapter_are_the_reference(lora):
+def test_the_base_model_of_an_adapter_is_the_reference(lora):
     loss = PolicyLoss(kl=ReferenceKl(kl=0.5))
     trainer = lora_trainer(lora=lora, loss=loss)
     whole = trainer_of(tiny_model("qwen3"))

@@ -3,7 +3,7 @@ import torch
 from millrace.training.optimizer import LossScale
 
 
-def test_a_scale_that_is_off_is_one_and_stays_so():
+def test_a_scale_that_is_off_stays_at_one():
     scale = LossScale(is_on=False)
     for _ in range(1000):
         scale.succeeded()

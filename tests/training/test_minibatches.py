@@ -48,7 +48,7 @@ def test_a_step_of_two_updates_is_two_steps_that_make_one_version():
         assert metrics[name] == pytest.approx(np.mean([m[name] for m in separate])), name
 
 
-def test_every_update_of_a_step_compares_with_the_policy_before_the_first():
+def test_all_updates_of_a_step_use_proximal_logprobs_from_before_the_first():
     batches = two_batches()
     untouched = trainer_of(tiny_model("llama"))
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_every_update_of_a_step_compares_with_the_policy_before_the_first():
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_an_update_that_is_not_finite_is_left_out_and_the_others_of_its_step_count(bad):
+def test_an_update_that_is_not_finite_is_skipped_and_the_others_are_applied(bad):
     batches = two_batches()
     batches[bad].microbatches[0].advantages[:] = np.inf
     trainer, expected = trainer_of(tiny_model("llama")), trainer_of(tiny_model("llama"))
@@ -75,20 +75,20 @@ def test_an_update_that_is_not_finite_is_left_out_and_the_others_of_its_step_cou
         assert torch.equal(weight, expected.policy.weights()[name]), name
 
 
-def test_one_update_needs_no_forward_pass_for_the_policy_before_it():
+def test_a_single_update_needs_no_forward_pass_for_proximal_logprobs():
     spy = Spy(needs_proximal=True)
     metrics = trainer_of(tiny_model("llama"), loss=spy).step(two_batches()[0])
     assert metrics["batch/proximal_microbatches"] == 0
     assert spy.seen[0].proximal_logprobs is None
 
 
-def test_a_loss_that_does_not_ask_for_it_does_not_pay_for_it():
+def test_a_loss_that_needs_no_proximal_logprobs_causes_no_forward_pass():
     spy = Spy(needs_proximal=False)
     trainer_of(tiny_model("llama"), loss=spy).step(*two_batches())
     assert [tokens.proximal_logprobs for tokens in spy.seen] == [None, None]
 
 
-def test_the_pass_for_it_is_split_like_any_other_when_memory_is_short(monkeypatch):
+def test_the_forward_pass_for_proximal_logprobs_is_split_when_memory_is_short(monkeypatch):
     batches = two_batches()
     spy = Spy(needs_proximal=True)
     trainer = trainer_of(tiny_model("llama"), loss=spy)
@@ -108,7 +108,7 @@ def test_the_pass_for_it_is_split_like_any_other_when_memory_is_short(monkeypatc
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
-def test_what_a_loss_has_learned_about_the_run_is_in_its_checkpoint(tmp_path):
+def test_the_state_of_an_adaptive_loss_is_in_the_checkpoint(tmp_path):
     def trainer():
         table = {"entropy_target": 100.0, "entropy_bonus_step": 0.01}
         loss = build_loss(table, max_new_tokens=8)
@@ -123,7 +123,7 @@ def test_what_a_loss_has_learned_about_the_run_is_in_its_checkpoint(tmp_path):
     assert second._loss.state() == {"entropy_bonus": 0.01}
 
 
-def test_epochs_are_further_updates_with_the_same_batches_and_one_version():
+def test_epochs_repeat_the_updates_and_make_one_version():
     thrice = trainer_of(tiny_model("llama"), epochs=3)
     plain = trainer_of(tiny_model("llama"))
     first, second = two_batches()
@@ -135,7 +135,7 @@ def test_epochs_are_further_updates_with_the_same_batches_and_one_version():
         assert torch.equal(weight, plain.policy.weights()[name]), name
 
 
-def test_every_epoch_compares_with_the_policy_before_the_first_computed_once():
+def test_proximal_logprobs_are_computed_once_for_all_epochs():
     spy = Spy(needs_proximal=True)
     trainer = trainer_of(tiny_model("llama"), loss=spy, epochs=2)
     metrics = trainer.step(two_batches()[0])

@@ -4,8 +4,7 @@ import pytest
 import torch
 from architectures import tiny_model
 
-from millrace.training.optimizer import Schedule, build_optimizer
-from millrace.training.settings import TrainSettings
+from millrace.training.optimizer import Schedule, TrainSettings, build_optimizer
 
 
 def rates(steps, **settings):

@@ -74,7 +74,7 @@ def expected_of(group: Group) -> list[tuple]:
     ]
 
 
-def test_rollouts_that_share_nothing_lie_end_to_end_without_their_last_token():
+def test_unrelated_rollouts_are_packed_end_to_end_without_their_last_token():
     batch = pack([make_group(size=3)], microbatch_tokens=100)
     (micro,) = batch.microbatches
     assert micro.lengths.tolist() == [6, 6, 6]  # what a seventh row would predict is not trained
@@ -84,7 +84,7 @@ def test_rollouts_that_share_nothing_lie_end_to_end_without_their_last_token():
     assert batch.num_trained_tokens == 12 == len(micro.targets)
 
 
-def test_a_shared_prompt_is_laid_once_and_predicts_the_first_token_of_each():
+def test_a_shared_prompt_is_stored_once_and_predicts_the_first_token_of_each():
     prompt = [5, 6, 7, 8, 9]
     rollouts = [rollout_of([*prompt, *own], prompt=5) for own in ([1, 2, 3], [2, 4], [3])]
     (micro,) = pack([group_of(*rollouts)], microbatch_tokens=100).microbatches
@@ -107,7 +107,7 @@ def test_equal_rollouts_share_all_rows_and_keep_their_own_columns():
     assert micro.advantages.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
-def test_a_rollout_that_goes_on_where_another_ended_shares_all_of_it():
+def test_a_rollout_that_extends_another_shares_all_of_it():
     group = group_of(
         rollout_of([5, 6, 7, 8, 1, 2], prompt=4), rollout_of([5, 6, 7, 8, 1, 3, 4, 5], prompt=6)
     )
@@ -116,7 +116,7 @@ def test_a_rollout_that_goes_on_where_another_ended_shares_all_of_it():
     assert micro.lengths.tolist() == [5, 2]
 
 
-def test_a_beginning_too_short_to_pay_is_not_shared():
+def test_a_prefix_that_is_too_short_is_not_shared():
     own = range(20, 20 + 2 * MIN_SHARED_TOKENS)
     for shared in (MIN_SHARED_TOKENS - 1, MIN_SHARED_TOKENS):
         rollouts = [rollout_of([*range(3, 3 + shared), i, *own], prompt=1) for i in (1, 2)]
@@ -124,7 +124,7 @@ def test_a_beginning_too_short_to_pay_is_not_shared():
         assert (micro.parents >= 0).any() == (shared == MIN_SHARED_TOKENS)
 
 
-def test_an_odd_one_out_does_not_cost_the_others_what_they_share():
+def test_an_unrelated_rollout_does_not_prevent_sharing_among_the_others():
     long = list(range(100, 150))
     alike = [rollout_of([*long, i, i], prompt=50) for i in range(3)]
     odd = rollout_of([*long[:8], *range(50)], prompt=8)
@@ -132,7 +132,7 @@ def test_an_odd_one_out_does_not_cost_the_others_what_they_share():
     assert sorted(micro.lengths.tolist()) == [1, 1, 1, 50, 57]
 
 
-def test_a_group_over_the_budget_is_split_with_a_copy_of_what_is_shared():
+def test_a_group_over_the_budget_is_split_with_a_copy_of_the_shared_prefix():
     prompt = list(range(100, 120))
     rollouts = [rollout_of([*prompt, *([i] * 11)], prompt=20) for i in range(8)]  # 20 + 8 * 10 rows
     batch = pack([group_of(*rollouts)], microbatch_tokens=50)
@@ -162,7 +162,7 @@ def test_each_token_keeps_its_own_columns():
     assert sorted(set(micro.advantages.tolist())) == [-1.0, 1.0]
 
 
-def test_advantages_of_single_tokens_are_trained_on_instead_of_the_episodes():
+def test_token_advantages_replace_those_of_episodes():
     rollouts = [rollout_of([5, 6, 7, 8, own, 2], prompt=4) for own in (1, 3)]
     by_token = tuple(np.arange(6, dtype=np.float32) + 10 * i for i in range(2))
     group = dataclasses.replace(group_of(*rollouts), token_advantages=by_token)
@@ -170,7 +170,7 @@ def test_advantages_of_single_tokens_are_trained_on_instead_of_the_episodes():
     assert micro.advantages.tolist() == [4, 5, 14, 15]
 
 
-def test_rollouts_without_trained_tokens_are_counted_but_not_laid():
+def test_rollouts_without_trained_tokens_are_counted_but_not_packed():
     trained, untrained = rollout_of([1, 2, 3, 4], prompt=2), rollout_of([1, 2, 3, 4], prompt=4)
     batch = pack([group_of(trained, untrained)], microbatch_tokens=100)
     assert batch.num_sequences == 2
@@ -210,7 +210,7 @@ rollouts = st.builds(
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(rollouts, min_size=1, max_size=6), min_size=1, max_size=3), st.data())
-def test_every_trained_token_is_predicted_once_from_exactly_what_came_before(members, data):
+def test_every_trained_token_is_predicted_once_from_exactly_its_context(members, data):
     groups = [group_of(*rows, number=i) for i, rows in enumerate(members)]
     budget = data.draw(st.integers(1, 60))
     batch = pack(groups, microbatch_tokens=budget)
@@ -311,7 +311,7 @@ def test_a_rank_without_rollouts_gets_a_microbatch_without_trained_tokens():
             assert len(getattr(micro, name)) == len(micro.targets)
 
 
-def judged_group() -> Group:
+def critic_group() -> Group:
     """Two episodes that ended and two that were cut, one of them after a single token."""
     rollouts = [
         rollout_of([5, 6, 7, 8, 9, 1], prompt=4),
@@ -343,8 +343,8 @@ def states_of(micro: Microbatch) -> dict[tuple, tuple]:
 
 
 @pytest.mark.parametrize("budget", [1, 8, 100])
-def test_for_a_critic_scores_come_with_the_last_token_and_cut_rollouts_with_their_state(budget):
-    group = judged_group()
+def test_a_critic_gets_scores_at_the_last_token_and_end_states_of_truncated_rollouts(budget):
+    group = critic_group()
     micros = pack([group], microbatch_tokens=budget, critic=True).microbatches
     assert {s: found for micro in micros for s, found in states_of(micro).items()} == {
         (5, 6, 7, 8, 9, 1): ([0.0, 1.0], None),
@@ -356,15 +356,15 @@ def test_for_a_critic_scores_come_with_the_last_token_and_cut_rollouts_with_thei
     assert sorted(trained) == sorted(row[:3] for row in expected_of(group))
 
 
-def test_without_a_critic_nothing_is_laid_for_one():
-    (with_critic,) = pack([judged_group()], microbatch_tokens=100, critic=True).microbatches
-    (without,) = pack([judged_group()], microbatch_tokens=100).microbatches
+def test_without_a_critic_no_rewards_are_packed():
+    (with_critic,) = pack([critic_group()], microbatch_tokens=100, critic=True).microbatches
+    (without,) = pack([critic_group()], microbatch_tokens=100).microbatches
     assert without.rewards is None
     assert without.last_rows is None
     assert len(without.tokens) == len(with_critic.tokens) - 2
 
 
-def test_what_teachers_say_goes_with_the_trained_tokens_and_nan_where_nobody_teaches():
+def test_teacher_logprobs_follow_their_tokens_and_are_nan_without_a_teacher():
     group = make_group(0, size=3)
     rng = np.random.default_rng(0)
     rollouts = []
@@ -404,7 +404,7 @@ def routed(rollout: Rollout, first: int) -> Rollout:
     return dataclasses.replace(rollout, routes=routes.reshape(-1, 1, 1))
 
 
-def test_each_row_has_the_route_of_its_token_and_what_is_shared_that_of_the_first():
+def test_each_row_has_the_route_of_its_token_and_shared_rows_that_of_the_first_rollout():
     shared = [1, 2, 3, 4, 5]
     rollouts = [
         routed(rollout_of([*shared, 6, 7, 8], prompt=5), 10),
@@ -414,12 +414,12 @@ def test_each_row_has_the_route_of_its_token_and_what_is_shared_that_of_the_firs
     (micro,) = pack([group_of(*rollouts)], microbatch_tokens=100).microbatches
     assert micro.routes is not None
     rows = zip(micro.tokens, micro.positions, micro.routes[:, 0, 0], strict=True)
-    told = {(int(token), int(position)): int(route) for token, position, route in rows}
-    assert [told[token, t] for t, token in enumerate(shared)] == [10, 11, 12, 13, 14]
-    assert (told[6, 5], told[7, 6], told[9, 5]) == (15, 16, 35)
-    assert (told[20, 0], told[21, 1]) == (255, 255)  # which has none
+    routes = {(int(token), int(position)): int(route) for token, position, route in rows}
+    assert [routes[token, t] for t, token in enumerate(shared)] == [10, 11, 12, 13, 14]
+    assert (routes[6, 5], routes[7, 6], routes[9, 5]) == (15, 16, 35)
+    assert (routes[20, 0], routes[21, 1]) == (255, 255)  # no routes
 
 
-def test_rollouts_without_routes_make_a_microbatch_without():
+def test_rollouts_without_routes_make_a_microbatch_without_routes():
     (micro,) = pack([make_group(0)], microbatch_tokens=100).microbatches
     assert micro.routes is None

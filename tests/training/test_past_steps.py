@@ -12,7 +12,7 @@ async def versions_after(past, version):
     return [following async for following, _ in past.after(version)]
 
 
-async def test_steps_are_kept_since_the_checkpoint_before_the_last():
+async def test_steps_since_the_last_but_one_checkpoint_are_kept():
     past = StepsInMemory(version=3)
     for version in range(4, 9):
         past.note(version, (BATCH,))
@@ -25,7 +25,7 @@ async def test_steps_are_kept_since_the_checkpoint_before_the_last():
         await versions_after(past, 3)
 
 
-async def test_the_oldest_steps_are_forgotten_where_they_are_too_many_bytes():
+async def test_the_oldest_steps_are_dropped_above_the_memory_bound():
     arrays = [a for part in BATCH.microbatches for a in (part.tokens, part.engine_logprobs)]
     past = StepsInMemory(version=0, max_bytes=20 * sum(array.nbytes for array in arrays))
     for version in range(1, 41):

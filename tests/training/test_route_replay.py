@@ -1,4 +1,4 @@
-"""With routes replayed, the trainer says of each token what the engine said."""
+"""With replayed routes, the trainer computes the logprobs of the engine."""
 
 import dataclasses
 
@@ -89,7 +89,7 @@ def test_packed_groups_with_shared_prompts_agree_with_the_engine(architecture: s
         rollouts_of(requests, finish_all(engine, requests)), architecture=architecture
     )
     (part,) = batch.microbatches
-    assert (part.parents >= 0).any()  # the prompt lies there once
+    assert (part.parents >= 0).any()  # the prompt is stored once
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_packed_groups_with_shared_prompts_agree_with_the_engine(architecture: s
     ],
     ids=["chunked", "preempted", "preempted, recomputed", "rounds"],
 )
-def test_whatever_the_engine_did_the_trainer_agrees_with_it(settings):
+def test_trainer_agrees_with_the_engine_for_all_engine_settings(settings):
     requests = mixed_requests()
     engine = astray_engine(**settings)
     rollouts = rollouts_of(requests, finish_all(engine, requests))
@@ -111,7 +111,7 @@ def test_whatever_the_engine_did_the_trainer_agrees_with_it(settings):
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_a_swap_in_the_middle_and_a_resumption_elsewhere_leave_them_in_agreement(kv):
+def test_trainer_agrees_with_the_engine_after_a_swap_and_a_resume_on_another_engine(kv):
     engine = astray_engine(kv=kv)
     requests = mixed_requests(n=1)
     for request in requests:
@@ -142,7 +142,7 @@ def test_halves_of_a_microbatch_keep_their_routes():
     )
 
 
-def test_a_rollout_without_routes_is_left_to_the_routers():
+def test_a_rollout_without_routes_uses_the_routers_choice():
     requests = mixed_requests(num=2)
     done = finish_all(make_engine(MIXTURE, records_routes=True, eos_ids=()), requests[:1])
     done |= finish_all(make_engine(MIXTURE, eos_ids=()), requests[1:])
@@ -166,7 +166,7 @@ def gradients(part: Microbatch, **settings) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in trainer.policy.module.named_parameters() if p.grad is not None}
 
 
-def test_layers_that_are_computed_twice_go_the_same_way_twice():
+def test_recomputed_layers_use_the_same_routes():
     part = astray_part()
     plain, twice = gradients(part), gradients(part, gradient_checkpointing=True)
     assert plain.keys() == twice.keys()
@@ -179,7 +179,7 @@ def test_layers_that_are_computed_twice_go_the_same_way_twice():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-def test_compiled_layers_go_the_same_way(checkpointing: bool):
+def test_compiled_layers_use_the_same_routes(checkpointing: bool):
     part = astray_part()
     trainer = replaying(tiny_model(MIXTURE))
     compile_layers(trainer.policy.module, backend="aot_eager")
@@ -195,7 +195,7 @@ def test_compiled_layers_go_the_same_way(checkpointing: bool):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-def test_experts_compute_in_half_precision_where_the_trainer_does(checkpointing: bool):
+def test_experts_compute_in_half_precision_under_autocast(checkpointing: bool):
     part = astray_part()
     settings = {"compute_dtype": torch.bfloat16, "gradient_checkpointing": checkpointing}
     trainer = replaying(tiny_model(MIXTURE), **settings)
@@ -212,7 +212,7 @@ def test_experts_compute_in_half_precision_where_the_trainer_does(checkpointing:
     assert torch.nn.functional.cosine_similarity(ours.flatten(), exact.flatten(), dim=0) > 0.98
 
 
-def test_routers_learn_although_they_do_not_choose():
+def test_routers_are_trained_although_routes_are_replayed():
     for name, gradient in gradients(astray_part()).items():
         assert gradient.abs().sum() > 0, name
 
@@ -245,7 +245,7 @@ def test_a_step_with_replayed_routes_learns():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
-def test_a_gpu_sends_tokens_where_its_engine_did(compiles: bool):
+def test_trainer_on_a_gpu_replays_the_routes_of_its_engine(compiles: bool):
     requests = mixed_requests()
     half = {"device": "cuda", "dtype": torch.bfloat16, "round_steps": 4}
     engine = astray_engine(compile_layers=compiles, **half)

@@ -47,7 +47,7 @@ def rollouts_of(kind: str):
 
 
 @pytest.mark.parametrize("kind", ["unrelated", "sharing", "of two groups"])
-def test_halves_of_halves_train_what_the_whole_trains(kind):
+def test_halves_of_halves_train_the_same_as_the_whole(kind):
     (whole,) = batch_of(rollouts_of(kind)).microbatches
     trainer = trainer_of(tiny_model("qwen3"))
     parts = [whole]

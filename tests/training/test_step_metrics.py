@@ -31,7 +31,7 @@ def summary_of(*parts) -> dict[str, float]:
     return metrics.summary()
 
 
-def test_on_policy_everything_is_exactly_where_it_should_be():
+def test_metrics_of_on_policy_tokens_are_exact():
     summary = summary_of([1.0] * 7)
     for name in ("ratio/mean", "ratio/min", "ratio/max", "ratio/p01", "ratio/p99"):
         assert summary[name] == 1.0, name
@@ -69,5 +69,5 @@ def test_parts_of_a_step_add_up_to_the_whole():
     assert together.summary() == whole
 
 
-def test_what_is_no_number_says_so():
+def test_nan_logprobs_give_nan_metrics():
     assert math.isnan(summary_of([math.nan, 1.0])["ratio/mean"])

@@ -146,7 +146,7 @@ def test_metrics_do_not_depend_on_the_split_and_match_a_hand_computed_step():
         assert metrics["grad_norm"] > 0
 
 
-def test_steps_make_good_tokens_likelier_and_bad_ones_less_likely():
+def test_steps_raise_logprobs_of_good_tokens_and_lower_those_of_bad_ones():
     rollouts = [random_rollout(rng(), temperature=0.8), random_rollout(np.random.default_rng(5))]
     trainer = trainer_of(tiny_model("qwen3"), learning_rate=3e-3)
     plain = trainer.policy.module
@@ -248,7 +248,7 @@ def test_a_step_that_is_not_finite_makes_its_version_and_changes_nothing(poison)
         assert torch.equal(weight, untouched.policy.weights()[name]), name
 
 
-def test_float16_keeps_its_scale_where_the_scale_is_not_the_reason():
+def test_float16_keeps_its_scale_if_the_scale_is_not_the_cause():
     """A gradient that is infinite in any precision, of a loss that is finite."""
 
     def loss(tokens):
@@ -278,7 +278,7 @@ def test_microbatches_without_trained_tokens_cost_nothing():
     assert metrics["batch/microbatches"] == 1
 
 
-def test_read_only_arrays_from_the_wire_are_fine(recwarn):
+def test_read_only_arrays_are_accepted_without_a_warning(recwarn):
     batch = batch_of(mixed_rollouts(rng()))
     (microbatch,) = batch.microbatches
     for field in dataclasses.fields(microbatch):
@@ -290,7 +290,7 @@ def test_read_only_arrays_from_the_wire_are_fine(recwarn):
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_named_weights_hold_tied_weights_once():
+def test_weights_contain_tied_parameters_once():
     trainer = trainer_of(tiny_model("qwen3"))
     names = list(trainer.policy.weights())
     assert "model.embed_tokens.weight" in names

@@ -7,7 +7,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, tiny_model
 from batches import batch_of, mixed_rollouts, random_rollout, sharing_rollouts, trainer_of
-from critics import critic_of, judged_batch
+from critics import critic_batch, critic_of
 from safetensors.torch import load_file
 
 from millrace.training.checkpoints.snapshot import STATE_FILE
@@ -54,7 +54,7 @@ def test_bfloat16_steps_run_on_the_gpu(gradient_checkpointing):
 
 @pytest.mark.parametrize("prompt", [9, 150])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_the_flash_path_gives_the_step_of_the_cpu_with_shared_beginnings(architecture, prompt):
+def test_the_flash_path_gives_the_step_of_the_cpu_with_shared_prefixes(architecture, prompt):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # which a fall back to blocks would be
         on_gpu = trainer_of(tiny_model(architecture).to("cuda"), compute_dtype=torch.bfloat16)
@@ -66,7 +66,7 @@ def test_the_flash_path_gives_the_step_of_the_cpu_with_shared_beginnings(archite
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
-def test_what_the_flash_kernel_does_not_know_falls_back_with_a_warning(architecture):
+def test_unsupported_attention_falls_back_from_the_flash_kernel_with_a_warning(architecture):
     on_gpu = trainer_of(tiny_model(architecture).to("cuda"), compute_dtype=torch.bfloat16)
     metrics = on_gpu.step(sharing_batch(9))
     expected = trainer_of(tiny_model(architecture)).step(sharing_batch(9))
@@ -102,7 +102,7 @@ def test_compiled_layers_on_the_gpu_give_the_same_steps(gradient_checkpointing):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
 
 
-def test_a_microbatch_over_the_gpus_memory_is_split_and_the_run_goes_on():
+def test_a_microbatch_over_the_gpus_memory_is_split_and_training_continues():
     model = tiny_model("qwen3").to("cuda")
     trainer = trainer_of(model, compute_dtype=torch.bfloat16)
     rng = np.random.default_rng(1)
@@ -122,9 +122,9 @@ def test_a_microbatch_over_the_gpus_memory_is_split_and_the_run_goes_on():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_critic_on_the_gpu_judges_and_learns_as_on_the_cpu(dtype):
+def test_a_critic_on_the_gpu_makes_the_step_of_the_cpu(dtype):
     rollouts = sharing_rollouts(np.random.default_rng(11), prompt=40, sampled=40)
-    step = judged_batch(rollouts)
+    step = critic_batch(rollouts)
     expected = trainer_of(tiny_model("qwen3"), critic=critic_of()).step(step)
     critic = critic_of(device="cuda", compute_dtype=dtype)
     trainer = trainer_of(tiny_model("qwen3").to("cuda"), critic=critic, compute_dtype=dtype)
@@ -144,7 +144,7 @@ def test_a_critic_on_the_gpu_judges_and_learns_as_on_the_cpu(dtype):
     assert metrics["critic/loss"] < before
 
 
-def test_a_checkpoint_written_beside_steps_holds_the_weights_and_moments_of_its_own_step(tmp_path):
+def test_a_checkpoint_written_during_later_steps_holds_its_own_weights_and_moments(tmp_path):
     trainer = trainer_of(tiny_model("qwen3").to("cuda"))
     trainer.step(batch())
     torch.cuda._sleep(10**8)  # so that the next step is still queued when the copy is asked for

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from batches import batch_of, random_rollout
-from critics import judged_batch
+from critics import critic_batch
 from tiny_model import ALPHABET, make_tiny_model
 from transformers import AutoTokenizer
 
@@ -165,7 +165,7 @@ def test_a_critic_is_saved_and_restored_but_never_published(link, config, tmp_pa
     config = load_config(config, overrides={"critic": {"learning_rate": 1e-2}}).model_dump()
     rng = np.random.default_rng(0)
     rollouts = [random_rollout(rng, sampled=n, vocab=len(ALPHABET)) for n in (3, 9, 5, 5)]
-    step = judged_batch(rollouts)
+    step = critic_batch(rollouts)
     assert link.call(StartTrainer(config=config, checkpoint=None)) == Done()
     first = link.call(TrainStep(batch=step, version=1))
     assert {"critic/loss", "critic/explained_variance"} <= first.metrics.keys()
@@ -182,7 +182,7 @@ def test_a_critic_is_saved_and_restored_but_never_published(link, config, tmp_pa
     assert second == Stepped(version=2, metrics=resumed.step(step))
 
 
-def test_progress_tells_spans_and_counters(link, config):
+def test_progress_reports_spans_and_counters(link, config):
     link.call(StartTrainer(config=config, checkpoint=None))
     reply = link.call(TrainStep(batch=batch(), version=1))
     spans = []
@@ -246,7 +246,7 @@ def gated() -> Iterator[InProcessLink]:
 
 
 @pytest.mark.parametrize("kind", ["whole", "lora"])
-def test_steps_go_on_while_a_checkpoint_is_written_and_are_no_part_of_it(
+def test_steps_continue_while_a_checkpoint_is_written_and_do_not_change_it(
     gated, config, tmp_path, kind
 ):
     if kind == "lora":
@@ -274,7 +274,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_are_no_part_of_it(
     assert [resumed.step(batch(version)) for version in (2, 3)] == [r.metrics for r in later]
 
 
-def test_a_trainer_that_is_stopped_finishes_the_checkpoint_it_writes(gated, config, tmp_path):
+def test_a_stopped_trainer_finishes_its_checkpoint(gated, config, tmp_path):
     gated.call(StartTrainer(config=config, checkpoint=None))
     directory = tmp_path / "run" / "checkpoints" / "step_0"
     assert gated.call(SaveCheckpoint(directory=str(directory), run_state={})) == Copied()
@@ -285,7 +285,7 @@ def test_a_trainer_that_is_stopped_finishes_the_checkpoint_it_writes(gated, conf
     assert damage_to(directory) is None
 
 
-def test_a_trainer_started_from_a_checkpoint_goes_on_from_its_step(link, config, tmp_path):
+def test_a_trainer_started_from_a_checkpoint_continues_at_its_step(link, config, tmp_path):
     trainer = build_trainer(load_config(config), path=config["model"]["path"])
     trainer.step(batch(1))
     make_tiny_model(tmp_path / "step_1", seed=99)  # its tokenizer; the model is overwritten
@@ -295,7 +295,7 @@ def test_a_trainer_started_from_a_checkpoint_goes_on_from_its_step(link, config,
     assert link.call(TrainStep(batch=batch(2), version=2)) == Stepped(version=2, metrics=metrics)
 
 
-def test_a_failed_call_is_answered_and_the_trainer_goes_on(link, config, tmp_path):
+def test_a_failed_call_is_answered_and_the_trainer_continues(link, config, tmp_path):
     link.call(StartTrainer(config=config, checkpoint=None))
     (tmp_path / "in the way").write_text("")
     directory = str(tmp_path / "in the way" / "step_0")
@@ -307,7 +307,7 @@ def test_a_failed_call_is_answered_and_the_trainer_goes_on(link, config, tmp_pat
     assert link.call(TrainStep(batch=batch(), version=1)).version == 1
 
 
-def test_a_skipped_step_publishes_a_version_with_the_weights_of_the_one_before(link, config):
+def test_a_skipped_step_publishes_a_version_with_unchanged_weights(link, config):
     link.call(StartTrainer(config=config, checkpoint=None))
     expected = build_trainer(load_config(config), path=config["model"]["path"]).policy.weights()
     reply = link.call(TrainStep(batch=poisoned_batch(), version=1))
@@ -321,7 +321,7 @@ def test_a_skipped_step_publishes_a_version_with_the_weights_of_the_one_before(l
     assert (reply.version, reply.skipped) == (2, (1,))
 
 
-def test_a_model_that_is_not_there_is_one_sentence(link, config):
+def test_a_missing_model_is_reported_in_one_sentence(link, config):
     wrong = {**config, "model": {"path": "/nowhere/model"}}
     reply = link.call(StartTrainer(config=wrong, checkpoint=None))
     assert reply.kind == "ConfigError"

@@ -25,10 +25,9 @@ from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.head import output_head
 from millrace.models.loading import resolve_device
 from millrace.training.losses.policy_loss import PolicyLoss
-from millrace.training.optimizer import Schedule
+from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.packing.packer import pack
 from millrace.training.policy_model import PolicyModel
-from millrace.training.settings import TrainSettings
 from millrace.training.trainer import Trainer
 
 

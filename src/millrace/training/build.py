@@ -16,9 +16,8 @@ from millrace.models.moe.router_search import check_replay, find_routing
 from millrace.models.moe.routing import RouteReplay
 from millrace.training.critic import Critic, GaeEstimator
 from millrace.training.losses.recipes import build_loss
-from millrace.training.optimizer import Schedule
+from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.policy_model import PolicyModel
-from millrace.training.settings import TrainSettings
 from millrace.training.trainer import Trainer
 from millrace.weights.publisher import Sender
 from millrace.weights.sender import make_sender, resolve_address, resolve_transport

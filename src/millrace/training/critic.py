@@ -24,8 +24,8 @@ from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.returns import gae
 from millrace.models.head import ValueModel
 from millrace.training.checkpoints.snapshot import Write, host_copy
+from millrace.training.optimizer import TrainSettings
 from millrace.training.policy_model import TrainableModel
-from millrace.training.settings import TrainSettings
 from millrace.training.token_batches import as_tensor
 
 WEIGHTS_FILE = "critic.safetensors"  # not model.safetensors: transformers could not load it

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millrace.core.errors import ConfigError
 from millrace.models.fused_norm import fuse_norms
-from millrace.training.settings import TrainSettings
+from millrace.training.optimizer import TrainSettings
 
 
 def prepare_layers(model: PreTrainedModel, settings: TrainSettings) -> None:

@@ -1,4 +1,4 @@
-"""AdamW, the learning-rate schedule and the float16 loss scale.
+"""How a model is trained: precision, optimizer, learning-rate schedule and float16 loss scale.
 
 Most gradients of a language model are smaller than the smallest float16 number. So the loss is
 multiplied by a power of two before the backward pass and the gradients are divided by it
@@ -6,8 +6,8 @@ afterwards. The power is as large as it has recently been without an overflow.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,25 @@ from torch import Tensor, nn
 from millrace.config.training import ADAMW
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import load_reference
-from millrace.training.settings import TrainSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSettings:
+    """Settings that the policy and its critic share."""
+
+    optimizer: str = ADAMW  # or "module:Class" of a torch.optim.Optimizer
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    weight_decay: float = 0.0  # of matrices; norms and biases are not decayed
+    max_grad_norm: float = 1.0
+    compute_dtype: torch.dtype = torch.float32  # weights and optimizer state are always float32
+    gradient_checkpointing: bool = False
+    compile_layers: bool = False
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """A context in which matrix products run in compute_dtype."""
+        is_half = self.compute_dtype is not torch.float32
+        return torch.autocast(device.type, dtype=self.compute_dtype, enabled=is_half)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,9 +36,8 @@ from millrace.models.lora.trained import TrainedAdapter
 from millrace.models.moe.routing import RouteReplay
 from millrace.training.checkpoints.snapshot import Write, host_copy
 from millrace.training.layers import prepare_layers
-from millrace.training.optimizer import LossScale, build_optimizer
+from millrace.training.optimizer import LossScale, TrainSettings, build_optimizer
 from millrace.training.packing.splitting import RowLimit
-from millrace.training.settings import TrainSettings
 from millrace.training.token_batches import PolicyOutput, as_tensor
 
 # The loss of one microbatch, and whatever the caller wants to keep of that forward pass.

@@ -24,6 +24,6 @@ def test_constant_aggregation_divides_by_a_length_that_no_batch_changes():
     assert found.item() == pytest.approx(14 / (4 * 5))
 
 
-def test_the_constant_is_the_longest_completion_unless_it_is_given():
+def test_the_default_length_is_max_new_tokens():
     assert loss_of("dr_grpo").average.length == MAX_NEW_TOKENS
     assert loss_of("dr_grpo", length=3).average.length == 3

@@ -52,7 +52,7 @@ def test_the_recipe_learns_from_the_teacher_alone():
     assert tokens.trainer_logprobs.grad.tolist() == pytest.approx([-math.log(2) / 2] * 2)
 
 
-def test_any_recipe_can_learn_from_a_teacher_besides():
+def test_any_recipe_can_be_combined_with_a_teacher():
     plain = tokens_of([1.0, 1.0], [1.0, 1.0])
     mixed = taught([1.0, 1.0], [1.0, 1.0], teacher=[1 / 16, 1 / 16])  # it agrees
     losses = [loss_of("grpo")(plain)[0], loss_of("grpo", distil="reverse_kl")(mixed)[0]]
@@ -92,7 +92,7 @@ def test_jsd_by_hand(beta):
 
 
 @pytest.mark.parametrize("distil", ["forward_kl", "jsd"])
-def test_distances_and_rewards_are_mixed_by_their_weights(distil):
+def test_divergences_and_rewards_are_mixed_by_their_weights(distil):
     tokens = taught([1.0, 1.0], [1.0, -1.0], teacher=[1 / 4, 1 / 16], topk=topk_of())
     alone = loss_of("clipped")(tokens)[0].item()
     settings = {"distil": distil, "distil_weight": 3.0, "reward_weight": 0.5, "distil_beta": 0.3}
@@ -103,7 +103,7 @@ def test_distances_and_rewards_are_mixed_by_their_weights(distil):
 
 
 @pytest.mark.parametrize("distil", ["forward_kl", "jsd"])
-def test_gradients_of_distances_are_right_and_none_where_nobody_teaches(distil):
+def test_gradients_of_divergences_are_right_and_zero_without_a_teacher(distil):
     loss = loss_of("distil", distil=distil, distil_beta=0.3)
     teacher = double([*TEACHER, [NAN] * 3]).log()
 
@@ -120,7 +120,7 @@ def test_gradients_of_distances_are_right_and_none_where_nobody_teaches(distil):
     assert gradient[2].tolist() == [0, 0, 0]
 
 
-def test_a_policy_that_agrees_with_its_teacher_stands_still():
+def test_a_policy_equal_to_its_teacher_has_no_gradient():
     for distil in ("forward_kl", "jsd"):
         same = topk_of(policy=TEACHER)
         tokens = taught([1.0, 1.0], [0.0, 0.0], teacher=[1 / 16, 1 / 16], topk=same)
@@ -131,7 +131,7 @@ def test_a_policy_that_agrees_with_its_teacher_stands_still():
         assert tangent.abs().max() < 1e-12
 
 
-def test_a_microbatch_without_taught_tokens_adds_nothing():
+def test_a_microbatch_without_a_teacher_adds_no_divergence():
     for distil in ("reverse_kl", "forward_kl"):
         tokens = tokens_of([1.0], [0.0])
         loss, _ = loss_of("distil", distil=distil)(tokens)
@@ -142,6 +142,6 @@ def test_a_microbatch_without_taught_tokens_adds_nothing():
 @pytest.mark.parametrize(
     "settings", [{"distil": "kl"}, {"distil_weight": -1.0}, {"distil_beta": 1.0}]
 )
-def test_settings_that_make_no_sense_are_refused(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         loss_of("distil", **settings)

@@ -43,7 +43,7 @@ def test_every_recipe_computes_on_a_gpu_what_it_computes_on_a_cpu(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_neither_a_loss_nor_its_metrics_wait_for_the_device(name):
+def test_losses_and_metrics_do_not_wait_for_the_device(name):
     loss = loss_of(name, kl=0.1, entropy_bonus=0.01, **ALL_WEIGHTS)
     tokens = moved(random_tokens([40, 3, 17], seed=1), "cuda")
     metrics = StepMetrics()

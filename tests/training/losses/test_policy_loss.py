@@ -36,7 +36,7 @@ CHANGES = st.sampled_from(
 
 
 def on_policy(tokens: TokenBatch) -> TokenBatch:
-    """The same, with everybody saying what the engine said."""
+    """The same tokens with all logprobs equal to those of the engine."""
     return dataclasses.replace(
         tokens,
         trainer_logprobs=tokens.engine_logprobs.clone().requires_grad_(),
@@ -86,7 +86,7 @@ def test_masked_tokens_have_no_gradient_and_the_others_keep_theirs(name, lengths
     torch.testing.assert_close(found[~is_stale], unmasked[~is_stale])
 
 
-def test_the_default_is_the_loss_that_millrace_always_had():
+def test_the_default_loss_by_hand():
     """min(r A, clip(r) A) by token, with weights truncated at 2."""
     tokens = random_tokens([4, 7, 2], seed=5, spread=1.0)
     ratio = (tokens.trainer_logprobs - tokens.engine_logprobs).exp()
@@ -102,7 +102,7 @@ def test_the_default_is_the_loss_that_millrace_always_had():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_loss_does_not_change_what_it_is_given(name):
+def test_a_loss_does_not_change_its_input(name):
     tokens = random_tokens([3, 2], seed=6)
     before = [tokens.trainer_logprobs.clone(), tokens.advantages.clone()]
     loss_of(name)(tokens)

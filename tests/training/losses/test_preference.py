@@ -56,7 +56,7 @@ def test_the_gradient_is_that_of_the_value_and_far_margins_stay_finite():
     assert gradient(loss_of("online_dpo", beta=10.0), tokens).isfinite().all()
 
 
-def test_settings_that_make_no_sense_are_refused():
+def test_invalid_settings_are_refused():
     with pytest.raises(ConfigError, match="beta = 0 must be a number above 0"):
         loss_of("online_dpo", beta=0)
     with pytest.raises(ConfigError, match="did you mean 'beta'"):
@@ -114,7 +114,7 @@ def test_a_pair_is_never_split():
     assert halves(batch.microbatches[0]) is None
 
 
-def test_a_step_without_any_pair_teaches_nothing():
+def test_a_step_without_any_pair_has_no_gradient():
     batch = pack([scored(0, 1.0, 1.0), scored(1, 2.0, 2.0)], microbatch_tokens=100, pairs=True)
     total, slopes = loss_and_slopes(batch, batch.microbatches)
     assert total == 0.0

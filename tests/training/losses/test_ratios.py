@@ -23,7 +23,7 @@ def log_ratios(level):
         ("geometric", [32 ** (1 / 3)] * 3 + [3.0]),
     ],
 )
-def test_a_ratio_is_of_a_token_or_of_all_tokens_of_its_run(level, expected):
+def test_ratios_of_tokens_turns_and_sequences(level, expected):
     assert log_ratios(level) == pytest.approx(expected)
 
 
@@ -58,7 +58,7 @@ def test_in_the_first_update_of_a_step_the_proximal_policy_is_the_current_one():
     assert anchors("proximal", proximal_logprobs=before) == pytest.approx([2.0] * 4)
 
 
-def test_the_interpolated_anchor_is_the_nearer_to_the_policy_the_staler_the_token():
+def test_the_interpolated_anchor_is_nearer_to_the_policy_for_staler_tokens():
     # Shares of the engine: none, all, 1/2, 1/4.
     expected = [4.0, 1.0, 2.0, 4 ** (3 / 4)]
     assert anchors("interpolated", staleness=torch.tensor([0, 1, 2, 4])) == pytest.approx(expected)

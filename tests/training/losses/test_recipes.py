@@ -43,7 +43,7 @@ def test_only_recipes_that_compare_with_the_proximal_policy_need_it(name):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"type": "grop"}, "'loss.type' = 'grop' is not known; did you mean 'grpo'?"),
         ({"type": 3}, "'loss.type' = 3 is not a name; built in: clipped, ppo, grpo"),
@@ -78,10 +78,10 @@ def test_only_recipes_that_compare_with_the_proximal_policy_need_it(name):
         ({"entropy_target": 1.0, "entropy_bonus": 0.1}, "is above entropy_bonus_max = 0.05"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_in_a_sentence(settings, said):
+def test_invalid_settings_are_refused_in_one_sentence(settings, expected):
     with pytest.raises(ConfigError) as caught:
         build_loss(settings, max_new_tokens=MAX_NEW_TOKENS)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert str(caught.value).endswith((".", "?"))
 
 
@@ -101,14 +101,14 @@ class MySurrogate:
         return (self.power * policy.log_ratio).exp() * policy.advantages, {}
 
 
-def test_a_loss_of_the_users_own_is_found_by_reference():
+def test_a_users_loss_is_found_by_reference():
     loss = build_loss({"type": f"{__file__}:MyLoss", "scale": 3.0}, max_new_tokens=1)
     assert loss.scale == 3.0
     with pytest.raises(ConfigError, match="did you mean 'scale'"):
         build_loss({"type": f"{__file__}:MyLoss", "scall": 3.0}, max_new_tokens=1)
 
 
-def test_a_shape_of_the_users_own_is_put_together_with_the_other_parts():
+def test_a_users_surrogate_is_combined_with_the_other_parts():
     loss = loss_of("gspo", surrogate=f"{__file__}:MySurrogate", power=2.0)
     tokens = tokens_of([1.0, 1.0], [1.0, 1.0])
     assert gradient(loss, tokens).tolist() == pytest.approx([-1.0, -1.0])

@@ -35,7 +35,7 @@ def test_a_weighted_divergence_is_multiplied_by_the_ratio():
     assert gradient(loss, tokens).item() == pytest.approx(4 * math.log(2) + 4)
 
 
-def test_without_reference_logprobs_the_divergence_says_what_is_missing():
+def test_without_reference_logprobs_the_error_says_what_is_missing():
     with pytest.raises(RunFailed, match=r"no reference logprobs; add a \[\[scorer\]\]"):
         loss_of(kl=0.1)(tokens_of([1.0], [1.0]))
 

@@ -36,13 +36,13 @@ def test_a_clipped_token_within_further_bounds(case, bounds):
     check(loss_of("dapo", high=0.3, **bounds), *case)
 
 
-def test_beyond_the_dual_bound_a_bad_token_teaches_nothing():
+def test_beyond_the_dual_clip_a_bad_token_has_no_gradient():
     loss = loss_of("ppo", high=0.3, dual=3.0)
     check(loss, 2.9, -1.0, -2.9, -2.9, 0)
     check(loss, 5.0, -2.0, -6.0, 0.0, 1)
 
 
-def test_beyond_max_ratio_a_bad_token_learns_with_that_weight():
+def test_beyond_max_ratio_a_bad_token_has_that_weight():
     metrics = check(loss_of(high=0.3), 5.0, -3.0, -6.0, -6.0, 0)
     assert metrics["truncation_ratio"].tolist() == [1]
 
@@ -57,27 +57,27 @@ def test_reinforce_weighs_the_logprob_by_a_bounded_ratio():
     check(loss_of("icepop"), 0.25, 2.0, 0.0, 0.0, 1)
 
 
-def test_topr_imitates_what_is_good_and_avoids_what_is_bad_as_far_as_it_is_likely():
+def test_topr_gives_full_weight_to_good_tokens_and_a_capped_ratio_to_bad_ones():
     check(loss_of("topr"), 0.5, 2.0, 2 * math.log(1 / 32), 2.0, 0)
     check(loss_of("topr"), 2.0, 2.0, 2 * math.log(1 / 8), 2.0, 0)
     check(loss_of("topr"), 0.5, -2.0, 0.5 * -2 * math.log(1 / 32), -1.0, 0)
     check(loss_of("topr"), 2.0, -2.0, -2 * math.log(1 / 8), -2.0, 1)
 
 
-def test_kimi_pulls_the_policy_back_by_the_square_of_the_log_ratio():
+def test_kimi_penalises_the_squared_log_ratio():
     tau, log_ratio = 0.1, math.log(2)
     value = 3 * math.log(1 / 8) - tau / 2 * log_ratio**2
     check(loss_of("kimi", tau=tau), 2.0, 3.0, value, 3 - tau * log_ratio, 0)
 
 
-def test_sapo_fades_by_a_sigmoid_with_a_temperature_for_each_sign():
+def test_sapo_gates_by_a_sigmoid_with_a_temperature_per_sign():
     for advantage, t in ((2.0, 1.0), (-2.0, 1.05)):
         gate = 1 / (1 + math.exp(-t * 0.5))  # at ratio 1.5
         slope = 4 * gate * (1 - gate) * 1.5 * advantage
         check(loss_of("sapo"), 1.5, advantage, 4 / t * gate * advantage, slope, 0)
 
 
-def test_prime_rl_drops_tokens_whose_probability_moved_too_far_where_it_is_pushed():
+def test_prime_rl_masks_tokens_whose_probability_already_moved_too_far():
     tau = 1e-3
 
     def case(ratio, advantage, *, kept):

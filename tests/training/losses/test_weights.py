@@ -49,7 +49,7 @@ def test_one_bad_sequence_is_rejected_as_a_whole():
     assert found == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_against_the_engine_itself_rejection_looks_at_the_policy_of_now():
+def test_with_anchor_engine_rejection_uses_the_current_policy():
     tokens = tokens_of([1.1, 3.0], [-1.0, -1.0])
     loss = loss_of("dapo", correction="reject")
     assert gradient(loss, tokens).tolist() == pytest.approx([0.55, 0.0])
@@ -76,13 +76,13 @@ def test_a3po_takes_the_proximal_policy_halfway_when_staleness_is_two():
     ("half_life", "expected"),
     [(0.0, [1, 1, 0, 0]), (1.0, [1, 1, 1 / 2, 1 / 4]), (2, [1, 1, 2**-0.5, 0.5])],
 )
-def test_tokens_beyond_the_staleness_limit_are_masked_or_fade(half_life, expected):
+def test_tokens_beyond_the_staleness_limit_are_masked_or_decay(half_life, expected):
     tokens = tokens_of([1.0] * 4, [1.0] * 4, staleness=torch.tensor([0, 2, 3, 4]))
     loss = loss_of(max_token_staleness=2, staleness_half_life=half_life)
     assert (-4 * gradient(loss, tokens)).tolist() == pytest.approx(expected)
 
 
-def test_bad_sequences_that_the_policy_left_behind_are_masked():
+def test_bad_off_policy_sequences_are_masked():
     # Mean of -log ratio: about 0.35, 0.35 with a good sign, and less than the limit.
     ratios, advantages = [0.5, 1.0, 0.5, 1.0, 0.9, 0.9], [-1.0, -1.0, 1.0, 1.0, -1.0, -1.0]
     tokens = tokens_of(ratios, advantages, lengths=[2, 2, 2])
