@@ -35,8 +35,8 @@ from millrace.inference.embedded.build import build_engine
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.directory import load_tokenizer
 from millrace.scoring.advantages.estimators import GroupAdvantages
+from millrace.training.build import build_trainer
 from millrace.training.packing.packer import pack
-from millrace.training.worker import build_trainer
 
 GREEDY = Sampling(max_new_tokens=10, temperature=0.0)
 QUICK: dict[str, Any] = {"steps": 3, "groups_per_step": 2, "num_held_out": 8}  # to try it out
@@ -96,7 +96,7 @@ def train(
         ages = np.concatenate([version - m.versions for m in batch.microbatches])
         rewards = [score.total for group in groups for score in group.scores]
         rows.append({**metrics, "staleness": ages.mean(), "reward": float(np.mean(rewards))})
-        player.engine.swap(trainer.named_weights(), version=version + 1)
+        player.engine.swap(trainer.policy.weights(), version=version + 1)
     return Outcome(accuracy=player.accuracy(), rows=rows)
 
 

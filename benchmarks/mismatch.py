@@ -20,10 +20,9 @@ from millrace.inference.embedded.build import build_engine
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model
-from millrace.training.losses.policy_loss import PolicyLoss
-from millrace.training.optimizer import Schedule, TrainSettings
+from millrace.training.optimizer import TrainSettings
 from millrace.training.packing.packer import pack
-from millrace.training.trainer import Trainer
+from millrace.training.policy_model import PolicyModel
 
 SAMPLING = Sampling(max_new_tokens=40)
 
@@ -102,14 +101,9 @@ def rollout_of(prompt: np.ndarray, answer: Completion) -> Rollout:
 def logprobs(model: str, batch: Microbatch, *, dtype: torch.dtype) -> torch.Tensor:
     device = torch.device("cpu")
     loaded = load_model(model, dtype=torch.float32, device=device, attention=PACKED_ATTENTION)
-    trainer = Trainer(
-        loaded,
-        loss=PolicyLoss(),
-        schedule=Schedule(learning_rate=1e-6, total_steps=1),
-        technique=TrainSettings(compute_dtype=dtype),
-    )
+    policy = PolicyModel(loaded, settings=TrainSettings(compute_dtype=dtype))
     with torch.no_grad():
-        return trainer.token_logprobs(batch)[0]
+        return policy.logprobs(batch).logprobs
 
 
 if __name__ == "__main__":

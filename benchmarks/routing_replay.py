@@ -29,10 +29,9 @@ from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.loading import load_model, resolve_device, without_progress_bars
 from millrace.models.moe.router_search import find_routing
 from millrace.models.moe.routing import RouteReplay, Routing
-from millrace.training.losses.policy_loss import PolicyLoss
-from millrace.training.optimizer import Schedule, TrainSettings
+from millrace.training.optimizer import TrainSettings
 from millrace.training.packing.packer import pack
-from millrace.training.trainer import Trainer
+from millrace.training.policy_model import PolicyModel
 
 VOCAB = 512
 PROMPT_TOKENS = 32
@@ -126,29 +125,24 @@ def measure(folder: str, part: Microbatch, *, device: str, dtype: str) -> dict[s
     routing = find_routing(model)
     assert routing is not None
     assert part.routes is not None
-    trainer = Trainer(
-        model,
-        loss=PolicyLoss(),
-        replay=RouteReplay(routing),
-        schedule=Schedule(learning_rate=1e-6, total_steps=1),
-        technique=TrainSettings(compute_dtype=getattr(torch, dtype)),
-    )
-    told: dict[str, float] = {"tokens": len(part.targets)}
+    settings = TrainSettings(compute_dtype=getattr(torch, dtype))
+    policy = PolicyModel(model, settings=settings, replay=RouteReplay(routing))
+    result: dict[str, float] = {"tokens": len(part.targets)}
     for name, batch in (("replayed", part), ("own", replace(part, routes=None))):
         with torch.no_grad():
-            logprobs = trainer.token_logprobs(batch)[0].cpu().numpy()
+            logprobs = policy.logprobs(batch).logprobs.cpu().numpy()
         difference = np.abs(logprobs - part.engine_logprobs)
-        told |= {f"{name}_mean": float(difference.mean())}
-        told |= {f"{name}_p99": float(np.quantile(difference, 0.99))}
-    own = _own_routes(trainer, routing, replace(part, routes=None))
+        result |= {f"{name}_mean": float(difference.mean())}
+        result |= {f"{name}_p99": float(np.quantile(difference, 0.99))}
+    own = _own_routes(policy, routing, replace(part, routes=None))
     is_other = ~(part.routes[..., None] == own[:, :, None]).any(-1)  # [T, layers, top_k]
-    told |= {"other_experts": float(is_other.mean())}
-    told |= {"other_tokens": float(is_other.any((1, 2)).mean())}
-    return {name: round(value, 6) for name, value in told.items()}
+    result |= {"other_experts": float(is_other.mean())}
+    result |= {"other_tokens": float(is_other.any((1, 2)).mean())}
+    return {name: round(value, 6) for name, value in result.items()}
 
 
-def _own_routes(trainer: Trainer, routing: Routing, part: Microbatch) -> np.ndarray:
-    """[T, layers, top_k]; where the trainer's routers send the tokens of a pass."""
+def _own_routes(policy: PolicyModel, routing: Routing, part: Microbatch) -> np.ndarray:
+    """[T, layers, top_k]; the experts that the trainer's routers choose."""
     chosen: list[torch.Tensor] = []
 
     class Seen:
@@ -158,7 +152,7 @@ def _own_routes(trainer: Trainer, routing: Routing, part: Microbatch) -> np.ndar
 
     routing.install([Seen() for _ in routing.routers])
     with torch.no_grad():
-        trainer.token_logprobs(part)
+        policy.logprobs(part)
     return torch.stack(chosen, 1).cpu().numpy()
 
 
