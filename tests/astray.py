@@ -1,4 +1,4 @@
-"""Engines whose tokens go where no router would send them."""
+"""Engines with routes that no router would choose."""
 
 import torch
 
@@ -16,7 +16,7 @@ class _Astray:
 
 
 def lead_astray(engine: EmbeddedEngine, *, num_experts: int) -> None:
-    """What it samples from now on is understood only by who knows where its tokens went."""
+    """Change the routes of an engine so that only replayed routes reproduce its logprobs."""
     for module in engine._model.modules():
-        if hasattr(module, "choosing"):
+        if hasattr(module, "topk_override"):
             module.topk_override.rule = _Astray(module.topk_override.rule, num_experts=num_experts)

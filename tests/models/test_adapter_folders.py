@@ -71,10 +71,10 @@ LAYER = "base_model.model.model.layers.0.mlp.down_proj"
     ("change", "reason"),
     [
         (lambda t: t.pop(f"{LAYER}.lora_B.weight"), r"lacks the tensor 'model\.layers\.0"),
-        (lambda t: t.update({f"{LAYER}.lora_C": torch.ones(1)}), r"lora_C', which is none of"),
+        (lambda t: t.update({f"{LAYER}.lora_C": torch.ones(1)}), r"lora_C', which does not belong to"),
         (
             lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}),
-            r"adapts 'lm_head', which is no linear layer of this model besides its head",
+            r"adapts 'lm_head', which is not a linear layer of this model, or is its head",
         ),
         (
             lambda t: t.update({f"{LAYER}.lora_A.weight": torch.ones(4, 96)}),
@@ -93,7 +93,7 @@ def test_tensors_that_do_not_fit_the_model_are_named(folder, change, reason):
 def test_an_adapter_of_a_model_with_other_layers_is_refused(folder):
     name = f"{LAYER.replace('0', '7')}.lora_A.weight"
     change_tensors(folder, lambda t: t.update({name: torch.ones(4, 48)}))
-    with pytest.raises(ConfigError, match=r"layers\.7\.mlp\.down_proj', which is no linear layer"):
+    with pytest.raises(ConfigError, match=r"layers\.7\.mlp\.down_proj', which is not a linear layer"):
         read_resident("judge", folder, model=tiny_model("qwen3"))
 
 
@@ -103,7 +103,7 @@ def test_folders_that_hold_no_adapter_are_refused_before_any_model_is_loaded(fol
     with pytest.raises(ConfigError, match=r"judge = .* damaged adapter_config\.json"):
         check_resident("judge", folder)
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors; give a folder"):
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors; set it to a folder"):
         check_resident("judge", folder)
     with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
         check_resident("judge", folder / "nowhere")

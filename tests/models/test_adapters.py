@@ -127,7 +127,7 @@ def test_resuming_with_other_lora_settings_is_refused(tmp_path):
         check_same_kind(tmp_path, LoraConfig(rank=4, alpha=8.0, rslora=True))
     with pytest.raises(ConfigError, match=r"lora\.dora = True, but .* trained with False"):
         check_same_kind(tmp_path, LoraConfig(rank=4, alpha=8.0, dora=True))
-    with pytest.raises(ConfigError, match=r"holds a LoRA adapter; .* give \[lora\]"):
+    with pytest.raises(ConfigError, match=r"holds a LoRA adapter; .* add the \[lora\] table"):
         check_same_kind(tmp_path, None)
     settings = tmp_path / "adapter_config.json"
     settings.write_text(json.dumps({"r": 4}))

@@ -115,7 +115,7 @@ REFUSED = {
     ),
     "own head": (
         lambda: HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**SHAPE, logits_scaling=3.0)),
-        "logits do not follow from its hidden states",
+        "final_logits does not reproduce its logits",
     ),
 }
 
@@ -141,7 +141,7 @@ def test_stop_ids_join_the_generation_settings_and_the_tokenizer():
 def test_devices_are_resolved_or_refused():
     assert resolve_device("cpu") == CPU
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(ConfigError, match="'quantum' is not known"):
+    with pytest.raises(ConfigError, match="'quantum' is unknown"):
         resolve_device("quantum")
     with pytest.raises(ConfigError, match="'cuda:99' does not exist"):
         resolve_device("cuda:99")

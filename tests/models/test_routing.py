@@ -155,7 +155,7 @@ def test_experts_chosen_without_a_topk_are_refused():
         return scores, scores.gather(-1, order), order
 
     gate.forward = by_sorting
-    with pytest.raises(ConfigError, match=r"topk in each layer.*replay_routes to false"):
+    with pytest.raises(ConfigError, match=r"topk per layer.*replay_routes to false"):
         find_routing(model)
 
 

@@ -165,7 +165,7 @@ async def test_grammar_that_cannot_be_trained_is_refused():
         judge = agent.role("judge", trained=False)
         reply = await judge.chat([user("Who?")], response_format=FORMAT, max_new_tokens=200)
         assert_valid(reply.text)
-        with pytest.raises(TaskError, match=r"response_format = {'type': 'xml'} is not known"):
+        with pytest.raises(TaskError, match=r"response_format = {'type': 'xml'} is unknown"):
             await judge.chat([user("Who?")], response_format={"type": "xml"})
 
 

@@ -87,7 +87,7 @@ async def test_a_checkpoint_due_while_another_is_written_is_skipped_and_counted(
         await save(version)
     assert checkpointing.num_skipped == len(warnings) == 2
     assert warnings[1].startswith(
-        "The checkpoint of step 3 was skipped, because that of step 1 is still being written"
+        "The checkpoint of step 3 was skipped because that of step 1 is still being written"
         " (2 skipped so far)"
     )
     trainer.answers.put_nowait(Saved(version=1))

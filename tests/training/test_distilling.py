@@ -73,7 +73,7 @@ def test_steps_reduce_the_divergence_from_the_teacher(distil):
     batch = batch_of(taught_rollouts(num_topk=8))
     loss = build_loss({"type": "distil", "distil": distil}, max_new_tokens=6)
     trainer = trainer_of(tiny_model("qwen3"), loss=loss, learning_rate=3e-3)
-    metric = "teacher_kl" if distil == "reverse_kl" else "teacher_distance"
+    metric = "teacher/kl" if distil == "reverse_kl" else "teacher/divergence"
     found = [abs(trainer.step(batch)[metric]) for _ in range(30)]
     assert found[-1] < 0.5 * found[0]
 
