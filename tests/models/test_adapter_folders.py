@@ -71,7 +71,10 @@ LAYER = "base_model.model.model.layers.0.mlp.down_proj"
     ("change", "reason"),
     [
         (lambda t: t.pop(f"{LAYER}.lora_B.weight"), r"lacks the tensor 'model\.layers\.0"),
-        (lambda t: t.update({f"{LAYER}.lora_C": torch.ones(1)}), r"lora_C', which does not belong to"),
+        (
+            lambda t: t.update({f"{LAYER}.lora_C": torch.ones(1)}),
+            r"lora_C', which does not belong to",
+        ),
         (
             lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}),
             r"adapts 'lm_head', which is not a linear layer of this model, or is its head",
@@ -93,7 +96,9 @@ def test_tensors_that_do_not_fit_the_model_are_named(folder, change, reason):
 def test_an_adapter_of_a_model_with_other_layers_is_refused(folder):
     name = f"{LAYER.replace('0', '7')}.lora_A.weight"
     change_tensors(folder, lambda t: t.update({name: torch.ones(4, 48)}))
-    with pytest.raises(ConfigError, match=r"layers\.7\.mlp\.down_proj', which is not a linear layer"):
+    with pytest.raises(
+        ConfigError, match=r"layers\.7\.mlp\.down_proj', which is not a linear layer"
+    ):
         read_resident("judge", folder, model=tiny_model("qwen3"))
 
 

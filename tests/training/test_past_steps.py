@@ -31,5 +31,5 @@ async def test_the_oldest_steps_are_dropped_above_the_memory_bound():
     for version in range(1, 41):
         past.note(version, (BATCH,))
     assert await versions_after(past, 39) == [40]
-    with pytest.raises(RunFailed, match="step 1 is not in memory"):
+    with pytest.raises(RunFailed, match="step 1 is no longer in memory"):
         await versions_after(past, 0)
