@@ -160,7 +160,7 @@ async def test_trainer_logprobs_equal_engine_logprobs_with_kept_ids():
 
 async def test_grammar_that_cannot_be_trained_is_refused():
     async with agent_on(make_engine()) as (agent, _cast):
-        with pytest.raises(TaskError, match=r"too many to train with; set sampling.top_k, or take"):
+        with pytest.raises(TaskError, match=r"too many candidate ids per token to train on; set"):
             await agent.chat([user("Who?")], response_format=FORMAT)
         judge = agent.role("judge", trained=False)
         reply = await judge.chat([user("Who?")], response_format=FORMAT, max_new_tokens=200)
