@@ -146,7 +146,7 @@ async def test_top_k_above_the_vocabulary_is_refused_at_the_start(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("request", "said"),
+    ("asked", "said"),
     [
         (
             ScoreRequest(
@@ -164,11 +164,11 @@ async def test_top_k_above_the_vocabulary_is_refused_at_the_start(monkeypatch):
         ),
     ],
 )
-async def test_error_of_the_server_fails_the_group(monkeypatch, request, said):
+async def test_error_of_the_server_fails_the_group(monkeypatch, asked, said):
     async with serving(LocalReader()) as url, asking(url, monkeypatch) as teacher:
         await teacher.start()
         with pytest.raises(ScoreError, match=said) as raised:
-            await teacher.score([request], timeout_s=9)
+            await teacher.score([asked], timeout_s=9)
         assert not isinstance(raised.value, TransientScoreError)
 
 

@@ -44,6 +44,8 @@ ALLOWED = {
     "serving/programs/verifiers_env.py: import_module('verifiers.v1')",
     "scoring/verifiers/reasoning_gym.py: import_module(f'reasoning_gym.{module}'.rstrip('.'))",
     "scoring/sandbox/runner.py: import_module('_strptime')",
+    # Modules that the controller names over the private pipe of its own child process.
+    "cluster/fork_server.py: import_module(module)",
     # Imported for a test in the sandbox, in the confined process.
     "scoring/sandbox/runner.py: import_module(name)",
     "scoring/sandbox/objects.py: import_module(name)",
