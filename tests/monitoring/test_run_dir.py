@@ -61,9 +61,9 @@ def test_config_toml_reads_back_as_the_same_settings_from_another_folder(tmp_pat
     assert read_back.run_dir == str(tmp_path / "runs" / "x")
     assert read_back.model.path == str(tmp_path / "model")
     assert read_back.tasks.path == str(tmp_path / "tasks.jsonl")
-    assert read_back.scorer[0].function == f"{tmp_path}/rewards.py:reward"
+    assert read_back.scorers[0].function == f"{tmp_path}/rewards.py:reward"
     verifier = {"type": "json_schema", "path": str(tmp_path / "schema.json")}
-    assert read_back.scorer[1].own == verifier
+    assert read_back.scorers[1].own == verifier
     assert read_back.loss == {"type": "clipped", "high": 0.3, "max_ratio": math.inf}
     assert read_back.sampling == config.sampling
     assert read_back.trainer == config.trainer
@@ -78,7 +78,7 @@ def test_a_run_is_not_overwritten(tmp_path):
     with pytest.raises(ConfigError) as caught:
         opened(tmp_path / "x")
     assert str(caught.value) == (
-        f"{tmp_path}/x already holds a run; choose another run_dir, or continue it with --resume."
+        f"{tmp_path}/x already holds a run; choose another run_dir, or resume it with --resume."
     )
 
 
