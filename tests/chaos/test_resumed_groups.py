@@ -1,4 +1,4 @@
-"""The controller is killed while groups are in flight; the next one goes on from what they had."""
+"""The controller is killed while groups are running; the next one resumes from their tokens."""
 
 from collections import Counter
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from torn_run import TornRun
 
 from millrace.core.errors import JournalError
-from millrace.core.partials import put_together
+from millrace.core.token_log import join_streamed
 from millrace.journal import JournalHistory, read_journal
 from millrace.journal.reading import read_tokens
 from millrace.monitoring.files.metrics import read_metrics, table
@@ -42,79 +42,81 @@ def torn(tmp_path):
         run.close()
 
 
-def past_of(run: TornRun) -> JournalHistory | None:
+def history_of(run: TornRun) -> JournalHistory | None:
     try:
         return read_journal(run.path / "journal")
     except JournalError:  # it is being written
         return None
 
 
-def told_in(past: JournalHistory, folder: Path) -> dict[int, Counter[str]]:
-    """By number in flight: how many tokens were told, by request."""
-    told = {}
-    for number in past.ledger.running:
-        known = put_together(read_tokens(folder, number))
+def saved_in(history: JournalHistory, folder: Path) -> dict[int, Counter[str]]:
+    """Saved tokens of each running task, by request."""
+    saved = {}
+    for number in history.ledger.running:
+        known = join_streamed(read_tokens(folder, number))
         if known:
-            told[number] = Counter()
+            saved[number] = Counter()
         for (request, _), one in known.items():
-            told[number][request] += len(one.completion.tokens)
-    return told
+            saved[number][request] += len(one.completion.tokens)
+    return saved
 
 
 def kill_in_flight(run: TornRun, *, num_requests: int) -> dict[int, Counter[str]]:
-    """When enough was written down of requests in flight; returns what the disk holds then."""
+    """Kill the run once tokens of enough requests are saved; returns the saved tokens."""
 
-    def told_at_a_standstill() -> dict[int, Counter[str]] | None:
+    def saved_while_suspended() -> dict[int, Counter[str]] | None:
         run.controller.suspend()
-        past = past_of(run)
-        told = {} if past is None else told_in(past, run.path / "journal")
-        if sum(len(requests) for requests in told.values()) >= num_requests:
-            return told
+        history = history_of(run)
+        saved = {} if history is None else saved_in(history, run.path / "journal")
+        if sum(len(requests) for requests in saved.values()) >= num_requests:
+            return saved
         run.controller.resume()
         return None
 
     run.until(lambda: run.step >= 2)
-    told = run.until(told_at_a_standstill)
+    saved = run.until(saved_while_suspended)
     run.kill()
-    return told
+    return saved
 
 
-def assert_gone_on_from(run: TornRun, told: dict[int, Counter[str]]) -> None:
-    """Every token that was written down was used again, or is counted with the reason why not."""
+def assert_resumed_from(run: TornRun, saved: dict[int, Counter[str]]) -> None:
+    """Every saved token was used, or is counted as wasted with a reason."""
     summary = run.summary()
     wasted = table(read_metrics(run.path / "metrics.jsonl")[-1], "tokens/wasted")
-    num_told = sum(requests.total() for requests in told.values())
+    num_saved = sum(requests.total() for requests in saved.values())
     num_wasted = wasted.get("outdated", 0) + wasted.get("unasked", 0)
     assert summary["resumed_tokens"] > 0
-    assert summary["resumed_tokens"] + num_wasted == num_told
+    assert summary["resumed_tokens"] + num_wasted == num_saved
 
 
-def test_completions_in_flight_go_on_after_a_kill_of_the_controller(torn):
+def test_completions_resume_after_a_kill_of_the_controller(torn):
     run = torn()
     run.start()
-    told = kill_in_flight(run, num_requests=1)
+    saved = kill_in_flight(run, num_requests=1)
     run.start("--resume")
-    assert_gone_on_from(run, told)
+    assert_resumed_from(run, saved)
 
 
-def test_episodes_of_many_turns_go_on_after_a_kill_of_the_controller(torn, tmp_path):
+def test_episodes_of_several_turns_resume_after_a_kill_of_the_controller(torn, tmp_path):
     (tmp_path / "play.py").write_text(ENVIRONMENT)
     run = torn(environment={"function": "play.py:play"}, sampling={"max_new_tokens": 60})
     run.start()
-    told = kill_in_flight(run, num_requests=9)
-    assert any(".1" in request for requests in told.values() for request in requests), "one turn"
+    saved = kill_in_flight(run, num_requests=9)
+    assert any(".1" in request for requests in saved.values() for request in requests), "one turn"
     run.start("--resume")
-    assert_gone_on_from(run, told)
+    assert_resumed_from(run, saved)
 
 
-def test_a_run_is_killed_again_before_what_was_resumed_is_done(torn):
+def test_a_run_is_killed_again_before_resumed_groups_are_complete(torn):
     run = torn()
     run.start()
     kill_in_flight(run, num_requests=1)
-    before = past_of(run)
+    before = history_of(run)
     assert before is not None
     run.start("--resume")
-    run.until(lambda: (past := past_of(run)) is not None and past.position > before.position)
-    told = kill_in_flight(run, num_requests=1)
+    run.until(
+        lambda: (history := history_of(run)) is not None and history.position > before.position
+    )
+    saved = kill_in_flight(run, num_requests=1)
     run.start("--resume")
-    assert_gone_on_from(run, told)
+    assert_resumed_from(run, saved)

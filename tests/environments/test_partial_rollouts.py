@@ -1,4 +1,4 @@
-"""Groups that go on after a crash: what was told is told again, and only the rest is sampled."""
+"""Groups that resume after a crash: saved tokens are reused, and only the rest is sampled."""
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
@@ -33,15 +33,15 @@ async def served(**settings):
             await running
 
 
-async def crash_during(request, *, turns, course=None):
-    """What a journal holds of a request whose controller dies after so many passes."""
-    course = PartialRollout() if course is None else course
+async def crash_during(request, *, turns, partial=None):
+    """The saved tokens of a request whose controller dies after so many passes."""
+    partial = PartialRollout() if partial is None else partial
     parts = []
     async with served() as (_, engine):
-        asking = asyncio.create_task(ReplayingEngine(engine, course=course).generate(request))
+        asking = asyncio.create_task(ReplayingEngine(engine, partial=partial).generate(request))
         for _ in range(turns):
             await asyncio.sleep(0)
-            for one in course.take():
+            for one in partial.take_new():
                 part = decode_completion(encode_completion(one.part))
                 parts.append(replace(one, part=part))
         asking.cancel()
@@ -51,100 +51,99 @@ async def crash_during(request, *, turns, course=None):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 5, "top_p": 0.9}, {"temperature": 0.0}])
-async def test_a_completion_that_goes_on_is_the_one_it_would_have_been(sampling):
+async def test_a_resumed_completion_equals_the_undisturbed_one(sampling):
     request = make_request("group 0/0", n=3, seed=11, **LONG, **sampling)
     undisturbed = finish_all(make_engine(), [request])[request.id]
     parts = await crash_during(request, turns=25)
-    course = PartialRollout(parts)
+    partial = PartialRollout(parts)
     async with served() as (engine, serving):
-        completions = await ReplayingEngine(serving, course=course).generate(request)
+        completions = await ReplayingEngine(serving, partial=partial).generate(request)
         sampled_again = engine.stats().generated_tokens
     for mine, other in zip(completions, undisturbed, strict=True):
         assert_same(mine, other)
         assert (mine.finish, mine.text) == (other.finish, other.text)
-    assert course.num_given > 10
-    assert sampled_again == sum(len(one.tokens) for one in undisturbed) - course.num_given
+    assert partial.num_resumed > 10
+    assert sampled_again == sum(len(one.tokens) for one in undisturbed) - partial.num_resumed
 
 
-async def test_it_may_crash_again_and_again():
+async def test_a_completion_survives_several_crashes():
     request = make_request("group 0/0", n=2, seed=5, **LONG)
     undisturbed = finish_all(make_engine(), [request])[request.id]
     parts = await crash_during(request, turns=12)
     for _ in range(3):
-        parts += await crash_during(request, turns=12, course=PartialRollout(parts))
-    course = PartialRollout(parts)
+        parts += await crash_during(request, turns=12, partial=PartialRollout(parts))
+    partial = PartialRollout(parts)
     async with served() as (_, serving):
-        completions = await ReplayingEngine(serving, course=course).generate(request)
+        completions = await ReplayingEngine(serving, partial=partial).generate(request)
     for mine, other in zip(completions, undisturbed, strict=True):
         assert_same(mine, other)
-    assert course.num_given > 20
+    assert partial.num_resumed > 20
 
 
-def told_of(request, completions, *, partial=()):
-    """The progress of a request whose completions came to this; of those in `partial`, of so many
-    tokens."""
-    course = PartialRollout()
-    asked = course.ask(request)
+def saved_of(request, completions, *, unfinished=()):
+    """The saved tokens of a request with these completions, some of which have not ended."""
+    partial = PartialRollout()
+    log = partial.log(request)
     for member, completion in enumerate(completions):
-        if member in partial:
-            asked.hear(make_chunk(completion, member=member))
+        if member in unfinished:
+            log.append(make_chunk(completion, member=member))
         else:
-            asked.hear_end(member, completion)
-    tokens = course.take()
-    assert course.take() == []
+            log.finish(member, completion)
+    tokens = partial.take_new()
+    assert partial.take_new() == []
     return tokens
 
 
-async def test_what_had_ended_is_told_without_an_engine():
+async def test_completions_that_had_ended_need_no_engine():
     request = replace(make_request("group 0/0", n=2), expires=True)
     ended = [make_completion("ab"), make_completion("c")]
-    course = PartialRollout(told_of(request, ended))
-    engine, heard, told = ScriptedEngine("x"), Listener(), {}
-    completions = await ReplayingEngine(engine, course=course).generate(
-        request, heard, lambda member, completion: told.update({member: completion})
+    partial = PartialRollout(saved_of(request, ended))
+    engine, heard, ended_early = ScriptedEngine("x"), Listener(), {}
+    completions = await ReplayingEngine(engine, partial=partial).generate(
+        request, heard, lambda member, completion: ended_early.update({member: completion})
     )
     assert engine.requests == []
     assert [one.text for one in completions] == ["ab", "c"]
-    assert {member: one.text for member, one in told.items()} == {0: "ab", 1: "c"}
+    assert {member: one.text for member, one in ended_early.items()} == {0: "ab", 1: "c"}
     heard.assert_heard(completions)
-    assert course.given.counts == {0: 3}
-    assert course.unasked.num_tokens == 0
-    assert course.take() == [], "it is written down already"
+    assert partial.resumed.counts == {0: 3}
+    assert partial.unused.num_tokens == 0
+    assert partial.take_new() == [], "its tokens are saved already"
 
 
-async def test_listeners_hear_what_was_told_before_and_then_the_rest():
+async def test_callers_receive_the_saved_tokens_and_then_the_rest():
     request = make_request("group 0/0", n=2, seed=3, **LONG)
     parts = await crash_during(request, turns=20)
     heard = Listener()
     async with served() as (_, serving):
-        completions = await ReplayingEngine(serving, course=PartialRollout(parts)).generate(
+        completions = await ReplayingEngine(serving, partial=PartialRollout(parts)).generate(
             request, heard
         )
     heard.assert_heard(completions)
 
 
-async def test_what_is_too_stale_is_sampled_anew_and_counted():
+async def test_saved_tokens_that_are_too_stale_are_sampled_again_and_counted():
     request = replace(make_request("group 0/0", n=2), expires=True)
-    known = told_of(request, [make_completion("ab", version=1), make_completion("c", version=4)])
-    course = PartialRollout(known, is_fit=lambda versions: bool((versions >= 3).all()))
+    known = saved_of(request, [make_completion("ab", version=1), make_completion("c", version=4)])
+    partial = PartialRollout(known, is_trainable=lambda versions: bool((versions >= 3).all()))
     engine = ScriptedEngine("new")
-    completions = await ReplayingEngine(engine, course=course).generate(request)
+    completions = await ReplayingEngine(engine, partial=partial).generate(request)
     assert [one.text for one in completions] == ["new", "c"]
     (again,) = engine.requests
     assert (again.index, again.partial) == (0, None)
-    assert course.outdated.counts == {1: 2}
-    assert course.given.counts == {4: 1}
+    assert partial.stale.counts == {1: 2}
+    assert partial.resumed.counts == {4: 1}
 
 
 async def test_tokens_that_are_never_trained_cannot_be_too_stale():
     request = make_request("group 0/0")
-    course = PartialRollout(
-        told_of(request, [make_completion("ab")]), is_fit=lambda versions: False
+    partial = PartialRollout(
+        saved_of(request, [make_completion("ab")]), is_trainable=lambda versions: False
     )
-    (completion,) = await ReplayingEngine(ScriptedEngine(), course=course).generate(request)
+    (completion,) = await ReplayingEngine(ScriptedEngine(), partial=partial).generate(request)
     assert completion.text == "ab"
-    assert course.given.num_tokens == 0
-    assert course.num_given == 2
+    assert partial.resumed.num_tokens == 0
+    assert partial.num_resumed == 2
 
 
 @pytest.mark.parametrize(
@@ -158,51 +157,51 @@ async def test_tokens_that_are_never_trained_cannot_be_too_stale():
         {"id": "group 0, try 2/0"},
     ],
 )
-async def test_another_question_is_not_answered_with_what_is_known(change):
+async def test_a_different_request_is_not_answered_from_saved_tokens(change):
     request = make_request("group 0/0")
-    course = PartialRollout(told_of(request, [make_completion("ab")]))
+    partial = PartialRollout(saved_of(request, [make_completion("ab")]))
     engine = ScriptedEngine("new")
-    (completion,) = await ReplayingEngine(engine, course=course).generate(
+    (completion,) = await ReplayingEngine(engine, partial=partial).generate(
         replace(request, **change)
     )
     assert completion.text == "new"
-    assert course.num_given == 0
-    assert course.unasked.counts == {0: 2}
+    assert partial.num_resumed == 0
+    assert partial.unused.counts == {0: 2}
 
 
-async def test_another_model_is_not_answered_with_what_the_policy_said():
+async def test_saved_tokens_of_the_policy_do_not_answer_for_another_model():
     request = make_request("group 0/0")
-    course = PartialRollout(told_of(request, [make_completion("ab")]))
-    recalled = ReplayingEngine(ScriptedEngine("new"), course=course, model="judge")
-    assert (await recalled.generate(request))[0].text == "new"
+    partial = PartialRollout(saved_of(request, [make_completion("ab")]))
+    replaying = ReplayingEngine(ScriptedEngine("new"), partial=partial, model="judge")
+    assert (await replaying.generate(request))[0].text == "new"
 
 
-async def test_what_is_begun_anew_takes_the_place_of_what_was_known():
+async def test_tokens_sampled_again_replace_the_saved_ones():
     request = make_request("group 0/0")
     other = replace(request, prompt=np.array([9], np.int32))
-    parts = told_of(request, [make_completion("abc")], partial=[0])
-    parts += told_of(other, [make_completion("d")])
-    course = PartialRollout(parts)
+    parts = saved_of(request, [make_completion("abc")], unfinished=[0])
+    parts += saved_of(other, [make_completion("d")])
+    partial = PartialRollout(parts)
     engine = ScriptedEngine("new")
-    assert (await ReplayingEngine(engine, course=course).generate(other))[0].text == "d"
-    assert course.num_given == 1
+    assert (await ReplayingEngine(engine, partial=partial).generate(other))[0].text == "d"
+    assert partial.num_resumed == 1
 
 
-async def test_a_branch_goes_on_from_more_than_it_began_with():
+async def test_a_branch_resumes_after_its_saved_tokens_not_after_its_partial():
     begun = replace(make_completion("ab"), finish="interrupt", text="")
     request = replace(make_request("group 0/1.0"), partial=begun)
-    course = PartialRollout()
-    course.ask(request).hear(make_chunk(make_completion("c")))
+    partial = PartialRollout()
+    partial.log(request).append(make_chunk(make_completion("c")))
     engine, heard = ScriptedEngine("d"), Listener()
-    again = PartialRollout(course.take())
-    await ReplayingEngine(engine, course=again).generate(request, heard)
+    again = PartialRollout(partial.take_new())
+    await ReplayingEngine(engine, partial=again).generate(request, heard)
     (rest,) = engine.requests
     assert rest.partial.tokens.tolist() == [ord(c) for c in "abc"]
     assert heard.chunks[0].tokens.tolist() == [ord("c")]
-    assert again.num_given == 3
+    assert again.num_resumed == 3
 
 
-async def test_one_that_becomes_too_old_ends_its_siblings():
+async def test_a_completion_that_becomes_too_stale_cancels_its_siblings():
     class Held(ScriptedEngine):
         """Expires the second completion; the third never ends."""
 
@@ -218,15 +217,15 @@ async def test_one_that_becomes_too_old_ends_its_siblings():
 
     request = replace(make_request("group 0/0", n=3), expires=True)
     ended = [make_completion("a"), make_completion("b"), make_completion("c")]
-    course = PartialRollout(told_of(request, ended, partial=[1, 2]))
+    partial = PartialRollout(saved_of(request, ended, unfinished=[1, 2]))
     engine = Held()
-    completions = await ReplayingEngine(engine, course=course).generate(request)
+    completions = await ReplayingEngine(engine, partial=partial).generate(request)
     assert [one.finish for one in completions] == ["stop", "expire"]
     assert engine.ended
 
 
-async def test_what_an_interrupted_engine_had_not_told_is_told_when_it_goes_on_elsewhere():
-    """At leisure there may be tokens that only the interrupted answer tells of."""
+async def test_tokens_that_an_interrupted_engine_did_not_stream_are_saved_when_another_resumes():
+    """Coalesced streaming may leave tokens to the interrupted answer."""
 
     class Interrupted(ScriptedEngine):
         async def generate(self, request, on_tokens=None, on_completion=None):
@@ -238,11 +237,11 @@ async def test_what_an_interrupted_engine_had_not_told_is_told_when_it_goes_on_e
             on_tokens(make_chunk(make_completion("e")))
             return [whole]
 
-    request, course = make_request("group 0/0"), PartialRollout()
+    request, partial = make_request("group 0/0"), PartialRollout()
     pool = EnginePool([Interrupted()])
-    await ReplayingEngine(pool, course=course).generate(request)
-    again = PartialRollout(course.take())
-    (known,) = again.ask(request).known
+    await ReplayingEngine(pool, partial=partial).generate(request)
+    again = PartialRollout(partial.take_new())
+    (known,) = again.log(request).known
     assert known.text == "abcde"
     assert known.tokens.tolist() == [ord(c) for c in "abcde"]
     assert Stamps.of(known.versions).counts == {0: 5}

@@ -220,9 +220,9 @@ async def test_an_environment_that_asks_something_else_is_named_with_its_turn(th
 
     recording = read(episode)
     for function, sentence in [
-        (otherwise, "comes to turn 2 which is not in the recording"),
-        (worded, r"comes to turn 0 with another prompt: from token \d+ on it is .*was that"),
-        (short, r"comes to the end before tool call 0 \(lookup\), which the recording has"),
+        (otherwise, "came to turn 2 which is not in the recording"),
+        (worded, r"came to turn 0 with another prompt: from token \d+ on it is .*was that"),
+        (short, r"came to the end before tool call 0 \(lookup\), which the recording has"),
     ]:
         with pytest.raises(ReplayError, match=rf"group 3, episode 0: .*{sentence}"):
             await rerun(recording, function, tokenizer=TOKENIZER)

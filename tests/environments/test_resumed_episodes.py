@@ -1,4 +1,4 @@
-"""Episodes of many turns that go on after a crash of the controller."""
+"""Episodes of several turns that resume after a crash of the controller."""
 
 import asyncio
 from contextlib import suppress
@@ -38,10 +38,10 @@ class Guess:
 
 
 async def crash(function, answer, *, thread, done):
-    """What was written down of a group whose controller dies when `done` says so."""
+    """The saved tokens of a group whose controller dies once `done` returns True."""
     engine = ChatEngine(answer)
     attempt = Attempt(3)
-    attempt.course = PartialRollout()
+    attempt.partial = PartialRollout()
     playing = asyncio.create_task(
         player_of(function, engine, thread=thread).try_group(TASK, attempt=attempt, group_size=2)
     )
@@ -50,19 +50,19 @@ async def crash(function, answer, *, thread, done):
     playing.cancel()
     with suppress(asyncio.CancelledError):
         await playing
-    return attempt.course.take()
+    return attempt.partial.take_new()
 
 
-async def go_on(function, answer, *, thread, known):
+async def resume(function, answer, *, thread, saved):
     engine = ChatEngine(answer)
     attempt = Attempt(3)
-    attempt.course = PartialRollout(known)
+    attempt.partial = PartialRollout(saved)
     player = player_of(function, engine, thread=thread)
-    return await player.try_group(TASK, attempt=attempt, group_size=2), engine, attempt.course
+    return await player.try_group(TASK, attempt=attempt, group_size=2), engine, attempt.partial
 
 
 def holding(answer, *, after):
-    """Answers so many prompts, and then no more."""
+    """Answers `after` prompts, and then none."""
     num_answered = 0
 
     async def held(prompt):
@@ -83,34 +83,34 @@ def assert_same_group(group, other):
     assert [e.reward for e in group.episodes] == [e.reward for e in other.episodes]
 
 
-async def test_turns_that_were_answered_are_not_asked_again(thread):
+async def test_saved_turns_are_not_sampled_again(thread):
     def answer(prompt):
         return str(len(prompt))
 
-    undisturbed, engine, _ = await go_on(Guess(), answer, thread=thread, known=[])
+    undisturbed, engine, _ = await resume(Guess(), answer, thread=thread, saved=[])
     assert len(engine.requests) == 6
-    known = await crash(
+    saved = await crash(
         Guess(), holding(answer, after=3), thread=thread, done=lambda e: len(e.requests) == 5
     )
-    group, engine, course = await go_on(Guess(), answer, thread=thread, known=known)
+    group, engine, partial = await resume(Guess(), answer, thread=thread, saved=saved)
     assert len(engine.requests) == 3
-    assert course.num_given > 0
-    assert course.unasked.num_tokens == 0
+    assert partial.num_resumed > 0
+    assert partial.unused.num_tokens == 0
     assert_same_group(group, undisturbed)
 
 
-async def test_tools_are_run_again_and_what_they_say_decides_whether_it_goes_on(thread):
-    undisturbed, _, _ = await go_on(with_a_tool, caller, thread=thread, known=[])
-    known = await crash(
+async def test_tools_run_again_and_saved_turns_are_used_while_their_results_match(thread):
+    undisturbed, _, _ = await resume(with_a_tool, caller, thread=thread, saved=[])
+    saved = await crash(
         with_a_tool, holding(caller, after=3), thread=thread, done=lambda e: len(e.requests) == 4
     )
-    group, engine, _ = await go_on(with_a_tool, caller, thread=thread, known=known)
+    group, engine, _ = await resume(with_a_tool, caller, thread=thread, saved=saved)
     assert len(engine.requests) == 1
     assert [episode.counts for episode in group.episodes] == [{"tool_calls": 1}] * 2
     assert_same_group(group, undisturbed)
 
 
-async def test_an_environment_that_asks_something_else_is_answered_by_the_engine(thread):
+async def test_an_environment_that_diverges_is_answered_by_the_engine(thread):
     clock = iter(range(100))
 
     async def by_the_clock(task, agent):
@@ -121,10 +121,10 @@ async def test_an_environment_that_asks_something_else_is_answered_by_the_engine
     def say(prompt):
         return str(len(prompt))
 
-    known = await crash(
+    saved = await crash(
         by_the_clock, holding(say, after=3), thread=thread, done=lambda e: len(e.requests) == 4
     )
-    group, engine, course = await go_on(by_the_clock, say, thread=thread, known=known)
+    group, engine, partial = await resume(by_the_clock, say, thread=thread, saved=saved)
     assert len(engine.requests) == 2
-    assert course.unasked.num_tokens > 0
+    assert partial.unused.num_tokens > 0
     assert all(len(episode.turns) == 2 for episode in group.episodes)

@@ -1,10 +1,10 @@
 """The whole protocol of durability under random crashes: admit, take, step, checkpoint, resume.
 
-The journal, the buffer, the batches, the dispatcher and the courses of groups are the real ones, on
-real files of a disk that loses what was not synced. Engines and the trainer are scripted. A
-trainer's weights are a hash of everything it ever learned, so that a version which is made again
-from anything else shows; a token is a hash of the weights that sampled it, its group and its place,
-so that one which comes from anywhere else shows, too.
+Journal, buffer, batches, dispatcher and partial rollouts are the real ones, on real files of a disk
+that loses what was not synced. Engines and the trainer are scripted. The trainer's weights are a
+hash of everything that it learned, so that a version which is made again from other groups is
+noticed. A token is a hash of the weights that sampled it, its group and its place, so that a token
+which comes from anywhere else is noticed, too.
 """
 
 import asyncio
@@ -157,7 +157,7 @@ class Process(FakeScorers):
             commit_interval_s=0,
             connect=disk.connect,
         )
-        self.courses = PartialRollouts(
+        self.partials = PartialRollouts(
             self.journal, every_s=1e9
         )  # written down when the test says so
         self.playing: dict[int, asyncio.Future[str]] = {}  # what comes of each
@@ -215,13 +215,13 @@ class Process(FakeScorers):
             player=self,
             scorers=self,
             buffer=self.buffer,
-            partials=self.courses,
+            partials=self.partials,
             limit=config.buffer.limit,
         )
 
     @property
     def is_reading(self) -> bool:
-        """Some group looks up what it was told before a crash."""
+        """True while a group reads the tokens that it had before a crash."""
         running = self.dispatcher._running.items()
         is_alive = not self.dispatching.done()
         opening = [n for n, one in running if one.stage == "generating" and n not in self.playing]
@@ -249,8 +249,8 @@ class Process(FakeScorers):
             expires=True,
         )
         try:
-            recalled = ReplayingEngine(self, course=attempt.course)
-            completions = await recalled.generate(request)
+            replaying = ReplayingEngine(self, partial=attempt.partial)
+            completions = await replaying.generate(request)
         finally:
             del self.playing[attempt.number], self.sampling[attempt.number]
         attempt.record(completions)
@@ -349,13 +349,13 @@ class Protocol(RuleBasedStateMachine):
             one.sample(member % one.request.n, version=process.visible, weights=weights)
 
     @rule(then_crash=st.booleans(), seed=st.integers(0, 2**32))
-    def write_down_what_groups_in_flight_have(self, then_crash: bool, seed: int) -> None:
-        self._run(self.process.courses.write())
+    def save_partial_rollouts(self, then_crash: bool, seed: int) -> None:
+        self._run(self.process.partials.save())
         if then_crash:
-            self._crash_after_writing(seed)
+            self._crash_after_saving(seed)
 
     @rule(rounds=st.integers(1, 4), saves=st.booleans())
-    def go_on_undisturbed(self, rounds: int, saves: bool) -> None:
+    def run_undisturbed(self, rounds: int, saves: bool) -> None:
         for _ in range(rounds):
             for playing in self.process.playing.values():
                 playing.set_result("good")
@@ -406,7 +406,7 @@ class Protocol(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.checkpoints) == 2)
     @rule(seed=st.integers(0, 2**32))
-    def crash_and_find_the_newest_checkpoint_damaged(self, seed: int) -> None:
+    def crash_and_lose_the_newest_checkpoint(self, seed: int) -> None:
         self.checkpoints.pop()
         self._crash(seed)
 
@@ -423,7 +423,7 @@ class Protocol(RuleBasedStateMachine):
             assert self.made.setdefault(version, weights) == weights
 
     @invariant()
-    def the_books_add_up(self) -> None:
+    def the_ledger_adds_up(self) -> None:
         ledger = self.process.journal.ledger
         assert ledger.check() == []
         assert self.process.warnings == []
@@ -438,7 +438,7 @@ class Protocol(RuleBasedStateMachine):
         assert {*saved.closed.get("trained", ())} == (trained | is_redone) - ledger.training
 
     @invariant()
-    def what_is_open_is_being_played_or_waits(self) -> None:
+    def open_tasks_are_running_or_waiting(self) -> None:
         cursor = self.process.tracker.cursor()
         is_redone = self.process.journal.ledger.redone(after=self.process.trainer.version)
         assert {*cursor["unfinished"]} == self.process.journal.ledger.open | {*is_redone}
@@ -452,7 +452,7 @@ class Protocol(RuleBasedStateMachine):
         return is_begun or process.buffer.depth >= GROUPS
 
     async def _turn(self) -> None:
-        """Everything that can go on does."""
+        """Run until everything waits."""
         for _ in range(5):
             for _ in range(20):
                 await asyncio.sleep(0)
@@ -524,8 +524,8 @@ class Protocol(RuleBasedStateMachine):
             if number not in ledger.open:  # for the last time
                 assert ledger.totals["dropped: stale"] > 0
 
-    def _crash_after_writing(self, seed: int) -> None:
-        """What each group in flight had sampled, it goes on with, unless that is too stale."""
+    def _crash_after_saving(self, seed: int) -> None:
+        """Running groups resume from their tokens, unless these are too stale."""
         before = _sampled(self.process)
         self._crash(seed)
         oldest = self.process.journal.ledger.last_step - MAX_STALENESS

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from journals import open_journal
 
 from millrace.core.errors import JournalError
-from millrace.core.partials import StreamedTokens, put_together
+from millrace.core.token_log import StreamedTokens, join_streamed
 from millrace.journal import Journal
 from millrace.journal.encoding import decode_completion, encode_completion
 
@@ -120,7 +120,7 @@ def test_tokens_that_follow_nothing_known_are_left_out():
         streamed("d", start=2),
         streamed("e", start=1, member=1),
     ]
-    known = put_together(parts)
+    known = join_streamed(parts)
     assert set(known) == {("group 0/0", 0)}
     assert known["group 0/0", 0].completion.tokens.tolist() == [ord(c) for c in "abd"]
 

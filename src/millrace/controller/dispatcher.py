@@ -137,7 +137,7 @@ class Dispatcher:
     async def _generate_and_score(self, running: _Running) -> Group:
         attempt = running.attempt
         task = self._tasks.task(attempt.number)
-        async with self._partials.opened(attempt, is_fit=self._may_be_trained):
+        async with self._partials.open(attempt, is_trainable=self._may_be_trained):
             with self._scorers.open(number=attempt.number, task=task) as scoring:
                 if self._barrier is not None:
                     await self._barrier.wait()

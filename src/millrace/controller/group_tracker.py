@@ -139,9 +139,9 @@ class GroupTracker:
 
     def count_unused(self, attempt: Attempt) -> None:
         """Count journaled tokens that the resumed group did not reuse."""
-        if attempt.course is not None:
-            self.waste.add(OUTDATED, attempt.course.outdated, version=self.version)
-            self.waste.add(UNASKED, attempt.course.unasked, version=self.version)
+        if attempt.partial is not None:
+            self.waste.add(OUTDATED, attempt.partial.stale, version=self.version)
+            self.waste.add(UNASKED, attempt.partial.unused, version=self.version)
 
     def trained(self, numbers: Iterable[int]) -> None:
         """These groups will not be issued again."""

@@ -135,6 +135,10 @@ def has_ledger(db: sqlite3.Connection) -> bool:
     return has_tables(db) and db.execute("SELECT 1 FROM meta").fetchone() is not None
 
 
+def read_position(db: sqlite3.Connection) -> int:
+    return db.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()[0]
+
+
 def refuse_old_format(folder: Path) -> None:
     if any(folder.glob("*.log")):
         raise JournalError(

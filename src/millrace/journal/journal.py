@@ -16,14 +16,15 @@ from pathlib import Path
 
 from millrace.config import JournalConfig
 from millrace.core.errors import JournalError
-from millrace.core.partials import StreamedTokens
 from millrace.core.records import Group, Task
+from millrace.core.token_log import StreamedTokens
 from millrace.journal.database import (
     FORMAT_VERSION,
     TABLES,
     Connect,
     connect_file,
     open_writer,
+    read_position,
 )
 from millrace.journal.encoding import checksum, encode_completion, encode_group
 from millrace.journal.ledger import TRAINED, UNKNOWN, Ledger, LedgerStep, Observation, Outcome
@@ -60,8 +61,12 @@ class Journal:
         self._num_problems = len(history.ledger.problems)  # on record
         try:
             db = open_writer(folder, fsync=settings.fsync, connect=connect)
-            if not history.is_new:
-                _check_unchanged(db, history, folder)
+            if not history.is_new and read_position(db) != history.position:
+                db.close()
+                raise JournalError(
+                    f"Another process has written to the journal in {str(folder)!r} since it was"
+                    " read; start again."
+                )
             self._writer = JournalWriter(db, folder=folder, commit_interval_s=commit_interval_s)
         except (sqlite3.Error, OSError) as error:
             raise write_failure(error, folder) from None
@@ -303,15 +308,6 @@ class NoJournal:
     ) -> None: ...
 
     async def close(self) -> None: ...
-
-
-def _check_unchanged(db: sqlite3.Connection, history: JournalHistory, folder: Path) -> None:
-    (position,) = db.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
-    if position != history.position:
-        raise JournalError(
-            f"Another process has written to the journal in {str(folder)!r} since it was read;"
-            " start again."
-        )
 
 
 def _begin(history: JournalHistory) -> Change:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.core.errors import JournalError
-from millrace.core.partials import StreamedTokens
 from millrace.core.records import Group, Task
+from millrace.core.token_log import StreamedTokens
 from millrace.journal.database import (
     FORMAT_VERSION,
     NAME,

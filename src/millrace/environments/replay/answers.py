@@ -1,7 +1,10 @@
-"""What a recording answers to an environment that asks again.
+"""Answers an environment from a recording of one of its episodes.
 
-Promise: what is asked is compared with what was asked then. Where it differs, a ReplayError names
-the turn and what differs first. Answers come in the order in which they came then.
+Promise: each request is compared with the recorded one. Where they differ, a ReplayError names the
+turn and the first difference. Answers arrive in the recorded order.
+
+A token log (core/token_log.py) lets a resumed environment diverge. A recording does not: it answers
+whole turns and tool calls by their number, and a difference is an error.
 """
 
 import asyncio
@@ -19,17 +22,17 @@ from millrace.environments.replay.schema import CutRow, Entry, Recording, ToolRo
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.functions import Tool, ToolResult
 
-PATIENCE_S = 30.0  # for what the recording says came first
+ORDER_TIMEOUT_S = 30.0  # how long an answer waits for those recorded before it
 
 
 class ReplayError(MillraceError):
-    """The environment does not ask what is recorded."""
+    """The environment does something other than what is recorded."""
 
 
 class RecordedAnswers:
-    """Answers from a recording. Belongs to one event loop."""
+    """The answers of one recording. Belongs to one event loop."""
 
-    play: EpisodeState  # of the environment that asks
+    state: EpisodeState  # of the replayed episode; set by the caller
 
     def __init__(
         self,
@@ -37,29 +40,29 @@ class RecordedAnswers:
         *,
         renderer: Renderer,
         others: Mapping[str, OtherModel],
-        patience_s: float = PATIENCE_S,
+        order_timeout_s: float = ORDER_TIMEOUT_S,
     ) -> None:
-        """`others`: models besides the run's, of which the renderer is."""
+        """`renderer`: of the run's model; `others`: other models, by name."""
         self._recording = recording
         self._renderers = {
             agent.name: renderer if agent.model is None else others[agent.model].renderer
             for agent in recording.agents
         }
-        self._patience_s = patience_s
+        self._order_timeout_s = order_timeout_s
         turns = [e for e in recording.entries if not isinstance(e, ToolRow)]
         self._turns = {entry.number: entry for entry in turns}
         self._tools = {entry.number: entry for entry in recording.tool_runs}
         self._run_again = {entry.number for entry in recording.tool_runs if entry.has_turns}
-        # What an answer is held back for; others never come.
+        # Entries that other answers wait for; the rest were never answered.
         self._awaited = [entry for entry in recording.entries if is_answered(entry)]
-        self._num_given = 0
-        self._moved = asyncio.Condition()
+        self._num_answered = 0
+        self._advanced = asyncio.Condition()
 
     def has_turn(self, number: int) -> bool:
         return number in self._turns
 
     def has_tool_run(self, number: int) -> bool:
-        """True if it answers; not for a tool in which an agent spoke."""
+        """False also for a tool within which an agent spoke: it runs again."""
         return number in self._tools and number not in self._run_again
 
     def runs_again(self, number: int) -> bool:
@@ -80,48 +83,50 @@ class RecordedAnswers:
         entry, what = self._tools.get(number), f"tool call {number}"
         if entry is None:
             raise self._differs(what, f"of {tool.name!r}, which is not in the recording")
-        asked, known = (
+        requested, recorded = (
             encode({"name": name, "arguments": dict(given)}).decode()
             for name, given in ((tool.name, arguments), (entry.name, entry.arguments))
         )
-        if entry.is_recorded and asked != known:
-            raise self._differs(what, f"with {asked:.200}, where the recording has {known:.200}")
+        if entry.is_recorded and requested != recorded:
+            raise self._differs(
+                what, f"with {requested:.200}, where the recording has {recorded:.200}"
+            )
         if entry.text is None:
-            return await asyncio.Event().wait()  # type: ignore[return-value]  # till it is cut
+            return await asyncio.Event().wait()  # type: ignore[return-value]  # until cancelled
         await self._in_order(entry, what=what)
         return ToolResult(text=entry.text, fault=entry.fault)
 
     def check_complete(self) -> None:
-        """Raise ReplayError if the environment asked for less than is recorded."""
-        if self._num_given < len(self._awaited):
-            missing = self._awaited[self._num_given]
+        """Raise ReplayError if the environment ended before the recording."""
+        if self._num_answered < len(self._awaited):
+            missing = self._awaited[self._num_answered]
             raise self._differs("the end", f"before {_named(missing)}, which the recording has")
 
     async def _cut(self, entry: CutRow) -> Completion:
         if entry.ending is not None:
             await self._in_order(entry, what=f"turn {entry.number}")
-            raise self.play.end(entry.ending)
+            raise self.state.end(entry.ending)
         if self._recording.ending == "timeout":
-            async with self._moved:
-                await self._moved.wait_for(lambda: self._num_given == len(self._awaited))
-            self.play.expire()
-        return await asyncio.Event().wait()  # type: ignore[return-value]  # till it is cut
+            async with self._advanced:
+                await self._advanced.wait_for(lambda: self._num_answered == len(self._awaited))
+            self.state.expire()
+        return await asyncio.Event().wait()  # type: ignore[return-value]  # until cancelled
 
     async def _in_order(self, entry: Entry, *, what: str) -> None:
-        """Wait until everything was given that was given before this."""
+        """Wait until all entries recorded before this one are answered."""
         position = next(i for i, other in enumerate(self._awaited) if other is entry)
         try:
-            async with asyncio.timeout(self._patience_s), self._moved:
-                await self._moved.wait_for(lambda: self._num_given >= position)
+            async with asyncio.timeout(self._order_timeout_s), self._advanced:
+                await self._advanced.wait_for(lambda: self._num_answered >= position)
         except TimeoutError:
-            missing = self._awaited[self._num_given]
+            missing = self._awaited[self._num_answered]
             raise self._differs(what, f"and not for {_named(missing)}, which came before") from None
-        async with self._moved:
-            self._num_given += 1
-            self._moved.notify_all()
+        async with self._advanced:
+            self._num_answered += 1
+            self._advanced.notify_all()
 
     def check_prompt(self, entry: TurnRow, prompt: np.ndarray, *, recording: Recording) -> None:
-        """Raise ReplayError if this turn of the recording was not asked with this prompt."""
+        """Raise ReplayError if the recorded turn had another prompt."""
         known = _prompt(entry, recording)
         if np.array_equal(known, prompt):
             return
@@ -129,17 +134,17 @@ class RecordedAnswers:
         apart = np.flatnonzero(known[:shorter] != prompt[:shorter])
         at = int(apart[0]) if len(apart) else shorter
         renderer = self._renderers[entry.agent]
-        asked, recorded = (renderer.decode(t[at:])[:80] for t in (prompt, known))
+        new, recorded = (renderer.decode(t[at:])[:80] for t in (prompt, known))
         raise self._differs(
             f"turn {entry.number}",
-            f"with another prompt: from token {at} on it is {asked!r}, and in the recording"
+            f"with another prompt: from token {at} on it is {new!r}, and in the recording"
             f" {recorded!r}",
         )
 
     def _differs(self, what: str, how: str) -> ReplayError:
         return ReplayError(
-            f"{self._recording.name}, episode {self._recording.index}: the environment comes to"
-            f" {what} {how}; replay with the environment and the tokenizer that were recorded."
+            f"{self._recording.name}, episode {self._recording.index}: the environment came to"
+            f" {what} {how}. Replay with the recorded environment and tokenizer."
         )
 
 
@@ -156,7 +161,7 @@ def _named(entry: Entry) -> str:
 
 
 def _prompt(entry: TurnRow, recording: Recording) -> np.ndarray:
-    """What the model was given in a turn, all of it."""
+    """All tokens that the model was given in a turn."""
     rows = {row.number: row for row in recording.turns}
     given, end = list(entry.given), entry.start
     while entry.parent is not None:

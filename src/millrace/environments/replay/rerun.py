@@ -1,4 +1,4 @@
-"""An environment played again on what is recorded: no engine, no tools, the same course.
+"""Replays an environment on a recording: no engine, no tools, the same episode.
 
 The coroutine runs as it did, its agents render and record as they did; only what came from outside
 is taken from the recording: replies, results of tools, draws of agent.rng.
@@ -18,7 +18,7 @@ from millrace.environments.agent_set import AgentSet
 from millrace.environments.episode_runner import EnvironmentFunction, run_episode
 from millrace.environments.episode_state import EpisodeState
 from millrace.environments.other_models import OtherModel
-from millrace.environments.replay.answers import PATIENCE_S, RecordedAnswers, ReplayError
+from millrace.environments.replay.answers import ORDER_TIMEOUT_S, RecordedAnswers, ReplayError
 from millrace.environments.replay.episodes import task_of
 from millrace.environments.replay.recorder import recording_of
 from millrace.environments.replay.schema import Recording, encode
@@ -34,17 +34,19 @@ async def rerun(
     tokenizer: Any,
     tokenizers: Mapping[str, Any] | None = None,
     task: Task | None = None,
-    patience_s: float = PATIENCE_S,
+    order_timeout_s: float = ORDER_TIMEOUT_S,
 ) -> Episode:
-    """The episode that comes of it, with a recording of its own. `tokenizers`: of the recording's
-    other models, by name. `task`: where the recorded one lacks columns. `patience_s`: how long an
-    answer is held back for one that came before it."""
+    """The replayed episode, with a recording of its own. `tokenizers`: of the recording's other
+    models, by name. `task`: replaces the recorded one, which may lack columns. `order_timeout_s`:
+    how long an answer waits for those recorded before it."""
     if task is None and recording.task.left_out:
         names = ", ".join(recording.task.left_out)
         raise ReplayError(f"The columns {names} of the task could not be recorded; pass the task.")
     renderer = Renderer(tokenizer, template_settings=recording.template)
     others = _others(recording, tokenizers or {})
-    answers = RecordedAnswers(recording, renderer=renderer, others=others, patience_s=patience_s)
+    answers = RecordedAnswers(
+        recording, renderer=renderer, others=others, order_timeout_s=order_timeout_s
+    )
     tool_runs = itertools.count()
 
     async def repeat(tool: Tool, arguments: Mapping[str, Any], **limits: Any) -> ToolResult:
@@ -63,7 +65,7 @@ async def rerun(
         random_index=recording.random_index,
         run_tool=repeat,
     )
-    answers.play = state
+    answers.state = state
     agents = AgentSet(
         state,
         renderer=renderer,

@@ -257,10 +257,10 @@ class Player:
         tokens have become too stale."""
         number, tries = attempt.number, attempt.tries
         engine, others = self._engine, self._others
-        if (course := attempt.course) is not None:
-            engine = ReplayingEngine(engine, course=course)
+        if (partial := attempt.partial) is not None:
+            engine = ReplayingEngine(engine, partial=partial)
             others = {
-                model: ReplayingEngine(other, course=course, model=model)
+                model: ReplayingEngine(other, partial=partial, model=model)
                 for model, other in others.items()
             }
         policy = GroupPolicy(

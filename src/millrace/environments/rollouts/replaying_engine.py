@@ -1,8 +1,8 @@
-"""An engine that is not asked again for what it told before a crash of the controller.
+"""An engine whose requests resume from the tokens that were saved before a crash.
 
-Promise: it is a SupportsGenerate like the engine itself. Completions that had ended are told as
-they were; those that had begun go on from there, and since each draw depends on its request alone,
-they come to what they would have come to under the same weights.
+Promise: it is a SupportsGenerate like the engine itself. Completions that had ended are returned as
+they were. Others resume after their last saved token; since each draw depends on its request alone,
+they become what they would have become under the same weights.
 """
 
 import asyncio
@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 from millrace.core.completions import chunk_of, cut
 from millrace.core.protocols import OnCompletion, OnTokens, SupportsGenerate
 from millrace.core.records import Completion, CompletionChunk, Request
-from millrace.environments.rollouts.attempt import PartialCall, PartialRollout, has_ended
+from millrace.core.token_log import TokenLog, is_complete, resume_request
+from millrace.environments.rollouts.attempt import PartialRollout
 
 
 class ReplayingEngine:
     def __init__(
-        self, engine: SupportsGenerate, *, course: PartialRollout, model: str | None = None
+        self, engine: SupportsGenerate, *, partial: PartialRollout, model: str | None = None
     ) -> None:
-        """`model`: whose engine it is, if not the policy's."""
+        """`model`: the engine's model, if it is not the policy."""
         self._engine = engine
-        self._course = course
+        self._partial = partial
         self._model = model
 
     async def generate(
@@ -30,85 +31,82 @@ class ReplayingEngine:
         on_tokens: OnTokens | None = None,
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
-        asked = self._course.ask(request, model=self._model)
+        log = self._partial.log(request, model=self._model)
         call = _ReplayedCall(
             engine=self._engine,
             request=request,
-            asked=asked,
+            log=log,
             on_tokens=on_tokens,
             on_completion=on_completion,
         )
-        if all(known is None for known in asked.known):
+        if all(known is None for known in log.known):
             return await call.generate(request)
-        return await _all_unless_expired(call.go_on(member) for member in range(request.n))
+        return await _all_unless_expired(call.resume(member) for member in range(request.n))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _ReplayedCall:
-    """A call of generate(), and who listens to it."""
+    """A call of generate(), with the callbacks of its caller."""
 
     engine: SupportsGenerate
     request: Request
-    asked: PartialCall
+    log: TokenLog
     on_tokens: OnTokens | None
     on_completion: OnCompletion | None
 
     async def generate(self, request: Request, *, first: int = 0) -> list[Completion]:
-        """Of the request, or of one of its completions, whose number is `first`."""
+        """Sample the whole request, or the completion `first` of it."""
 
-        def hear(piece: CompletionChunk) -> None:
-            self.asked.hear(replace(piece, member=first + piece.member))
-            self._tell(replace(piece, member=first + piece.member))
+        def receive(chunk: CompletionChunk) -> None:
+            chunk = replace(chunk, member=first + chunk.member)
+            self.log.append(chunk)
+            if self.on_tokens is not None:
+                self.on_tokens(chunk)
 
-        def hear_end(member: int, completion: Completion) -> None:
-            self.asked.hear_end(first + member, completion)
-            self._tell_end(first + member, completion)
+        def complete(member: int, completion: Completion) -> None:
+            self._finish(first + member, completion)
+            assert self.on_completion is not None
+            self.on_completion(first + member, completion)
 
         if self.on_tokens is None:
             request = replace(request, coalesce=True)
         completions = await self.engine.generate(
-            request, hear, None if self.on_completion is None else hear_end
+            request, receive, None if self.on_completion is None else complete
         )
-        for member, completion in enumerate(completions):
-            self.asked.hear_end(first + member, completion)
+        for member, completion in enumerate(completions, start=first):
+            self._finish(member, completion)
         return completions
 
-    async def go_on(self, member: int) -> Completion:
-        """From what is known of a completion to its end."""
-        request, known = self.request, self.asked.known[member]
+    async def resume(self, member: int) -> Completion:
+        """Send the saved tokens to the caller, and sample the rest."""
+        known = self.log.known[member]
         if known is not None:
-            self._tell_known(known, member=member)
-            if has_ended(known):
-                self._tell_end(member, known)
+            self._send_known(known, member=member)
+            if is_complete(known):
+                if self.on_completion is not None:
+                    self.on_completion(member, known)
                 return known
-        rest = replace(
-            request,
-            id=f"{request.id}:{member}",
-            n=1,
-            index=request.index + member,
-            partial=request.partial if known is None else known,
-        )
+        rest = resume_request(self.request, member=member, known=known)
         (completion,) = await self.generate(rest, first=member)
         return completion
 
-    def _tell_known(self, known: Completion, *, member: int) -> None:
-        """But for what the request itself began with."""
-        num_begun = 0 if self.request.partial is None else len(self.request.partial.tokens)
-        finish = known.finish if has_ended(known) else None
-        self._tell(chunk_of(cut(known, num_begun), member=member, finish=finish))
+    def _finish(self, member: int, completion: Completion) -> None:
+        if is_complete(completion):
+            self.log.finish(member, completion)
 
-    def _tell(self, piece: CompletionChunk) -> None:
-        if self.on_tokens is not None:
-            self.on_tokens(piece)
-
-    def _tell_end(self, member: int, completion: Completion) -> None:
-        if self.on_completion is not None:
-            self.on_completion(member, completion)
+    def _send_known(self, known: Completion, *, member: int) -> None:
+        """The caller has the tokens of the request's own partial."""
+        if self.on_tokens is None:
+            return
+        partial = self.request.partial
+        rest = cut(known, 0 if partial is None else len(partial.tokens))
+        finish = known.finish if is_complete(known) else None
+        self.on_tokens(chunk_of(rest, member=member, finish=finish))
 
 
 async def _all_unless_expired(each: Iterable[Awaitable[Completion]]) -> list[Completion]:
-    """Once one has become too old, the others are of no use, either: only what has ended by then is
-    returned."""
+    """All completions. If one is too stale, the others are useless: they are cancelled, and only
+    those that have ended are returned."""
     tasks = [asyncio.ensure_future(one) for one in each]
     try:
         for ended in asyncio.as_completed(tasks):
