@@ -27,7 +27,7 @@ from millrace.core.records import Request, Sampling
 from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
-from millrace.inference.embedded.lora.merging import AdapterMerger
+from millrace.inference.embedded.lora.bank import AdapterMerger
 from millrace.models.loading import resolve_device
 from millrace.models.lora.factors import Adapter, adapter_of
 

@@ -21,7 +21,8 @@ from millrace.config import LoraConfig
 from millrace.core.records import Completion, Request, Sampling
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
-from millrace.inference.embedded.lora.merging import AdapterMerger
+from millrace.inference.embedded.lora.bank import AdapterMerger
+from millrace.inference.embedded.parts import EngineSizes
 from millrace.models.lora.factors import Adapter, adapter_of
 from millrace.models.moe.router_search import find_routing
 
@@ -53,6 +54,7 @@ def make_engine(
     residents: Mapping[str, Adapter] | None = None,
     dtype: torch.dtype = torch.float32,
     records_routes: bool = False,
+    version: int = 0,
     **settings: Any,
 ) -> EmbeddedEngine:
     """Small blocks and chunks, so that a few tokens cross many boundaries."""
@@ -64,17 +66,22 @@ def make_engine(
     elif lora is not None:
         merger = AdapterMerger(model, adapter_of(model, lora))
     sizes = {
-        "version": 0,
-        "merger": merger,
-        "adapters": adapters,
         "max_context": 128,
         "max_sequences": 8,
         "num_blocks": 256,
         "block_tokens": 4,
         "prefill_tokens": 64,
-        "routing": find_routing(model) if records_routes else None,
     }
-    return EmbeddedEngine(model, letter_tokenizer(), eos_ids=eos_ids, **{**sizes, **settings})
+    return EmbeddedEngine(
+        model,
+        letter_tokenizer(),
+        sizes=EngineSizes(**{**sizes, **settings}),
+        version=version,
+        eos_ids=eos_ids,
+        merger=merger,
+        adapters=adapters,
+        routing=find_routing(model) if records_routes else None,
+    )
 
 
 def save_model(directory: Path, architecture: str = "qwen3") -> None:

@@ -28,6 +28,7 @@ from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.calls import FORMATS
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
+from millrace.inference.embedded.parts import EngineSizes
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.moe.router_search import find_routing
 from millrace.models.moe.routing import RouteReplay
@@ -69,10 +70,15 @@ def make_engine(
 ) -> EmbeddedEngine:
     model = make_model(seed, num_experts=num_experts).to(device)
     model.set_attn_implementation(PAGED_ATTENTION)
-    settings = {"routing": find_routing(model), **settings}
+    routing = settings.pop("routing", find_routing(model))
     sizes = {"max_context": 2048, "max_sequences": 8, "num_blocks": 2048, "prefill_tokens": 512}
     return EmbeddedEngine(
-        model, TOKENIZER, version=0, eos_ids=[END], block_tokens=BLOCK, **{**sizes, **settings}
+        model,
+        TOKENIZER,
+        sizes=EngineSizes(**{**sizes, "block_tokens": BLOCK, **settings}),
+        version=0,
+        eos_ids=[END],
+        routing=routing,
     )
 
 

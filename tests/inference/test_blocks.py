@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from millrace.inference.embedded.kv.blocks import BlockPool, BlockTables
 
-NUM_BLOCKS, NUM_LANES, BLOCK_TOKENS, MAX_CONTEXT = 12, 4, 3, 18
+NUM_BLOCKS, NUM_SLOTS, BLOCK_TOKENS, MAX_CONTEXT = 12, 4, 3, 18
 
 
 class TablesMachine(RuleBasedStateMachine):
@@ -20,69 +20,69 @@ class TablesMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
         self.tables = BlockTables(
-            self.pool, num_lanes=NUM_LANES, max_context=MAX_CONTEXT, block_tokens=BLOCK_TOKENS
+            self.pool, num_slots=NUM_SLOTS, max_context=MAX_CONTEXT, block_tokens=BLOCK_TOKENS
         )
         self.memory = np.full((NUM_BLOCKS, BLOCK_TOKENS), -1)
-        self.lanes: dict[int, list[int]] = {}  # lane -> names of its tokens
+        self.slots: dict[int, list[int]] = {}  # slot -> names of its tokens
         self.held: list[tuple[np.ndarray, list[int]]] = []  # blocks, names
         self.left: list[tuple[np.ndarray, np.ndarray, list[int]]] = []  # blocks, fillings, names
         self.next_name = 0
 
-    def pick_free_lane(self) -> int:
-        return next(lane for lane in range(NUM_LANES) if lane not in self.lanes)
+    def pick_free_slot(self) -> int:
+        return next(slot for slot in range(NUM_SLOTS) if slot not in self.slots)
 
     def name(self) -> int:
         self.next_name += 1
         return self.next_name
 
-    @precondition(lambda self: len(self.lanes) < NUM_LANES)
+    @precondition(lambda self: len(self.slots) < NUM_SLOTS)
     @rule(num_tokens=st.integers(1, 8))
     def prefill(self, num_tokens: int) -> None:
         if self.tables.blocks_for(num_tokens) > self.pool.num_free:
             return
-        lane = self.pick_free_lane()
-        self.tables.grow(lane, num_tokens=num_tokens)
-        self.lanes[lane] = [self.name() for _ in range(num_tokens)]
-        for at, name in enumerate(self.lanes[lane]):
-            block = self.tables.rows[lane, at // BLOCK_TOKENS]
+        slot = self.pick_free_slot()
+        self.tables.grow(slot, num_tokens=num_tokens)
+        self.slots[slot] = [self.name() for _ in range(num_tokens)]
+        for at, name in enumerate(self.slots[slot]):
+            block = self.tables.rows[slot, at // BLOCK_TOKENS]
             self.memory[block, at % BLOCK_TOKENS] = name
 
-    @precondition(lambda self: self.lanes)
+    @precondition(lambda self: self.slots)
     @rule(data=st.data())
-    def write_one_token_in_some_lanes(self, data: st.DataObject) -> None:
-        candidates = [lane for lane, names in self.lanes.items() if len(names) < MAX_CONTEXT]
+    def write_one_token_in_some_slots(self, data: st.DataObject) -> None:
+        candidates = [slot for slot, names in self.slots.items() if len(names) < MAX_CONTEXT]
         if not candidates:
             return
         chosen = data.draw(st.lists(st.sampled_from(candidates), min_size=1, unique=True))
-        lanes = np.array(chosen)
-        positions = np.array([len(self.lanes[lane]) for lane in chosen])
-        needed = self.tables.blocks_to_write(lanes, positions)
+        slots = np.array(chosen)
+        positions = np.array([len(self.slots[slot]) for slot in chosen])
+        needed = self.tables.blocks_to_write(slots, positions)
         if needed > self.pool.num_free:
             return
         free = self.pool.num_free
-        sources, targets = self.tables.prepare_writes(lanes, positions)
+        sources, targets = self.tables.prepare_writes(slots, positions)
         assert free - self.pool.num_free == needed
         self.memory[targets] = self.memory[sources]
-        for lane in chosen:
-            at = len(self.lanes[lane])
-            block = self.tables.rows[lane, at // BLOCK_TOKENS]
+        for slot in chosen:
+            at = len(self.slots[slot])
+            block = self.tables.rows[slot, at // BLOCK_TOKENS]
             assert self.pool.references[block] == 1
-            self.lanes[lane].append(self.name())
-            self.memory[block, at % BLOCK_TOKENS] = self.lanes[lane][-1]
+            self.slots[slot].append(self.name())
+            self.memory[block, at % BLOCK_TOKENS] = self.slots[slot][-1]
 
-    @precondition(lambda self: self.lanes)
+    @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
-        lane = data.draw(st.sampled_from(sorted(self.lanes)))
-        self.held.append((self.tables.share(lane), list(self.lanes[lane])))
+        slot = data.draw(st.sampled_from(sorted(self.slots)))
+        self.held.append((self.tables.share(slot), list(self.slots[slot])))
 
-    @precondition(lambda self: self.held and len(self.lanes) < NUM_LANES)
+    @precondition(lambda self: self.held and len(self.slots) < NUM_SLOTS)
     @rule()
     def seat_what_was_held(self) -> None:
         blocks, names = self.held.pop()
-        lane = self.pick_free_lane()
-        self.tables.seat(lane, blocks)
-        self.lanes[lane] = names
+        slot = self.pick_free_slot()
+        self.tables.assign(slot, blocks)
+        self.slots[slot] = names
 
     @precondition(lambda self: self.held)
     @rule()
@@ -90,52 +90,52 @@ class TablesMachine(RuleBasedStateMachine):
         blocks, _ = self.held.pop(0)
         self.pool.release(blocks)
 
-    @precondition(lambda self: self.lanes)
+    @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        lane = data.draw(st.sampled_from(sorted(self.lanes)))
-        self.tables.free(lane)
-        del self.lanes[lane]
+        slot = data.draw(st.sampled_from(sorted(self.slots)))
+        self.tables.free(slot)
+        del self.slots[slot]
 
-    @precondition(lambda self: self.lanes)
-    @rule(data=st.data(), lasting=st.booleans())
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data(), survives_swaps=st.booleans())
     def leave_whole_blocks_on_the_shelves(self, data: st.DataObject, lasting: bool) -> None:
-        lane = data.draw(st.sampled_from(sorted(self.lanes)))
-        names = self.lanes.pop(lane)
+        slot = data.draw(st.sampled_from(sorted(self.slots)))
+        names = self.slots.pop(slot)
         num_whole = len(names) // BLOCK_TOKENS
-        blocks = self.tables.take(lane)
+        blocks = self.tables.take(slot)
         self.pool.release(blocks[num_whole:])
         blocks = blocks[:num_whole]
-        self.pool.shelve(blocks, lasting=lasting)
-        self.left.append((blocks, self.pool.fillings[blocks], names[: num_whole * BLOCK_TOKENS]))
+        self.pool.release_reusable(blocks, survives_swaps=lasting)
+        self.left.append((blocks, self.pool.content_ids[blocks], names[: num_whole * BLOCK_TOKENS]))
 
     @rule()
     def expire(self) -> None:
         self.pool.expire()
 
-    @precondition(lambda self: self.left and len(self.lanes) < NUM_LANES)
+    @precondition(lambda self: self.left and len(self.slots) < NUM_SLOTS)
     @rule(data=st.data())
     def find_again_what_is_left(self, data: st.DataObject) -> None:
         blocks, fillings, names = data.draw(st.sampled_from(self.left))
-        num_left = int(np.cumprod(self.pool.fillings[blocks] == fillings).sum())
+        num_left = int(np.cumprod(self.pool.content_ids[blocks] == fillings).sum())
         if num_left == 0:
             return
-        lane = self.pick_free_lane()
+        slot = self.pick_free_slot()
         self.pool.share(blocks[:num_left])
-        self.tables.seat(lane, blocks[:num_left])
-        self.lanes[lane] = names[: num_left * BLOCK_TOKENS]  # read back by the invariant
+        self.tables.assign(slot, blocks[:num_left])
+        self.slots[slot] = names[: num_left * BLOCK_TOKENS]  # read back by the invariant
 
     @invariant()
-    def every_lane_reads_what_it_wrote(self) -> None:
-        for lane, names in self.lanes.items():
-            read = self.memory[self.tables.rows[lane]].reshape(-1)[: len(names)]
+    def every_slot_reads_what_it_wrote(self) -> None:
+        for slot, names in self.slots.items():
+            read = self.memory[self.tables.rows[slot]].reshape(-1)[: len(names)]
             assert read.tolist() == names
 
     @invariant()
     def references_count_exactly_the_tables_and_holders(self) -> None:
         counts = Counter()
-        for lane in range(NUM_LANES):
-            counts.update(self.tables.rows[lane, : self.tables.sizes[lane]].tolist())
+        for slot in range(NUM_SLOTS):
+            counts.update(self.tables.rows[slot, : self.tables.sizes[slot]].tolist())
         for blocks, _ in self.held:
             counts.update(blocks.tolist())
         assert self.pool.references.tolist() == [counts[block] for block in range(NUM_BLOCKS)]
@@ -166,11 +166,11 @@ def test_a_free_block_can_be_neither_shared_nor_released(verb: str):
 def test_shelved_blocks_are_free_and_go_in_the_order_in_which_they_are_least_missed():
     pool = BlockPool(9)
     passing, lasting, later = pool.allocate(2), pool.allocate(2), pool.allocate(2)
-    pool.shelve(lasting, lasting=True)
-    pool.shelve(passing, lasting=False)
+    pool.release_reusable(lasting, survives_swaps=True)
+    pool.release_reusable(passing, survives_swaps=False)
     assert pool.num_free == 7
     pool.expire()  # what no request will find goes first, although it came later
-    pool.shelve(later, lasting=False)
+    pool.release_reusable(later, survives_swaps=False)
     assert pool.num_free == 9
     unused = set(range(9)) - {*passing, *lasting, *later}
     assert set(pool.allocate(3)) == unused
@@ -182,12 +182,12 @@ def test_shelved_blocks_are_free_and_go_in_the_order_in_which_they_are_least_mis
 def test_a_shelved_block_that_is_shared_is_no_longer_free():
     pool = BlockPool(4)
     blocks = pool.allocate(2)
-    pool.shelve(blocks, lasting=False)
-    fillings = pool.fillings[blocks].copy()
+    pool.release_reusable(blocks, survives_swaps=False)
+    fillings = pool.content_ids[blocks].copy()
     pool.share(blocks)
     assert pool.num_free == 2
     assert not set(pool.allocate(2)) & set(blocks)
-    assert (pool.fillings[blocks] == fillings).all()
+    assert (pool.content_ids[blocks] == fillings).all()
 
 
 def test_more_blocks_than_free_are_not_handed_out():
@@ -196,9 +196,9 @@ def test_more_blocks_than_free_are_not_handed_out():
 
 
 def test_a_shared_partial_block_is_copied_by_the_first_writer_and_kept_by_the_last():
-    tables = BlockTables(BlockPool(8), num_lanes=2, max_context=16, block_tokens=4)
+    tables = BlockTables(BlockPool(8), num_slots=2, max_context=16, block_tokens=4)
     tables.grow(0, num_tokens=6)
-    tables.seat(1, tables.share(0))
+    tables.assign(1, tables.share(0))
     full, partial = tables.rows[0, :2]
     sources, targets = tables.prepare_writes(np.array([0, 1]), np.array([6, 6]))
     assert sources.tolist() == [partial]

@@ -15,8 +15,8 @@ from engine_rig import (
 )
 
 from millrace.inference.embedded.decode.attention import plain_decode
-from millrace.inference.embedded.decode.sampling import KEPT_CAPACITY, draw
-from millrace.inference.embedded.sampling.sampler import DrawRows, SamplingRows, sample
+from millrace.inference.embedded.decode.sampling import KEPT_CAPACITY, sample_step
+from millrace.inference.embedded.sampler import SamplingBatch, SamplingTensors, sample
 
 pytestmark = pytest.mark.gpu
 
@@ -107,7 +107,7 @@ def test_fused_draws_equal_the_plain_sampler(vocab: int, truncates: bool):
     positions = torch.arange(num_rows)
     expected = sample(
         logits,
-        SamplingRows(
+        SamplingBatch(
             **settings,
             positions=positions,
             any_greedy=True,
@@ -117,7 +117,9 @@ def test_fused_draws_equal_the_plain_sampler(vocab: int, truncates: bool):
         ),
     )
     on_gpu = {name: tensor.cuda() for name, tensor in settings.items()}
-    drawn = draw(logits.cuda(), DrawRows(**on_gpu, positions=positions.cuda()), truncates=truncates)
+    drawn = sample_step(
+        logits.cuda(), SamplingTensors(**on_gpu, positions=positions.cuda()), truncates=truncates
+    )
     # A draw within a rounding error of a boundary may fall to either side; these seeds have none.
     torch.testing.assert_close(drawn.tokens.cpu(), expected.tokens)
     torch.testing.assert_close(drawn.logprobs.cpu(), expected.logprobs, rtol=1e-4, atol=1e-4)
@@ -202,8 +204,10 @@ def test_what_truncation_keeps_beyond_the_capacity_is_drawn_singly_and_complete(
         "keys": torch.tensor([1, 2]),
     }
     on_gpu = {name: tensor.cuda() for name, tensor in settings.items()}
-    drawn = draw(
-        logits.cuda(), DrawRows(**on_gpu, positions=torch.zeros(2).long().cuda()), truncates=True
+    drawn = sample_step(
+        logits.cuda(),
+        SamplingTensors(**on_gpu, positions=torch.zeros(2).long().cuda()),
+        truncates=True,
     )
     assert drawn.num_kept is not None
     assert drawn.num_kept.tolist() == [5000, 5000]  # ties with the last kept one stay

@@ -153,8 +153,8 @@ def test_captured_graphs_decode_with_what_another_thread_prepared(kind, dtype, o
     )
     requests = [make_request("r", n=4, temperature=0.0, max_new_tokens=60)]
     finish_all(engine, requests)
-    assert engine._rounds is not None
-    graphs = dict(engine._rounds._graphs._graphs)
+    assert engine._decode_loop is not None
+    graphs = dict(engine._decode_loop._graphs._graphs)
     with ThreadPoolExecutor(max_workers=1) as stager:
         for version in (1, 2, 3):
             update = update_for(engine, seed=version, device="cpu" if on_host else "cuda")
@@ -165,7 +165,7 @@ def test_captured_graphs_decode_with_what_another_thread_prepared(kind, dtype, o
             plain.swap(update, version=version)
             assert_equal(live_tensors(engine), live_tensors(plain))
     done, expected = (finish_all(each, requests)["r"][0] for each in (engine, plain))
-    assert engine._rounds._graphs._graphs == graphs
+    assert engine._decode_loop._graphs._graphs == graphs
     # Its own graphs were captured under these weights.
     logprobs = [torch.from_numpy(completion.logprobs[:1].copy()) for completion in (done, expected)]
     tolerance = 1e-4 if dtype is torch.float32 else 5e-2

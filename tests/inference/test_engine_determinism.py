@@ -14,7 +14,7 @@ from engine_rig import (
 )
 
 from millrace.core.records import Completion, Request
-from millrace.inference.embedded.sampling.random import stream_key, uniforms
+from millrace.inference.embedded.sampler import stream_key, uniforms
 
 
 def crowd(*, count: int = 12) -> list[Request]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from millrace.core.records import Kept
-from millrace.inference.embedded.sampling.kept_ids import KeptIds
+from millrace.inference.embedded.scheduling.sequence import KeptIds
 
 
 def rows_of(kept: Kept) -> list[list[int]]:

@@ -9,13 +9,18 @@ import torch
 from engine_rig import distribution
 
 from millrace.core.records import Sampling
-from millrace.inference.embedded.sampling.random import stream_key, uniforms
-from millrace.inference.embedded.sampling.sampler import Drawn, SamplingRows, sample
+from millrace.inference.embedded.sampler import (
+    SamplerOutput,
+    SamplingBatch,
+    sample,
+    stream_key,
+    uniforms,
+)
 
 VOCAB = 50
 
 
-def rows_of(settings: list[Sampling], *, vocab_size: int = VOCAB, seed: int = 0) -> SamplingRows:
+def rows_of(settings: list[Sampling], *, vocab_size: int = VOCAB, seed: int = 0) -> SamplingBatch:
     """One row per setting, each the first token of completion `row`."""
 
     def column(values: list, dtype: torch.dtype) -> torch.Tensor:
@@ -23,7 +28,7 @@ def rows_of(settings: list[Sampling], *, vocab_size: int = VOCAB, seed: int = 0)
 
     greedy = [s.temperature == 0 for s in settings]
     ordered = [s.top_k or (vocab_size if s.top_p < 1 else 0) for s in settings if s.truncates]
-    return SamplingRows(
+    return SamplingBatch(
         temperatures=column([s.temperature for s in settings], torch.float32),
         top_k=column([s.top_k for s in settings], torch.int64),
         top_p=column([s.top_p for s in settings], torch.float32),
@@ -37,7 +42,7 @@ def rows_of(settings: list[Sampling], *, vocab_size: int = VOCAB, seed: int = 0)
     )
 
 
-def kept_rows(drawn: Drawn) -> list[list[int]]:
+def kept_rows(drawn: SamplerOutput) -> list[list[int]]:
     assert drawn.kept is not None
     return [
         drawn.kept.ids[start:stop].tolist() or list(range(VOCAB))
@@ -98,7 +103,7 @@ def test_frequencies_follow_the_distribution(sampling: Sampling):
     logits = 1.5 * torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(3))
     rows = rows_of([sampling], vocab_size=vocab_size)
     keys = torch.tensor([stream_key(11, index) for index in range(draws // 10)])
-    many = SamplingRows(
+    many = SamplingBatch(
         temperatures=rows.temperatures.expand(draws),
         top_k=rows.top_k.expand(draws),
         top_p=rows.top_p.expand(draws),

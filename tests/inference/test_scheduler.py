@@ -37,7 +37,7 @@ class Rehearsal:
     def __init__(
         self,
         *,
-        num_lanes: int,
+        num_slots: int,
         num_blocks: int,
         block_tokens: int,
         prefill_tokens: int,
@@ -45,13 +45,13 @@ class Rehearsal:
     ) -> None:
         self.max_context = num_blocks * block_tokens
         self.pool = BlockPool(num_blocks)
-        self.lanes = BatchSlots(num_lanes, max_context=self.max_context)
+        self.slots = BatchSlots(num_slots, max_context=self.max_context)
         self.tables = BlockTables(
-            self.pool, num_lanes=num_lanes, max_context=self.max_context, block_tokens=block_tokens
+            self.pool, num_slots=num_slots, max_context=self.max_context, block_tokens=block_tokens
         )
         self.prefixes = PrefixCache(self.pool, block_tokens=block_tokens, version=0, keeps=keeps)
         self.scheduler = Scheduler(
-            self.lanes, self.tables, prefixes=self.prefixes, prefill_tokens=prefill_tokens
+            self.slots, self.tables, prefixes=self.prefixes, prefill_tokens=prefill_tokens
         )
         self.memory = np.full((num_blocks, block_tokens), None, dtype=object)
         self.entries: dict[tuple[Entry | None, int, int], Entry] = {}
@@ -61,7 +61,7 @@ class Rehearsal:
         self.num_prefilled = 0
         self.num_computed = 0  # passes
         self.num_arrived = 0
-        self.began: set[int] = set()  # arrivals that had a lane
+        self.began: set[int] = set()  # arrivals that had a slot
         self.finished: list[int] = []  # arrivals
 
     def add(
@@ -89,15 +89,15 @@ class Rehearsal:
         plan = self.scheduler.plan()
         assert plan is not None, "there is work, but nothing to do"
         self.compute(plan)
-        lanes, rows = self.scheduler.complete(plan)
-        assert (self.lanes.num_cached[lanes] == self.lanes.num_tokens[lanes]).all()
-        assert len(set(lanes)) == len(lanes) == len(rows)
-        if not len(lanes):
+        slots, rows = self.scheduler.complete(plan)
+        assert (self.slots.num_cached[slots] == self.slots.num_tokens[slots]).all()
+        assert len(set(slots)) == len(slots) == len(rows)
+        if not len(slots):
             return
-        tokens = self.lanes.num_tokens[lanes] % 2  # few, so that other prompts go on alike
-        self.lanes.append(lanes, tokens=tokens, logprobs=np.zeros(len(lanes)), version=0)
-        for lane in lanes[self.lanes.num_tokens[lanes] >= self.lanes.limits[lanes]]:
-            sequence = self.lanes.sequence(lane)
+        tokens = self.slots.num_tokens[slots] % 2  # few, so that other prompts go on alike
+        self.slots.append(slots, tokens=tokens, logprobs=np.zeros(len(slots)), version=0)
+        for slot in slots[self.slots.num_tokens[slots] >= self.slots.limits[slots]]:
+            sequence = self.slots.sequence(slot)
             self.finished.append(sequence.arrival)
             self.scheduler.finish(sequence)
 
@@ -108,8 +108,8 @@ class Rehearsal:
             self.step()
         return self.num_prefilled - before
 
-    def read(self, lane: int, num_tokens: int) -> list[Entry]:
-        return self.memory[self.tables.rows[lane]].reshape(-1)[:num_tokens].tolist()
+    def read(self, slot: int, num_tokens: int) -> list[Entry]:
+        return self.memory[self.tables.rows[slot]].reshape(-1)[:num_tokens].tolist()
 
     def entry(self, before: Entry | None, token: int) -> Entry:
         """Equal ones are the same."""
@@ -118,8 +118,8 @@ class Rehearsal:
 
     def check_newcomers(self) -> None:
         """What a plain request found was computed by the weights served now, and nothing else."""
-        for sequence in self.lanes.running():
-            found = self.read(sequence.lane, int(self.lanes.num_cached[sequence.lane]))
+        for sequence in self.slots.running():
+            found = self.read(sequence.slot, int(self.slots.num_cached[sequence.slot]))
             is_plain = sequence.arrival not in self.began and sequence.request.session is None
             if found and (is_plain or not self.keeps) and not sequence.member:
                 assert found[-1].versions == {self.version}
@@ -131,26 +131,26 @@ class Rehearsal:
         self.memory[plan.copy_targets] = self.memory[plan.copy_sources]
         self.check_newcomers()
         block_tokens = self.tables.block_tokens
-        for lane, count in zip(plan.lanes, plan.counts, strict=True):
-            start = self.lanes.num_cached[lane]
+        for slot, count in zip(plan.slots, plan.counts, strict=True):
+            start = self.slots.num_cached[slot]
             for at in range(start, start + count):
-                block = self.tables.rows[lane, at // block_tokens]
+                block = self.tables.rows[slot, at // block_tokens]
                 assert self.pool.references[block] == 1, "a shared block was written to"
-                before = self.read(lane, at)[-1] if at else None
-                entry = self.entry(before, int(self.lanes.tokens[lane, at]))
+                before = self.read(slot, at)[-1] if at else None
+                entry = self.entry(before, int(self.slots.tokens[slot, at]))
                 self.memory[block, at % block_tokens] = entry
         # Not always, so that sequences also leave with origins that were not noted yet.
         self.num_computed += 1
         if settles := self.num_computed % 2 == 0:
             self.scheduler.settle()
-        for lane, count in zip(plan.lanes, plan.counts, strict=True):
-            end = self.lanes.num_cached[lane] + count
-            read = self.read(lane, end)
-            np.testing.assert_array_equal([e.token for e in read], self.lanes.tokens[lane, :end])
+        for slot, count in zip(plan.slots, plan.counts, strict=True):
+            end = self.slots.num_cached[slot] + count
+            read = self.read(slot, end)
+            np.testing.assert_array_equal([e.token for e in read], self.slots.tokens[slot, :end])
             assert all(entry.before is before for before, entry in pairwise([None, *read]))
             if settles:
-                starts = [*(span.start for span in self.lanes.sequence(lane).lineage), end]
-                noted = [span.origin.version for span in self.lanes.sequence(lane).lineage]
+                starts = [*(span.start for span in self.slots.sequence(slot).kv_history), end]
+                noted = [span.origin.version for span in self.slots.sequence(slot).kv_history]
                 assert [e.version for e in read] == np.repeat(noted, np.diff(starts)).tolist()
 
 
@@ -167,7 +167,7 @@ requests = st.lists(
 @given(
     requests=requests,
     late=requests,
-    num_lanes=st.integers(1, 6),
+    num_slots=st.integers(1, 6),
     num_blocks=st.integers(5, 30),
     block_tokens=st.integers(1, 4),
     prefill_tokens=st.integers(1, 20),
@@ -179,7 +179,7 @@ requests = st.lists(
 def test_any_mix_of_requests_finishes_and_leaves_nothing_behind(
     requests,
     late,
-    num_lanes,
+    num_slots,
     num_blocks,
     block_tokens,
     prefill_tokens,
@@ -189,7 +189,7 @@ def test_any_mix_of_requests_finishes_and_leaves_nothing_behind(
     hold_at,
 ):
     rehearsal = Rehearsal(
-        num_lanes=num_lanes,
+        num_slots=num_slots,
         num_blocks=num_blocks,
         block_tokens=block_tokens,
         prefill_tokens=prefill_tokens,
@@ -217,7 +217,7 @@ def test_any_mix_of_requests_finishes_and_leaves_nothing_behind(
             rehearsal.swap()
         if steps == park_at:
             scheduler.preempt_all()
-            assert not rehearsal.lanes.running()
+            assert not rehearsal.slots.running()
         if steps == hold_at:
             scheduler.hold_new()
         assert steps < 10_000, "no progress"
@@ -227,7 +227,7 @@ def test_any_mix_of_requests_finishes_and_leaves_nothing_behind(
 
 
 def test_while_new_ones_are_held_back_only_what_has_begun_goes_on():
-    rehearsal = Rehearsal(num_lanes=2, num_blocks=40, block_tokens=2, prefill_tokens=64)
+    rehearsal = Rehearsal(num_slots=2, num_blocks=40, block_tokens=2, prefill_tokens=64)
     for _ in range(3):
         rehearsal.add(3, n=1, max_new_tokens=4)
     rehearsal.step()
@@ -245,38 +245,38 @@ def test_while_new_ones_are_held_back_only_what_has_begun_goes_on():
 
 
 def test_the_latest_arrival_is_preempted_first():
-    rehearsal = Rehearsal(num_lanes=4, num_blocks=12, block_tokens=2, prefill_tokens=64)
+    rehearsal = Rehearsal(num_slots=4, num_blocks=12, block_tokens=2, prefill_tokens=64)
     for _ in range(3):
         rehearsal.add(2, n=1, max_new_tokens=14)
     while not rehearsal.scheduler.num_preemptions:
         rehearsal.step()
-    assert sorted(s.arrival for s in rehearsal.lanes.running()) == [0, 1]
+    assert sorted(s.arrival for s in rehearsal.slots.running()) == [0, 1]
     while rehearsal.scheduler.has_work:
         rehearsal.step()
     assert rehearsal.finished == [0, 1, 2]
 
 
 def test_followers_share_every_full_block_of_the_prompt():
-    rehearsal = Rehearsal(num_lanes=4, num_blocks=20, block_tokens=4, prefill_tokens=64)
+    rehearsal = Rehearsal(num_slots=4, num_blocks=20, block_tokens=4, prefill_tokens=64)
     rehearsal.add(10, n=4, max_new_tokens=3)
     rehearsal.step()
-    assert rehearsal.lanes.num_free == 0
+    assert rehearsal.slots.num_free == 0
     assert rehearsal.pool.num_free == 20 - 3
     rehearsal.step()  # each writes behind the prompt: three copies of its last, partial block
     assert rehearsal.pool.num_free == 20 - 3 - 3
 
 
 def test_lanes_are_kept_free_for_the_followers_of_a_prefill_in_progress():
-    rehearsal = Rehearsal(num_lanes=4, num_blocks=40, block_tokens=4, prefill_tokens=4)
+    rehearsal = Rehearsal(num_slots=4, num_blocks=40, block_tokens=4, prefill_tokens=4)
     rehearsal.add(10, n=4, max_new_tokens=3)
     rehearsal.add(2, n=1, max_new_tokens=3)
     for _ in range(3):
         rehearsal.step()
-    assert sorted(s.arrival for s in rehearsal.lanes.running()) == [0, 1, 2, 3]
+    assert sorted(s.arrival for s in rehearsal.slots.running()) == [0, 1, 2, 3]
 
 
 def test_a_follower_whose_prefix_fills_all_blocks_gives_it_up_to_get_started():
-    rehearsal = Rehearsal(num_lanes=1, num_blocks=3, block_tokens=2, prefill_tokens=64)
+    rehearsal = Rehearsal(num_slots=1, num_blocks=3, block_tokens=2, prefill_tokens=64)
     rehearsal.add(5, n=2, max_new_tokens=1)
     rehearsal.step()  # the leader finishes; the prefix its follower holds leaves no block to write
     assert rehearsal.pool.num_free == 0
@@ -285,7 +285,7 @@ def test_a_follower_whose_prefix_fills_all_blocks_gives_it_up_to_get_started():
 
 
 def test_a_known_block_that_is_written_again_is_no_longer_known():
-    rehearsal = Rehearsal(num_lanes=2, num_blocks=20, block_tokens=2, prefill_tokens=64)
+    rehearsal = Rehearsal(num_slots=2, num_blocks=20, block_tokens=2, prefill_tokens=64)
     rehearsal.add(3, max_new_tokens=3)
     rehearsal.add(np.array([0, 1, 0, 1]), n=2, max_new_tokens=2, session="s")
     rehearsal.step()
@@ -300,7 +300,7 @@ def test_a_known_block_that_is_written_again_is_no_longer_known():
 
 
 def test_a_conversation_computes_every_token_once_whatever_versions_come():
-    rehearsal = Rehearsal(num_lanes=2, num_blocks=60, block_tokens=4, prefill_tokens=64)
+    rehearsal = Rehearsal(num_slots=2, num_blocks=60, block_tokens=4, prefill_tokens=64)
     costs = []
     for turn in range(10):
         rehearsal.add(np.arange(8 * (turn + 1)), session="s")

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from millrace.inference.embedded.scheduling.stopping import Stopping
+from millrace.inference.embedded.scheduling.stopping import StopRules
 
 EOS = 256
 
@@ -20,7 +20,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 TOKENIZER = byte_tokenizer()
-STOPPING = Stopping(TOKENIZER, eos_ids=(EOS,))
+STOPPING = StopRules(TOKENIZER, eos_ids=(EOS,))
 
 
 def tokens_of(text: str) -> np.ndarray:
@@ -50,7 +50,7 @@ def test_a_stop_string_keeps_the_space_that_decoding_drops_from_a_beginning():
         models.WordLevel({name: id for id, name in enumerate(letters)}, unk_token="▁")
     )
     tokenizer.decoder = decoders.Metaspace()
-    stopping = Stopping(PreTrainedTokenizerFast(tokenizer_object=tokenizer), eos_ids=())
+    stopping = StopRules(PreTrainedTokenizerFast(tokenizer_object=tokenizer), eos_ids=())
     tokens = np.array([letters.index(letter) for letter in "▁the▁end"], dtype=np.int32)
     assert not stopping.ends_in_stop_string(tokens[:-1], (" end",))
     assert stopping.ends_in_stop_string(tokens, (" end",))

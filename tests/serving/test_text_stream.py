@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from millrace.inference.embedded.scheduling.stopping import Stopping
+from millrace.inference.embedded.scheduling.stopping import StopRules
 from millrace.serving.api.streaming import TextStream
 
 TEXTS = ["a", "b", "ab", "é", "→", "🙂", " ", "STOP", "<|end|>"]
@@ -34,7 +34,7 @@ def decode(ids: list[int]) -> str:
     return text
 
 
-def sampled_until_its_end(ids: list[int], stop: tuple[str, ...], stopping: Stopping):
+def sampled_until_its_end(ids: list[int], stop: tuple[str, ...], stopping: StopRules):
     """The tokens that an engine would sample, and the finish reason."""
     for count in range(1, len(ids) + 1):
         if ids[count - 1] == EOS:
@@ -52,7 +52,7 @@ def sampled_until_its_end(ids: list[int], stop: tuple[str, ...], stopping: Stopp
     size=st.integers(1, 5),
 )
 def test_joined_parts_equal_the_text_for_any_chunks(words, stop, is_cut, size):
-    stopping = Stopping(TOKENIZER, eos_ids=[EOS])
+    stopping = StopRules(TOKENIZER, eos_ids=[EOS])
     ids = TOKENIZER.encode("".join(words))
     ids = ids[: len(ids) - is_cut] or ids  # possibly in the middle of a character
     ids, finish = sampled_until_its_end(ids, stop, stopping)

@@ -15,7 +15,8 @@ from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
-from millrace.inference.embedded.lora.merging import AdapterMerger
+from millrace.inference.embedded.lora.bank import AdapterMerger
+from millrace.inference.embedded.parts import EngineSizes
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import (
     load_model,
@@ -104,15 +105,17 @@ def engine_of(
             adapters=adapters,
             routing=routing,
             eos_ids=stop_token_ids(model, tokenizer),
-            max_context=context,
-            max_sequences=config.max_sequences,
-            num_blocks=num_blocks,
-            block_tokens=block_tokens,
-            prefill_tokens=config.prefill_tokens or (16384 if on_gpu else 2048),
-            kv=config.kv,
-            prefix_cache=config.prefix_cache,
-            round_steps=round_steps,
-            compile_layers=config.compile and on_gpu,
+            sizes=EngineSizes(
+                max_context=context,
+                max_sequences=config.max_sequences,
+                num_blocks=num_blocks,
+                block_tokens=block_tokens,
+                prefill_tokens=config.prefill_tokens or (16384 if on_gpu else 2048),
+                kv=config.kv,
+                prefix_cache=config.prefix_cache,
+                round_steps=round_steps,
+                compile_layers=config.compile and on_gpu,
+            ),
         )
         on_warm_up()
         engine.warm_up()

@@ -1,12 +1,12 @@
 """Where tokens went in a mixture of experts, noted beside their KV.
 
-A pool holds the routes of every token that has KV, at the slots of that KV: they are written by
+A pool holds the routes of every token that has KV, at the kv_slots of that KV: they are written by
 the pass that computes it, shared, copied and given up with it. So whatever has KV has routes:
 prompts, prefixes that were found, forks, sequences that were resumed.
 
 Promise: the routes of a completion are those of the passes that sampled it: position t has the
 routes of the pass that predicted token t + 1, whatever became of its KV later. What a sequence has
-fed is read when it gives up its lane, before its blocks can be another's.
+fed is read when it gives up its slot, before its blocks can be another's.
 
 Called by the engine's thread. T = tokens of a pass, K = experts per token.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.inference.embedded.decode.operators import define_operator
+from millrace.inference.embedded.decode.attention import define_operator
 from millrace.inference.embedded.kv.cache import KVCache
 from millrace.models.moe.routing import Routing
 
@@ -38,49 +38,49 @@ class RoutesPool:
             dtype=torch.uint8 if routing.dtype == np.uint8 else torch.int16,
             device=device,
         )
-        cache.ride_along(layer.view(num_blocks + 1, -1) for layer in self._routes)
-        self._asked: list[tuple[np.ndarray, RouteRead]] = []
-        self._place = _Place(slots=torch.empty(0, dtype=torch.int64, device=device))
-        routing.install([_Noted(layer, place=self._place) for layer in self._routes])
+        cache.copy_with_blocks(layer.view(num_blocks + 1, -1) for layer in self._routes)
+        self._requested: list[tuple[np.ndarray, RouteRead]] = []
+        self._target = _WriteTarget(kv_slots=torch.empty(0, dtype=torch.int64, device=device))
+        routing.install([_RecordedRouter(layer, target=self._target) for layer in self._routes])
 
-    def begin(self, slots: Tensor) -> None:
-        """The next pass computes the KV of these slots, [T] int64."""
-        self._place.slots = slots
+    def begin(self, kv_slots: Tensor) -> None:
+        """The next pass computes the KV of these kv_slots, [T] int64."""
+        self._target.kv_slots = kv_slots
 
     def begin_step(self, tables: Tensor, lengths: Tensor) -> None:
         """The same of a step of a round: rows [T] with `lengths` tokens, 0 = idle, in the blocks of
         `tables` [T, blocks]. Runs inside CUDA graphs."""
         at = (lengths - 1).clamp_min(0)
         blocks = tables.gather(1, (at // self._block_tokens)[:, None]).squeeze(1).long()
-        slots = blocks * self._block_tokens + at % self._block_tokens
-        self.begin(torch.where(lengths > 0, slots, self._spare))
+        kv_slots = blocks * self._block_tokens + at % self._block_tokens
+        self.begin(torch.where(lengths > 0, kv_slots, self._spare))
 
-    def look_away(self, num_rows: int) -> None:
+    def discard_next(self, num_rows: int) -> None:
         """The next pass leaves no KV, and nothing is kept of where its tokens go."""
         self.begin(torch.full((num_rows,), self._spare, device=self._routes.device))
 
-    def read(self, slots: np.ndarray) -> "RouteRead":
-        """What lies at these slots [n] now."""
-        reading = RouteRead(self, len(slots))
-        self._asked.append((slots, reading))
-        return reading
+    def read(self, kv_slots: np.ndarray) -> "RouteRead":
+        """What lies at these kv_slots [n] now."""
+        route_read = RouteRead(self, len(kv_slots))
+        self._requested.append((kv_slots, route_read))
+        return route_read
 
     def fetch(self) -> None:
         """Send the host what was asked for, all at once; to be called before anything is written
         where it lies. Nobody waits for it."""
-        if not self._asked:
+        if not self._requested:
             return
-        index = torch.from_numpy(np.concatenate([slots for slots, _ in self._asked]))
+        index = torch.from_numpy(np.concatenate([kv_slots for kv_slots, _ in self._requested]))
         found = self._routes.index_select(1, index.to(self._routes.device)).transpose(0, 1)
         sent, arrived = found.contiguous(), None
         if found.is_cuda:
             sent = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
             sent.copy_(found, non_blocking=True)
             arrived = torch.cuda.current_stream(found.device).record_event()
-        parts = sent.split([len(slots) for slots, _ in self._asked])
-        for part, (_, reading) in zip(parts, self._asked, strict=True):
-            reading.send(part, dtype=self._dtype, arrived=arrived)
-        self._asked.clear()
+        parts = sent.split([len(kv_slots) for kv_slots, _ in self._requested])
+        for part, (_, route_read) in zip(parts, self._requested, strict=True):
+            route_read.send(part, dtype=self._dtype, arrived=arrived)
+        self._requested.clear()
 
 
 class RouteRead:
@@ -128,26 +128,26 @@ class SequenceRoutes:
         return np.concatenate(parts) if parts else None  # a copy
 
 
-class _Place:
+class _WriteTarget:
     """Where the pass at hand writes; one for all layers."""
 
-    def __init__(self, *, slots: Tensor) -> None:
-        self.slots = slots  # [T] int64
+    def __init__(self, *, kv_slots: Tensor) -> None:
+        self.kv_slots = kv_slots  # [T] int64
 
 
-class _Noted:
+class _RecordedRouter:
     """The rule of one layer: what its router chooses itself, noted."""
 
-    def __init__(self, pool: Tensor, *, place: _Place) -> None:
-        self._pool = pool  # [slots, K]
-        self._place = place
+    def __init__(self, pool: Tensor, *, target: _WriteTarget) -> None:
+        self._pool = pool  # [kv_slots, K]
+        self._target = target
 
     def choose(self, own: Tensor) -> Tensor:
-        return torch.ops.millrace.note_routes(own, self._pool, self._place.slots)
+        return torch.ops.millrace.record_routes(own, self._pool, self._target.kv_slots)
 
 
-def _note_routes(chosen: Tensor, pool: Tensor, slots: Tensor) -> Tensor:
-    pool.index_copy_(0, slots, chosen.to(pool.dtype))
+def _record_routes(chosen: Tensor, pool: Tensor, kv_slots: Tensor) -> Tensor:
+    pool.index_copy_(0, kv_slots, chosen.to(pool.dtype))
     return chosen.clone()
 
 
@@ -158,8 +158,8 @@ def _shape(chosen: Tensor, *_: Any) -> Tensor:
 # The pool is written to without being declared, for the reason given at paged_decode: whoever needs
 # the routes needs the experts' output, and that needs the output of this operator.
 define_operator(
-    "note_routes(Tensor chosen, Tensor pool, Tensor slots) -> Tensor",
-    cuda=_note_routes,
-    cpu=_note_routes,
+    "record_routes(Tensor chosen, Tensor pool, Tensor kv_slots) -> Tensor",
+    cuda=_record_routes,
+    cpu=_record_routes,
     shape=_shape,
 )

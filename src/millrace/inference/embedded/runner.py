@@ -1,6 +1,6 @@
 """Runs the model on a plan: flat batch in, logits of the rows that need a token out.
 
-R = rows (lanes) of the plan, T = tokens of the pass, V = vocabulary.
+R = rows (slots) of the plan, T = tokens of the pass, V = vocabulary.
 Called by the engine's thread.
 """
 
@@ -25,12 +25,12 @@ _BUCKET_BLOCKS = 64
 _BUCKET_SCORES = 1 << 18
 
 
-class Runner:
+class ModelRunner:
     def __init__(
         self,
         model: PreTrainedModel,
         *,
-        lanes: BatchSlots,
+        slots: BatchSlots,
         tables: BlockTables,
         cache: KVCache,
         bank: AdapterBank | None = None,
@@ -42,7 +42,7 @@ class Runner:
         self._routes = routes
         self._model = model
         self._device = model.device
-        self._lanes = lanes
+        self._slots = slots
         self._tables = tables
         self._cache = cache
         self._flashes = flashes
@@ -53,38 +53,42 @@ class Runner:
             self._routes.fetch()
         if len(plan.copy_sources):
             self._cache.copy(plan.copy_sources, plan.copy_targets)
-        starts = self._lanes.num_cached[plan.lanes]
-        lanes, positions = _flatten(plan, starts)
-        slots = self._tensor(self._tables.slots(lanes, positions))
+        starts = self._slots.num_cached[plan.slots]
+        slots, positions = _flatten(plan, starts)
+        slot_mapping = self._tensor(self._tables.kv_slots(slots, positions))
         if self._routes is not None:
-            self._routes.begin(slots)
+            self._routes.begin(slot_mapping)
         batch: PrefillLayer | PagedBatch
         if self._flashes and plan.num_single == 0:
-            batch = self._flash_prefill(plan, starts, slots=slots)
+            batch = self._flash_prefill(plan, starts, slot_mapping=slot_mapping)
         else:
-            batch = PagedBatch(cache=self._cache, slots=slots, buckets=self._buckets(plan, starts))
+            batch = PagedBatch(
+                cache=self._cache, slot_mapping=slot_mapping, buckets=self._buckets(plan, starts)
+            )
         if self._bank is not None:
-            self._bank.choose(self._tensor(self._lanes.adapters[lanes]))
+            self._bank.choose(self._tensor(self._slots.adapters[slots]))
         hidden = hidden_states(
             self._model,
-            input_ids=self._tensor(self._lanes.tokens[lanes, positions])[None],
+            input_ids=self._tensor(self._slots.tokens[slots, positions])[None],
             position_ids=self._tensor(positions)[None],
             millrace_paged=batch,
         )
-        if plan.num_single == len(plan.lanes):
+        if plan.num_single == len(plan.slots):
             return hidden
         return hidden[self._tensor(np.cumsum(plan.counts) - 1)]
 
-    def _flash_prefill(self, plan: BatchPlan, starts: np.ndarray, *, slots: Tensor) -> PrefillLayer:
+    def _flash_prefill(
+        self, plan: BatchPlan, starts: np.ndarray, *, slot_mapping: Tensor
+    ) -> PrefillLayer:
         lengths = starts + plan.counts
         context_slots = np.empty(0, dtype=np.int64)
         if starts.any():
-            lanes = np.repeat(plan.lanes, lengths)
-            at = np.arange(len(lanes)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            context_slots = self._tables.slots(lanes, at)
+            slots = np.repeat(plan.slots, lengths)
+            at = np.arange(len(slots)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            context_slots = self._tables.kv_slots(slots, at)
         return PrefillLayer(
             cache=self._cache.layers[0],
-            slots=slots,
+            slot_mapping=slot_mapping,
             context_slots=self._tensor(context_slots),
             query_starts=self._tensor(np.cumsum([0, *plan.counts])).int(),
             context_starts=self._tensor(np.cumsum([0, *lengths])).int(),
@@ -97,7 +101,7 @@ class Runner:
         sizes = starts[: plan.num_single] // self._tables.block_tokens + 1
         first = 0
         for last in _split(sizes):
-            blocks = self._tables.rows[plan.lanes[first:last], : sizes[last - 1]]
+            blocks = self._tables.rows[plan.slots[first:last], : sizes[last - 1]]
             positions = starts[first:last, None]
             buckets.append(
                 Bucket(
@@ -121,7 +125,7 @@ class Runner:
         """Rows first..last of the plan, whose tokens begin at `token`."""
         starts, counts = starts[first:last], plan.counts[first:last]
         num_blocks = self._tables.blocks_for(int((starts + counts).max()))
-        blocks = self._tables.rows[plan.lanes[first:last], :num_blocks]
+        blocks = self._tables.rows[plan.slots[first:last], :num_blocks]
         # [S, Q]; places beyond a row's own tokens repeat its last one, and are thrown away.
         places = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         offsets = np.cumsum(counts) - counts
@@ -145,12 +149,12 @@ class Runner:
 
 
 def _flatten(plan: BatchPlan, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(lane, position) of each token of the pass, [T] each."""
-    if plan.num_single == len(plan.lanes):
-        return plan.lanes, starts
-    lanes = np.repeat(plan.lanes, plan.counts)
-    within = np.arange(len(lanes)) - np.repeat(np.cumsum(plan.counts) - plan.counts, plan.counts)
-    return lanes, np.repeat(starts, plan.counts) + within
+    """(slot, position) of each token of the pass, [T] each."""
+    if plan.num_single == len(plan.slots):
+        return plan.slots, starts
+    slots = np.repeat(plan.slots, plan.counts)
+    within = np.arange(len(slots)) - np.repeat(np.cumsum(plan.counts) - plan.counts, plan.counts)
+    return slots, np.repeat(starts, plan.counts) + within
 
 
 def _split(sizes: np.ndarray) -> list[int]:
@@ -172,7 +176,7 @@ def _prefill_runs(plan: BatchPlan, starts: np.ndarray) -> list[tuple[int, int]]:
     """(first, last) rows of the prefill buckets: neighbours whose common padding is cheap."""
     runs: list[tuple[int, int]] = []
     longest = context = scores = 0
-    for row in range(plan.num_single, len(plan.lanes)):
+    for row in range(plan.num_single, len(plan.slots)):
         count = int(plan.counts[row])
         end = int(starts[row]) + count
         if runs:

@@ -19,7 +19,7 @@ from millrace.core.files import reason
 from millrace.core.protocols import WeightReceiver
 from millrace.core.weight_update import WeightUpdate
 from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights
-from millrace.inference.embedded.lora.merging import AdapterMerger
+from millrace.inference.embedded.lora.bank import AdapterMerger
 from millrace.models.loading import read_weights, write_weights
 from millrace.models.lora.factors import adapter_of
 from millrace.models.lora.folders import read_checkpoint

@@ -8,12 +8,29 @@ B = rows, H = query heads, K = KV heads, D and E = head sizes of keys and values
 row of the table.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from millrace.inference.embedded.decode.operators import define_operator
+_LIBRARY = torch.library.Library("millrace", "FRAGMENT")
+
+
+def define_operator(
+    schema: str,
+    *,
+    cuda: Callable[..., Tensor],
+    shape: Callable[..., Tensor],
+    cpu: Callable[..., Tensor] | None = None,
+) -> None:
+    """Make torch.ops.millrace.NAME. `shape` returns an empty tensor like the result."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, cuda, "CUDA")
+    if cpu is not None:
+        _LIBRARY.impl(name, cpu, "CPU")
+    torch.library.register_fake(f"millrace::{name}", shape, lib=_LIBRARY)
 
 
 class DecodeLayer(NamedTuple):

@@ -18,14 +18,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millrace.inference.embedded.decode.attention import DecodeLayer
 from millrace.inference.embedded.decode.prefill import PrefillLayer
-from millrace.inference.embedded.lora.side_products import SideProduct, frozen
+from millrace.inference.embedded.lora.side_products import UnmergedLora, frozen
 
 _SHORT_PREFILL = 8  # tokens; compiled code would be made anew for a pass of one
 # Called one after the other, in this order, with the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class Joint:
+class FusedLinear:
     """One matrix product for several projections of one input."""
 
     def __init__(self, parts: list[nn.Linear]) -> None:
@@ -34,16 +34,16 @@ class Joint:
         self.bias = None
         if parts[0].bias is not None:
             self.bias = frozen(torch.cat([part.bias.detach() for part in parts]))
-        self.side: SideProduct | None = None
+        self.side: UnmergedLora | None = None
         # Between the first part's call and the last one's.
         self.input: Tensor | None = None
         self.output: Tensor | None = None
 
 
-class LayerSlot(NamedTuple):
+class FusedSlice(NamedTuple):
     """Where a projection is computed: rows of a product, which may be all there are."""
 
-    product: nn.Linear | Joint
+    product: nn.Linear | FusedLinear
     start: int
     stop: int
 
@@ -51,59 +51,59 @@ class LayerSlot(NamedTuple):
 class _LayerPart(nn.Module):
     """One of the projections; computes all of them if it is the first to see an input."""
 
-    def __init__(self, joint: Joint, *, start: int, stop: int, is_first: bool, is_last: bool):
+    def __init__(self, fused: FusedLinear, *, start: int, stop: int, is_first: bool, is_last: bool):
         super().__init__()
-        self.weight = frozen(joint.weight[start:stop])
-        if joint.bias is not None:
-            self.bias = frozen(joint.bias[start:stop])
-        self._joint = joint
+        self.weight = frozen(fused.weight[start:stop])
+        if fused.bias is not None:
+            self.bias = frozen(fused.bias[start:stop])
+        self._fused = fused
         self._start, self._stop = start, stop
         self._is_first, self._is_last = is_first, is_last
 
     @property
-    def place(self) -> LayerSlot:
-        return LayerSlot(self._joint, self._start, self._stop)
+    def place(self) -> FusedSlice:
+        return FusedSlice(self._fused, self._start, self._stop)
 
     def forward(self, x: Tensor) -> Tensor:
-        joint = self._joint
+        fused = self._fused
         if self._is_first:
-            cast = x.to(joint.weight.dtype)
-            product = F.linear(cast, joint.weight, joint.bias)
-            if joint.side is not None:
-                product = joint.side.add(product, cast, joint.bias)
-            joint.input, joint.output = x, product
-        assert joint.input is x, "projections of one input are called one after the other"
-        assert joint.output is not None
-        output = joint.output
+            cast = x.to(fused.weight.dtype)
+            product = F.linear(cast, fused.weight, fused.bias)
+            if fused.side is not None:
+                product = fused.side.add(product, cast, fused.bias)
+            fused.input, fused.output = x, product
+        assert fused.input is x, "projections of one input are called one after the other"
+        assert fused.output is not None
+        output = fused.output
         if self._is_last:
-            joint.input = joint.output = None
+            fused.input = fused.output = None
         return output[..., self._start : self._stop]
 
 
-def place_of(projection: nn.Module) -> LayerSlot:
+def fused_slice_of(projection: nn.Module) -> FusedSlice:
     if isinstance(projection, _LayerPart):
         return projection.place
     assert isinstance(projection, nn.Linear)
-    return LayerSlot(projection, 0, projection.out_features)
+    return FusedSlice(projection, 0, projection.out_features)
 
 
 def prepare(model: PreTrainedModel, caches: Mapping[int, Tensor], *, compile_layers: bool) -> None:
     """Make a model, loaded with PAGED_ATTENTION, ready for rounds; it is changed in place."""
-    join_projections(model)
+    fuse_projections(model)
     keep_residual_in_float32(model)
     install(model, caches, compile_layers=compile_layers)
 
 
-def join_projections(model: PreTrainedModel) -> None:
+def fuse_projections(model: PreTrainedModel) -> None:
     """Replace sibling projections by parts of one matrix product, where they can be."""
     for module in list(model.modules()):
         for names in _SIBLINGS:
             parts: list[Any] = [getattr(module, name, None) for name in names]
-            if _can_join(parts):
+            if _can_fuse(parts):
                 _join(module, names, parts)
 
 
-def _can_join(parts: list[Any]) -> bool:
+def _can_fuse(parts: list[Any]) -> bool:
     if not all(type(part) is nn.Linear for part in parts):
         return False
     first = parts[0]
@@ -116,13 +116,13 @@ def _can_join(parts: list[Any]) -> bool:
 
 
 def _join(module: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> None:
-    joint = Joint(parts)
+    fused = FusedLinear(parts)
     start = 0
     for index, (name, part) in enumerate(zip(names, parts, strict=True)):
         stop = start + part.out_features
         is_last = index == len(parts) - 1
         replacement = _LayerPart(
-            joint, start=start, stop=stop, is_first=index == 0, is_last=is_last
+            fused, start=start, stop=stop, is_first=index == 0, is_last=is_last
         )
         setattr(module, name, replacement)
         start = stop
@@ -205,7 +205,7 @@ class _Dispatch:
         if isinstance(paged, DecodeLayer):
             run = self._programs.decode
         elif isinstance(paged, PrefillLayer):
-            is_short = len(paged.slots) < _SHORT_PREFILL
+            is_short = len(paged.slot_mapping) < _SHORT_PREFILL
             run = self._programs.short_prefill if is_short else self._programs.prefill
         else:
             return self._own(*args, **kwargs)

@@ -6,7 +6,7 @@ Imported on machines with CUDA only.
 import triton
 import triton.language as tl
 
-from millrace.inference.embedded.sampling.random import FACTOR_1, FACTOR_2, GOLDEN, signed
+from millrace.inference.embedded.sampler import FACTOR_1, FACTOR_2, GOLDEN, signed
 
 CANDIDATES = tl.constexpr(1024)  # tokens that may stay of a row that is drawn from few
 _GOLDEN = tl.constexpr(signed(GOLDEN))
@@ -41,13 +41,13 @@ def uniform(key, index):
 
 
 @triton.jit
-def draw_place(weight, at, target):
+def inverse_cdf(weight, at, target):
     """The first of the places `at` up to which the weights, float64, exceed `target`."""
     place = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
     return tl.minimum(place, tl.max(tl.where(weight > 0.0, at, 0), 0))
 
 
 @triton.jit
-def is_drawn(num_candidates, row):
+def is_sampled(num_candidates, row):
     """True if all that may stay of this row was few enough to be drawn from at once."""
     return tl.load(num_candidates + row) <= CANDIDATES

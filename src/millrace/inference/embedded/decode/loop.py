@@ -1,35 +1,81 @@
-"""Decodes in rounds: several steps on the device for one round trip to the host.
+"""The decode loop: several decode steps on the device per round trip to the host.
 
-The host says which lanes take part and reads what they sampled; in between, the device feeds itself
-its own tokens and notices by itself which rows have ended (eos token, length). Rows that end early
-idle until the round is over, so a round is short when others wait for their places.
+The host chooses the slots and reads the sampled tokens. In between, the device feeds itself its own
+tokens and detects rows that end (eos token, length). Such rows idle until the launch ends, so a
+launch is short while other sequences wait. Steps run as CUDA graphs, captured once per shape: a
+replay costs the host one call instead of hundreds. Weights and state live at fixed addresses, so
+graphs stay valid across weight swaps. On other devices a step simply runs.
 
-Promise: a lane's tokens, logprobs, kept ids and routes are those that single steps would have
-given.
+Promise: tokens, logprobs, kept ids and routes of a slot equal those of single steps.
 
-Called by the engine's thread. R = lanes of the round, N = its steps, K = kept ids.
+The engine's thread calls everything. R = slots of a launch, N = its steps, K = kept ids.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from millrace.inference.embedded.decode.attention import DecodeLayer
-from millrace.inference.embedded.decode.graphs import StepGraphs, StepShape
-from millrace.inference.embedded.decode.sampling import draw
-from millrace.inference.embedded.decode.state import NOTHING, RoundState
+from millrace.inference.embedded.decode.sampling import sample_step
+from millrace.inference.embedded.decode.state import NO_TOKEN, DecodeState
 from millrace.inference.embedded.kv.blocks import BlockTables
 from millrace.inference.embedded.kv.cache import KVCache
 from millrace.inference.embedded.lora.bank import AdapterBank
 from millrace.inference.embedded.routes import RoutesPool
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
-from millrace.inference.embedded.scheduling.sequence import RoundPlan
+from millrace.inference.embedded.scheduling.sequence import DecodePlan
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import final_logits
+
+_WARMUPS = 2  # passes before a capture: the first one compiles, and allocates what stays
+
+
+class StepShape(NamedTuple):
+    """What the work of a step depends on, besides the values in its tensors."""
+
+    num_rows: int
+    splits: int  # see DecodeLayer
+    truncates: bool
+
+
+class StepGraphs:
+    """Used by the engine's thread."""
+
+    def __init__(self, step: Callable[[StepShape], None], *, device: torch.device) -> None:
+        self._step = step
+        self._device = device
+        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def __contains__(self, shape: StepShape) -> bool:
+        """True if run(shape) needs no capture."""
+        return self._pool is None or shape in self._graphs
+
+    def capture(self, shape: StepShape) -> None:
+        """Make run(shape) possible. The step runs a few times; whatever it wrote is garbage."""
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARMUPS):
+                self._step(shape)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Thread-local, because a thread that stages weights may allocate meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._step(shape)
+        self._graphs[shape] = graph
+
+    def run(self, shape: StepShape) -> None:
+        if self._pool is None:
+            self._step(shape)
+            return
+        self._graphs[shape].replay()
+
 
 _MIN_ROWS = 8  # fewer cost the same, and compiled code treats 0 and 1 as special
 _AHEAD = 2  # steps queued on the device: it never waits for the host, and a round soon ends
@@ -39,13 +85,13 @@ _MAX_SPLITS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RoundResult:
-    """What the lanes of a round sampled: the first `counts` entries of each column."""
+class DecodeResult:
+    """What the slots of a round sampled: the first `counts` entries of each column."""
 
     tokens: np.ndarray  # [N, R] int32
     logprobs: np.ndarray  # [N, R] float32
     counts: np.ndarray  # [R] int64
-    # If some lanes truncate: ids [K] int32, step after step and in each lane after lane, and how
+    # If some slots truncate: ids [K] int32, step after step and in each slot after slot, and how
     # many of them belong to each token, [N, R] int32; 0 = nothing was ruled out.
     kept: np.ndarray | None
     num_kept: np.ndarray | None
@@ -56,12 +102,12 @@ class DecodeLoop:
         self,
         model: PreTrainedModel,  # made ready by layers.prepare
         *,
-        lanes: BatchSlots,
+        slots: BatchSlots,
         tables: BlockTables,
         cache: KVCache,
         eos_ids: Sequence[int],
         max_steps: int,
-        kept_capacity: int,  # ids per token; a lane that kept more is left to single steps
+        kept_capacity: int,  # ids per token; a slot that kept more is left to single steps
         compiles: bool,
         bank: AdapterBank | None = None,
         routes: RoutesPool | None = None,
@@ -72,11 +118,11 @@ class DecodeLoop:
         self.max_steps = max_steps
         self._model = model
         self._device = model.device
-        self._lanes = lanes
+        self._slots = slots
         self._tables = tables
         self._cache = cache
-        self._sizes = row_sizes(len(lanes.occupied))
-        self._state = RoundState(
+        self._sizes = row_sizes(len(slots.occupied))
+        self._state = DecodeState(
             max_rows=self._sizes[-1],
             max_blocks=tables.rows.shape[1],
             max_steps=max_steps,
@@ -95,29 +141,33 @@ class DecodeLoop:
             )
 
     def run(
-        self, plan: RoundPlan, *, should_stop: Callable[[], bool], meanwhile: Callable[[], None]
-    ) -> RoundResult:
-        """Up to plan.num_steps tokens for each of its lanes, whose last one is not yet cached.
+        self,
+        plan: DecodePlan,
+        *,
+        should_stop: Callable[[], bool],
+        while_running: Callable[[], None],
+    ) -> DecodeResult:
+        """Sample up to plan.num_steps tokens for each slot; its last token is not yet cached.
 
-        The round ends within some steps of should_stop() becoming true; meanwhile() is called once,
+        The launch ends a few steps after should_stop() returns True. while_running() is called once
         while the device works.
         """
-        chosen, num_steps = plan.lanes, plan.num_steps
+        chosen, num_steps = plan.slots, plan.num_steps
         if self._routes is not None:
             self._routes.fetch()
         if len(plan.copy_sources):
             self._cache.copy(plan.copy_sources, plan.copy_targets)
         num_rows = next(size for size in self._sizes if size >= len(chosen))
-        context = int(self._lanes.num_tokens[chosen].max()) + num_steps
+        context = int(self._slots.num_tokens[chosen].max()) + num_steps
         shape = StepShape(
             num_rows=num_rows,
             splits=self._splits(num_rows, context),
-            truncates=bool(self._lanes.truncates[chosen].any()),
+            truncates=bool(self._slots.truncates[chosen].any()),
         )
         self._prepare(shape)
-        self._state.load(chosen, self._lanes, self._tables, num_rows=num_rows)
+        self._state.load(chosen, self._slots, self._tables, num_rows=num_rows)
         num_steps = self._run_steps(
-            shape, num_steps=num_steps, should_stop=should_stop, meanwhile=meanwhile
+            shape, num_steps=num_steps, should_stop=should_stop, while_running=while_running
         )
         return self._read(len(chosen), num_steps=num_steps, truncates=shape.truncates)
 
@@ -127,7 +177,7 @@ class DecodeLoop:
         *,
         num_steps: int,
         should_stop: Callable[[], bool],
-        meanwhile: Callable[[], None],
+        while_running: Callable[[], None],
     ) -> int:
         """Returns how many were run. The device always has the next steps queued, and no more."""
         launched: deque[torch.Event] = deque()
@@ -136,7 +186,7 @@ class DecodeLoop:
                 return done
             self._graphs.run(shape)
             if done == 0:
-                meanwhile()
+                while_running()
             if self._device.type == "cuda":
                 launched.append(torch.cuda.current_stream(self._device).record_event())
                 if len(launched) > _AHEAD:
@@ -145,7 +195,7 @@ class DecodeLoop:
 
     def _prepare(self, shape: StepShape) -> None:
         if shape not in self._graphs:
-            self._state.rest()
+            self._state.set_idle()
             self._graphs.capture(shape)
 
     def _step(self, shape: StepShape) -> None:
@@ -169,7 +219,7 @@ class DecodeLoop:
             ),
         )
         logits = final_logits(self._model, hidden.to(self._model.dtype))
-        drawn = draw(
+        drawn = sample_step(
             logits,
             state.sampling.first(num_rows),
             truncates=shape.truncates,
@@ -184,15 +234,15 @@ class DecodeLoop:
         wanted = min(max(to_fill, to_share, 1), _MAX_SPLITS)
         return 1 << (wanted - 1).bit_length()
 
-    def _read(self, count: int, *, num_steps: int, truncates: bool) -> RoundResult:
+    def _read(self, count: int, *, num_steps: int, truncates: bool) -> DecodeResult:
         tokens, logprobs = self._state.read(count, num_steps=num_steps)
         kept = num_kept = None
         if truncates:
             kept, num_kept = self._state.read_kept(tokens)
-        return RoundResult(
+        return DecodeResult(
             tokens=tokens,
             logprobs=logprobs,
-            counts=(tokens != NOTHING).sum(0),
+            counts=(tokens != NO_TOKEN).sum(0),
             kept=kept,
             num_kept=num_kept,
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.inference.embedded.decode.operators import define_operator
+from millrace.inference.embedded.decode.attention import define_operator
 from millrace.inference.embedded.kv.cache import KVCache, KVShape
 
 _MAX_HEAD_DIM = 256
@@ -53,7 +53,7 @@ class PrefillLayer(NamedTuple):
     """What one layer's attention needs in a prefill pass; a NamedTuple like DecodeLayer."""
 
     cache: Tensor  # [slots, K, 2 D]
-    slots: Tensor  # [T] int64; where each token's key and value go
+    slot_mapping: Tensor  # [T] int64; where each token's key and value go
     context_slots: Tensor  # [L] int64; [0] = every chunk begins its sequence
     query_starts: Tensor  # [S + 1] int32
     context_starts: Tensor  # [S + 1] int32
@@ -76,7 +76,7 @@ class PrefillLayer(NamedTuple):
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
             self.cache,
-            self.slots,
+            self.slot_mapping,
             self.context_slots,
             self.query_starts,
             self.context_starts,
@@ -93,7 +93,7 @@ def flash_prefill(
     key: Tensor,  # [T, K, D]
     value: Tensor,  # [T, K, D]
     cache: Tensor,
-    slots: Tensor,
+    slot_mapping: Tensor,
     context_slots: Tensor,
     query_starts: Tensor,
     context_starts: Tensor,
@@ -103,7 +103,7 @@ def flash_prefill(
     window: int,  # 0 = none
 ) -> Tensor:  # [T, H, D]
     """Attention of the chunks' tokens, which are stored in the cache."""
-    cache.index_copy_(0, slots, torch.cat([key, value], dim=-1))
+    cache.index_copy_(0, slot_mapping, torch.cat([key, value], dim=-1))
     if len(context_slots):
         key, value = cache.index_select(0, context_slots).chunk(2, dim=-1)
     output, *_ = torch.ops.aten._flash_attention_forward(
@@ -130,7 +130,7 @@ def _shape(query: Tensor, *_: Any) -> Tensor:
 
 # Written to without being declared, for the reason given at paged_decode.
 define_operator(
-    "flash_prefill(Tensor query, Tensor key, Tensor value, Tensor cache, Tensor slots,"
+    "flash_prefill(Tensor query, Tensor key, Tensor value, Tensor cache, Tensor slot_mapping,"
     " Tensor context_slots, Tensor query_starts, Tensor context_starts, SymInt max_queries,"
     " SymInt max_context, float scale, SymInt window) -> Tensor",
     cuda=flash_prefill,

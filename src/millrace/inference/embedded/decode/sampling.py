@@ -11,27 +11,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from millrace.inference.embedded.sampling.sampler import Drawn, DrawRows, SamplingRows, sample
+from millrace.inference.embedded.sampler import (
+    SamplerOutput,
+    SamplingBatch,
+    SamplingTensors,
+    sample,
+)
 from millrace.models.logprobs import KeptRows
 
 KEPT_CAPACITY = 4096  # kept ids a row has room for, unless told otherwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Draw:
+class StepSample:
     tokens: Tensor  # [B] int64
     logprobs: Tensor  # [B] float32
     kept: Tensor | None  # [B, capacity] int32
     num_kept: Tensor | None  # [B] int32; 0 = nothing was ruled out; may exceed the capacity
 
 
-def draw(logits: Tensor, rows: DrawRows, *, truncates: bool, capacity: int = KEPT_CAPACITY) -> Draw:
+def sample_step(
+    logits: Tensor, rows: SamplingTensors, *, truncates: bool, capacity: int = KEPT_CAPACITY
+) -> StepSample:
     """One token for each row of logits [B, V] float32."""
     if not logits.is_cuda:
-        return _plain_draw(logits, rows, truncates=truncates, capacity=capacity)
-    from millrace.inference.embedded.decode import sampling_kernels as drawing_kernels
+        return _plain_sample(logits, rows, truncates=truncates, capacity=capacity)
+    from millrace.inference.embedded.decode import sampling_kernels
 
-    tokens, logprobs, kept, num_kept = drawing_kernels.draw(
+    tokens, logprobs, kept, num_kept = sampling_kernels.sample(
         logits,
         temperatures=rows.temperatures,
         keys=rows.keys,
@@ -39,16 +46,16 @@ def draw(logits: Tensor, rows: DrawRows, *, truncates: bool, capacity: int = KEP
         truncation=(rows.top_k, rows.top_p, rows.min_p) if truncates else None,
         capacity=capacity,
     )
-    return Draw(tokens=tokens, logprobs=logprobs, kept=kept, num_kept=num_kept)
+    return StepSample(tokens=tokens, logprobs=logprobs, kept=kept, num_kept=num_kept)
 
 
-def sample_rows(logits: Tensor, rows: SamplingRows) -> Drawn:
+def sample_batch(logits: Tensor, rows: SamplingBatch) -> SamplerOutput:
     """What sample() returns, by the kernels where they can."""
     if not logits.is_cuda:
         return sample(logits, rows)
-    drawn = draw(logits.contiguous(), rows, truncates=rows.any_truncates)
+    drawn = sample_step(logits.contiguous(), rows, truncates=rows.any_truncates)
     if drawn.kept is None or drawn.num_kept is None:
-        return Drawn(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=None)
+        return SamplerOutput(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=None)
     if int(drawn.num_kept.max()) > KEPT_CAPACITY:
         return sample(logits, rows)
     places = torch.arange(KEPT_CAPACITY, device=logits.device)
@@ -56,13 +63,15 @@ def sample_rows(logits: Tensor, rows: SamplingRows) -> Drawn:
         ids=drawn.kept[places < drawn.num_kept[:, None]].long(),
         offsets=F.pad(drawn.num_kept.cumsum(0), (1, 0)),
     )
-    return Drawn(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=kept)
+    return SamplerOutput(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=kept)
 
 
-def _plain_draw(logits: Tensor, rows: DrawRows, *, truncates: bool, capacity: int) -> Draw:
+def _plain_sample(
+    logits: Tensor, rows: SamplingTensors, *, truncates: bool, capacity: int
+) -> StepSample:
     drawn = sample(
         logits,
-        SamplingRows(
+        SamplingBatch(
             temperatures=rows.temperatures,
             top_k=rows.top_k,
             top_p=rows.top_p,
@@ -83,4 +92,4 @@ def _plain_draw(logits: Tensor, rows: DrawRows, *, truncates: bool, capacity: in
         for row, (start, stop) in enumerate(pairwise(bounds)):
             stop = min(stop, start + capacity)
             kept[row, : stop - start] = drawn.kept.ids[start:stop]
-    return Draw(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=kept, num_kept=num_kept)
+    return StepSample(tokens=drawn.tokens, logprobs=drawn.logprobs, kept=kept, num_kept=num_kept)

@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.inference.embedded.decode.logits_kernels import (
-    draw_place,
-    is_drawn,
+    inverse_cdf,
+    is_sampled,
     scaled,
     temperature_of,
     uniform,
 )
 from millrace.inference.embedded.decode.threshold_kernels import list_kernel, threshold_kernel
-from millrace.inference.embedded.decode.truncation_kernels import draw_from_few
+from millrace.inference.embedded.decode.truncation_kernels import sample_from_candidates
 
 _CHUNK = 4096
 
@@ -41,7 +41,7 @@ def _summarise_kernel(
     TRUNCATED: tl.constexpr,  # only rows that are not drawn yet, and of them what stays
 ):
     row, chunk = tl.program_id(0), tl.program_id(1)
-    if TRUNCATED and is_drawn(num_candidates, row):
+    if TRUNCATED and is_sampled(num_candidates, row):
         return
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = scaled(logits, row, at, temperature_of(temperatures, row), vocab)
@@ -56,7 +56,7 @@ def _summarise_kernel(
 
 
 @triton.jit
-def _draw_kernel(
+def _sample_kernel(
     logits,
     temperatures,
     thresholds,
@@ -75,7 +75,7 @@ def _draw_kernel(
     TRUNCATED: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if TRUNCATED and is_drawn(num_candidates, row):
+    if TRUNCATED and is_sampled(num_candidates, row):
         return
     chunks = tl.arange(0, CHUNKS_PAD)
     real = chunks < num_chunks
@@ -86,7 +86,7 @@ def _draw_kernel(
     total = tl.sum(weight, 0)
     # In float64, so that a rounding step of the sum is never taken for an impossible token.
     target = uniform(tl.load(keys + row), tl.load(indices + row)) * total
-    chosen = draw_place(weight, chunks, target)
+    chosen = inverse_cdf(weight, chunks, target)
     rest = target - tl.sum(tl.where(chunks < chosen, weight, 0.0), 0)
 
     temperature = temperature_of(temperatures, row)
@@ -95,7 +95,7 @@ def _draw_kernel(
     if TRUNCATED:
         x = tl.where(x >= tl.load(thresholds + row), x, -float("inf"))
     weight = tl.exp(x - top).to(tl.float64)
-    token = chosen * CHUNK + draw_place(weight, within, rest)
+    token = chosen * CHUNK + inverse_cdf(weight, within, rest)
 
     first = tl.min(tl.where(maximum == top, chunks, CHUNKS_PAD - 1), 0)
     greedy = tl.load(temperatures + row) == 0.0
@@ -106,7 +106,7 @@ def _draw_kernel(
     tl.store(logprobs + row, value - top - tl.log(total).to(tl.float32))
 
 
-def draw(
+def sample(
     logits: Tensor,  # [B, V] float32, contiguous
     *,
     temperatures: Tensor,
@@ -133,7 +133,7 @@ def draw(
         rules = (temperatures, *truncation)
         kept = torch.empty(num_rows, capacity, dtype=torch.int32, device=logits.device)
         counts = torch.empty_like(temperatures, dtype=torch.int32)
-        num_candidates = draw_from_few(
+        num_candidates = sample_from_candidates(
             logits,
             rules=rules,
             summaries=(maxima, sums),
@@ -148,7 +148,7 @@ def draw(
         _summarise_kernel[grid](*summaries, num_candidates, **sizes, TRUNCATED=True)
         room = {"CAPACITY": capacity, "CHUNK": _CHUNK, "num_warps": 8}
         list_kernel[(num_rows,)](logits, temperatures, *found, kept, counts, vocab, **room)
-    _draw_kernel[(num_rows,)](
+    _sample_kernel[(num_rows,)](
         *summaries,
         num_candidates,
         *draws,

@@ -1,11 +1,11 @@
-"""The tensors of a decode round: what the host sends, what steps advance, what the host reads.
+"""The tensors of the decode loop: what the host sends, what steps advance, what the host reads.
 
-All have fixed addresses and are made once: a CUDA graph that was captured over them stays valid.
-A round begins with load(), which overwrites everything, so nothing must be kept in agreement with
-the host between rounds. What goes over together lies together, because every transfer costs the
-host more than its bytes do.
+All tensors have fixed addresses and are allocated once, so that captured CUDA graphs stay valid. A
+launch starts with load(), which overwrites everything, so nothing has to be kept in sync with the
+host between launches. Values that travel together lie together, because a transfer costs the host
+more than its bytes.
 
-B = rows, W = blocks per row, N = steps of a round.
+B = rows, W = blocks per row, N = steps of a launch.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.inference.embedded.decode.sampling import Draw
+from millrace.inference.embedded.decode.sampling import StepSample
 from millrace.inference.embedded.kv.blocks import BlockTables
-from millrace.inference.embedded.sampling.sampler import DrawRows
+from millrace.inference.embedded.sampler import SamplingTensors
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 
-NOTHING = -1  # in the place of a token: the row had ended
+NO_TOKEN = -1  # in the place of a token: the row had ended
 
 
-class RoundState:
+class DecodeState:
     """Used by the engine's thread."""
 
     def __init__(
@@ -42,7 +42,7 @@ class RoundState:
         self._floats = torch.ones(3, max_rows, dtype=torch.float32, device=device)
         # To feed next; the row's tokens with that one (0 = idle); where it ends.
         self.tokens, self.lengths, self.limits = self._integers[:3]
-        self.sampling = DrawRows(
+        self.sampling = SamplingTensors(
             keys=self._integers[3],
             positions=self._integers[4],
             top_k=self._integers[5],
@@ -59,23 +59,23 @@ class RoundState:
         self._advance: Callable[..., None] = torch.compile(_advance) if compiles else _advance
 
     def load(
-        self, chosen: np.ndarray, lanes: BatchSlots, tables: BlockTables, *, num_rows: int
+        self, chosen: np.ndarray, slots: BatchSlots, tables: BlockTables, *, num_rows: int
     ) -> None:
-        """Begin a round with these lanes in the first rows; the others up to num_rows are idle."""
+        """Begin a round with these slots in the first rows; the others up to num_rows are idle."""
         count = len(chosen)
-        lengths = lanes.num_tokens[chosen]
+        lengths = slots.num_tokens[chosen]
         integers = np.zeros(self._integers.shape, dtype=np.int64)
-        integers[0, :count] = lanes.tokens[chosen, lengths - 1]
+        integers[0, :count] = slots.tokens[chosen, lengths - 1]
         integers[1, :count] = lengths
-        integers[2, :count] = lanes.limits[chosen]
-        integers[3, :count] = lanes.keys[chosen]
-        integers[4, :count] = lengths - lanes.num_prompt[chosen]
-        integers[5, :count] = lanes.top_k[chosen]
-        integers[6, :count] = lanes.adapters[chosen]
+        integers[2, :count] = slots.limits[chosen]
+        integers[3, :count] = slots.keys[chosen]
+        integers[4, :count] = lengths - slots.num_prompt[chosen]
+        integers[5, :count] = slots.top_k[chosen]
+        integers[6, :count] = slots.adapters[chosen]
         floats = np.ones(self._floats.shape, dtype=np.float32)
-        floats[0, :count] = lanes.temperatures[chosen]
-        floats[1, :count] = lanes.top_p[chosen]
-        floats[2, :count] = lanes.min_p[chosen]
+        floats[0, :count] = slots.temperatures[chosen]
+        floats[1, :count] = slots.top_p[chosen]
+        floats[2, :count] = slots.min_p[chosen]
         width = int(tables.sizes[chosen].max())
         blocks = tables.rows[chosen, :width].astype(np.int32)
         _send(integers, self._integers)
@@ -83,12 +83,12 @@ class RoundState:
         _send(blocks, self.tables[:count, :width])
         self._step.zero_()
 
-    def rest(self) -> None:
+    def set_idle(self) -> None:
         """Make every row idle: a step then writes nothing to the cache."""
         self.lengths.zero_()
         self._step.zero_()
 
-    def advance(self, drawn: Draw, *, num_rows: int) -> None:
+    def advance(self, drawn: StepSample, *, num_rows: int) -> None:
         """Take note of one step's draw. Runs inside CUDA graphs: no shape depends on a value."""
         if drawn.kept is not None and drawn.num_kept is not None:
             self._kept()[:, :num_rows].index_copy_(0, self._step, drawn.kept[None])
@@ -108,7 +108,7 @@ class RoundState:
         )
 
     def read(self, count: int, *, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and logprobs [N, count] of the round so far; NOTHING where a row had ended."""
+        """Tokens and logprobs [N, count] of the round so far; NO_TOKEN where a row had ended."""
         out = self._out[:num_steps, :, :count].cpu().numpy()
         return out[:, 0], out[:, 1].view(np.float32)
 
@@ -116,7 +116,7 @@ class RoundState:
         """Of what read() returned: all kept ids, row after row, and how many belong to each token
         [count, N]."""
         num_steps, count = tokens.shape
-        sizes = self._out_num_kept[:num_steps, :count].T.cpu().numpy() * (tokens.T != NOTHING)
+        sizes = self._out_num_kept[:num_steps, :count].T.cpu().numpy() * (tokens.T != NO_TOKEN)
         places = torch.arange(self._kept_capacity, device=self._out.device)
         sizes_there = torch.from_numpy(sizes).to(self._out.device)
         ids = self._kept()[:num_steps, :count].transpose(0, 1)[places < sizes_there[..., None]]
@@ -146,7 +146,7 @@ def _advance(
     if num_kept is not None:
         # What does not fit is drawn again, by the host's own sampler.
         counts = counts & (num_kept <= kept_capacity)
-    told = torch.stack([torch.where(counts, drawn, NOTHING).int(), logprobs.view(torch.int32)])
+    told = torch.stack([torch.where(counts, drawn, NO_TOKEN).int(), logprobs.view(torch.int32)])
     out.index_copy_(0, step, told[None])
     ends = (drawn[:, None] == eos_ids).any(1) | (lengths + 1 >= limits)
     lengths.copy_(torch.where(counts & ~ends, lengths + 1, 0))

@@ -9,7 +9,7 @@ Imported on machines with CUDA only. B = rows, V = vocabulary, C = chunks of the
 import triton
 import triton.language as tl
 
-from millrace.inference.embedded.decode.logits_kernels import is_drawn, scaled, temperature_of
+from millrace.inference.embedded.decode.logits_kernels import is_sampled, scaled, temperature_of
 
 # The search narrows a 33-bit range of sortable keys by 3 bits in each pass over the row.
 _PASSES = tl.constexpr(11)
@@ -78,7 +78,7 @@ def threshold_kernel(
     CHUNKS_PAD: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if is_drawn(num_candidates, row):
+    if is_sampled(num_candidates, row):
         return
     chunks = tl.arange(0, CHUNKS_PAD)
     inside = chunks < num_chunks
@@ -123,7 +123,7 @@ def list_kernel(
     CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if is_drawn(num_candidates, row):
+    if is_sampled(num_candidates, row):
         return
     temperature = temperature_of(temperatures, row)
     threshold = tl.load(thresholds + row)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from millrace.inference.embedded.decode.logits_kernels import (
     CANDIDATES,
-    draw_place,
-    is_drawn,
+    inverse_cdf,
+    is_sampled,
     scaled,
     temperature_of,
     uniform,
@@ -137,7 +137,7 @@ def _list_kernel(
     CHUNKS_PAD: tl.constexpr,
 ):
     row, chunk = tl.program_id(0), tl.program_id(1)
-    if is_drawn(num_candidates, row) == 0:
+    if is_sampled(num_candidates, row) == 0:
         return
     top, _ = _largest(maxima, sums, row, num_chunks, CHUNKS_PAD)
     last = tl.load(last_bins + row)
@@ -189,7 +189,7 @@ def _select_kernel(
     CHUNKS_PAD: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if is_drawn(num_candidates, row) == 0:
+    if is_sampled(num_candidates, row) == 0:
         return
     number = tl.load(num_candidates + row)
     top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
@@ -213,13 +213,13 @@ def _select_kernel(
     weight = tl.where(stays, tl.exp(x - top), 0.0).to(tl.float64)
     sum_kept = tl.sum(weight, 0)
     target = uniform(tl.load(keys + row), tl.load(indices + row)) * sum_kept
-    chosen = at == draw_place(weight, at, target)
+    chosen = at == inverse_cdf(weight, at, target)
     value = tl.sum(tl.where(chosen, x, 0.0), 0)
     tl.store(tokens + row, tl.sum(tl.where(chosen, token_ids, 0), 0).to(tl.int64))
     tl.store(logprobs + row, value - top - tl.log(sum_kept).to(tl.float32))
 
 
-def draw_from_few(
+def sample_from_candidates(
     logits: Tensor,  # [B, V] float32
     *,
     rules: tuple[Tensor, Tensor, Tensor, Tensor],  # [B] temperature, top-k, top-p, min-p
@@ -229,7 +229,7 @@ def draw_from_few(
     counts: Tensor,  # [B] int32, to fill
     chunk: int,
 ) -> Tensor:
-    """Draw the rows of which little may stay; [B] int32 says with is_drawn() which those are."""
+    """Draw the rows of which little may stay; [B] int32 says with is_sampled() which those are."""
     num_rows, vocab = logits.shape
     num_chunks = summaries[0].shape[1]
     temperatures = rules[0]

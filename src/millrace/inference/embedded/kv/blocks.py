@@ -1,16 +1,78 @@
-"""Which KV block belongs to whom: a pool of reference-counted blocks, and one block table per lane.
+"""Ownership of KV blocks: a pool of reference-counted blocks, and one block table per batch slot.
 
-Promise: a block is either free or referenced; the count says exactly how many tables and held
-prefixes name it; a block that more than one of them names is never written to. A free block is
-unused, or shelved: then it keeps its contents, which may be shared again, until it is allocated.
+Promise: a block is either free or referenced. The reference count equals the number of tables and
+held prefixes that name the block. A block that more than one of them names is never written to. A
+free block is unused or reusable: a reusable block keeps its contents until it is allocated, and may
+be shared again before that.
 
-Host side only (numpy); the tensors behind the block numbers live in kv_cache.py.
-Called by the engine's thread.
+Host side only (numpy); kv/cache.py holds the tensors. The engine's thread calls everything here.
 """
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from millrace.inference.embedded.kv.free_blocks import FreeBlockLRU
+_Queue = OrderedDict[int, int]  # block -> when it was put; oldest first
+
+
+class FreeBlockLRU:
+    """Free blocks with reusable contents, in eviction order: least recently put first.
+
+    Blocks put before the last weight swap go before all others, because no request under the new
+    weights would find them. Blocks that survive swaps keep their place: a session may find them.
+    A block costs a dictionary entry and a swap costs nothing, because decoding waits for both.
+    """
+
+    def __init__(self) -> None:
+        self._until_swap = _Queue()
+        self._across_swaps = _Queue()
+        self._expired: deque[_Queue] = deque()
+        self._num_puts = 0
+        self._num_blocks = 0
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def put(self, blocks: Sequence[int], *, survives_swaps: bool) -> None:
+        """Add blocks; the first is evicted first."""
+        queue = self._across_swaps if survives_swaps else self._until_swap
+        for time, block in enumerate(blocks, start=self._num_puts):
+            queue[block] = time
+        self._num_puts += len(blocks)
+        self._num_blocks += len(blocks)
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Take out blocks that are referenced again."""
+        for block in blocks:
+            queues = (self._until_swap, self._across_swaps, *self._expired)
+            queue = next((queue for queue in queues if block in queue), None)
+            assert queue is not None, f"a free block cannot be shared: {block} holds nothing"
+            del queue[block]
+            self._num_blocks -= 1
+
+    def evict(self, count: int) -> list[int]:
+        """Take out the next `count` blocks in eviction order."""
+        self._num_blocks -= count
+        return [self._next_queue().popitem(last=False)[0] for _ in range(count)]
+
+    def expire(self) -> None:
+        """The weights changed: evict what does not survive swaps first."""
+        self._expired.append(self._until_swap)
+        self._until_swap = _Queue()
+        self._expired = deque(queue for queue in self._expired if queue)
+
+    def _next_queue(self) -> _Queue:
+        while self._expired:
+            if self._expired[0]:
+                return self._expired[0]
+            self._expired.popleft()
+        if not (self._until_swap and self._across_swaps):
+            return self._until_swap or self._across_swaps
+        passing, survives_swaps = (
+            next(iter(queue.values())) for queue in (self._until_swap, self._across_swaps)
+        )
+        return self._until_swap if passing < survives_swaps else self._across_swaps
 
 
 class BlockPool:
@@ -19,22 +81,22 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self._unused = np.arange(num_blocks - 1, -1, -1, dtype=np.int64)  # a stack; top = last
         self._num_unused = num_blocks
-        self._shelves = FreeBlockLRU()
-        self._is_lasting = np.zeros(num_blocks, dtype=bool)  # someone shelved these contents so
+        self._reusable = FreeBlockLRU()
+        self._survives_swaps = np.zeros(num_blocks, dtype=bool)  # someone shelved these contents so
         self.references = np.zeros(num_blocks, dtype=np.int32)
         # A number per block that changes when its contents do: who noted it can tell.
-        self.fillings = np.zeros(num_blocks, dtype=np.int64)
+        self.content_ids = np.zeros(num_blocks, dtype=np.int64)
 
     @property
     def num_free(self) -> int:
-        return self._num_unused + len(self._shelves)
+        return self._num_unused + len(self._reusable)
 
     def allocate(self, count: int) -> np.ndarray:
         """[count] block numbers, each with one reference; what they held is gone."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         if count > self._num_unused:
-            given_up = self._shelves.give_up(count - self._num_unused)
-            self._discard(np.array(given_up, dtype=np.int64))
+            evicted = self._reusable.evict(count - self._num_unused)
+            self._discard(np.array(evicted, dtype=np.int64))
         blocks = self._unused[self._num_unused - count : self._num_unused].copy()
         self._num_unused -= count
         self.references[blocks] = 1
@@ -42,37 +104,37 @@ class BlockPool:
 
     def share(self, blocks: np.ndarray) -> None:
         """One more reference to each of these distinct blocks, referenced or shelved."""
-        self._shelves.take(blocks[self.references[blocks] == 0].tolist())
+        self._reusable.remove(blocks[self.references[blocks] == 0].tolist())
         self.references[blocks] += 1
 
     def release(self, blocks: np.ndarray) -> None:
         """One reference less to each of these distinct blocks; without any, a block is unused, or
         shelved again if another wants it to last."""
         idle = self._unreference(blocks)
-        is_lasting = self._is_lasting[idle]
-        self._shelves.put(idle[is_lasting][::-1].tolist(), lasting=True)
-        self._discard(idle[~is_lasting])
+        survives = self._survives_swaps[idle]
+        self._reusable.put(idle[survives][::-1].tolist(), survives_swaps=True)
+        self._discard(idle[~survives])
 
-    def shelve(self, blocks: np.ndarray, *, lasting: bool) -> None:
-        """Like release(), but without any reference a block is shelved; lasting: beyond expire().
+    def release_reusable(self, blocks: np.ndarray, *, survives_swaps: bool) -> None:
+        """Like release(), but blocks without a reference keep their contents for reuse.
 
-        `blocks` are in the order of their tokens: the last are useless without the first, so they
-        are given up before them.
+        `blocks` are in token order. The last ones are useless without the first, so they are
+        evicted first.
         """
-        if lasting:
-            self._is_lasting[blocks] = True
+        if survives_swaps:
+            self._survives_swaps[blocks] = True
         idle = self._unreference(blocks)[::-1]
-        is_lasting = self._is_lasting[idle]
-        self._shelves.put(idle[~is_lasting].tolist(), lasting=False)
-        self._shelves.put(idle[is_lasting].tolist(), lasting=True)
+        survives = self._survives_swaps[idle]
+        self._reusable.put(idle[~survives].tolist(), survives_swaps=False)
+        self._reusable.put(idle[survives].tolist(), survives_swaps=True)
 
     def expire(self) -> None:
-        """What is shelved now, and not lasting, is given up before everything else."""
-        self._shelves.expire()
+        """What is shelved now, and not survives_swaps, is given up before everything else."""
+        self._reusable.expire()
 
     def write(self, blocks: np.ndarray) -> None:
         """Take note that the contents of these blocks change."""
-        self.fillings[blocks] += 1
+        self.content_ids[blocks] += 1
 
     def _unreference(self, blocks: np.ndarray) -> np.ndarray:
         """Returns those that have no reference left."""
@@ -81,82 +143,82 @@ class BlockPool:
         return blocks[self.references[blocks] == 0]
 
     def _discard(self, blocks: np.ndarray) -> None:
-        self.fillings[blocks] += 1
-        self._is_lasting[blocks] = False
+        self.content_ids[blocks] += 1
+        self._survives_swaps[blocks] = False
         self._unused[self._num_unused : self._num_unused + len(blocks)] = blocks
         self._num_unused += len(blocks)
 
 
 class BlockTables:
-    """The blocks of each lane, in the order of its tokens."""
+    """The blocks of each slot, in the order of its tokens."""
 
     def __init__(
-        self, pool: BlockPool, *, num_lanes: int, max_context: int, block_tokens: int
+        self, pool: BlockPool, *, num_slots: int, max_context: int, block_tokens: int
     ) -> None:
         self.pool = pool
         self.block_tokens = block_tokens
         # Unused entries are 0: a valid block, so that padded gathers need no special case.
-        self.rows = np.zeros((num_lanes, -(-max_context // block_tokens)), dtype=np.int64)
-        self.sizes = np.zeros(num_lanes, dtype=np.int64)  # blocks in use, per lane
+        self.rows = np.zeros((num_slots, -(-max_context // block_tokens)), dtype=np.int64)
+        self.sizes = np.zeros(num_slots, dtype=np.int64)  # blocks in use, per slot
 
-    def slots(self, lanes: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+    def kv_slots(self, slots: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         """Where the cache holds these tokens, [T] each."""
-        blocks = self.rows[lanes, positions // self.block_tokens]
+        blocks = self.rows[slots, positions // self.block_tokens]
         return blocks * self.block_tokens + positions % self.block_tokens
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
 
-    def seat(self, lane: int, blocks: np.ndarray) -> None:
-        """Give an empty lane these blocks, and the reference to each that came with them."""
-        assert self.sizes[lane] == 0, f"lane {lane} already has blocks"
-        self.rows[lane, : len(blocks)] = blocks
-        self.sizes[lane] = len(blocks)
+    def assign(self, slot: int, blocks: np.ndarray) -> None:
+        """Give an empty slot these blocks, and the reference to each that came with them."""
+        assert self.sizes[slot] == 0, f"slot {slot} already has blocks"
+        self.rows[slot, : len(blocks)] = blocks
+        self.sizes[slot] = len(blocks)
 
-    def grow(self, lane: int, *, num_tokens: int) -> None:
-        """Allocate what the lane lacks to hold `num_tokens`."""
-        size, wanted = int(self.sizes[lane]), self.blocks_for(num_tokens)
+    def grow(self, slot: int, *, num_tokens: int) -> None:
+        """Allocate what the slot lacks to hold `num_tokens`."""
+        size, wanted = int(self.sizes[slot]), self.blocks_for(num_tokens)
         if wanted > size:
-            self.rows[lane, size:wanted] = self.pool.allocate(wanted - size)
-            self.sizes[lane] = wanted
+            self.rows[slot, size:wanted] = self.pool.allocate(wanted - size)
+            self.sizes[slot] = wanted
 
-    def has_room(self, lanes: np.ndarray, *, positions: np.ndarray, num_tokens: np.ndarray) -> bool:
-        """True if these lanes could write from their positions on, up to num_tokens each."""
-        sizes = np.maximum(self.sizes[lanes], positions // self.block_tokens + 1)
+    def has_room(self, slots: np.ndarray, *, positions: np.ndarray, num_tokens: np.ndarray) -> bool:
+        """True if these slots could write from their positions on, up to num_tokens each."""
+        sizes = np.maximum(self.sizes[slots], positions // self.block_tokens + 1)
         further = np.maximum(-(-num_tokens // self.block_tokens) - sizes, 0)
-        return self.blocks_to_write(lanes, positions) + further.sum() <= self.pool.num_free
+        return self.blocks_to_write(slots, positions) + further.sum() <= self.pool.num_free
 
-    def extend(self, lanes: np.ndarray, *, num_tokens: np.ndarray) -> None:
-        """Allocate what each of these lanes lacks to hold its num_tokens."""
-        sizes, wanted = self.sizes[lanes], -(-num_tokens // self.block_tokens)
+    def extend(self, slots: np.ndarray, *, num_tokens: np.ndarray) -> None:
+        """Allocate what each of these slots lacks to hold its num_tokens."""
+        sizes, wanted = self.sizes[slots], -(-num_tokens // self.block_tokens)
         lacking = np.maximum(wanted - sizes, 0)
-        rows = np.repeat(lanes, lacking)
+        rows = np.repeat(slots, lacking)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(lacking) - lacking, lacking)
         self.rows[rows, np.repeat(sizes, lacking) + within] = self.pool.allocate(len(rows))
-        self.sizes[lanes] = sizes + lacking
+        self.sizes[slots] = sizes + lacking
 
-    def share(self, lane: int) -> np.ndarray:
-        """All blocks of the lane, with a new reference to each for the caller to hold."""
-        blocks = self.rows[lane, : self.sizes[lane]].copy()
+    def share(self, slot: int) -> np.ndarray:
+        """All blocks of the slot, with a new reference to each for the caller to hold."""
+        blocks = self.rows[slot, : self.sizes[slot]].copy()
         self.pool.share(blocks)
         return blocks
 
-    def take(self, lane: int) -> np.ndarray:
-        """Empty the lane; its blocks are the caller's, with the reference to each."""
-        size = self.sizes[lane]
-        blocks = self.rows[lane, :size].copy()
-        self.rows[lane, :size] = 0
-        self.sizes[lane] = 0
+    def take(self, slot: int) -> np.ndarray:
+        """Empty the slot; its blocks are the caller's, with the reference to each."""
+        size = self.sizes[slot]
+        blocks = self.rows[slot, :size].copy()
+        self.rows[slot, :size] = 0
+        self.sizes[slot] = 0
         return blocks
 
-    def free(self, lane: int) -> None:
-        self.pool.release(self.take(lane))
+    def free(self, slot: int) -> None:
+        self.pool.release(self.take(slot))
 
-    def blocks_to_write(self, lanes: np.ndarray, positions: np.ndarray) -> int:
-        """Free blocks that writing one token per lane, at these positions, takes."""
+    def blocks_to_write(self, slots: np.ndarray, positions: np.ndarray) -> int:
+        """Free blocks that writing one token per slot, at these positions, takes."""
         index = positions // self.block_tokens
-        missing = index >= self.sizes[lanes]
-        targets = self.rows[lanes[~missing], index[~missing]]
+        missing = index >= self.sizes[slots]
+        targets = self.rows[slots[~missing], index[~missing]]
         targets = targets[self.pool.references[targets] > 1]
         if not len(targets):
             return int(missing.sum())
@@ -166,29 +228,29 @@ class BlockTables:
         return int(missing.sum() + copies.sum())
 
     def prepare_writes(
-        self, lanes: np.ndarray, positions: np.ndarray
+        self, slots: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Make each lane the only owner of the block at its position.
+        """Make each slot the only owner of the block at its position.
 
         Returns (sources, targets): blocks whose contents must be copied before anything is written.
         """
         index = positions // self.block_tokens
-        missing = index >= self.sizes[lanes]
+        missing = index >= self.sizes[slots]
         if missing.any():
-            grown = lanes[missing]
-            assert (index[missing] == self.sizes[grown]).all(), "a lane grows block by block"
+            grown = slots[missing]
+            assert (index[missing] == self.sizes[grown]).all(), "a slot grows block by block"
             self.rows[grown, index[missing]] = self.pool.allocate(len(grown))
             self.sizes[grown] += 1
-        shared = self.pool.references[self.rows[lanes, index]] > 1
+        shared = self.pool.references[self.rows[slots, index]] > 1
         sources, targets = [], []
-        for lane, at in zip(lanes[shared], index[shared], strict=True):
-            source = self.rows[lane, at : at + 1].copy()
+        for slot, at in zip(slots[shared], index[shared], strict=True):
+            source = self.rows[slot, at : at + 1].copy()
             if self.pool.references[source[0]] == 1:
                 continue  # the others who shared it have moved to their copies
             target = self.pool.allocate(1)
             self.pool.release(source)
-            self.rows[lane, at] = target[0]
+            self.rows[slot, at] = target[0]
             sources.append(source[0])
             targets.append(target[0])
-        self.pool.write(self.rows[lanes, index])
+        self.pool.write(self.rows[slots, index])
         return np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)

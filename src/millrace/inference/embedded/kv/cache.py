@@ -49,7 +49,7 @@ class KVCache:
             layer: torch.zeros(num_blocks, block_tokens * shape.numbers, dtype=dtype, device=device)
             for layer, shape in shapes.items()
         }
-        self._riders: list[Tensor] = []
+        self._copied_along: list[Tensor] = []
         # The same memory by token: [slots, H, Dk + Dv] of each layer.
         self.layers = {
             layer: self._blocks[layer].view(-1, shape.num_heads, shape.key_dim + shape.value_dim)
@@ -61,13 +61,15 @@ class KVCache:
         """KV heads of a layer, at most."""
         return max(shape.num_heads for shape in self.shapes.values())
 
-    def ride_along(self, riders: Iterable[Tensor]) -> None:
+    def copy_with_blocks(self, tensors: Iterable[Tensor]) -> None:
         """Have these [blocks, ...] copied with the blocks."""
-        self._riders += riders
+        self._copied_along += tensors
 
-    def write(self, layer: int, *, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys [T, H, Dk] and values [T, H, Dv] at slots [T] (block * block_tokens + i)."""
-        self.layers[layer].index_copy_(0, slots, torch.cat([keys, values], dim=-1))
+    def write(self, layer: int, *, slot_mapping: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys [T, H, Dk] and values [T, H, Dv] at slot_mapping [T].
+
+        A KV slot is block * block_tokens + offset."""
+        self.layers[layer].index_copy_(0, slot_mapping, torch.cat([keys, values], dim=-1))
 
     def gather(self, layer: int, *, blocks: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Contents of blocks [num_rows * B] as keys [num_rows, H, B * block_tokens, Dk], values."""
@@ -79,7 +81,7 @@ class KVCache:
 
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy whole blocks, in all layers."""
-        for tensor in (*self._blocks.values(), *self._riders):
+        for tensor in (*self._blocks.values(), *self._copied_along):
             source = torch.from_numpy(sources).to(tensor.device)
             target = torch.from_numpy(targets).to(tensor.device)
             tensor.index_copy_(0, target, tensor.index_select(0, source))

@@ -1,8 +1,8 @@
 """Attention over a paged KV cache, plugged into transformers through its AttentionInterface.
 
-A forward pass is one flat batch of tokens, [1, T]. Its PagedBatch rides along as a keyword argument
-to every layer: there, the new keys and values are written to their slots, then each bucket of
-sequences gathers its blocks and attends.
+A forward pass is one flat batch of tokens, [1, T]. Each layer receives its PagedBatch as a keyword
+argument, writes the new keys and values to their KV slots, and attends bucket by bucket: a bucket
+of sequences gathers its blocks.
 
 Promise: a token attends to the tokens of its own sequence up to itself, and to nothing else.
 
@@ -78,7 +78,7 @@ class PagedBatch:
     """Everything attention needs to know about one forward pass."""
 
     cache: KVCache
-    slots: Tensor  # [T] int64; where each token's key and value go
+    slot_mapping: Tensor  # [T] int64; where each token's key and value go
     buckets: tuple[Bucket, ...]  # cover 0..T in order
 
     def attend(
@@ -92,7 +92,7 @@ class PagedBatch:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        self.cache.write(layer, slots=self.slots, keys=key, values=value)
+        self.cache.write(layer, slot_mapping=self.slot_mapping, keys=key, values=value)
         outputs = []
         for bucket in self.buckets:
             own = slice(bucket.start, bucket.stop)

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.core.errors import TaskError
-from millrace.inference.embedded.lora.side_products import Choice
-from millrace.inference.embedded.lora.stacks import Layout, Slot, Storage, stack_up
-from millrace.models.lora.factors import Adapter
+from millrace.inference.embedded.lora.side_products import AdapterChoice
+from millrace.inference.embedded.lora.stacks import AdapterSlot, Layout, Storage, build_stacks
+from millrace.models.lora.factors import Adapter, factors_of, merged
 
 BASE = "base"  # the model without an adapter, when the policy is one
 
@@ -26,23 +26,23 @@ class AdapterBank:
     def __init__(self, model: PreTrainedModel, adapters: Mapping[str | None, Adapter]) -> None:
         """`adapters` by name, None = the policy's, which updates bring. The model's projections are
         as they stay."""
-        self._slots: dict[str | None, Slot] = {}
+        self._slots: dict[str | None, AdapterSlot] = {}
         num_columns = 0
         for number, (name, adapter) in enumerate(adapters.items()):
             columns = slice(num_columns, num_columns + adapter.rank)
-            self._slots[name] = Slot(number=number, columns=columns, adapter=adapter)
+            self._slots[name] = AdapterSlot(number=number, columns=columns, adapter=adapter)
             num_columns = columns.stop
         slots = list(self._slots.values())
         ranks = torch.tensor([slot.adapter.rank for slot in slots])
         column_slots = torch.arange(len(ranks)).repeat_interleave(ranks).to(model.device)
-        self._choice = Choice(column_slots, dtype=model.dtype)
+        self._choice = AdapterChoice(column_slots, dtype=model.dtype)
         self._weights = {
             f"{layer}.weight": model.get_submodule(layer).get_parameter("weight")
             for slot in slots
             for layer in slot.adapter.layers
         }
         factors, gains = Layout(), Layout()
-        self._stacks = stack_up(model, slots, factors=factors, gains=gains)
+        self._stacks = build_stacks(model, slots, factors=factors, gains=gains)
         self._live = Storage(
             torch.zeros(factors.num_values, dtype=model.dtype, device=model.device),
             torch.ones(gains.num_values, device=model.device) if gains.num_values else None,
@@ -98,7 +98,7 @@ class AdapterBank:
                 stack.write_gains(slot, slot.adapter.tensors, weights=weights, into=staged)
         return _pair(self._live.gains, staged.gains)
 
-    def _write(self, slot: Slot, tensors: Mapping[str, Tensor], *, into: Storage) -> None:
+    def _write(self, slot: AdapterSlot, tensors: Mapping[str, Tensor], *, into: Storage) -> None:
         for piece in self._pieces[slot.number]:
             piece.write(tensors, into=into)
         for stack in self._stacks:
@@ -107,3 +107,27 @@ class AdapterBank:
 
 def _pair(live: Tensor | None, new: Tensor | None) -> list[tuple[Tensor, Tensor]]:
     return [] if live is None or new is None else [(live, new)]
+
+
+class AdapterMerger:
+    def __init__(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        """`model` is the base model, its projections not yet joined."""
+        self.adapter = adapter
+        self._bases = {
+            name: model.get_submodule(name).get_parameter("weight").detach().clone()
+            for name in adapter.layers
+        }
+
+    def prepare(
+        self, tensors: Mapping[str, Tensor], *, live: Mapping[str, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The `live` weights that an adapter with these tensors changes, each with its new value;
+        they are not written to."""
+        is_dora, scale = self.adapter.is_dora, self.adapter.scale
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for layer, base in self._bases.items():
+            factors = factors_of(tensors, layer, dora=is_dora)
+            factors = factors.to(base.device, torch.float32)
+            value = merged(base, factors, scale=scale).to(base.dtype)
+            pairs.append((live[f"{layer}.weight"], value))
+        return pairs

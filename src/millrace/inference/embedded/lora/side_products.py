@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Choice:
+class AdapterChoice:
     """Which adapter each row of a pass uses; shared by all layers. Set before every pass."""
 
     def __init__(self, column_slots: Tensor, *, dtype: torch.dtype) -> None:
@@ -31,11 +31,13 @@ class Choice:
         self.mask = (slots[:, None] == self._column_slots).to(self._dtype)
 
 
-class SideProduct:
+class UnmergedLora:
     """The adapters beside one product. A plain object, so that none of it is a weight of the
     model."""
 
-    def __init__(self, a: Tensor, b: Tensor, *, gains: Tensor | None, choice: Choice) -> None:
+    def __init__(
+        self, a: Tensor, b: Tensor, *, gains: Tensor | None, choice: AdapterChoice
+    ) -> None:
         # Parameters, because torch.compile takes their shapes for constants.
         self._a = frozen(a)  # [N K, I]
         self._b = frozen(b)  # [O, N K]; zero where row and column are of different layers
@@ -57,7 +59,7 @@ class SideProduct:
         return ((output - bias) * gain + bias).to(output.dtype)
 
 
-def add_beside(linear: nn.Linear, side: SideProduct) -> None:
+def add_lora(linear: nn.Linear, side: UnmergedLora) -> None:
     holder: Any = linear
     holder.side = side
     # One function for all layers: of functions of their own, torch.compile would want to make a

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from millrace.inference.embedded.decode.layers import Joint, place_of
-from millrace.inference.embedded.lora.side_products import Choice, SideProduct, add_beside
+from millrace.inference.embedded.decode.layers import FusedLinear, fused_slice_of
+from millrace.inference.embedded.lora.side_products import AdapterChoice, UnmergedLora, add_lora
 from millrace.models.lora.factors import Adapter, gain, tensor_names
 
 _ALIGN = 64  # values; more than any kernel wants of where a tensor begins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Slot:
+class AdapterSlot:
     number: int
     columns: slice  # of K
     adapter: Adapter
@@ -41,7 +41,7 @@ class _ProductPart:
 
 
 class _Product(NamedTuple):
-    owner: nn.Linear | Joint
+    owner: nn.Linear | FusedLinear
     parts: list[_ProductPart]  # those that have adapters, by row
 
 
@@ -98,7 +98,12 @@ class Stack:
     """The adapters beside L products that are alike."""
 
     def __init__(
-        self, products: Sequence[_Product], *, slots: Sequence[Slot], factors: Layout, gains: Layout
+        self,
+        products: Sequence[_Product],
+        *,
+        slots: Sequence[AdapterSlot],
+        factors: Layout,
+        gains: Layout,
     ) -> None:
         """Takes regions of the `factors` and, if some adapter has magnitudes, of the `gains`."""
         self._products = products
@@ -112,7 +117,7 @@ class Stack:
             # [L, S + 1, O]; the last row is that of no adapter.
             self._gains = gains.add(num, len(slots) + 1, num_out)
 
-    def attach(self, storage: Storage, *, choice: Choice) -> None:
+    def attach(self, storage: Storage, *, choice: AdapterChoice) -> None:
         """From now on the products add what lies there."""
         a, b, gains = self._a.of(storage.factors), self._b.of(storage.factors), None
         if self._gains is not None:
@@ -120,13 +125,13 @@ class Stack:
             gains = self._gains.of(storage.gains)
         for index, product in enumerate(self._products):
             own = None if gains is None else gains[index]
-            side = SideProduct(a[index], b[index], gains=own, choice=choice)
-            if isinstance(product.owner, Joint):
+            side = UnmergedLora(a[index], b[index], gains=own, choice=choice)
+            if isinstance(product.owner, FusedLinear):
                 product.owner.side = side
             else:
-                add_beside(product.owner, side)
+                add_lora(product.owner, side)
 
-    def pieces(self, slot: Slot) -> list[AdapterSlice]:
+    def pieces(self, slot: AdapterSlot) -> list[AdapterSlice]:
         """What brings an adapter's A and B here."""
         pieces: list[AdapterSlice] = []
         everywhere = slice(None)
@@ -142,7 +147,7 @@ class Stack:
 
     def write_gains(
         self,
-        slot: Slot,
+        slot: AdapterSlot,
         tensors: Mapping[str, Tensor],
         *,
         weights: Mapping[str, Tensor],
@@ -167,29 +172,29 @@ class Stack:
                 )
                 gains[layer, slot.number, rows] = gain(updated, magnitude.to(gains))
 
-    def _parts_of(self, slot: Slot) -> list[tuple[int, _ProductPart]]:
+    def _parts_of(self, slot: AdapterSlot) -> list[tuple[int, _ProductPart]]:
         parts = enumerate(self._products[0].parts)
         return [(index, part) for index, part in parts if slot.number in part.slots]
 
-    def _columns(self, slot: Slot, *, part: int) -> slice:
+    def _columns(self, slot: AdapterSlot, *, part: int) -> slice:
         offset = part * self._num_columns
         return slice(offset + slot.columns.start, offset + slot.columns.stop)
 
 
-def stack_up(
-    model: PreTrainedModel, slots: Sequence[Slot], *, factors: Layout, gains: Layout
+def build_stacks(
+    model: PreTrainedModel, slots: Sequence[AdapterSlot], *, factors: Layout, gains: Layout
 ) -> list[Stack]:
     """For all products that some adapter changes."""
     return [
         Stack(alike, slots=slots, factors=factors, gains=gains)
-        for alike in _alike(_products(model, slots))
+        for alike in _group_by_shape(_products(model, slots))
     ]
 
 
-def _products(model: PreTrainedModel, slots: Sequence[Slot]) -> list[_Product]:
+def _products(model: PreTrainedModel, slots: Sequence[AdapterSlot]) -> list[_Product]:
     products: dict[int, _Product] = {}
     for name in dict.fromkeys(name for slot in slots for name in slot.adapter.layers):
-        owner, start, stop = place_of(model.get_submodule(name))
+        owner, start, stop = fused_slice_of(model.get_submodule(name))
         numbers = tuple(slot.number for slot in slots if name in slot.adapter.layers)
         product = products.setdefault(id(owner), _Product(owner, []))
         product.parts.append(_ProductPart(name=name, start=start, stop=stop, slots=numbers))
@@ -198,7 +203,7 @@ def _products(model: PreTrainedModel, slots: Sequence[Slot]) -> list[_Product]:
     return list(products.values())
 
 
-def _alike(products: Iterable[_Product]) -> list[list[_Product]]:
+def _group_by_shape(products: Iterable[_Product]) -> list[list[_Product]]:
     """Those of equal shape whose parts have the same adapters."""
     groups: dict[tuple[object, ...], list[_Product]] = {}
     for product in products:

@@ -1,24 +1,89 @@
-"""One completion in the making, while it waits for a lane and while it has one.
+"""One completion in progress, its KV history, and the plans that the scheduler makes.
+
+The KV of a token depends on all tokens before it and on the weights that computed each of them. Two
+sequences may share a block only if both agree from the first token on, so a KV history is part of
+every prefix-cache key.
 
 P = prompt tokens, N = sampled tokens so far.
-
-What the scheduler decided: one forward pass, or one round of them.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.core.records import Completion, Finish, KVOrigin, Request
-from millrace.inference.embedded.kv.lineage import Lineage
+from millrace.core.errors import TaskError
+from millrace.core.records import Completion, Finish, Kept, KVOrigin, Request
+from millrace.inference.embedded.lora.bank import AdapterBank
 from millrace.inference.embedded.routes import SequenceRoutes
-from millrace.inference.embedded.sampling.kept_ids import KeptIds
 from millrace.models.grammars import GrammarMatcher
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVSource:
+    """The weights that computed some KV."""
+
+    version: int
+    adapter: str | None = None  # chosen by the request
+    swap: int  # count of swaps: a version number may return with other weights after a restart
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpan:
+    """KV of one source, from token `start` up to the next span or the end."""
+
+    start: int
+    source: KVSource
+
+
+KVHistory = tuple[KVSpan, ...]  # ascending; the first begins at 0. Empty = nothing was computed
+
+
+def truncate_history(kv_history: KVHistory, num_tokens: int) -> KVHistory:
+    """The history of the first `num_tokens` tokens."""
+    return tuple(span for span in kv_history if span.start < num_tokens)
+
+
+def extend_history(kv_history: KVHistory, *, at: int, source: KVSource) -> KVHistory:
+    """The history of a sequence whose tokens from `at` on are computed by `source`."""
+    earlier = truncate_history(kv_history, at)
+    if earlier and earlier[-1].source == source:
+        return earlier
+    return (*earlier, KVSpan(at, source))
+
+
+class KeptIds:
+    """Kept ids of each sampled token, stored as one chunk per launch to save host time."""
+
+    def __init__(self, done: Kept | None = None) -> None:
+        """`done`: kept ids of tokens that the sequence already has."""
+        self._ids: list[np.ndarray] = []  # int32; chunks of whole rows
+        self._sizes: list[np.ndarray] = []  # int64; of the rows in each chunk
+        if done is not None:
+            self.append(done.ids, sizes=np.diff(done.offsets))
+
+    def append(self, ids: np.ndarray, *, sizes: np.ndarray) -> None:
+        """Add the rows of the next tokens, one after another; `ids` is kept as it is."""
+        self._ids.append(ids)
+        self._sizes.append(sizes)
+
+    def since(self, start: int) -> Kept:
+        """The rows from token number `start` on."""
+        sizes = np.concatenate([np.empty(0, dtype=np.int64), *self._sizes])[start:]
+        offsets = np.concatenate([[0], sizes.cumsum()]).astype(np.int64)
+        missing = num_ids = int(offsets[-1])
+        tail: list[np.ndarray] = []  # chunks that have them, the last one first
+        for chunk in reversed(self._ids):
+            if missing <= 0:
+                break
+            tail.append(chunk)
+            missing -= len(chunk)
+        ids = np.concatenate([np.empty(0, dtype=np.int32), *reversed(tail)])
+        return Kept(ids=ids[len(ids) - num_ids :], offsets=offsets)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sequence:
-    """Mutable; belongs to the scheduler. While it has a lane, the lane's arrays are ahead of it."""
+    """Mutable; belongs to the scheduler. While it has a slot, the slot's arrays are ahead of it."""
 
     request: Request
     member: int  # 0..n-1 within its request
@@ -29,14 +94,14 @@ class Sequence:
     versions: np.ndarray  # [N] int32
     kept: KeptIds  # N rows, if the request truncates
     routes: SequenceRoutes | None = None  # if they are noted and wanted
-    lane: int | None = None
+    slot: int | None = None
     # Members of the same request that wait for this one's prefill, to share it.
     followers: list["Sequence"] = field(default_factory=list)
-    # Without a lane: blocks that hold the KV of all tokens but perhaps the last, which runs once
+    # Without a slot: blocks that hold the KV of all tokens but perhaps the last, which runs once
     # more, because its logits are needed.
     held_blocks: np.ndarray | None = None
-    # Of the KV it has, or had when it gave up its lane; in one, up to the last Scheduler.settle().
-    lineage: Lineage = ()
+    # Of the KV it has, or had when it gave up its slot; in one, up to the last Scheduler.settle().
+    kv_history: KVHistory = ()
     guide: GrammarMatcher | None = None  # by the grammar of its request
     finish: Finish | None = None  # once it has ended
 
@@ -46,12 +111,12 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """True if it has sampled tokens, as far as it knows without its lane."""
+        """True if it has sampled tokens, as far as it knows without its slot."""
         return len(self.tokens) > self.num_prompt
 
     def completion(self, *, finish: Finish, text: str, block_tokens: int) -> Completion:
         """What it has so far, as a record."""
-        spans = tuple((span.start, span.origin.version) for span in self.lineage)
+        spans = tuple((span.start, span.source.version) for span in self.kv_history)
         return Completion(
             tokens=self.tokens[self.num_prompt :],
             logprobs=self.logprobs,
@@ -112,20 +177,67 @@ def _routes_of(request: Request) -> SequenceRoutes | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BatchPlan:
-    """One forward pass. Each lane computes `counts` tokens, starting behind its cached ones."""
+    """One forward pass. Each slot computes `counts` tokens, starting behind its cached ones."""
 
-    lanes: np.ndarray  # [R] int64; first those with one token, shortest context first
+    slots: np.ndarray  # [R] int64; first those with one token, shortest context first
     counts: np.ndarray  # [R] int64
-    num_single: int  # lanes with one token
+    num_single: int  # slots with one token
     copy_sources: np.ndarray  # [C] int64; blocks to copy before the pass ...
     copy_targets: np.ndarray  # [C] int64; ... into these
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RoundPlan:
-    """Several steps of one token for each lane; blocks for all of them are there."""
+class DecodePlan:
+    """Several steps of one token for each slot; blocks for all of them are there."""
 
-    lanes: np.ndarray  # [R] int64
+    slots: np.ndarray  # [R] int64
     num_steps: int
     copy_sources: np.ndarray  # as in a Plan
     copy_targets: np.ndarray
+
+
+def check_request(request: Request, *, max_context: int, vocab_size: int) -> None:
+    """Refuse what can never be served, in one sentence."""
+    num_prompt, sampling = len(request.prompt), request.sampling
+    if num_prompt == 0:
+        raise TaskError(f"Request {request.id!r} has an empty prompt.")
+    if num_prompt >= max_context:
+        raise TaskError(
+            f"The prompt of request {request.id!r} has {num_prompt} tokens, and the context of"
+            f" {max_context} has no room for one more; shorten it or raise"
+            " engine.max_context (and engine.kv_bytes, if that bounds it)."
+        )
+    if request.prompt.min() < 0 or request.prompt.max() >= vocab_size:
+        raise TaskError(
+            f"The prompt of request {request.id!r} has token ids outside"
+            f" 0..{vocab_size - 1}; is its tokenizer the model's own?"
+        )
+    if request.n < 1 or sampling.max_new_tokens < 1 or "" in sampling.stop:
+        raise TaskError(
+            f"Request {request.id!r} needs n and max_new_tokens of at least 1, and no empty"
+            f" stop string; it has {request.n}, {sampling.max_new_tokens}, {sampling.stop}."
+        )
+    if request.partial is not None:
+        _check_partial(request, request.partial)
+
+
+def _check_partial(request: Request, partial: Completion) -> None:
+    if request.n != 1:
+        raise TaskError(f"Request {request.id!r} resumes one completion but asks {request.n}.")
+    if request.sampling.truncates != (partial.kept is not None) and len(partial.tokens):
+        raise TaskError(
+            f"Request {request.id!r} resumes a completion that was sampled with other"
+            " truncation; resume it with the settings it began with."
+        )
+
+
+def adapter_slot(request: Request, bank: AdapterBank | None) -> int:
+    """Where the adapter that the request chose is kept; refuses one that is not there."""
+    if bank is not None:
+        return bank.slot_of(request.adapter)
+    if request.adapter is not None:
+        raise TaskError(
+            f"There is no adapter {request.adapter!r}; this engine has only the policy. Name"
+            " others in engine.adapters, or set lora.apply to 'unmerged' for 'base'."
+        )
+    return 0

@@ -1,10 +1,10 @@
-"""The sequences without a lane, in the order of their arrival; a request may overtake some others.
+"""Sequences without a slot, in order of arrival; a request may skip `priority` queued requests.
 
-While new ones are held back, those that have no token yet stand aside, without any KV: it may be
-long until it is their turn, and the weights will be others then. The rest may hold KV: blocks that
-they share with the sequence they forked from, or had when they were parked.
+While new sequences are held, sequences without a token are set aside without any KV: their turn may
+come late, under other weights. The others may hold KV: blocks shared with the sequence that they
+forked from, or that they had when they were preempted.
 
-Called by the engine's thread.
+The engine's thread calls everything.
 """
 
 import bisect
@@ -18,78 +18,78 @@ class WaitQueue:
     def __init__(self, pool: BlockPool, *, prefixes: PrefixCache) -> None:
         self._pool = pool
         self._prefixes = prefixes  # takes over what is no longer held
-        self._line: list[Sequence] = []
-        self._aside: list[Sequence] = []
+        self._queue: list[Sequence] = []
+        self._held: list[Sequence] = []
         self._holds_new = False
 
     def __bool__(self) -> bool:
         """True if someone may be seated."""
-        return bool(self._line)
+        return bool(self._queue)
 
     @property
     def first(self) -> Sequence:
-        return self._line[0]
+        return self._queue[0]
 
     @property
     def num_waiting(self) -> int:
         """With followers; as below."""
-        return sum(1 + len(sequence.followers) for sequence in self._line)
+        return sum(1 + len(sequence.followers) for sequence in self._queue)
 
     @property
     def num_held_back(self) -> int:
-        return sum(1 + len(sequence.followers) for sequence in self._aside)
+        return sum(1 + len(sequence.followers) for sequence in self._held)
 
     def sequences(self) -> list[Sequence]:
-        return [*self._line, *self._aside]
+        return [*self._queue, *self._held]
 
     def add(self, sequence: Sequence) -> None:
-        line = self._line
+        queue = self._queue
         if self._holds_new and not sequence.has_begun:
-            line = self._aside
+            queue = self._held
             self._drop_held(sequence, ends=True)
-            sequence.lineage = ()
+            sequence.kv_history = ()
         bisect.insort(
-            line, sequence, key=lambda waiting: waiting.arrival - waiting.request.priority
+            queue, sequence, key=lambda waiting: waiting.arrival - waiting.request.priority
         )
 
     def take_first(self) -> Sequence:
         """Takes it out."""
-        return self._line.pop(0)
+        return self._queue.pop(0)
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Take all sequences of a request out."""
         removed = [s for s in self.sequences() if s.request.id == request_id]
         for sequence in removed:
             self._drop_held(sequence, ends=True)
-        self._line = [s for s in self._line if s.request.id != request_id]
-        self._aside = [s for s in self._aside if s.request.id != request_id]
+        self._queue = [s for s in self._queue if s.request.id != request_id]
+        self._held = [s for s in self._held if s.request.id != request_id]
         return removed
 
     def hold_new(self) -> None:
         """From now on, let no sequence be seated that has not begun."""
         self._holds_new = True
-        line, self._line = self._line, []
-        for sequence in line:
+        queue, self._queue = self._queue, []
+        for sequence in queue:
             self.add(sequence)
 
     def release_new(self) -> None:
         """Undo hold_new()."""
         self._holds_new = False
-        aside, self._aside = self._aside, []
-        for sequence in aside:
+        held, self._held = self._held, []
+        for sequence in held:
             self.add(sequence)
 
     def forget_kv(self) -> None:
         """What they hold belongs to other weights, nor may they find what they left behind."""
-        for sequence in self._line:
-            sequence.lineage = ()
+        for sequence in self._queue:
+            sequence.kv_history = ()
             if sequence.held_blocks is not None:
                 self._pool.release(sequence.held_blocks)
                 sequence.held_blocks = None
 
     def drop_latest_held(self) -> bool:
         """Give up the latest held prefix, if there is one; its sequence will prefill by itself."""
-        for sequence in reversed(self._line):
+        for sequence in reversed(self._queue):
             if sequence.held_blocks is not None:
                 self._drop_held(sequence, ends=False)
                 return True

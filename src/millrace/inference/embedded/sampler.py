@@ -11,12 +11,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millrace.inference.embedded.sampling.random import uniforms
 from millrace.models.logprobs import KeptRows, token_logprobs
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive counters land far apart
+FACTOR_1 = 0xBF58476D1CE4E5B9
+FACTOR_2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def stream_key(seed: int, index: int) -> int:
+    """Key of the random stream of one completion, as a signed 64-bit integer."""
+    key = _mix((seed + GOLDEN) & _MASK)
+    return signed(_mix((key ^ ((index * GOLDEN) & _MASK)) & _MASK))
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """float64 in [0, 1) for keys [N] int64 and token positions [N] int64."""
+    x = keys + (positions + 1) * signed(GOLDEN)
+    x = (x ^ _shift(x, 30)) * signed(FACTOR_1)
+    x = (x ^ _shift(x, 27)) * signed(FACTOR_2)
+    x = x ^ _shift(x, 31)
+    return _shift(x, 11).to(torch.float64) * 2.0**-53
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's own carries the sign along."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * FACTOR_1) & _MASK
+    x = ((x ^ (x >> 27)) * FACTOR_2) & _MASK
+    return x ^ (x >> 31)
+
+
+def signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DrawRows:
+class SamplingTensors:
     """How to draw each row."""
 
     temperatures: Tensor  # [N] float32; 0 = greedy
@@ -26,8 +60,8 @@ class DrawRows:
     keys: Tensor  # [N] int64; random stream of each row's completion
     positions: Tensor  # [N] int64; index of the token to draw in its completion
 
-    def first(self, num_rows: int) -> "DrawRows":
-        return DrawRows(
+    def first(self, num_rows: int) -> "SamplingTensors":
+        return SamplingTensors(
             temperatures=self.temperatures[:num_rows],
             top_k=self.top_k[:num_rows],
             top_p=self.top_p[:num_rows],
@@ -38,7 +72,7 @@ class DrawRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SamplingRows(DrawRows):
+class SamplingBatch(SamplingTensors):
     """With what is known about them on the host, to spare work nobody asked for."""
 
     any_greedy: bool
@@ -48,18 +82,18 @@ class SamplingRows(DrawRows):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Drawn:
+class SamplerOutput:
     tokens: Tensor  # [N] int64
     logprobs: Tensor  # [N] float32; of greedy tokens, at temperature 1
     kept: KeptRows | None  # rows = N; None if nothing truncates
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
+def sample(logits: Tensor, rows: SamplingBatch) -> SamplerOutput:
     """One token for each row of logits [N, V] float32."""
     if rows.all_greedy:
         tokens, temperatures = logits.argmax(-1), torch.ones_like(rows.temperatures)
         logprobs, _ = token_logprobs(logits, tokens, temperatures=temperatures, kept=None)
-        return Drawn(tokens=tokens, logprobs=logprobs, kept=None)
+        return SamplerOutput(tokens=tokens, logprobs=logprobs, kept=None)
     greedy = rows.temperatures == 0
     temperatures = rows.temperatures.masked_fill(greedy, 1.0)
     scaled = logits / temperatures[:, None]
@@ -73,7 +107,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
     if rows.any_greedy:
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
     logprobs, _ = token_logprobs(logits, tokens, temperatures=temperatures, kept=kept)
-    return Drawn(tokens=tokens, logprobs=logprobs, kept=kept)
+    return SamplerOutput(tokens=tokens, logprobs=logprobs, kept=kept)
 
 
 def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
@@ -88,7 +122,7 @@ def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return tokens.clamp_(max=cdf.shape[-1] - 1)  # beyond the end only if the logits were NaN
 
 
-def _allowed(scaled: Tensor, rows: SamplingRows) -> Tensor:
+def _allowed(scaled: Tensor, rows: SamplingBatch) -> Tensor:
     """[N, V] bool; True where truncation leaves the token. Ties with the last kept one are kept."""
     smallest = scaled.amax(-1) + rows.min_p.log()  # [N]; -inf where min-p is off
     if rows.num_ordered > 0:
@@ -96,7 +130,7 @@ def _allowed(scaled: Tensor, rows: SamplingRows) -> Tensor:
     return scaled >= smallest[:, None]
 
 
-def _smallest_in_top(scaled: Tensor, rows: SamplingRows) -> Tensor:
+def _smallest_in_top(scaled: Tensor, rows: SamplingBatch) -> Tensor:
     """[N] the smallest logit that top-k, and then top-p, leave."""
     vocab_size = scaled.shape[-1]
     if rows.num_ordered < vocab_size:
