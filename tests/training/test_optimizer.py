@@ -4,6 +4,7 @@ import pytest
 import torch
 from architectures import tiny_model
 
+from millrace.core.errors import ConfigError
 from millrace.training.optimizer import Schedule, TrainSettings, build_optimizer
 
 
@@ -50,3 +51,27 @@ def test_tied_weights_are_optimised_once():
     optimizer = build_optimizer(model, TrainSettings(weight_decay=0.1))
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert len(held) == len(set(held)) == len(list(model.parameters()))
+
+
+def test_an_optimizer_of_the_users_own_gets_its_keys():
+    settings = TrainSettings(
+        optimizer="torch.optim:SGD", optimizer_options={"momentum": 0.5}, weight_decay=0.1
+    )
+    made = build_optimizer(torch.nn.Linear(2, 2), settings)
+    assert isinstance(made, torch.optim.SGD)
+    assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
+    assert made.param_groups[0]["momentum"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("torch.optim:SGD", {"momentun": 0.5}, "Section 'optimizer' does not fit"),
+        ("builtins:dict", {}, "is not a torch.optim.Optimizer"),
+        ("torch.optim:Nope", {}, "has no 'Nope'"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_one_sentence(name, options, said):
+    settings = TrainSettings(optimizer=name, optimizer_options=options)
+    with pytest.raises(ConfigError, match=said):
+        build_optimizer(torch.nn.Linear(2, 2), settings)
