@@ -48,7 +48,7 @@ def save_adapter(folder: Path, lora: LoraConfig, *, seed: int) -> Path:
     for weight in adapter.named_weights().values():
         weight.normal_(std=0.3)
     folder.mkdir()
-    adapter.save(folder)
+    adapter.write(adapter.named_weights(), folder)
     return folder
 
 

@@ -186,7 +186,7 @@ def test_progress_reports_spans_and_counters(link, config):
     link.call(StartTrainer(config=config, checkpoint=None))
     reply = link.call(TrainStep(batch=batch(), version=1))
     spans = []
-    while not {"start", "step", "publish", "a batch"} <= {span.name for span in spans}:
+    while not {"load", "step", "publish", "a batch"} <= {span.name for span in spans}:
         progress = link.event(WorkerProgress)
         spans += progress.spans
     assert progress.counters["steps"] == 1

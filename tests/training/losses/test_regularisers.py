@@ -36,7 +36,7 @@ def test_a_weighted_divergence_is_multiplied_by_the_ratio():
 
 
 def test_without_reference_logprobs_the_error_says_what_is_missing():
-    with pytest.raises(RunFailed, match=r"no reference logprobs; add a \[\[scorer\]\]"):
+    with pytest.raises(RunFailed, match=r"no reference logprobs; add a \[\[scorers\]\]"):
         loss_of(kl=0.1)(tokens_of([1.0], [1.0]))
 
 
