@@ -268,7 +268,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_and_the_worker_waits_for_
         start(link, model_path, max_context=1000)
     with pytest.raises(ConfigError, match="does not hold one KV block"):
         start(link, model_path, kv_bytes=100)
-    with pytest.raises(MillraceError, match="start it first"):
+    with pytest.raises(MillraceError, match="it expects StartEngine first"):
         link.call(Generate(request=make_request())).result()
     start(link, model_path)
     with pytest.raises(MillraceError, match="cannot handle StartScorer now"):

@@ -513,7 +513,7 @@ async def test_advantages_must_be_finite_and_one_per_episode(open_pool):
 @pytest.mark.parametrize(
     ("specs", "sentence"),
     [
-        ([], r"The run has no scorer; add a \[\[scorer\]\] table"),
+        ([], r"The run has no scorer; add a \[\[scorers\]\] table"),
         ([spec("exact"), spec("exact")], "Two scorers are named 'exact'; give each a different"),
         ([spec("exakt", name="exact")], "has no 'exakt'"),
     ],
