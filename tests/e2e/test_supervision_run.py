@@ -119,7 +119,8 @@ def test_engines_are_added_to_a_run_and_removed_from_it(start, tmp_path):
     run.wait_for_step(done + 8)  # more than the removed engine could have generated for
     assert second.is_running()
     code, said = engines("--remove", "engine-1")
-    assert (code, said) == (2, "error: 'engine-1' is the run's last engine; add another first.\n")
+    refusal = "error: 'engine-1' is the last engine of the run; add another first.\n"
+    assert (code, said) == (2, refusal)
     run.process.send_signal(signal.SIGINT)
     assert run.finish()[0] == 130
     assert engines()[0] == 2
