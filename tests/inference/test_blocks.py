@@ -99,14 +99,14 @@ class TablesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data(), survives_swaps=st.booleans())
-    def leave_whole_blocks_on_the_shelves(self, data: st.DataObject, lasting: bool) -> None:
+    def release_whole_blocks_for_reuse(self, data: st.DataObject, survives_swaps: bool) -> None:
         slot = data.draw(st.sampled_from(sorted(self.slots)))
         names = self.slots.pop(slot)
         num_whole = len(names) // BLOCK_TOKENS
         blocks = self.tables.take(slot)
         self.pool.release(blocks[num_whole:])
         blocks = blocks[:num_whole]
-        self.pool.release_reusable(blocks, survives_swaps=lasting)
+        self.pool.release_reusable(blocks, survives_swaps=survives_swaps)
         self.left.append((blocks, self.pool.content_ids[blocks], names[: num_whole * BLOCK_TOKENS]))
 
     @rule()

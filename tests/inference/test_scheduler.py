@@ -139,7 +139,7 @@ class Rehearsal:
                 before = self.read(slot, at)[-1] if at else None
                 entry = self.entry(before, int(self.slots.tokens[slot, at]))
                 self.memory[block, at % block_tokens] = entry
-        # Not always, so that sequences also leave with origins that were not noted yet.
+        # Not always, so that sequences also leave with origins that were not recorded yet.
         self.num_computed += 1
         if settles := self.num_computed % 2 == 0:
             self.scheduler.settle()
@@ -150,8 +150,8 @@ class Rehearsal:
             assert all(entry.before is before for before, entry in pairwise([None, *read]))
             if settles:
                 starts = [*(span.start for span in self.slots.sequence(slot).kv_history), end]
-                noted = [span.origin.version for span in self.slots.sequence(slot).kv_history]
-                assert [e.version for e in read] == np.repeat(noted, np.diff(starts)).tolist()
+                recorded = [span.source.version for span in self.slots.sequence(slot).kv_history]
+                assert [e.version for e in read] == np.repeat(recorded, np.diff(starts)).tolist()
 
 
 # Prompts that begin alike, or not at all like another.
@@ -266,7 +266,7 @@ def test_followers_share_every_full_block_of_the_prompt():
     assert rehearsal.pool.num_free == 20 - 3 - 3
 
 
-def test_lanes_are_kept_free_for_the_followers_of_a_prefill_in_progress():
+def test_slots_are_kept_free_for_the_followers_of_a_prefill_in_progress():
     rehearsal = Rehearsal(num_slots=4, num_blocks=40, block_tokens=4, prefill_tokens=4)
     rehearsal.add(10, n=4, max_new_tokens=3)
     rehearsal.add(2, n=1, max_new_tokens=3)
