@@ -1,8 +1,7 @@
 """Every message between processes. One tagged union; anything else on a socket is refused.
 
-Arrays inside (numpy) travel as raw frames beside the message, uncopied; see wire.py.
-A call has exactly one reply: the message named behind its arrow, or an Error. Parts may precede
-the reply where the call says so. An event is a message that is neither a call nor a reply.
+Arrays inside (numpy) travel as raw frames beside the message, uncopied; see wire.py. A call has one
+reply: the message behind its arrow, or an Error; parts may precede it. An event is neither.
 """
 
 from typing import Any

@@ -47,6 +47,8 @@ OLD_KEYS: dict[str, str] = {
             "evaluate.score_timeout_s",
             "cluster.stop_timeout_s",
             "supervision.stall_warning_s",
+            "journal.segment_bytes",
+            "journal.commit_interval_s",
         ),
         _CONSTANT,
     ),

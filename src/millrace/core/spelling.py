@@ -1,14 +1,21 @@
 """Suggestions for misspelled names. Torch-free."""
 
+import difflib
 from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant: at most one edit per three letters away."""
+    """Return the known name that was probably meant.
+
+    This is the one with the fewest edits, at most one per three letters, or else one that shares
+    most of its letters, such as "leave_one_out" for "leave_out".
+    """
     limit = max(1, len(name) // 3)
     distances = {other: _distance(name.lower(), other.lower()) for other in known}
     best = min(distances, key=lambda other: distances[other], default=None)
-    return best if best is not None and distances[best] <= limit else None
+    if best is not None and distances[best] <= limit:
+        return best
+    return next(iter(difflib.get_close_matches(name, distances, n=1, cutoff=0.75)), None)
 
 
 def suggestion(name: str, known: Iterable[str], *, otherwise: str = "valid here") -> str:
