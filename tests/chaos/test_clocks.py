@@ -15,8 +15,8 @@ TIMES_OF_DAY = {
     "scoring/services/endpoint.py",
     "serving/api/chat.py",
     "serving/api/completions.py",
-    "serving/served.py",
-    "monitoring/files/tensorboard.py",
+    "serving/served_model.py",
+    "monitoring/trackers.py",
     "monitoring/files/trace.py",
 }
 JUMPING_CLOCK = """

@@ -274,7 +274,7 @@ async def test_auto_starts_no_daemon_for_a_single_worker(machine: Machine):
         ("gpu", "this machine has no NVIDIA GPU"),
         ("program", "nvidia-cuda-mps-control is not on PATH"),
         ("visible", "CUDA_VISIBLE_DEVICES hides every GPU"),
-        ("workers", "placement. leaves no worker that uses a GPU"),
+        ("workers", r"\[placement\] leaves no worker that uses a GPU"),
     ],
 )
 async def test_without_prerequisites_auto_does_nothing_and_on_names_what_is_missing(

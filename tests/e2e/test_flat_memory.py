@@ -4,6 +4,7 @@ import asyncio
 import gc
 import sys
 import time
+import weakref
 from collections import deque
 from typing import Any
 
@@ -14,6 +15,7 @@ from project import Command, make_project
 
 WARM_UP, STEPS = 210, 330  # windows over the past are full by then: 200 marks, 1024 lengths
 LOOKS = 8  # at steps in a row: what is in flight comes and goes
+MAX_CURSORS = 250
 LAST_LOOKS = STEPS - 10
 
 
@@ -37,14 +39,18 @@ class Inspector:
         self.num_tasks.append(len(asyncio.all_tasks()))
 
     def grown(self, by: int, *, exempt: object) -> list[str]:
-        """Watched containers that have so many entries more by now; they are let go. Timers do not
-        count: a loop clears out those that were cancelled, when they have become many."""
+        """Return watched containers that grew by so many entries, and stop watching.
+
+        Timers do not count: the event loop removes cancelled ones when they have become many. Nor
+        does sqlite3's list of weak references to cursors, which it prunes after every 200.
+        """
         watched, self._watched = self._watched, ()
         return [
             f"{type(one).__name__} {one!r:.80}"
             for one, length in watched
             if len(one) >= length + by and one is not exempt
             if not isinstance(next(iter(one)), asyncio.TimerHandle)
+            if not (isinstance(next(iter(one)), weakref.ref) and len(one) <= MAX_CURSORS)
         ]
 
 

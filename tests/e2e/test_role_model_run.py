@@ -99,7 +99,7 @@ def test_what_is_wrong_with_another_model_is_said_before_the_run(tmp_path):
     judge = settings["environment"]["models"]["judge"]
     settings["environment"]["models"] = {"judge": {**judge, "max_context": 4096}}
     with pytest.raises(
-        ConfigError, match=r"environment\.models\.judge\.max_context = 4096 is more than the 128"
+        ConfigError, match=r"environment\.models\.judge\.max_context = 4096 exceeds the 128"
     ):
         mr.train(**settings)
     settings["environment"]["models"] = {"judge": {"path": str(tmp_path / "absent" / "model")}}

@@ -172,5 +172,5 @@ def test_what_cannot_work_is_refused_before_the_run():
     with pytest.raises(ConfigError, match="'reached' needs the column 'goal', which task 0"):
         seated([function_scorer(reached)], EnvironmentFactory(Counter), tasks=[Task(prompt="?")])
     (spec,), _ = with_scorers(None, reached)
-    with pytest.raises(ConfigError, match=r"needs 'environments', which there are only with"):
-        spec.kind.check([TASK], name="reached")
+    with pytest.raises(ConfigError, match=r"needs 'environments', which only"):
+        spec.type.check([TASK], name="reached")

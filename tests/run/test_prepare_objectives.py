@@ -55,7 +55,10 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
     ("settings", "said"),
     [
         ({"loss": {"type": "grpo", "kl": 0.1}}, "loss.kl = 0.1 compares with a reference model"),
-        ({"loss": {"type": "cispo", "dual": 3.0}}, "'loss.dual' = 3.0 belongs to shape = 'clip'"),
+        (
+            {"loss": {"type": "cispo", "dual": 3.0}},
+            "'loss.dual' = 3.0 belongs to surrogate = 'clip'",
+        ),
         (
             {"loss": {"type": "online_dpo", "reference": "reference"}},
             "the run has none; add one to scorers (type = 'reference')",

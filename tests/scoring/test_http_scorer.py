@@ -35,7 +35,7 @@ async def test_each_episode_is_one_request_with_its_task(service, tmp_path):
     async with open_pool(table(service, name="style", weight=2.0), folder=tmp_path) as pool:
         assert await scores_of(pool, "a", "bb") == [2.0, 4.0]
     assert sorted(service.bodies, key=lambda body: body["completions"]) == [
-        {"scorers": "style", "prompt": "p", "completions": [text], "columns": {}}
+        {"scorer": "style", "prompt": "p", "completions": [text], "columns": {}}
         for text in ("a", "bb")
     ]
 

@@ -6,7 +6,7 @@ from millrace.cli.main import main
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--host", "0.0.0.0"], "there is no key; set MILLRACE_API_KEY or --api-key-file"),
+        (["--host", "0.0.0.0"], "there is no API key; set MILLRACE_API_KEY or --api-key-file"),
         (["--host", "no.such.host.invalid"], "is not an address of this machine"),
         (["--trainer.steps", "3"], "--trainer.steps is not a setting of a server"),
         (["--engine.count", "3"], "--engines"),

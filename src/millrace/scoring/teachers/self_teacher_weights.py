@@ -20,7 +20,7 @@ from millrace.core.protocols import WeightReceiver
 from millrace.core.weight_update import WeightUpdate
 from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights
 from millrace.inference.embedded.lora.bank import AdapterMerger
-from millrace.models.loading import read_weights, write_weights
+from millrace.models.loading import read_weights, resolve_dtype, write_weights
 from millrace.models.lora.factors import adapter_of
 from millrace.models.lora.folders import read_checkpoint
 from millrace.scoring.teachers.history import (
@@ -131,7 +131,7 @@ def build_self_teacher_weights(
         receiver=make_receiver(
             config.weights.transport,
             expected=live.shapes,
-            dtype=getattr(torch, config.travel_dtype),
+            dtype=resolve_dtype(config.travel_dtype, model.device),
             device=model.device,
             payload=config.weights.payload,
             timeout_s=config.weights.timeout_s,
