@@ -1,6 +1,7 @@
 """Token logs: the streamed tokens of requests, from which unfinished completions resume.
 
-The journal saves the tokens of unfinished groups, as StreamedTokens, across a crash of the
+One log serves every resumption. The engine pool resumes the requests of a lost engine on another
+one. The journal saves the tokens of unfinished groups, as StreamedTokens, across a crash of the
 controller. A resumed group replays the saved tokens to its callers and samples only the rest.
 
 Promise: tokens, logprobs, versions and kept ids are joined as they were sampled. Expert routes come
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import xxhash
 
-from millrace.core.completions import cut, joined
+from millrace.core.completions import chunk_of, cut, joined
 from millrace.core.records import Completion, CompletionChunk, Request
 
 
@@ -72,6 +73,15 @@ class TokenLog:
         if self._save is not None:
             end = {"finish": completion.finish, "text": completion.text, "kv": completion.kv}
             self._save_part(member, replace(cut(completion, self._saved[member]), **end))
+
+    def completion(self, member: int) -> Completion:
+        """As far as it is known; finish "interrupt" = it can be resumed."""
+        return self._ended.get(member) or self._joined(self._parts[member])
+
+    def unstreamed(self, member: int, completion: Completion) -> CompletionChunk:
+        """The tokens of a completion that the log does not have."""
+        num_tokens = sum(len(part.tokens) for part in self._parts[member])
+        return chunk_of(cut(completion, num_tokens), member=member)
 
     def _joined(self, parts: Sequence[Completion | CompletionChunk]) -> Completion:
         return joined(parts, truncates=self._request.sampling.truncates)

@@ -20,13 +20,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from millrace.core.completions import chunk_of
+from millrace.core.completions import chunk_of, cut
 from millrace.core.errors import EngineLost, EnginesDown
 from millrace.core.protocols import Capability, Engine, OnCompletion, OnTokens
-from millrace.core.records import Completion, Request
+from millrace.core.records import Completion, CompletionChunk, Request
 from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.token_log import TokenLog, resume_request
 from millrace.core.weight_update import WeightUpdate
-from millrace.inference.transcript import Audience, Transcript
 
 T = TypeVar("T")
 
@@ -42,11 +42,40 @@ class _PoolEntry:
     serves: bool = True  # False until it holds the newest weights, and while it drains
 
 
+class _Callbacks:
+    """The callbacks of a request's caller. They receive each token once, and each end once, however
+    often a completion changes its engine."""
+
+    def __init__(self, on_tokens: OnTokens | None, on_completion: OnCompletion | None) -> None:
+        self.on_tokens = on_tokens
+        self.on_completion = on_completion
+        self._ended: set[int] = set()  # members whose end was sent
+
+    def send(self, chunk: CompletionChunk) -> None:
+        if self.on_tokens is None or chunk.member in self._ended:
+            return
+        finish = None if chunk.finish == "interrupt" else chunk.finish  # it will be resumed
+        if finish is not None:
+            self._ended.add(chunk.member)
+        if len(chunk.tokens) or finish is not None:
+            self.on_tokens(replace(chunk, finish=finish))
+
+    def send_completion(self, completion: Completion, *, member: int) -> None:
+        if self.on_completion is not None:
+            self.on_completion(member, completion)
+
+    def send_abort(self, completion: Completion, *, member: int) -> None:
+        """End a completion that is not resumed; its tokens have been sent."""
+        self.send_completion(completion, member=member)
+        end = cut(completion, len(completion.tokens))
+        self.send(chunk_of(end, member=member, finish="abort"))
+
+
 @dataclass(kw_only=True, slots=True)
 class _OpenRequest:
     """A request without an answer yet: the request itself, or its resumed completions."""
 
-    audience: Audience
+    callbacks: _Callbacks
     placed: dict[str, _PoolEntry] = field(default_factory=dict[str, _PoolEntry])  # by engine id
     was_placed: bool = False  # on some engine, at least once
     is_aborted: bool = False
@@ -136,8 +165,8 @@ class EnginePool:
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         assert request.id not in self._open, f"{request.id!r} is already under way"
-        audience = Audience(on_tokens, on_completion)
-        opened = self._open[request.id] = _OpenRequest(audience=audience)
+        callbacks = _Callbacks(on_tokens, on_completion)
+        opened = self._open[request.id] = _OpenRequest(callbacks=callbacks)
         try:
             completions = await self._place(request, opened)
             while not opened.is_aborted and all(_is_blank(c) for c in completions):
@@ -159,15 +188,9 @@ class EnginePool:
         while completion.finish == "interrupt":
             if opened.is_aborted:  # its engine interrupted it before the abort arrived
                 completion = replace(completion, finish="abort")
-                opened.audience.tell_abort(completion, member=member)
+                opened.callbacks.send_abort(completion, member=member)
                 return completion
-            rest = replace(
-                request,
-                id=f"{request.id}:{member}",
-                n=1,
-                index=request.index + member,
-                partial=completion if len(completion.tokens) else None,
-            )
+            rest = resume_request(request, member=member, known=completion)
             (completion,) = await self._place(rest, opened, first=member)
         if completion.finish == "expire":  # the group is dropped, so the others are useless
             await self.abort([request.id])
@@ -179,27 +202,41 @@ class EnginePool:
         await self._until_served(max_wait_s=None if opened.was_placed else self._max_wait_s)
         opened.was_placed = True
         entry = self._choose(request.session, pinned=request.pinned)
-        audience = opened.audience
-        transcript = Transcript(request, audience=audience, first=first)
+        callbacks, log = opened.callbacks, TokenLog(request)
+        wants_tokens = callbacks.on_tokens is not None
         # A lost sequence that cannot be resumed is sampled again, so its listener hears nothing
         # before its end.
         resumes = Capability.PARTIALS in entry.engine.capabilities
-        streams = resumes and (audience.wants_tokens or self._replaces)
-        if streams and not audience.wants_tokens:
+        streams = resumes and (wants_tokens or self._replaces)
+        if streams and not wants_tokens:
             request = replace(request, coalesce=True)
-        on_tokens = transcript.hear if streams else None
-        on_completion = transcript.hear_end if audience.wants_completions else None
+
+        def receive(chunk: CompletionChunk) -> None:
+            log.append(chunk)
+            callbacks.send(replace(chunk, member=first + chunk.member))
+
+        def complete(member: int, completion: Completion) -> None:
+            if completion.finish != "interrupt":  # it will be resumed
+                log.finish(member, completion)
+                callbacks.send_completion(completion, member=first + member)
+
         entry.num_sequences += request.n
         opened.placed[request.id] = entry
         try:
-            completions = await entry.engine.generate(request, on_tokens, on_completion)
-            if audience.wants_tokens and request.coalesce:
-                transcript.catch_up(completions)
+            completions = await entry.engine.generate(
+                request,
+                receive if streams else None,
+                None if callbacks.on_completion is None else complete,
+            )
+            if wants_tokens and request.coalesce:
+                for member, completion in enumerate(completions):
+                    if completion.finish == "interrupt":  # the next engine streams what follows
+                        receive(log.unstreamed(member, completion))
         except EngineLost:
             if not self._replaces:
                 raise
             self._lose(entry)
-            completions = transcript.completions()
+            completions = [log.completion(member) for member in range(request.n)]
             self._count_resumed(completions)
         finally:
             entry.num_sequences -= request.n
@@ -208,7 +245,7 @@ class EnginePool:
         if not resumes and not request.coalesce:
             for member, completion in enumerate(completions, start=first):
                 if completion.finish != "interrupt":
-                    audience.tell(chunk_of(completion, member=member, finish=completion.finish))
+                    callbacks.send(chunk_of(completion, member=member, finish=completion.finish))
         return completions
 
     def _count_resumed(self, completions: Sequence[Completion]) -> None:
