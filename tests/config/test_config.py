@@ -439,7 +439,7 @@ def test_a_verifiers_own_keys_stand_in_its_table_and_survive_a_round_trip(tmp_pa
         'model = "m"\n[[scorers]]\ntype = "json_schema"\npath = "schema.json"\nweight = 2.0\n'
     )
     config = load_config(file)
-    assert config.scorers[0].own == {
+    assert config.scorers[0].type_settings == {
         "type": "json_schema",
         "path": str(tmp_path / "schema.json"),
     }

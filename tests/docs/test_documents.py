@@ -147,7 +147,7 @@ def test_the_page_on_verifiers_has_every_key_with_its_default():
 def test_the_verifiers_in_the_page_on_them_can_be_built():
     (toml,) = examples("verifiers", "toml")
     config = load_config({"model": "m", **tomllib.loads(toml)})
-    built = [build_verifier(row.own, section="scorer") for row in config.scorers]
+    built = [build_verifier(row.type_settings, section="scorer") for row in config.scorers]
     assert built
     assert all(isinstance(verifier, tuple(VERIFIERS.values())) for verifier in built)
 

@@ -10,7 +10,7 @@ from chat_engine import ChatEngine, player_of
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
 from millrace.environments.adapters.environment_factory import EnvironmentFactory
-from millrace.environments.adapters.scorers import seated
+from millrace.environments.adapters.scorers import split_rewards
 from millrace.environments.episode_state import EpisodeLimits
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.attempt import Attempt
@@ -88,7 +88,7 @@ def play():
 
 def with_scorers(environment, *functions):
     specs = [function_scorer(function) for function in functions]
-    return seated(specs, environment, tasks=[TASK])
+    return split_rewards(specs, environment, tasks=[TASK])
 
 
 def clicking(times: int):
@@ -170,7 +170,9 @@ def test_what_cannot_work_is_refused_before_the_run():
     with pytest.raises(ConfigError, match="'object' has no reset"):
         EnvironmentFactory(object)
     with pytest.raises(ConfigError, match="'reached' needs the column 'goal', which task 0"):
-        seated([function_scorer(reached)], EnvironmentFactory(Counter), tasks=[Task(prompt="?")])
+        split_rewards(
+            [function_scorer(reached)], EnvironmentFactory(Counter), tasks=[Task(prompt="?")]
+        )
     (spec,), _ = with_scorers(None, reached)
     with pytest.raises(ConfigError, match=r"needs 'environments', which only"):
         spec.type.check([TASK], name="reached")

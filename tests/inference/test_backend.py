@@ -12,7 +12,7 @@ from millrace.inference.backend import (
     EmbeddedBackend,
     check_capabilities,
     load_backend,
-    seed_doubts,
+    seed_warnings,
 )
 
 ALL = frozenset(Capability)
@@ -97,6 +97,6 @@ def test_a_setting_that_needs_a_missing_capability_is_refused(settings, setting,
 
 
 def test_a_backend_without_seeds_is_reported():
-    assert seed_doubts(EngineConfig(), ALL) == ()
-    (sentence,) = seed_doubts(EngineConfig(), frozenset())
+    assert seed_warnings(EngineConfig(), ALL) == ()
+    (sentence,) = seed_warnings(EngineConfig(), frozenset())
     assert "a repeated run samples other tokens" in sentence

@@ -63,7 +63,7 @@ def test_config_toml_reads_back_as_the_same_settings_from_another_folder(tmp_pat
     assert read_back.tasks.path == str(tmp_path / "tasks.jsonl")
     assert read_back.scorers[0].function == f"{tmp_path}/rewards.py:reward"
     verifier = {"type": "json_schema", "path": str(tmp_path / "schema.json")}
-    assert read_back.scorers[1].own == verifier
+    assert read_back.scorers[1].type_settings == verifier
     assert read_back.loss == {"type": "clipped", "high": 0.3, "max_ratio": math.inf}
     assert read_back.sampling == config.sampling
     assert read_back.trainer == config.trainer

@@ -143,7 +143,7 @@ def test_a_resumed_run_passes_over_damaged_checkpoints_and_says_so(folder, tmp_p
         (directory / "trainer_state.pt").write_text("[]")
     resumed = prepare(config, scorers=[length], resume=True)
     assert (resumed.checkpoint, resumed.cursor.version) == (steps[0], 1)
-    for path, told in zip(steps[:0:-1], resumed.doubts, strict=True):
+    for path, told in zip(steps[:0:-1], resumed.warnings, strict=True):
         assert str(path) in told
     (steps[0] / "trainer_state.pt").unlink()
     with pytest.raises(CheckpointError, match=r"has no checkpoint .*step_3.*step_2.*step_1.*"):

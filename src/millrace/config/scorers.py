@@ -61,13 +61,13 @@ class ScorerConfig(Section):
     """Priority of calls that wait for a scorer process. Higher values go first."""
 
     @property
-    def own(self) -> dict[str, Any]:
-        """The table of its type: the name of that, and its own keys."""
+    def type_settings(self) -> dict[str, Any]:
+        """The name and the keys of the type."""
         return {"type": self.type, **(self.model_extra or {})}
 
     @property
-    def rules(self) -> dict[str, Any]:
-        """How it is called, as far as that is set."""
+    def call_settings(self) -> dict[str, Any]:
+        """The keys of CallSettings that are set."""
         names = ("timeout_s", "concurrency", "batch", "retries", "breaker_failures")
         chosen = {name: getattr(self, name) for name in names}
         return {

@@ -264,7 +264,7 @@ def check_request(request: Request, capabilities: frozenset[Capability]) -> None
             )
 
 
-def seed_doubts(config: EngineConfig, capabilities: frozenset[Capability]) -> tuple[str, ...]:
+def seed_warnings(config: EngineConfig, capabilities: frozenset[Capability]) -> tuple[str, ...]:
     """A warning if sampling does not depend on the seed of the run."""
     if Capability.SEEDS in capabilities:
         return ()

@@ -16,12 +16,12 @@ from millrace.core.errors import ConfigError, TaskError
 from millrace.core.machine import available_cores
 from millrace.core.protocols import Advantages, Capability
 from millrace.core.records import Task
-from millrace.environments.adapters.scorers import seated
+from millrace.environments.adapters.scorers import split_rewards
 from millrace.environments.branching.recipe import Recipe
 from millrace.environments.episode_runner import EnvironmentFunction
 from millrace.environments.other_models import OtherModel
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.inference.backend import check_capabilities, load_backend, seed_doubts
+from millrace.inference.backend import check_capabilities, load_backend, seed_warnings
 from millrace.journal import JournalHistory
 from millrace.models.directory import (
     configured_context,
@@ -73,7 +73,7 @@ class PreparedRun:
     checkpoint: Path | None  # to go on from
     cursor: Cursor
     past: JournalHistory | None  # what the journal says; None = there is to be no journal
-    doubts: tuple[str, ...] = ()  # a sentence for each thing that is not as it should be
+    warnings: tuple[str, ...] = ()  # sentences to show when the run starts
 
     @property
     def model_path(self) -> str:
@@ -88,8 +88,8 @@ class PreparedRun:
         return str(self.checkpoint) if is_adapter else None
 
     @property
-    def facts(self) -> RunInfo:
-        """What scorers may want to know."""
+    def run_info(self) -> RunInfo:
+        """What scorers need to know about the run."""
         model = self.config.model
         found = text_config(model.path, trust_remote_code=model.trust_remote_code)
         return RunInfo(
@@ -119,7 +119,7 @@ def prepare(
     held_out = load_section(config.evaluate, eval_tasks, section="evaluate")
     all_tasks = [*train_tasks, *held_out]
     specs = _scorers(config.scorers, scorers)
-    specs, played = seated(specs, build_environment(config, environment), tasks=all_tasks)
+    specs, played = split_rewards(specs, build_environment(config, environment), tasks=all_tasks)
     rewards = environment is not None or config.environment.may_reward
     check_scorers(specs, all_tasks, may_be_empty=rewards)
     check_roles(config, specs, num_held_out=len(held_out))
@@ -139,7 +139,7 @@ def prepare(
     renderer.check(all_tasks)
     _check_prompts(renderer, train_tasks, max_context=max_context)
     found, cursor = resume_point(config) if resume else (FoundCheckpoint(), Cursor())
-    past, doubts = journal_history(config, cursor, resume=resume)
+    past, warnings = journal_history(config, cursor, resume=resume)
     stream = make_stream(sources, config.tasks, seed=config.seed)
     stream.restore(cursor.tasks)
     if past is not None:
@@ -160,7 +160,7 @@ def prepare(
         checkpoint=found.directory,
         cursor=cursor,
         past=past,
-        doubts=(*found.refused, *doubts, *seed_doubts(config.engine, capabilities)),
+        warnings=(*found.refused, *warnings, *seed_warnings(config.engine, capabilities)),
     )
     _check_teachers(prepared)
     return prepared
@@ -182,7 +182,7 @@ def _check_plugins(config: RunConfig, specs: Sequence[ScorerSpec]) -> None:
 def _check_teachers(prepared: PreparedRun) -> None:
     for spec in prepared.scorers:
         if isinstance(spec.type, Teacher | SelfTeacher | Reference):
-            spec.type.check_model(prepared.facts, name=spec.name)
+            spec.type.check_model(prepared.run_info, name=spec.name)
 
 
 def _capabilities(config: RunConfig) -> frozenset[Capability]:

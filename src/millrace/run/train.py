@@ -292,11 +292,11 @@ class _Run:
             start_timeout_s=self._config.cluster.start_timeout_s,
             warn=self._monitor.warn,
             may_be_empty=self._prepared.environment is not None,
-            run=self._prepared.facts,
+            run=self._prepared.run_info,
         )
 
     def _open_journal(self) -> Journal | NoJournal:
-        for sentence in self._prepared.doubts:
+        for sentence in self._prepared.warnings:
             self._monitor.warn(sentence)
         if self._prepared.past is None:
             return NoJournal()

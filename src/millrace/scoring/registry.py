@@ -66,14 +66,14 @@ def resolve_scorer(row: ScorerConfig, *, section: str) -> ScorerSpec:
         scorer_type: ScorerType = Function(function=row.function)
     else:
         types = {**VERIFIERS, **SCORER_TYPES}
-        built = build_plugin(row.own, builtins=types, default="", section=section)
+        built = build_plugin(row.type_settings, builtins=types, default="", section=section)
         scorer_type = built if isinstance(built, ScorerType) else Function(function=built)
     return ScorerSpec(
         type=scorer_type,
         name=row.name or scorer_type.default_name,
         weight=row.weight,
         gate=None if row.when is None else parse_gate(row.when, section=section),
-        overrides=row.rules,
+        overrides=row.call_settings,
     )
 
 

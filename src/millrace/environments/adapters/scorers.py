@@ -1,4 +1,4 @@
-"""Which reward functions are called where the environments are: those that take `environments`."""
+"""Moves reward functions that take `environments` into the environment, which calls them."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from millrace.scoring.functions.signature import ENVIRONMENTS, RewardFunction, i
 from millrace.scoring.registry import ScorerSpec
 
 
-def seated(
+def split_rewards(
     specs: Sequence[ScorerSpec],
     environment: EnvironmentFunction | None,
     *,
     tasks: Sequence[Task],
 ) -> tuple[tuple[ScorerSpec, ...], EnvironmentFunction | None]:
-    """The scorers that are left to the scorer processes, and the environment with the others."""
+    """Return the scorers for the scorer processes, and the environment with the other rewards."""
     if not isinstance(environment, EnvironmentFactory):
         return tuple(specs), environment
     rewards: list[Reward] = []
@@ -30,8 +30,8 @@ def seated(
             continue
         if spec.gate is not None:
             raise ConfigError(
-                f"Scorer {spec.name!r} takes {ENVIRONMENTS!r}, so it judges at the end of each"
-                " episode, before all others; leave out its `when`."
+                f"Scorer {spec.name!r} takes {ENVIRONMENTS!r}, so it runs at the end of each"
+                " episode, before all other scorers; remove its `when`."
             )
         function.check_columns(tasks, has_environments=True)
         rewards.append(Reward(function=function, weight=spec.weight))

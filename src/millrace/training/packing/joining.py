@@ -49,7 +49,7 @@ def join_references(rollouts: Sequence[Rollout]) -> np.ndarray | None:
     return np.concatenate(found)
 
 
-def join_teachings(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+def join_teacher_logprobs(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
     """Teacher logprobs of the trained tokens; NaN where a token has no teacher."""
     if all(rollout.teacher is None for rollout in rollouts):
         return {}

@@ -20,7 +20,7 @@ from millrace.training.packing.joining import (
     join_kept,
     join_references,
     join_routes,
-    join_teachings,
+    join_teacher_logprobs,
 )
 from millrace.training.packing.splitting import placeholder
 
@@ -295,7 +295,7 @@ def _lay_out(bundles: Sequence[Sequence[_Family]], *, pairs: bool) -> Microbatch
         kept=join_kept(rollouts),
         routes=join_routes(segments.routes, lengths),
         reference_logprobs=join_references(rollouts),
-        **join_teachings(rollouts),
+        **join_teacher_logprobs(rollouts),
         groups=np.repeat(np.arange(len(bundles)), sizes).astype(np.int32) if pairs else None,
         rewards=np.concatenate(rewards).astype(np.float32) if rewards else None,
         last_rows=np.array(last_rows, np.int32) if rewards else None,
