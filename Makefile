@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# What is imported is compiled then; most of what torch and transformers bring never is.
+# --no-compile: Python compiles modules when it imports them, and most of torch is never imported.
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
 .PHONY: demo test test-slow test-gpu test-adapters check audit format bench chaos wheelhouse clean
@@ -10,25 +10,24 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 demo: $(VENV)/.installed
 	$(BIN)/millrace demo
 
-# Two files at a time, in the order of the tree: the longest are not among the last.
+# Two files at a time, in the order of the tree, because the longest are not among the last.
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# What takes too long for every change: tests marked slow, then the adapters. A test that fails here
-# runs once more, alone; if it passes then, the run succeeds and the last lines name it.
+# Tests marked slow, then the adapters. A slow test that fails runs once more, alone. If it passes
+# then, the target succeeds, and the last lines name the test.
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python tools/run_slow_tests.py
 	$(MAKE) test-adapters
 
-# On a machine with CUDA, whose own Python has torch (see docs/how-to/gpu-machine.md). One process compiles the
-# kernels that many tests share, then the files are spread over GPU_PROCESSES.
+# For a machine with CUDA whose own Python has torch (see docs/how-to/gpu-machine.md).
 GPU_PYTHON ?= python
 GPU_PROCESSES ?= 6
 test-gpu:
 	$(GPU_PYTHON) -m pytest -m gpu -n $(GPU_PROCESSES) --dist worksteal --timeout 300
 
-# Adapters to packages whose pins do not go with those of the tests, or that take long to install:
-# in a venv of their own, which finds everything else in the other one.
+# Adapters to packages that conflict with the pins of the tests, or that take long to install. They
+# run in a venv of their own, which finds everything else in the main one.
 ADAPTERS := $(VENV)-adapters
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 test-adapters: $(VENV)/.installed-dev
@@ -37,18 +36,19 @@ test-adapters: $(VENV)/.installed-dev
 		> "$$($(ADAPTERS)/bin/python -c '$(PURELIB)')/behind.pth"
 	$(ADAPTERS)/bin/pip --disable-pip-version-check --quiet install \
 		"verifiers>=0.4,<0.5" reasoning-gym datasets
-	$(ADAPTERS)/bin/python -m pytest tests/adapters tests/verifiers/test_reasoning_gym.py \
-		tests/envs/test_tables.py tests/scoring/test_scorer_pool.py -k "not scorer_pool or puzzles"
+	$(ADAPTERS)/bin/python -m pytest tests/environments/test_verifiers_env.py \
+		tests/scoring/test_reasoning_gym.py tests/tasks/test_tables.py \
+		tests/scoring/test_scorer_pool.py -k "not scorer_pool or puzzles"
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	@# The first waits for the network most of the time.
+	@# In parallel, because verify_dependencies.py mostly waits for the network.
 	$(BIN)/python tools/verify_dependencies.py & verifying=$$!; \
 		$(BIN)/pyright --threads 2 && wait $$verifying
 
-# As check does, but known vulnerabilities fail it.
+# Like check, but known vulnerabilities are errors.
 audit: $(VENV)/.installed-dev
 	$(BIN)/python tools/verify_dependencies.py --strict
 
@@ -78,25 +78,26 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	$(PIP) install --no-compile -r requirements-dev.txt
 	@touch $@
 
-# Wheels for a machine without network that has PyTorch and transformers; see docs/how-to/gpu-machine.md.
+# Wheels for a machine without a network that has PyTorch and transformers; see
+# docs/how-to/gpu-machine.md.
 WHEELHOUSE ?= wheelhouse
-# What torch and transformers have brought there already; a wheel of ours might not suit them.
+# Packages that torch and transformers have installed there; other versions might break them.
 SKIP ?= torch filelock fsspec jinja2 markupsafe mpmath networkx numpy setuptools sympy \
 	typing_extensions transformers annotated-doc anyio click h11 hf-xet httpcore2 httpx2 \
 	huggingface_hub idna markdown-it-py mdurl packaging pygments pyyaml regex rich safetensors \
 	shellingham tokenizers tqdm truststore typer
-# Further packages, each by name, since no dependencies are followed; pinned in requirements-dev.txt.
+# Further packages by name, pinned in requirements-dev.txt. Their dependencies are not followed.
 EXTRA ?=
 THERE := $(patsubst python%,%,$(notdir $(PYTHON)))
 GLIBC := $(word 3,$(subst _, ,$(PLATFORM)))
 ARCH := $(subst manylinux_2_$(GLIBC)_,,$(PLATFORM))
-# pip takes a platform at its word, but wheels for an older glibc run there as well.
+# pip matches a platform exactly, but wheels for an older glibc run there as well.
 PLATFORMS = $(foreach minor,$(shell seq 17 $(GLIBC)),--platform manylinux_2_$(minor)_$(ARCH)) \
 	--platform manylinux2014_$(ARCH)
 
 wheelhouse:
 	@case "$(PLATFORM) $(THERE)" in manylinux_2_[0-9]*_*\ 3.[0-9]*) ;; *) \
-		echo "Say for which machine: make wheelhouse PLATFORM=manylinux_2_28_x86_64 PYTHON=3.12"; \
+		echo "Name the target machine: make wheelhouse PLATFORM=manylinux_2_28_x86_64 PYTHON=3.12"; \
 		exit 1;; esac
 	@mkdir -p $(WHEELHOUSE)
 	@awk -F== -v skip=" $(SKIP) " '/==/ && !index(tolower(skip), " " tolower($$1) " ")' \

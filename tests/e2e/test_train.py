@@ -229,7 +229,7 @@ def test_a_failing_reward_and_a_prompt_that_is_too_long_cost_their_groups_only(t
     assert rows[-1]["failed/task"] >= 1
 
 
-@pytest.mark.slow  # tests/rollout/test_dispatcher.py holds the rule and the sentence
+@pytest.mark.slow  # tests/controller/test_dispatcher.py holds the rule and the sentence
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(settings):
     def broken(completions, **columns):
         return [float("nan")] * len(completions)

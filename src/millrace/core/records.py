@@ -87,9 +87,9 @@ class Completion:
     logprobs: np.ndarray  # [N] float32; after temperature and truncation
     versions: np.ndarray  # [N] int32; Version that sampled each token
     kept: Kept | None = None  # rows = N; present when sampling truncates
-    # [F, layers, top_k] uint8 or uint16, see core/routes.py: where the tokens of prompt and
-    # completion went that were fed, from request.routes_from on; the last one was not. Fewer of a
-    # completion that is to be resumed: what its engine did not tell is noted by the next one.
+    # [F, layers, top_k] uint8 or uint16: experts of the tokens of prompt and completion that were
+    # fed to the model, from request.routes_from on; the last token is not fed. An interrupted
+    # completion may have fewer: the engine that resumes it records the rest.
     routes: np.ndarray | None = None
     finish: Finish
     text: str  # decoded tokens, without the eos token and without the matched stop string
@@ -163,8 +163,8 @@ class Rollout:
     versions: np.ndarray  # [L] int32; Version that sampled each token, -1 elsewhere
     sampling: Sampling
     kept: Kept | None = None  # rows = L; empty rows where mask is False
-    # [L, layers, top_k] uint8 or uint16, see core/routes.py: experts that each token went to in the
-    # pass that predicted the next one; of a mixture of experts whose routes are replayed.
+    # [L, layers, top_k] uint8 or uint16: experts of each token in the pass that predicted the next
+    # one; present for a mixture of experts whose routes are replayed.
     routes: np.ndarray | None = None
     rewards: np.ndarray | None = None  # [L] float32; of single tokens, besides the episode's score
     reference_logprobs: np.ndarray | None = None  # [L] float32; of a model to stay close to
@@ -219,7 +219,7 @@ class Episode:
     ending: Ending = "done"
     counts: dict[str, int] = field(default_factory=dict[str, int])  # what happened, by name
     branching: Branching | None = None
-    recording: bytes | None = field(default=None, repr=False)  # JSON, see episodes/replay/schema.py
+    recording: bytes | None = field(default=None, repr=False)  # JSON, see replay/schema.py
 
     @property
     def was_cut(self) -> bool:

@@ -4,7 +4,7 @@
            + distil_weight * divergence + kl * KL - entropy_bonus * entropy
 
 Promise: a microbatch gives its share of the batch's loss, and a token of weight 0 has no gradient
-except that of the regularisers. docs/objectives.md has the formulas of all parts.
+except that of the regularisers. docs/reference/losses.md has the formulas of all parts.
 """
 
 import dataclasses
