@@ -21,9 +21,8 @@ from millrace.cluster.messages import (
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import RunConfig, load_config
 from millrace.controller.controller import Cursor
-from millrace.core.records import Completion, Group, Sampling, ScorerResult, Task
+from millrace.core.records import Completion, Group, Sampling, ScorerResult, Task, WeightUpdate
 from millrace.core.spans import Span
-from millrace.core.weight_update import WeightUpdate
 from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.rollouts.single_turn import SingleTurn

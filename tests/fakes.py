@@ -17,11 +17,12 @@ from millrace.core.records import (
     Rollout,
     Sampling,
     Score,
+    ScoreRequest,
     Task,
+    TokenLogprobs,
     Turn,
+    WeightUpdate,
 )
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
-from millrace.core.weight_update import WeightUpdate
 
 
 def make_rollout(

@@ -8,9 +8,7 @@ import pytest
 
 from millrace.config import Interrupt
 from millrace.core.protocols import Capability, OnCompletion, OnTokens, WeightReceiver
-from millrace.core.records import Completion, Request
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import Completion, Request, ScoreRequest, TokenLogprobs, WeightUpdate
 from millrace.inference.backend import (
     EmbeddedBackend,
     EngineBackend,

@@ -21,8 +21,15 @@ from transformers import (
 
 from millrace.core.errors import TaskError, WeightError
 from millrace.core.protocols import Capability
-from millrace.core.records import Completion, CompletionChunk, Finish, Request, Sampling
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.records import (
+    Completion,
+    CompletionChunk,
+    Finish,
+    Request,
+    Sampling,
+    ScoreRequest,
+    TokenLogprobs,
+)
 from millrace.inference.backend import EngineSpec, EngineStats, FinishedRequest
 from millrace.models.loading import stop_token_ids
 

@@ -3,9 +3,8 @@
 import resource
 from pathlib import Path
 
-from millrace.cluster.link import Link
+from millrace.cluster.link import Link, run_worker
 from millrace.cluster.messages import Generate, Stop
-from millrace.cluster.worker_main import run_worker
 
 ROOM_BYTES = 64 * 2**20  # beyond what the process has taken by then
 

@@ -8,9 +8,8 @@ import time
 
 import zmq
 
-from millrace.cluster.link import Link
+from millrace.cluster.link import Link, run_worker
 from millrace.cluster.messages import Generate, Stop, WorkerProgress
-from millrace.cluster.worker_main import run_worker
 
 
 class Relay:

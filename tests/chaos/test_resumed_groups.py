@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from torn_run import TornRun
 
+from millrace.core.completions import join_streamed
 from millrace.core.errors import JournalError
-from millrace.core.token_log import join_streamed
 from millrace.journal import JournalHistory, read_journal
 from millrace.journal.reading import read_tokens
 from millrace.monitoring.files.metrics import read_metrics, table

@@ -7,9 +7,8 @@ import time
 
 import numpy as np
 
-from millrace.cluster.link import Link, WorkerCall
+from millrace.cluster.link import Link, WorkerCall, run_worker
 from millrace.cluster.messages import Generate, GenerateDone, Stop, TokensSampled, WorkerProgress
-from millrace.cluster.worker_main import run_worker
 from millrace.core.errors import ScoreError
 from millrace.core.records import Completion, CompletionChunk, Request, Sampling
 

@@ -5,7 +5,7 @@ import sys
 
 import zmq
 
-from millrace.cluster.credentials import TOKEN_VARIABLE
+from millrace.cluster.address import TOKEN_VARIABLE
 from millrace.cluster.link import EVENT_ID, identity_of
 from millrace.cluster.messages import Done, Hello
 from millrace.cluster.wire import encode

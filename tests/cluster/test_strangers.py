@@ -11,8 +11,7 @@ import zmq
 import zmq.asyncio
 from echo_worker import ask
 
-from millrace.cluster.address import connect
-from millrace.cluster.credentials import ClientKeys, Credentials, RunKeys
+from millrace.cluster.address import ClientKeys, Credentials, RunKeys, connect
 from millrace.cluster.hub import Hub
 from millrace.cluster.link import EVENT_ID, Link
 from millrace.cluster.messages import GenerateDone, Hello, Message

@@ -34,8 +34,7 @@ from tokenizers import decoders
 from millrace.config import LoraConfig
 from millrace.core.errors import TaskError
 from millrace.core.protocols import Capability, Engine
-from millrace.core.records import Completion
-from millrace.core.score_requests import ScoreRequest
+from millrace.core.records import Completion, ScoreRequest
 from millrace.models.lora.folders import read_checkpoint
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.weights.send_backend import PackingSender

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.packing import DTYPES
 
 

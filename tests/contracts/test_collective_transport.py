@@ -15,7 +15,7 @@ from transport_faults import Damage, FaultContract
 
 from millrace.core.errors import WeightError
 from millrace.core.protocols import WeightReceiver
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.publisher import Sender
 from millrace.weights.receiver import make_receiver as receiver_by_name
 from millrace.weights.send_backend import PackingSender

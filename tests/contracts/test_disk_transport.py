@@ -14,7 +14,7 @@ from transport_contract import DeltaContract, TransportContract, assert_arrived,
 from transport_faults import Damage, FaultContract, location_of
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.publisher import Sender
 from millrace.weights.recv_backend import StagingReceiver
 from millrace.weights.send_backend import NoSpace, PackingSender

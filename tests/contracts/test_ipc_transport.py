@@ -11,7 +11,7 @@ from transport_contract import DeltaContract, TransportContract
 from transport_faults import Damage, FaultContract, with_location
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.publisher import Sender
 from millrace.weights.send_backend import PackingSender
 from millrace.weights.sender import make_sender as sender_by_name

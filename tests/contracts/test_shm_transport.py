@@ -9,7 +9,7 @@ from transport_contract import DeltaContract, TransportContract
 from transport_faults import Damage, FaultContract, location_of, with_location
 
 from millrace.core.protocols import WeightReceiver
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.publisher import Sender
 from millrace.weights.receiver import make_receiver as receiver_by_name
 from millrace.weights.send_backend import PackingSender

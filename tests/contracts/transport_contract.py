@@ -16,7 +16,7 @@ from remote_receiver import RemoteReceiver
 
 from millrace.core.errors import WeightError
 from millrace.core.protocols import WeightReceiver
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.publisher import Sender
 
 Tensors = dict[str, torch.Tensor]

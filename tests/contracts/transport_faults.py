@@ -19,7 +19,7 @@ import torch
 from fault_weights import Kind, published_hash, shapes_of, weights_of
 from remote_receiver import RemoteReceiver
 
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.publisher import Sender
 
 Damage = Literal["corrupted", "truncated"]

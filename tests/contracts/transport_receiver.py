@@ -15,7 +15,7 @@ import torch
 from fault_weights import hash_of
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.receiver import make_receiver
 
 torch.set_num_threads(1)

@@ -6,7 +6,7 @@ from controller_rig import make_dispatcher, make_tracker
 from fakes import FakeScoring, FakeTasks, make_completion, make_group
 
 from millrace.controller.admission import Admission
-from millrace.controller.drops import WINDOW, Filtering
+from millrace.controller.group_tracker import WINDOW, Filtering
 from millrace.core.errors import Filtered, RunFailed, ScoreError, TaskError
 from millrace.core.staleness import StalenessLimit
 

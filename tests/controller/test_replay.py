@@ -2,7 +2,7 @@ from fakes import make_group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.controller.replay import ReplayBuffer, interleave
+from millrace.controller.buffer import ReplayBuffer, interleave
 from millrace.core.staleness import StalenessLimit
 
 

@@ -1,8 +1,7 @@
 import asyncio
 import contextlib
 
-from millrace.controller.admission import Admission
-from millrace.controller.barrier import SyncBarrier
+from millrace.controller.admission import Admission, SyncBarrier
 from millrace.core.staleness import StalenessLimit
 
 

@@ -9,8 +9,8 @@ import pytest
 from fakes import make_completion, make_group
 
 from millrace.config import JournalConfig
+from millrace.core.completions import StreamedTokens
 from millrace.core.records import Task
-from millrace.core.token_log import StreamedTokens
 from millrace.journal import Journal, JournalHistory, Ledger
 from millrace.journal.database import FORMAT_VERSION, TABLES
 

@@ -10,9 +10,8 @@ from controller_rig import make_dispatcher, make_tracker
 from fakes import FakeScorers, make_completion, make_group
 
 from millrace.controller.admission import Admission
-from millrace.controller.buffer import Buffer
+from millrace.controller.buffer import Buffer, ReplayBuffer
 from millrace.controller.orders import ORDERS, build_sampler, check_room
-from millrace.controller.replay import ReplayBuffer
 from millrace.core.errors import ConfigError
 from millrace.core.staleness import StalenessLimit, Stamps
 from millrace.environments.rollouts.attempt import Expired

@@ -12,8 +12,7 @@ from talking_model import BLOCK, assert_says_the_same, make_engine, make_trainer
 
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, TaskError
-from millrace.core.records import Completion, Group, Sampling, Task
-from millrace.core.score_requests import TokenLogprobs
+from millrace.core.records import Completion, Group, Sampling, Task, TokenLogprobs
 from millrace.environments.branching.pivot import Pivot
 from millrace.environments.branching.registry import build_recipe
 from millrace.environments.branching.tree import Tree

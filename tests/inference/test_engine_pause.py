@@ -18,8 +18,8 @@ from millrace.cluster.messages import (
     Stop,
     SwapWeights,
 )
+from millrace.core.records import WeightUpdate
 from millrace.core.spans import Timeline
-from millrace.core.weight_update import WeightUpdate
 from millrace.inference.worker import EngineWorker
 
 UPDATE = WeightUpdate(

@@ -16,8 +16,7 @@ from engine_rig import (
     weights,
 )
 
-from millrace.core.records import Completion, Request
-from millrace.core.score_requests import ScoreRequest
+from millrace.core.records import Completion, Request, ScoreRequest
 
 
 def mixed_requests(*, n: int = 2, start: int = 0) -> list[Request]:

@@ -15,8 +15,7 @@ from engine_rig import (
 )
 
 from millrace.config import LoraConfig
-from millrace.core.records import Completion, Request
-from millrace.core.score_requests import ScoreRequest
+from millrace.core.records import Completion, Request, ScoreRequest
 from millrace.inference.embedded.engine import EmbeddedEngine
 
 SETTINGS = [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.5}]

@@ -34,9 +34,8 @@ from millrace.cluster.messages import (
     WorkerProgress,
 )
 from millrace.core.errors import ConfigError, MillraceError, TaskError, WeightError
-from millrace.core.score_requests import ScoreRequest
+from millrace.core.records import ScoreRequest, WeightUpdate
 from millrace.core.spans import Timeline
-from millrace.core.weight_update import WeightUpdate
 from millrace.inference import worker as engine_worker
 from millrace.inference.worker import EngineWorker
 from millrace.weights.send_backend import PackingSender

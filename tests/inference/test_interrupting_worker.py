@@ -20,9 +20,8 @@ from millrace.cluster.messages import (
 )
 from millrace.config import Interrupt
 from millrace.core.errors import WeightError
-from millrace.core.records import Completion
+from millrace.core.records import Completion, WeightUpdate
 from millrace.core.spans import Timeline
-from millrace.core.weight_update import WeightUpdate
 from millrace.inference.interrupt import INTERRUPTS
 from millrace.inference.worker import EngineWorker
 

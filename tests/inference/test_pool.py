@@ -10,8 +10,7 @@ from in_process_engine import InProcessEngine
 
 from millrace.cluster.messages import AbortRequests, Done, Generate, TokensSampled
 from millrace.core.errors import EngineLost
-from millrace.core.records import Request, Sampling
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import Request, Sampling, WeightUpdate
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import RemoteEngine
 

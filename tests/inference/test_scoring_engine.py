@@ -5,8 +5,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, VOCAB, tiny_model
 
-from millrace.core.records import Kept
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.records import Kept, ScoreRequest, TokenLogprobs
 from millrace.inference.embedded.scoring import ScoringEngine, num_rows, pack
 from millrace.models.attention.packed import PACKED_ATTENTION
 

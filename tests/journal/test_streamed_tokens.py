@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from journals import open_journal
 
+from millrace.core.completions import StreamedTokens, join_streamed
 from millrace.core.errors import JournalError
-from millrace.core.token_log import StreamedTokens, join_streamed
 from millrace.journal import Journal
 from millrace.journal.encoding import decode_completion, encode_completion
 

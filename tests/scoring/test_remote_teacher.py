@@ -15,7 +15,7 @@ from engine_rig import letter_tokenizer, save_model
 from scoring_service import FakeService, running
 
 from millrace.core.errors import ConfigError, ScoreError, TransientScoreError
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.environments.tools.calls import FORMATS
 from millrace.inference.embedded.scoring import ScoringEngine
 from millrace.models.attention.packed import PACKED_ATTENTION

@@ -27,7 +27,7 @@ from millrace.cluster.messages import (
 from millrace.cluster.worker import Worker
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, MillraceError, WeightError
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.scoring.teachers import worker as teacher_worker
 from millrace.scoring.teachers.history import HistorySettings
 from millrace.scoring.teachers.settings import LogprobModelSettings

@@ -10,9 +10,7 @@ from fakes import make_group
 from millrace.cluster.messages import StartTeacher, Swapped, SwapWeights, TokensScored
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.errors import ScoreError, WorkerError
-from millrace.core.records import Group, Prompt, Task
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import Group, Prompt, ScoreRequest, Task, TokenLogprobs, WeightUpdate
 from millrace.scoring.teachers.process import TeacherProcess
 from millrace.scoring.teachers.reference import ReferenceScorer
 from millrace.scoring.teachers.settings import TeacherSettings

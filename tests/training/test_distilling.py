@@ -8,8 +8,7 @@ import torch
 from architectures import VOCAB, tiny_model
 from batches import batch_of, random_rollout, trainer_of
 
-from millrace.core.records import Rollout, TeacherLogprobs
-from millrace.core.score_requests import score_request_for
+from millrace.core.records import Rollout, TeacherLogprobs, score_request_for
 from millrace.inference.embedded.scoring import ScoringEngine
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.training.losses.recipes import build_loss

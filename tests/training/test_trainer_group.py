@@ -17,7 +17,7 @@ from millrace.cluster.messages import (
     TrainStep,
 )
 from millrace.core.errors import CheckpointError, WorkerError
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.training.group import TrainerGroup
 from millrace.training.past_steps import StepsInMemory
 

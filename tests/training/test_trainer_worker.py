@@ -14,7 +14,7 @@ from tiny_model import ALPHABET, make_tiny_model
 from transformers import AutoTokenizer
 
 from millrace.cluster.hub import Hub
-from millrace.cluster.link import WorkerCall
+from millrace.cluster.link import WorkerCall, serve
 from millrace.cluster.messages import (
     Copied,
     Done,
@@ -30,7 +30,6 @@ from millrace.cluster.messages import (
     TrainStep,
     WorkerProgress,
 )
-from millrace.cluster.worker_main import serve
 from millrace.config import load_config
 from millrace.core.microbatch import Batch
 from millrace.core.records import Request, Sampling

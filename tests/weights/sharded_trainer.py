@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.gathering import GatheringSender
 from millrace.weights.publisher import Publisher
 from millrace.weights.sender import make_sender

@@ -5,7 +5,7 @@ import pytest
 from fakes import make_update
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.broadcaster import VersionBroadcaster
 
 

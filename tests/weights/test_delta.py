@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import Delta, WeightUpdate
+from millrace.core.records import Delta, WeightUpdate
 from millrace.weights import delta
 
 

@@ -12,7 +12,7 @@ import pytest
 import sharded_trainer as trainer
 import torch
 
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.receiver import make_receiver
 from millrace.weights.sender import make_sender
 from millrace.weights.transports.disk import MARKER

@@ -5,7 +5,7 @@ from unittest.mock import AsyncMock
 from fakes import make_update
 from http_engine import HttpEngine
 
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.broadcaster import VersionBroadcaster
 from millrace.weights.http_notifier import HttpNotifier
 from millrace.weights.transports.disk import MARKER, MODEL_FILE

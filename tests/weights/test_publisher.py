@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.core.errors import ConfigError, WeightError
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.publisher import Publisher, WeightSnapshot
 from millrace.weights.receiver import make_receiver
 from millrace.weights.send_backend import NoSpace

@@ -42,8 +42,7 @@ from millrace.cluster.messages import (
 from millrace.cluster.mps import below_normal, shared_gpu
 from millrace.config import RunConfig
 from millrace.core.microbatch import Batch
-from millrace.core.records import Request, Sampling
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import Request, Sampling, WeightUpdate
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import RemoteEngine
 from millrace.models.loading import resolve_device

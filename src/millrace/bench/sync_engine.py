@@ -7,9 +7,8 @@ minutes before the first token.
 import torch
 
 from millrace.bench.shapes import make_model
-from millrace.cluster.link import Link
+from millrace.cluster.link import Link, run_worker
 from millrace.cluster.messages import StartEngine
-from millrace.cluster.worker_main import run_worker
 from millrace.config import RunConfig
 from millrace.core.spans import Timeline
 from millrace.inference.embedded.build import applied_adapters, engine_of

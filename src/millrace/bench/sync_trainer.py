@@ -11,9 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from millrace.bench.shapes import shape_named
-from millrace.cluster.link import Link, WorkerCall
+from millrace.cluster.link import Link, WorkerCall, run_worker
 from millrace.cluster.messages import Published, Release, StartTrainer, Stepped, TrainStep
-from millrace.cluster.worker_main import run_worker
 from millrace.config import RunConfig
 from millrace.models.loading import resolve_device
 from millrace.models.lora.factors import adapter_of

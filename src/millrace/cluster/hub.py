@@ -22,18 +22,17 @@ import zmq
 import zmq.asyncio
 
 from millrace.cluster import address as addresses
-from millrace.cluster.credentials import Credentials, RunKeys, TokenAuthenticator
+from millrace.cluster.address import Credentials, RunKeys, TokenAuthenticator
 from millrace.cluster.fork_server import ForkServer, is_supported
 from millrace.cluster.join.registry import JoinRegistry
 from millrace.cluster.join.ticket import JoinTicket
 from millrace.cluster.link import EVENT_ID, identity_of, read_frames
 from millrace.cluster.messages import Heartbeat, Message
-from millrace.cluster.private_folder import private_folder
 from millrace.cluster.process import start_worker
 from millrace.cluster.wire import WireError, encode, message_decoder
 from millrace.cluster.worker import Worker
 from millrace.core.errors import ConfigError, WorkerError
-from millrace.core.files import check_file_name
+from millrace.core.files import check_file_name, private_folder
 
 RECEIVE_MESSAGES = 1000
 

@@ -4,16 +4,22 @@ Arrays inside (numpy) travel as raw frames beside the message, uncopied; see wir
 reply: the message behind its arrow, or an Error; parts may precede it. An event is neither.
 """
 
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 import numpy as np
 
 from millrace.core.microbatch import Batch
-from millrace.core.records import Completion, CompletionChunk, Prompt, Request
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.records import (
+    Completion,
+    CompletionChunk,
+    Prompt,
+    Request,
+    ScoreRequest,
+    TokenLogprobs,
+    WeightUpdate,
+)
 from millrace.core.spans import Span
-from millrace.core.weight_update import WeightUpdate
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -353,48 +359,4 @@ class StartTeacher(Message, frozen=True):
     past: str | None = None  # likewise: file with past versions, for a restart
 
 
-AnyMessage = (
-    Stop
-    | Done
-    | Error
-    | Hello
-    | WorkerProgress
-    | Failed
-    | Join
-    | JoinAdmitted
-    | WorkerExited
-    | SignalWorker
-    | DumpStacks
-    | StacksDumped
-    | Heartbeat
-    | StartEngine
-    | Generate
-    | TokensSampled
-    | Completed
-    | GenerateDone
-    | SwapWeights
-    | Swapped
-    | AbortRequests
-    | Expire
-    | Pause
-    | Resume
-    | StartTrainer
-    | TrainStep
-    | Stepped
-    | Published
-    | Lend
-    | Lent
-    | Release
-    | SaveCheckpoint
-    | Copied
-    | Saved
-    | StartScorer
-    | ScoreGroup
-    | GroupScored
-    | StartRewardModel
-    | ReadSteps
-    | StepValues
-    | StartTeacher
-    | ScoreTokens
-    | TokensScored
-)
+AnyMessage = Union[tuple({*Message.__subclasses__(), *Part.__subclasses__()} - {Part})]  # noqa: UP007

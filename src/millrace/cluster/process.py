@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.cluster.credentials import Credentials
+from millrace.cluster.address import Credentials
 from millrace.cluster.fork_server import ForkedChild, ForkServer
 from millrace.cluster.parent_death import with_parent_death_signal
 

@@ -13,8 +13,7 @@ from pydantic import BaseModel, ValidationError
 from millrace.config.old_keys import old_key
 from millrace.config.run_config import RunConfig
 from millrace.config.tasks import HUB
-from millrace.core.errors import ConfigError
-from millrace.core.spelling import suggestion
+from millrace.core.errors import ConfigError, suggestion
 
 # Settings that are always paths.
 _PATHS = (

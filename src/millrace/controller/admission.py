@@ -1,11 +1,16 @@
-"""The gate in front of generation: no group starts that is bound to be too stale.
+"""The gates in front of generation: admission by staleness, and the barrier of synchronous runs.
 
-Promise: accepted groups never exceed (max_staleness + visible version + 1) * groups_per_step. If
-the buffer hands out the oldest group first, a group that starts now is trained at most
-max_staleness versions later. The visible version is what the engines hold, not what the trainer has
-reached: a slot freed at the step, before the swap, would start a rollout that is already one
-version old. If a single stale token rules a group out, no group starts either while the engines are
-so far behind the next take that its first token would be too stale for it.
+Promise of admission: accepted groups never exceed (max_staleness + visible version + 1) *
+groups_per_step. If the buffer hands out the oldest group first, a group that starts now is trained
+at most max_staleness versions later. The visible version is what the engines hold, not what the
+trainer has reached: a slot freed at the step, before the swap, would start a rollout that is
+already one version old. If a single stale token rules a group out, no group starts either while the
+engines are so far behind the next take that its first token would be too stale for it.
+
+Promise of the barrier: all groups of a round start at once, in the order in which they were issued,
+while nothing else is being generated or scored. Which sequences an engine batches together decides
+how its sums are rounded; with the barrier that does not depend on when requests arrive. Failed
+groups are replaced in a later round.
 
 Called from the controller's event loop only.
 """
@@ -13,8 +18,9 @@ Called from the controller's event loop only.
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
-from millrace.core.clock import REAL_CLOCK, Clock
+from millrace.core.machine import REAL_CLOCK, Clock
 from millrace.core.staleness import StalenessLimit
 
 STALENESS = "staleness limit"
@@ -105,3 +111,54 @@ class Admission:
         if self._running >= self._max_running:
             return RUNNING
         return None
+
+
+class SyncBarrier:
+    def __init__(
+        self, admission: Admission, *, together: Callable[[], AbstractAsyncContextManager[None]]
+    ) -> None:
+        """`together`: a context in which engines only collect requests; see EnginePool.together."""
+        self._admission = admission
+        self._together = together
+        self._waiting: list[asyncio.Future[None]] = []
+        self._is_open = False
+        self._changed = asyncio.Event()
+        admission.on_leave = self._changed.set
+
+    async def wait(self) -> None:
+        """Wait for the next round. The caller must send its request before it awaits anything
+        else."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._changed.set()
+        try:
+            await turn
+        finally:
+            if turn in self._waiting:  # cancelled
+                self._waiting.remove(turn)
+
+    def open(self) -> None:
+        """Allow rounds to start, until close()."""
+        self._is_open = True
+        self._changed.set()
+
+    def close(self) -> None:
+        self._is_open = False
+
+    async def run(self) -> None:
+        """Start each round when it is complete, until cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._is_complete:
+                async with self._together():
+                    turns, self._waiting = self._waiting, []
+                    for turn in turns:
+                        turn.set_result(None)
+
+    @property
+    def _is_complete(self) -> bool:
+        """True if every group that may run now waits here."""
+        num_waiting = len(self._waiting)
+        all_wait = num_waiting == self._admission.running and self._admission.is_full
+        return self._is_open and num_waiting > 0 and all_wait

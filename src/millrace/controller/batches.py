@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from millrace.config import RunConfig
 from millrace.controller.admission import Admission
-from millrace.controller.buffer import Buffer
+from millrace.controller.buffer import Buffer, build_replay, interleave
 from millrace.controller.group_tracker import GroupTracker
-from millrace.controller.replay import build_replay, interleave
 from millrace.core.microbatch import Batch
 from millrace.core.records import Group
 from millrace.journal import Journal, NoJournal

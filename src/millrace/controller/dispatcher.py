@@ -14,11 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from millrace.controller.admission import Admission
-from millrace.controller.barrier import SyncBarrier
+from millrace.controller.admission import Admission, SyncBarrier
 from millrace.controller.buffer import Buffer
-from millrace.controller.drops import REDUNDANT
-from millrace.controller.group_tracker import GroupTracker
+from millrace.controller.group_tracker import REDUNDANT, GroupTracker
 from millrace.core.errors import Filtered, ScoreError, TaskError
 from millrace.core.records import Group
 from millrace.core.staleness import StalenessLimit, Stamps

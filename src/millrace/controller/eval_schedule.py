@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from millrace.controller.evaluation import Evaluation
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.broadcaster import Receive
 
 Evaluate = Callable[[int], Awaitable[Evaluation | None]]  # after a step; None = no held-out tasks

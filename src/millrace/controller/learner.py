@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Sequence
 from millrace.cluster.messages import Stepped
 from millrace.cluster.supervision.watchdog import StallWatchdog
 from millrace.config import RunConfig
-from millrace.controller.barrier import SyncBarrier
+from millrace.controller.admission import SyncBarrier
 from millrace.controller.batches import Batches, Taken
 from millrace.controller.checkpointing import RunCheckpoints
 from millrace.controller.dispatcher import Dispatcher

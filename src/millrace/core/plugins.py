@@ -15,8 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from millrace.core.errors import ConfigError
-from millrace.core.spelling import suggestion
+from millrace.core.errors import ConfigError, suggestion
 
 
 def load_reference(reference: str) -> Any:

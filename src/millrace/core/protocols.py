@@ -15,13 +15,14 @@ from millrace.core.records import (
     Request,
     Rollout,
     Sampling,
+    ScoreRequest,
     ScorerResult,
     Task,
+    TokenLogprobs,
     Turn,
+    WeightUpdate,
 )
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
 from millrace.core.staleness import Waiting
-from millrace.core.weight_update import WeightUpdate
 
 OnTokens = Callable[[CompletionChunk], None]
 OnCompletion = Callable[[int, Completion], None]  # index among the n completions, completion

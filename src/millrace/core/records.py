@@ -1,7 +1,8 @@
 """The records that flow through a run: Task, Request, Completion, Rollout, Episode, Group.
 
 All are frozen. Arrays are numpy, one entry per token; shapes and units stand beside the fields.
-L = tokens of a sequence, N = sampled tokens of a completion, P = prompt tokens.
+L = tokens of a sequence, N = sampled tokens of a completion, P = prompt tokens, n = positions to
+score, K = top tokens reported per position.
 """
 
 from dataclasses import dataclass, field
@@ -291,3 +292,93 @@ class Group:
 
     def solve_rate(self, solved_at: float) -> float:
         return sum(score.is_solved(solved_at) for score in self.scores) / len(self.scores)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoreRequest:
+    """Tokens, and the positions whose logprobs are wanted, each given all tokens before it."""
+
+    tokens: np.ndarray  # [L] int32
+    positions: np.ndarray  # [n] int32, ascending, n > 0; position 0 cannot be scored
+    temperature: float = 1.0
+    top_k: int = 0  # K
+    wants_entropies: bool = False
+    kept: Kept | None = None  # rows = n; ids that the distribution is restricted to
+
+    @property
+    def inputs(self) -> np.ndarray:
+        """[rows] int32; the tokens that have to be computed: those before the last position."""
+        return self.tokens[: int(self.positions[-1])]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenLogprobs:
+    """Scores of one request, all from one version of a model."""
+
+    logprobs: np.ndarray  # [n] float32; of the tokens at the requested positions
+    top_ids: np.ndarray  # [n, K] int32; most likely first
+    top_logprobs: np.ndarray  # [n, K] float32
+    version: int | None  # None = the model never changes
+    entropies: np.ndarray | None = None  # [n] float32, in nats; of each position's distribution
+
+
+def score_request_for(
+    rollout: Rollout,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    wants_entropies: bool = False,
+    kept: Kept | None = None,
+    prompt_override: np.ndarray | None = None,
+) -> ScoreRequest:
+    """Score all sampled tokens of a rollout, after its own prompt or after `prompt_override`."""
+    sampled = np.flatnonzero(rollout.mask)
+    tokens, shift = rollout.tokens, 0
+    if prompt_override is not None:
+        num_prompt = int(sampled[0])
+        tokens = np.concatenate([prompt_override, tokens[num_prompt:]])
+        shift = len(prompt_override) - num_prompt
+    if kept is not None:  # rows of tokens that were not sampled are empty
+        sizes = np.diff(kept.offsets)[sampled]
+        kept = Kept(ids=kept.ids, offsets=np.concatenate([np.zeros(1, np.int64), sizes.cumsum()]))
+    return ScoreRequest(
+        tokens=tokens.astype(np.int32, copy=False),
+        positions=(sampled + shift).astype(np.int32),
+        temperature=temperature,
+        top_k=top_k,
+        wants_entropies=wants_entropies,
+        kept=kept,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    name: str  # the parameter's name in the transformers model
+    dtype: str  # torch name without the prefix: "float32", "bfloat16"
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the payload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """A version as the words in which its payload differs from a base payload."""
+
+    # Checksum of the base payload. A version number would not do: a restarted trainer repeats
+    # steps, and its weights may differ from what engines hold under the same number.
+    base: int
+    num_changed: int  # words
+    word_bytes: int  # 2 or 4
+    num_bytes: int  # indices and words together
+    location: str  # in the transport's own format
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightUpdate:
+    version: int
+    tensors: tuple[TensorSpec, ...]
+    num_bytes: int  # of the full payload
+    checksum: int  # of the full payload; see weights/checksum.py
+    transport: str  # "shm", "disk", "collective" or "ipc"
+    location: str  # of the payload, in the transport's own format
+    delta: Delta | None = None  # the change from its base, for an engine that holds that
+    policy: str = DEFAULT_POLICY  # that the version belongs to

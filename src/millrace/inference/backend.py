@@ -16,8 +16,7 @@ from millrace.config import EngineConfig, LoraConfig, RunConfig
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Capability
-from millrace.core.records import Completion, CompletionChunk, Request
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.records import Completion, CompletionChunk, Request, ScoreRequest, TokenLogprobs
 
 INTERRUPTS_WITHIN_COMPLETIONS = ("swap", "abort", "save")
 

@@ -20,13 +20,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from millrace.core.completions import chunk_of, cut
+from millrace.core.completions import TokenLog, chunk_of, cut, resume_request
 from millrace.core.errors import EngineLost, EnginesDown
 from millrace.core.protocols import Capability, Engine, OnCompletion, OnTokens
-from millrace.core.records import Completion, CompletionChunk, Request
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
-from millrace.core.token_log import TokenLog, resume_request
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import (
+    Completion,
+    CompletionChunk,
+    Request,
+    ScoreRequest,
+    TokenLogprobs,
+    WeightUpdate,
+)
 
 T = TypeVar("T")
 

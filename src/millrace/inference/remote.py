@@ -33,9 +33,7 @@ from millrace.cluster.worker import Worker
 from millrace.config import SupervisionConfig
 from millrace.core.errors import EngineLost, MillraceError, WorkerError
 from millrace.core.protocols import Capability, Engine, OnCompletion, OnTokens
-from millrace.core.records import Completion, Request
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import Completion, Request, ScoreRequest, TokenLogprobs, WeightUpdate
 from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.pool import EnginePool
 

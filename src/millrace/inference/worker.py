@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from millrace.cluster.link import Link, WorkerCall
+from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
 from millrace.cluster.messages import (
     AbortRequests,
     Completed,
@@ -36,12 +36,11 @@ from millrace.cluster.messages import (
     TokensScored,
     WorkerProgress,
 )
-from millrace.cluster.worker_main import run_worker, serve, unexpected
 from millrace.config import Interrupt, RunConfig, load_config
 from millrace.core.errors import TaskError, WeightError
 from millrace.core.protocols import Capability, WeightReceiver
+from millrace.core.records import WeightUpdate
 from millrace.core.spans import Timeline
-from millrace.core.weight_update import WeightUpdate
 from millrace.inference.backend import (
     EngineCore,
     EngineSpec,

@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from millrace.config import JournalConfig
+from millrace.core.completions import StreamedTokens
 from millrace.core.errors import JournalError
 from millrace.core.records import Group, Task
-from millrace.core.token_log import StreamedTokens
 from millrace.journal.database import (
     FORMAT_VERSION,
     TABLES,

@@ -11,9 +11,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from millrace.core.completions import StreamedTokens
 from millrace.core.errors import JournalError
 from millrace.core.records import Group, Task
-from millrace.core.token_log import StreamedTokens
 from millrace.journal.database import (
     FORMAT_VERSION,
     NAME,

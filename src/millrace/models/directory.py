@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from millrace.core.errors import ConfigError
-from millrace.core.spelling import nearest
+from millrace.core.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

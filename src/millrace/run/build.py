@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import RunConfig
-from millrace.controller.admission import Admission
-from millrace.controller.barrier import SyncBarrier
+from millrace.controller.admission import Admission, SyncBarrier
 from millrace.controller.batches import Batches
 from millrace.controller.buffer import Buffer
 from millrace.controller.checkpointing import RunCheckpoints
@@ -25,7 +24,7 @@ from millrace.controller.group_tracker import GroupTracker
 from millrace.controller.learner import Learner
 from millrace.controller.orders import build_sampler
 from millrace.controller.reporting import LearnerState, RunReporter
-from millrace.core.clock import REAL_CLOCK, Clock
+from millrace.core.machine import REAL_CLOCK, Clock
 from millrace.core.protocols import Environment
 from millrace.core.records import Task
 from millrace.environments.function_environment import FunctionEnvironment, lifetime

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from millrace.config import ReplayConfig, RunConfig
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, suggestion
 from millrace.core.records import Sampling
-from millrace.core.spelling import suggestion
 from millrace.scoring.advantages.estimators import CRITIC, PAIRS
 from millrace.scoring.registry import ScorerSpec
 from millrace.scoring.reward_models.process_reward_model import ProcessRewardModel

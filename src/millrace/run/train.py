@@ -18,7 +18,6 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.join.ticket import ticket_file
 from millrace.cluster.messages import Message, Published, WorkerProgress
 from millrace.cluster.mps import shared_gpu
-from millrace.cluster.private_folder import private_folder
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.restarts import RestartPolicy
 from millrace.cluster.worker import Worker
@@ -27,6 +26,7 @@ from millrace.controller.controller import Controller, Outcome
 from millrace.controller.evaluation import Evaluation
 from millrace.core import files as storage
 from millrace.core.errors import RunFailed, first_cause
+from millrace.core.files import private_folder
 from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
 from millrace.environments.rollouts.player import Player

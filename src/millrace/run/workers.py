@@ -19,7 +19,7 @@ from millrace.cluster.worker import Worker
 from millrace.config import EngineConfig, RunConfig
 from millrace.core.errors import ConfigError, WeightError
 from millrace.core.protocols import Engine
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.inference.backend import load_backend
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica

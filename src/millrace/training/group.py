@@ -33,7 +33,7 @@ from millrace.cluster.messages import (
 from millrace.cluster.worker import Worker
 from millrace.core.errors import CheckpointError, WorkerError
 from millrace.core.microbatch import Batch
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.training.past_steps import PastSteps
 
 DEATH_NOTICE_S = 0.5  # a call may fail this long before its worker is known to be dead

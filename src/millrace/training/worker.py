@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from millrace.cluster.link import Link, WorkerCall
+from millrace.cluster.link import Link, WorkerCall, run_worker, serve
 from millrace.cluster.messages import (
     Copied,
     Done,
@@ -28,7 +28,6 @@ from millrace.cluster.messages import (
     TrainStep,
     WorkerProgress,
 )
-from millrace.cluster.worker_main import run_worker, serve
 from millrace.config import RunConfig
 from millrace.core import files as storage
 from millrace.core.errors import CheckpointError

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from millrace.core.errors import WeightError
-from millrace.core.records import DEFAULT_POLICY
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import DEFAULT_POLICY, WeightUpdate
 
 Receive = Callable[[WeightUpdate], Awaitable[int]]
 """Returns the version that the subscriber now holds, once it needs the update's bytes no longer."""

@@ -9,7 +9,7 @@ The blob: num_changed indices (int32, or int64 from 2**31 words on), ascending; 
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import Delta, WeightUpdate
+from millrace.core.records import Delta, WeightUpdate
 
 _WORDS = {2: torch.int16, 4: torch.int32}
 _CHUNK_WORDS = 2**24  # compared at a time; bounds the memory of the comparison

@@ -24,7 +24,7 @@ import torch
 import xxhash
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import TensorSpec, WeightUpdate
+from millrace.core.records import TensorSpec, WeightUpdate
 from millrace.weights import packing
 from millrace.weights.ranks import RankLost, Ranks
 from millrace.weights.send_backend import NoSpace, PackingSender, Superseded

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 
 ATTEMPTS = 3
 RETRY_S = 1.0

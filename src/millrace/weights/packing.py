@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import TensorSpec
+from millrace.core.records import TensorSpec
 
 ALIGN_BYTES = 64  # a cache line, and enough for any vector load
 DTYPES = {

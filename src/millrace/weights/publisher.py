@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from millrace.core.protocols import WeightSender
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.packing import travel_dtype
 from millrace.weights.send_backend import NoSpace, Superseded
 from millrace.weights.shards import local_part

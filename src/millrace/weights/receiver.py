@@ -6,7 +6,7 @@ import torch
 
 from millrace.core.errors import ConfigError, WeightError
 from millrace.core.protocols import WeightReceiver
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.recv_backend import RecvBackend, StagingReceiver
 from millrace.weights.send_backend import Payload
 from millrace.weights.transports.collective import CollectiveRecvBackend

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import TensorSpec, WeightUpdate
+from millrace.core.records import TensorSpec, WeightUpdate
 from millrace.weights import delta, packing
 from millrace.weights.checksum import checksum
 

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import Delta, TensorSpec, WeightUpdate
+from millrace.core.records import Delta, TensorSpec, WeightUpdate
 from millrace.weights import delta, packing
 from millrace.weights.checksum import checksum
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import TensorSpec
+from millrace.core.records import TensorSpec
 from millrace.weights.packing import DTYPES
 
 PIECE_ALIGN_BYTES = 16  # of a piece in its bucket: any dtype can be viewed there

@@ -17,8 +17,7 @@ import zmq
 import zmq.asyncio
 
 from millrace.cluster import address as addresses
-from millrace.cluster.address import connect
-from millrace.cluster.credentials import Credentials
+from millrace.cluster.address import Credentials, connect
 from millrace.cluster.event_loop import run_on_own_loop
 from millrace.cluster.join.registry import host_identity
 from millrace.cluster.join.ticket import JoinTicket

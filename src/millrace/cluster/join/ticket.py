@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.cluster.credentials import ClientKeys
+from millrace.cluster.address import ClientKeys
 from millrace.core.errors import ConfigError
 
 

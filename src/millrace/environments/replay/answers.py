@@ -3,8 +3,8 @@
 Promise: each request is compared with the recorded one. Where they differ, a ReplayError names the
 turn and the first difference. Answers arrive in the recorded order.
 
-A token log (core/token_log.py) lets a resumed environment diverge. A recording does not: it answers
-whole turns and tool calls by their number, and a difference is an error.
+A token log (core/completions.py) lets a resumed environment diverge. A recording does not: it
+answers whole turns and tool calls by their number, and a difference is an error.
 """
 
 import asyncio

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from millrace.core.records import Completion, Request
-from millrace.core.staleness import Stamps
-from millrace.core.token_log import (
+from millrace.core.completions import (
     StreamedTokens,
     TokenLog,
     is_complete,
     join_streamed,
     request_digest,
 )
+from millrace.core.records import Completion, Request
+from millrace.core.staleness import Stamps
 
 IsTrainable = Callable[[np.ndarray], bool]  # whether tokens of these versions [N] may be trained
 WINDOW = 1024  # finished completions from whose lengths the saving is estimated

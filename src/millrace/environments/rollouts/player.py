@@ -29,8 +29,8 @@ from millrace.core.records import (
     Sampling,
     Task,
     Turn,
+    score_request_for,
 )
-from millrace.core.score_requests import score_request_for
 from millrace.core.staleness import Stamps
 from millrace.environments.rollouts.attempt import Attempt
 from millrace.environments.rollouts.renderer import Renderer

@@ -9,10 +9,9 @@ import asyncio
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, replace
 
-from millrace.core.completions import chunk_of, cut
+from millrace.core.completions import TokenLog, chunk_of, cut, is_complete, resume_request
 from millrace.core.protocols import OnCompletion, OnTokens, SupportsGenerate
 from millrace.core.records import Completion, CompletionChunk, Request
-from millrace.core.token_log import TokenLog, is_complete, resume_request
 from millrace.environments.rollouts.attempt import PartialRollout
 
 

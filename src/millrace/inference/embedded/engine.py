@@ -16,8 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.core.errors import RunFailed, TaskError
-from millrace.core.records import Completion, CompletionChunk, Finish, Request, Sampling
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.records import (
+    Completion,
+    CompletionChunk,
+    Finish,
+    Request,
+    Sampling,
+    ScoreRequest,
+    TokenLogprobs,
+)
 from millrace.inference.backend import EngineStats, FinishedRequest
 from millrace.inference.embedded.decode.loop import DecodeLoop
 from millrace.inference.embedded.decode.sampling import sample_batch

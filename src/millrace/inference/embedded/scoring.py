@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.core.records import Kept
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.records import Kept, ScoreRequest, TokenLogprobs
 from millrace.models.attention.layout import PackedLayout
 from millrace.models.loading import hidden_states
 from millrace.models.logprobs import KeptRows, final_logits

@@ -14,9 +14,8 @@ import threading
 from collections.abc import Awaitable
 from typing import Any, cast
 
-from millrace.cluster.link import Link, WorkerCall
+from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
 from millrace.cluster.messages import GroupScored, ScoreGroup, StartScorer, Stop, WorkerProgress
-from millrace.cluster.worker_main import run_worker, serve, unexpected
 from millrace.core.errors import ScoreError
 from millrace.core.spans import Timeline
 from millrace.scoring.functions.shipping import load_function

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from millrace.cluster.link import Link, WorkerCall
+from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
 from millrace.cluster.messages import (
     ReadSteps,
     StartRewardModel,
@@ -25,7 +25,6 @@ from millrace.cluster.messages import (
     Stop,
     WorkerProgress,
 )
-from millrace.cluster.worker_main import run_worker, serve, unexpected
 from millrace.core.errors import ScoreError
 from millrace.core.spans import Timeline
 from millrace.models.classifier import Classifier, ClassifierInput, load_classifier

@@ -10,8 +10,14 @@ import numpy as np
 
 from millrace.cluster.messages import StartTeacher
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.core.records import Group, Rollout, ScorerResult, TokenScores
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.records import (
+    Group,
+    Rollout,
+    ScoreRequest,
+    ScorerResult,
+    TokenLogprobs,
+    TokenScores,
+)
 from millrace.models.directory import load_tokenizer, text_config
 from millrace.scoring.model_process import ModelHandle
 from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from millrace.cluster.messages import ScoreTokens, Swapped, SwapWeights, TokensScored
 from millrace.core.errors import WorkerError
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import ScoreRequest, TokenLogprobs, WeightUpdate
 from millrace.scoring.model_process import ModelProcess
 
 SWAP_ATTEMPTS = 2

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace.core.protocols import Scorer
-from millrace.core.records import Group, ScorerResult, Task, TokenScores
-from millrace.core.score_requests import score_request_for
+from millrace.core.records import Group, ScorerResult, Task, TokenScores, score_request_for
 from millrace.scoring.model_process import ModelScorer
 from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext
 from millrace.scoring.teachers.logprob_model import (

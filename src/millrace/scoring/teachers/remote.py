@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from millrace.core.errors import ConfigError
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.scoring.services.endpoint import Endpoint
 
 MAX_TOKENS = 262_144  # per HTTP request

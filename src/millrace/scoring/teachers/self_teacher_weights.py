@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from millrace.config import RunConfig
 from millrace.core.files import reason
 from millrace.core.protocols import WeightReceiver
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.inference.embedded.live_weights import LiveWeights, PreparedWeights
 from millrace.inference.embedded.lora.bank import AdapterMerger
 from millrace.models.loading import read_weights, resolve_dtype, write_weights

@@ -22,10 +22,11 @@ from millrace.core.records import (
     ScorerResult,
     Task,
     TeacherLogprobs,
+    TokenLogprobs,
     TokenScores,
+    WeightUpdate,
+    score_request_for,
 )
-from millrace.core.score_requests import TokenLogprobs, score_request_for
-from millrace.core.weight_update import WeightUpdate
 from millrace.models.directory import vocabulary_checksum
 from millrace.scoring.model_process import ModelScorer
 from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from millrace.cluster.link import Link, WorkerCall
+from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpected
 from millrace.cluster.messages import (
     ScoreTokens,
     StartTeacher,
@@ -27,10 +27,9 @@ from millrace.cluster.messages import (
     TokensScored,
     WorkerProgress,
 )
-from millrace.cluster.worker_main import run_worker, serve, unexpected
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, RunFailed, WeightError
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.core.spans import Timeline
 from millrace.inference.embedded.scoring import ScoringEngine, num_rows
 from millrace.models.attention.packed import PACKED_ATTENTION

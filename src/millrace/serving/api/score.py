@@ -22,8 +22,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from millrace.core.protocols import OnCompletion, OnTokens
-from millrace.core.records import Completion, Request
-from millrace.core.score_requests import ScoreRequest, TokenLogprobs
+from millrace.core.records import Completion, Request, ScoreRequest, TokenLogprobs
 from millrace.scoring.teachers.process import TeacherProcess
 from millrace.serving.api.bodies import Body, Number, TokenIds
 from millrace.serving.api.errors import ApiError

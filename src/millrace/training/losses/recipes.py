@@ -11,9 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.core.errors import ConfigError
+from millrace.core.errors import ConfigError, suggestion
 from millrace.core.plugins import build_plugin, load_reference
-from millrace.core.spelling import suggestion
 from millrace.training.losses.distillation import Distillation
 from millrace.training.losses.loss import Loss
 from millrace.training.losses.policy_loss import PolicyLoss

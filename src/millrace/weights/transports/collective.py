@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.checksum import checksum
 from millrace.weights.recv_backend import Fetched, Staging
 from millrace.weights.send_backend import Memory, TensorMemory

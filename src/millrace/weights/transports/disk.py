@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from millrace.core import files as storage
 from millrace.core.errors import WeightError
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights import packing
 from millrace.weights.recv_backend import Fetched, Staging
 from millrace.weights.send_backend import Memory, NoSpace, TensorMemory

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from millrace.core.weight_update import WeightUpdate
+from millrace.core.records import WeightUpdate
 from millrace.weights.recv_backend import Fetched, Staging
 from millrace.weights.send_backend import Memory
 from millrace.weights.transports.segment import Backing, Segment, SegmentReader, default_backing

@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from millrace.cluster.private_folder import private_folder
+from millrace.core.files import private_folder
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from millrace.cluster.private_folder import private_folder
+from millrace.core.files import private_folder
 
 with private_folder(Path(sys.argv[1])) as folder:
     print(folder, flush=True)
