@@ -1,8 +1,9 @@
 """Completions: cut and joined with everything that belongs to their tokens, and resumed.
 
-A token log collects the streamed tokens of a request. The engine pool resumes the requests of a lost
-engine on another one from it. The journal saves the tokens of unfinished groups, as StreamedTokens,
-across a crash of the controller; a resumed group replays them and samples only the rest.
+A token log collects the streamed tokens of a request. From it the engine pool resumes the requests
+of a lost engine on another one. The journal saves the tokens of unfinished groups, as
+StreamedTokens, across a crash of the controller; a resumed group replays them and samples only the
+rest.
 
 Promise: tokens, logprobs, versions and kept ids are joined as they were sampled. Expert routes come
 with the end of a completion only: the engine that resumes it records its own.
