@@ -10,13 +10,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_model import make_tiny_model
 
+from millrace.cluster.fork_server import is_supported, shared_fork_server
 from millrace.environments.loop_thread import LoopThread
+from millrace.run.launch import PRELOAD
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     """A directory with a model, for all tests that only read it."""
     return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def warm_fork_server(tmp_path_factory) -> Iterator[None]:
+    """The fork server of all runs in this process; without it, each run imports torch anew."""
+    if not is_supported():
+        yield
+        return
+    with shared_fork_server(PRELOAD, log=tmp_path_factory.mktemp("fork_server") / "log"):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,12 @@ import psutil
 import pytest
 from echo_worker import answer, ask
 
-from millrace.cluster.fork_server import TITLE_BYTES, ForkServer, is_supported
+from millrace.cluster.fork_server import (
+    TITLE_BYTES,
+    ForkServer,
+    is_supported,
+    shared_fork_server,
+)
 from millrace.cluster.hub import Hub
 from millrace.core.errors import WorkerError
 
@@ -39,9 +44,14 @@ def is_forked(pid: int | None) -> bool:
 
 
 def server_of(pid: int) -> psutil.Process:
+    return servers_of(pid)[-1]
+
+
+def servers_of(pid: int) -> list[psutil.Process]:
+    """The oldest first."""
     children = psutil.Process(pid).children()
-    (server,) = [c for c in children if "millrace.cluster.fork_server" in c.cmdline()]
-    return server
+    servers = [c for c in children if "millrace.cluster.fork_server" in c.cmdline()]
+    return sorted(servers, key=lambda server: server.create_time())
 
 
 async def echoes(worker) -> bool:
@@ -120,6 +130,28 @@ async def test_workers_start_directly_if_the_server_cannot_import(tmp_path):
         worker = await hub.launch("echo-0", "echo_worker")
         assert not is_forked(worker.pid)
     assert "No module named 'no_such_module'" in (tmp_path / "fork_server.log").read_text()
+
+
+def test_users_share_a_server_that_ends_with_the_last_one(tmp_path):
+    before = servers_of(os.getpid())
+    with shared_fork_server(["numpy"], log=tmp_path / "log") as first:
+        with shared_fork_server(["numpy"], log=tmp_path / "log") as second:
+            assert second is first
+        assert first.is_alive
+        with shared_fork_server(["json"], log=tmp_path / "log") as other:
+            assert other is not first
+    assert servers_of(os.getpid()) == before
+
+
+def test_server_that_died_is_replaced_for_the_next_user(tmp_path):
+    before = servers_of(os.getpid())
+    with shared_fork_server(["numpy"], log=tmp_path / "log") as first:
+        server_of(os.getpid()).kill()
+        server_of(os.getpid()).wait()
+        with shared_fork_server(["numpy"], log=tmp_path / "log") as second:
+            assert second is not first
+            assert second.is_alive
+    assert servers_of(os.getpid()) == before
 
 
 async def test_worker_whose_launch_is_cancelled_does_not_stay(tmp_path):

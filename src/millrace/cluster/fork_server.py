@@ -14,6 +14,9 @@ that moment.
 The server creates no thread of its own and does not load the CUDA driver, so forking is safe; if an
 import loads the driver, the server ends and workers are started directly. The controller's side
 runs on its event loop; this module, run as a program, is the server.
+
+Hubs that are open at the same time share a server. Hold `shared_fork_server()` open around several
+runs of one process, and only the first of them waits for the imports.
 """
 
 import asyncio
@@ -110,8 +113,12 @@ class ForkServer:
                 start_new_session=True,
             )
         self._is_ready = False
-        self._lock = asyncio.Lock()
+        self._lock = threading.Lock()  # one request at a time
         self._send(list(preload))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     async def fork(
         self, arguments: Sequence[str], *, env: Mapping[str, str], log: Path
@@ -138,16 +145,20 @@ class ForkServer:
     async def _fork(
         self, arguments: Sequence[str], *, env: Mapping[str, str], log: Path
     ) -> ForkedChild | None:
-        async with self._lock:
-            if not self._is_ready:
-                self._is_ready = await asyncio.to_thread(self._receive) == READY
-            if not self._is_ready:
-                return None
-            with _subreaper():
-                self._send(_request(arguments, env=env, log=log))
-                reply = await asyncio.to_thread(self._receive)
-        pid = int(reply or b"0")
+        request = _request(arguments, env=env, log=log)
+        pid = await asyncio.to_thread(self._ask, request)
         return ForkedChild(pid) if pid else None
+
+    def _ask(self, request: Mapping[str, Any]) -> int:
+        """The process id of the new worker; 0 if the server cannot fork one."""
+        with self._lock:
+            if not self._is_ready:
+                self._is_ready = self._receive() == READY
+            if not self._is_ready:
+                return 0
+            with _subreaper():
+                self._send(request)
+                return int(self._receive() or b"0")
 
     def _send(self, message: object) -> None:
         assert self._process.stdin is not None
@@ -163,6 +174,42 @@ class ForkServer:
         """Whether modules that were imported in the server's environment fit this one."""
         different = {name for name in {*self._env, *env} if self._env.get(name) != env.get(name)}
         return all(name.startswith(LATE_VARIABLES) for name in different)
+
+
+class _SharedServers:
+    """The fork servers of this process, each with the number of its users."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._servers: dict[tuple[str, ...], tuple[ForkServer, int]] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, preload: Sequence[str], *, log: Path) -> Iterator[ForkServer]:
+        """The server with these imports; it ends with its last user."""
+        key = tuple(preload)
+        with self._lock:
+            server, users = self._servers.get(key, (None, 0))
+            if server is None or not server.is_alive:
+                server, users = ForkServer(key, log=log), 0
+            self._servers[key] = (server, users + 1)
+        try:
+            yield server
+        finally:
+            self._release(key, server)
+
+    def _release(self, key: tuple[str, ...], server: ForkServer) -> None:
+        with self._lock:
+            newest, users = self._servers.get(key, (None, 0))
+            if newest is not server:  # it had died and was replaced
+                server.close()
+            elif users > 1:
+                self._servers[key] = (server, users - 1)
+            else:
+                del self._servers[key]
+                server.close()
+
+
+shared_fork_server = _SharedServers()  # a worker's parent is the process, so they are its own
 
 
 def _request(arguments: Sequence[str], *, env: Mapping[str, str], log: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import zmq.asyncio
 
 from millrace.cluster import address as addresses
 from millrace.cluster.address import Credentials, RunKeys, TokenAuthenticator
-from millrace.cluster.fork_server import ForkServer, is_supported
+from millrace.cluster.fork_server import ForkServer, is_supported, shared_fork_server
 from millrace.cluster.join.registry import JoinRegistry
 from millrace.cluster.join.ticket import JoinTicket
 from millrace.cluster.link import EVENT_ID, identity_of, read_frames
@@ -91,8 +91,8 @@ class Hub:
                 self.address = _local(folder)
             if self._preload and is_supported():
                 log = self._log_dir / "fork_server.log"
-                self._fork_server = ForkServer(self._preload, log=log)
-                stack.callback(self._fork_server.close)
+                server = shared_fork_server(self._preload, log=log)
+                self._fork_server = stack.enter_context(server)
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
             if self._keys is not None:
