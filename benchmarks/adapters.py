@@ -2,9 +2,9 @@
 
     python benchmarks/adapters.py --model qwen3-1.7b --rank 32 --json rows.json
 
-There is one row each for no adapter, one merged adapter, one unmerged adapter, and one unmerged
-adapter beside frozen ones that the sequences use in turn. The swap replaces the policy's adapter by
-tensors on the device, as weights.transport = "ipc" delivers them. The model has random weights.
+The rows are: no adapter, one merged adapter, one unmerged adapter, and 4 or 8 unmerged adapters
+that the sequences use in turn. Swaps replace the policy's adapter by tensors on the device, as
+weights.transport = "ipc" delivers them. The model has random weights.
 """
 
 import argparse
@@ -35,18 +35,18 @@ PROMPT_TOKENS = 16
 NUM_SWAPS = 20
 
 
-class Case(NamedTuple):
+class AdapterCase(NamedTuple):
     name: str
     merges: bool = False
-    num_slots: int = 0  # unmerged, with that of the policy
+    num_unmerged: int = 0  # including the policy's adapter
 
 
 CASES = (
-    Case("none"),
-    Case("merged", merges=True),
-    Case("unmerged", num_slots=1),
-    Case("4 unmerged", num_slots=4),
-    Case("8 unmerged", num_slots=8),
+    AdapterCase("none"),
+    AdapterCase("merged", merges=True),
+    AdapterCase("unmerged", num_unmerged=1),
+    AdapterCase("4 unmerged", num_unmerged=4),
+    AdapterCase("8 unmerged", num_unmerged=8),
 )
 
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in CASES:
         rows.append(measure(case, args))
         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-        torch.compiler.reset()  # each engine compiles for itself; together they reach a limit
+        torch.compiler.reset()  # all engines together would exceed the recompilation limit
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if args.json:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+def measure(case: AdapterCase, args: argparse.Namespace) -> dict[str, Any]:
     device = resolve_device(args.device)
     model, tokenizer = make_model(
         args.model, dtype=getattr(torch, args.dtype), device=device, attention=PAGED_ATTENTION
@@ -81,7 +81,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     policy = adapter_of(model, LoraConfig(rank=args.rank, alpha=2 * args.rank, dora=args.dora))
     adapters = {
         str(number) if number else None: replace(policy, tensors=_random(policy, device=device))
-        for number in range(case.num_slots)
+        for number in range(case.num_unmerged)
     }
     engine = engine_of(
         model,
@@ -115,7 +115,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _random(adapter: Adapter, *, device: torch.device) -> Mapping[str, Tensor]:
-    """Small enough to leave the logits finite."""
+    """Random values that are small enough to keep the logits finite."""
     shapes = adapter.shapes().items()
     return {name: 1e-2 * torch.rand(shape, device=device) + 1e-3 for name, shape in shapes}
 

@@ -1,18 +1,18 @@
-"""One run with three signals: a reward, a teacher, and the policy's own past with a hint.
+"""The same run with three scorers: a reward function, a teacher, and a self-teacher with a hint.
 
     python benchmarks/distillation.py --json distillation.json
 
-The task is the demo's: write the digits of a number in ascending order. The policy has learned from
-careless examples, so it mostly copies the number. If the answer precedes the prompt, it repeats it.
-The runs differ in their [[scorers]] tables only:
+The task is the demo's: write the digits of a number in ascending order. The policy is warm-started
+on careless examples, so it mostly copies the number. If the answer precedes the prompt, the policy
+repeats the answer. The runs differ only in their [[scorers]]:
 
-    function       1 for the right answer, else 0
-    teacher        a model of the same size that was shown right answers only
-    self_teacher   the moving average of the policy's versions, which reads the answer as a hint
+    function       1 for the correct answer, otherwise 0
+    teacher        a model of the same size that was trained on correct answers only
+    self_teacher   a moving average of the policy's versions, which reads the answer as a hint
 
-Reported for each, before and after: greedy accuracy on held-out tasks, and the mean KL(policy,
-teacher) over the tokens that the policy samples there, over the whole vocabulary. The self-teacher
-of this comparison is the policy before the run, with the hint.
+For each run the script reports, before and after: greedy accuracy on held-out tasks, and the mean
+KL(policy || teacher) at the tokens that the policy samples there, over the whole vocabulary. For
+self_teacher, the KL compares with the policy before the run, with the hint.
 """
 
 import argparse
@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def scorer_tables(teacher: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the runs differ in."""
+    """The [[scorers]] of each run."""
     return {
         "function": [{"function": "millrace.demo.task:exact"}],
         "teacher": [{"type": "teacher", "model": str(teacher), "loss": "jsd", "top_k": 8}],
@@ -69,12 +69,12 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", default=["function", "teacher", "self_teacher"])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
-        "--examples", type=int, default=6_400, help="of either kind, for the policy's warm start"
+        "--examples", type=int, default=6_400, help="careless and hinted ones, each (6400)"
     )
     parser.add_argument("--teacher-examples", type=int, default=25_600)
     parser.add_argument("--held-out", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--models", type=Path, help="where they are kept, and looked for first")
+    parser.add_argument("--models", type=Path, help="folder to keep and reuse the models")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -91,9 +91,9 @@ def compare(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         make_policy(policy, num_examples=args.examples, seed=args.seed)
     if not teacher.exists():
         make_teacher(teacher, num_examples=args.teacher_examples, seed=args.seed + 1)
-    exam = Exam(policy, num_tasks=args.held_out, seed=args.seed)
+    exam = HeldOutExam(policy, num_tasks=args.held_out, seed=args.seed)
     rows: list[dict[str, Any]] = [
-        {"run": "the teacher itself", "accuracy": exam.accuracy(load(teacher))}
+        {"run": "teacher alone", "accuracy": exam.accuracy(load(teacher))}
     ]
     print(json.dumps(rows[0]), flush=True)
     for name in args.runs:
@@ -107,15 +107,16 @@ def compare(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
             "trainer": {**SETTINGS["trainer"], "steps": args.steps},
         }
         result = mr.train(settings)
-        judge, hinted = (load(policy), True) if name == "self_teacher" else (load(teacher), False)
+        is_self = name == "self_teacher"
+        target = load(policy if is_self else teacher)
         before, after = load(policy), load(result.checkpoint)
         rows.append(
             {
                 "run": name,
                 "accuracy_before": exam.accuracy(before),
                 "accuracy": exam.accuracy(after),
-                "kl_before": exam.divergence(before, judge, hinted=hinted),
-                "kl": exam.divergence(after, judge, hinted=hinted),
+                "kl_before": exam.divergence(before, target, hinted=is_self),
+                "kl": exam.divergence(after, target, hinted=is_self),
                 "episodes": result.episodes,
                 "seconds": round(time.monotonic() - start_s, 1),
             }
@@ -125,8 +126,7 @@ def compare(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def make_policy(path: Path, *, num_examples: int, seed: int) -> None:
-    """Of its examples half are careless, and half have the right answer before the prompt, and as
-    their answer."""
+    """Half of its examples are careless. The others have the answer before the prompt."""
     hinted = [
         (TEMPLATE.format(hint=task["answer"], prompt=task["prompt"]), task["answer"])
         for task in make_tasks(num_examples, seed=seed + 100)
@@ -153,8 +153,8 @@ def load(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path).eval()
 
 
-class Exam:
-    """Held-out tasks."""
+class HeldOutExam:
+    """Measures a model on held-out tasks."""
 
     def __init__(self, tokenizer: Path, *, num_tasks: int, seed: int) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
@@ -168,31 +168,30 @@ class Exam:
     def divergence(
         self, policy: PreTrainedModel, teacher: PreTrainedModel, *, hinted: bool
     ) -> float:
-        """Mean KL(policy, teacher) over what the policy samples; `hinted`: the teacher reads the
-        answer first."""
+        """Mean KL(policy || teacher) per token that the policy samples. `hinted`: the teacher reads
+        the answer before the prompt."""
         torch.manual_seed(0)
         total, count = 0.0, 0
         for task, completion in zip(
             self._tasks, self._complete(policy, do_sample=True), strict=True
         ):
-            shown = task["prompt"]
-            if hinted:
-                shown = TEMPLATE.format(hint=task["answer"], prompt=shown)
-            q = self._distributions(policy, task["prompt"], completion)
-            p = self._distributions(teacher, shown, completion)
-            total += (q.exp() * (q - p)).sum().item()
+            prompt = task["prompt"]
+            hint = TEMPLATE.format(hint=task["answer"], prompt=prompt)
+            q_TV = self._logprobs(policy, prompt, completion)
+            p_TV = self._logprobs(teacher, hint if hinted else prompt, completion)
+            total += (q_TV.exp() * (q_TV - p_TV)).sum().item()
             count += len(completion)
         return round(total / count, 5)
 
     @torch.no_grad()
-    def _distributions(self, model: PreTrainedModel, prompt: str, completion: Tensor) -> Tensor:
+    def _logprobs(self, model: PreTrainedModel, prompt: str, completion: Tensor) -> Tensor:
         before = torch.tensor(self._tokenizer.encode(prompt))
         logits = model(input_ids=torch.cat([before, completion])[None]).logits[0]
         return logits[len(before) - 1 : -1].log_softmax(-1)
 
     @torch.no_grad()
     def _complete(self, model: PreTrainedModel, *, do_sample: bool) -> list[Tensor]:
-        """With the end, where there is one."""
+        """Completions of all tasks, including the end token if there is one."""
         batch = self._tokenizer([task["prompt"] for task in self._tasks], padding=True)
         inputs = {name: torch.tensor(batch[name]) for name in ("input_ids", "attention_mask")}
         generated: Any = model.generate(**inputs, max_new_tokens=10, do_sample=do_sample, top_k=0)

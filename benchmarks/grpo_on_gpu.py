@@ -1,24 +1,26 @@
-"""GRPO end to end on one GPU: SmolLM2-135M-Instruct learns sums of two numbers under 100.
+"""GRPO end to end on one GPU: SmolLM2-135M-Instruct learns to add two numbers below 100.
 
     python benchmarks/smollm2.py smollm2
     python benchmarks/grpo_on_gpu.py smollm2 --json rows.json
 
-32 prompts x 8 completions a step, at most 128 new tokens, reward 1 if the last number is the sum.
-Engine and trainer share the GPU as two processes, in float16 over float32 master weights (--dtype
-bfloat16 for comparison: there the first dozens of such small updates round to nothing). The same by
-TRL, for a comparison on one machine (needs `pip install trl datasets`, and vllm to be fast):
+A step has 32 prompts x 8 completions of at most 128 tokens. The reward is 1 if the last number is
+the sum. Engine and trainer are two processes on the GPU and compute in float16 with float32 master
+weights. With --dtype bfloat16, the first dozens of these small updates are lost to rounding.
+
+To run TRL on the same machine (needs `pip install trl datasets`, and vllm to be fast):
 
     python benchmarks/grpo_on_gpu.py smollm2 --peer --save trl.json
     python benchmarks/grpo_on_gpu.py smollm2 --peer-json trl.json --json rows.json
 
-Any saved run can be the peer. Asynchronous against synchronous, with lengths to 1,024 tokens:
+Any saved run can be the peer. To compare asynchronous with synchronous training, with completions
+of up to 1,024 tokens:
 
     python benchmarks/grpo_on_gpu.py smollm2 --lengths long --sync --save sync.json
     python benchmarks/grpo_on_gpu.py smollm2 --lengths long --peer-json sync.json
 
 Rows are {measure, ours, peer, ratio}: samples per second after the first steps, rewards over the
-same number of samples, lengths, logprob mismatch, memory. The mismatch of an asynchronous run also
-holds what the policy learned while its samples waited; --sync leaves only that of the arithmetic.
+same number of samples, lengths, logprob mismatch, memory. In an asynchronous run, the mismatch
+includes what the policy learned while its samples waited. With --sync, only rounding remains.
 """
 
 import argparse
@@ -37,7 +39,7 @@ from grpo_run import (
     Workload,
     compare,
     load_measurement,
-    watched_gpu,
+    sampled_gpu_memory,
 )
 from sums import exact_sum
 from trl_runs import BETAS
@@ -51,9 +53,9 @@ from millrace.monitoring.run_dir import RunDir
 from millrace.run.train import train
 
 MAX_NEW_TOKENS = {"short": 128, "long": 1024}
-SAMPLES_READ = 16  # episodes written each step; they say how many completions ended
-# Samples per second of TRL 1.16 with vLLM 0.24 colocated, on one H200: what a run with the default
-# settings is put beside where TRL itself was not run.
+EPISODES_RECORDED = 16  # per step; they show how many completions ended before the limit
+# Samples per second of TRL 1.16 with vLLM 0.24 colocated, on one H200, for the default workload.
+# Runs without --peer-json are compared with it.
 RECORDED_PEER = 135.0
 
 
@@ -85,7 +87,7 @@ def main() -> int:
     if args.save:
         measured.save(Path(args.save))
     peer = load_measurement(Path(args.peer_json)) if args.peer_json else None
-    recorded = RECORDED_PEER if _is_what_was_recorded(workload) and not args.peer else None
+    recorded = RECORDED_PEER if _is_recorded_workload(workload) and not args.peer else None
     rows = compare(measured, peer, recorded=recorded)
     print(_table(rows, ours=measured.name, peer=_peer_name(peer, recorded)))
     if args.json:
@@ -103,7 +105,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, help="at most (128; with long 1024)")
     parser.add_argument("--learning-rate", type=float, default=5e-6, help="(5e-6)")
     parser.add_argument("--max-staleness", type=int, default=4, help="of trained tokens (4)")
-    parser.add_argument("--sync", action="store_true", help="staleness 0: take turns")
+    parser.add_argument("--sync", action="store_true", help="staleness 0: synchronous training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument(
@@ -120,7 +122,7 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if not Path(args.model).is_dir():
         parser.error(
-            f"{args.model} is no directory; run: python benchmarks/smollm2.py {args.model}"
+            f"{args.model} is not a directory; run: python benchmarks/smollm2.py {args.model}"
         )
     if args.steps < 2:
         parser.error(f"--steps {args.steps} leaves no time between two steps; use at least 2")
@@ -133,7 +135,7 @@ def measure_ours(
     workload: Workload, *, folder: Path, max_staleness: int, overrides: dict[str, Any]
 ) -> Measurement:
     run_dir = RunDir(folder / "run")
-    with watched_gpu(workload.device) as used:
+    with sampled_gpu_memory(workload.device) as used:
         train(
             settings(workload, run_dir=run_dir.path, max_staleness=max_staleness),
             tasks=workload.tasks(),
@@ -162,7 +164,7 @@ def measure_ours(
 
 
 def settings(workload: Workload, *, run_dir: Path, max_staleness: int) -> dict[str, Any]:
-    """What a user would write for this workload on one GPU."""
+    """The settings that a user would write for this workload on one GPU."""
     on_gpu = workload.device == "cuda"
     waiting = (max_staleness + 1) * workload.prompts
     return {
@@ -174,7 +176,7 @@ def settings(workload: Workload, *, run_dir: Path, max_staleness: int) -> dict[s
         "buffer": {"capacity": waiting, "max_staleness": max_staleness},
         "engine": {
             "dtype": workload.dtype,
-            # All that may be under way: a place to wait in is a place to decode in.
+            # Room for all groups that may be in flight.
             "max_sequences": min(1024, waiting * workload.group) if on_gpu else 32,
             "max_context": PROMPT_TOKENS + workload.max_new_tokens,
         },
@@ -188,7 +190,7 @@ def settings(workload: Workload, *, run_dir: Path, max_staleness: int) -> dict[s
         "placement": {"trainer": workload.device, "engines": workload.device},
         "scoring": {"workers": 1},
         "checkpoint": {"every_steps": 0},
-        "monitoring": {"samples_per_step": SAMPLES_READ},
+        "monitoring": {"samples_per_step": EPISODES_RECORDED},
     }
 
 
@@ -208,7 +210,7 @@ def _shares(run_dir: RunDir, *, start_s: float, end_s: float) -> dict[str, Any]:
 
 
 def _ended_share(run_dir: RunDir) -> float:
-    """Of the episodes that were written down."""
+    """Share of the recorded episodes that ended before the limit."""
     finishes = [
         json.loads(line)["finish"]
         for path in run_dir.rollouts.glob("step_*.jsonl")
@@ -222,7 +224,7 @@ def _override(text: str) -> tuple[str, Any]:
     return key, parse_override(value)
 
 
-def _is_what_was_recorded(workload: Workload) -> bool:
+def _is_recorded_workload(workload: Workload) -> bool:
     shape = (workload.prompts, workload.group, workload.max_new_tokens, workload.lengths)
     return workload.device == "cuda" and shape == (32, 8, 128, "short")
 
@@ -236,7 +238,7 @@ def _peer_name(peer: Measurement | None, recorded: float | None) -> str:
 def _table(rows: list[dict[str, Any]], *, ours: str, peer: str) -> str:
     lines = [f"this run: {ours}; peer: {peer}", f"{'':44}{'this run':>14}{'peer':>14}{'ratio':>8}"]
     for row in rows:
-        values = (f"{_shown(row[side]):>14}" for side in ("ours", "peer"))
+        values = (f"{_format(row[side]):>14}" for side in ("ours", "peer"))
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
         lines.append(f"{row['measure']:44}{''.join(values)}{ratio:>8}")
     for role, reasons in rows[0].get("idle_reasons", {}).items():
@@ -247,7 +249,7 @@ def _table(rows: list[dict[str, Any]], *, ours: str, peer: str) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: float | None) -> str:
+def _format(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

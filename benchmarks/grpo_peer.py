@@ -1,20 +1,20 @@
-"""The peer's side of grpo_on_gpu.py: TRL's GRPOTrainer, with vLLM colocated if it is installed.
+"""The peer of grpo_on_gpu.py: TRL's GRPOTrainer, with vLLM colocated if it is installed.
 
-TRL gets its fastest settings: a whole step in one forward pass where it fits, no gradient
-checkpointing, no KL model. Master weights are float32 under 16-bit compute, as on the other side.
-By default, TRL would train in the bfloat16 of the checkpoint, which loses most of these updates.
+TRL gets its fastest settings: a whole step in one forward pass if it fits, no gradient
+checkpointing, no KL model. As in Millrace, master weights are float32 and compute is 16-bit. TRL's
+default, training in the bfloat16 of the checkpoint, would lose most of these updates.
 """
 
 import importlib.util
 from pathlib import Path
 from typing import Any
 
-from grpo_run import PROMPT_TOKENS, Measurement, Workload, watched_gpu
+from grpo_run import PROMPT_TOKENS, Measurement, Workload, sampled_gpu_memory
 from sums import exact_sum
 from trl_runs import grpo_settings, step_recorder
 
-# At most, in one forward and backward pass; long ones do not fit as a whole step.
-SEQUENCES = {"short": 256, "long": 32}
+# Most sequences per forward and backward pass. A whole step of long ones does not fit.
+MAX_SEQUENCES = {"short": 256, "long": 32}
 
 
 def measure_peer(workload: Workload, *, folder: Path) -> Measurement:
@@ -30,7 +30,7 @@ def measure_peer(workload: Workload, *, folder: Path) -> Measurement:
         train_dataset=Dataset.from_list(workload.tasks()),
         callbacks=[recorder],
     )
-    with watched_gpu(workload.device) as used:
+    with sampled_gpu_memory(workload.device) as used:
         trainer.train()
     logs = recorder.logs
     clipped = [row["completions/clipped_ratio"] for row in logs]
@@ -50,7 +50,7 @@ def measure_peer(workload: Workload, *, folder: Path) -> Measurement:
 
 def _settings(workload: Workload, *, folder: Path, use_vllm: bool) -> Any:
     per_step = workload.samples_per_step
-    sequences = next(n for n in range(SEQUENCES[workload.lengths], 0, -1) if per_step % n == 0)
+    sequences = next(n for n in range(MAX_SEQUENCES[workload.lengths], 0, -1) if per_step % n == 0)
     return grpo_settings(
         output_dir=str(folder),
         model_init_kwargs={"dtype": "float32"},

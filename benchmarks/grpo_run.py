@@ -20,7 +20,7 @@ PROMPT_TOKENS = 128  # longer than any question
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """The same for every side."""
+    """One training job, which each side runs."""
 
     model: str
     lengths: Lengths
@@ -43,16 +43,16 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """What one side measured; lists have one entry per step."""
+    """Measurements of one side; lists have one entry per step."""
 
     name: str
     samples_per_step: int
-    times_s: list[float]  # when each step was done
+    times_s: list[float]  # end of each step
     rewards: list[float]
     mean_lengths: list[float]  # completion tokens
-    mismatches: list[float]  # mean |trainer - engine logprob|; empty where nobody computes it
-    ended_share: float | None  # completions that ended themselves, not at the limit
-    peak_gpu_bytes: int | None  # of all processes on the device; None where nobody knows
+    mismatches: list[float]  # mean |trainer - engine logprob|; empty if it was not computed
+    ended_share: float | None  # share of completions that ended before the limit
+    peak_gpu_bytes: int | None  # of all processes on the device; None if unknown
     notes: dict[str, Any]
 
     @property
@@ -77,8 +77,8 @@ def load_measurement(path: Path) -> Measurement:
 def compare(
     ours: Measurement, peer: Measurement | None, *, recorded: float | None = None
 ) -> list[dict[str, Any]]:
-    """One row per measure. Without a peer's measurement, samples/s stand beside the `recorded`."""
-    # Rewards count per sample seen, so each side's first so many samples are compared.
+    """One row per measure. `recorded` is the peer's samples/s if the peer itself was not run."""
+    # Rewards are compared over the same number of samples.
     steps = len(ours.rewards)
     if peer is not None:
         seen = min(side.samples_per_step * len(side.rewards) for side in (ours, peer))
@@ -109,7 +109,7 @@ def compare(
 
 
 def _first(side: Measurement, steps: int, *, like: Measurement) -> list[float]:
-    """The rewards of the first samples: as many as `like` sees in so many steps."""
+    """Rewards of as many samples as `like` has in its first `steps` steps."""
     return side.rewards[: steps * like.samples_per_step // side.samples_per_step]
 
 
@@ -123,8 +123,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 @contextlib.contextmanager
-def watched_gpu(device: str, *, period_s: float = 1.0) -> Iterator[list[int]]:
-    """Inside, nvidia-smi is asked once in a while; the list gets the bytes in use each time."""
+def sampled_gpu_memory(device: str, *, period_s: float = 1.0) -> Iterator[list[int]]:
+    """A list that grows by the bytes in use, as nvidia-smi reports them every `period_s`."""
     used: list[int] = []
     if device != "cuda" or shutil.which("nvidia-smi") is None:
         yield used
@@ -132,12 +132,12 @@ def watched_gpu(device: str, *, period_s: float = 1.0) -> Iterator[list[int]]:
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     done = threading.Event()
 
-    def watch() -> None:
+    def sample() -> None:
         while not done.wait(period_s):
             reply = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             used.append(max(int(line) for line in reply.split()) * 2**20)
 
-    thread = threading.Thread(target=watch, name="gpu-memory")
+    thread = threading.Thread(target=sample, name="gpu-memory")
     thread.start()
     try:
         yield used

@@ -1,21 +1,20 @@
-"""The five interrupt models on one long-tailed workload: a real run of each, on the CPU.
+"""The five interrupt models on one long-tailed workload, one real run each, on the CPU.
 
     python benchmarks/interrupts.py --json interrupts.json
 
-All runs have the same model, tasks, batches and cores; only weights.interrupt differs, and with
-"barrier" buffer.max_staleness, which must be 0 there. Completion lengths are geometric: most are
-short, and a few reach the limit. A tiny learning rate keeps the lengths.
+All runs have the same model, tasks, batches and cores. Only weights.interrupt differs, and with
+"barrier" also buffer.max_staleness, which must be 0 there. Completion lengths are geometric: most
+are short, and a few reach the limit. A tiny learning rate keeps the lengths constant.
 
-Columns, over the time between the first steps and the last, as shares of the engines' time (trace
-spans, mean over engines):
+The columns are shares of the engines' time after the first steps (trace spans, mean over engines):
 
-- idle: no token is generated because of new weights, although there are sequences. The engine
-  copies weights into the model (span "swap"), waits for them with parked sequences ("parked"), or
-  holds new sequences back with none in flight ("drained"). This is the cost of weight sync.
-- draining: tokens are generated, but free slots stay empty because waiting sequences are held back
-  (span "drain"). At most this share is lost in addition.
-- turns: no work, because the trainer has not yet produced the version that the next group needs
-  (staleness limit or full buffer).
+- idle: the engine has sequences but generates no token because of new weights. It copies weights
+  into the model (span "swap"), waits for them with paused sequences ("parked"), or holds back new
+  sequences while none is in flight ("drained"). This is the cost of weight updates.
+- draining: the engine generates, but free slots stay empty because waiting sequences are held back
+  (span "drain"). This is an upper bound on a further loss.
+- turns: the engine has no work, because the trainer has not yet produced the version that the next
+  group needs (staleness limit or full buffer).
 """
 
 import argparse
@@ -47,7 +46,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run (30)")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest completion (256)")
-    parser.add_argument("--staleness", type=int, default=4, help="limit, but for barrier (4)")
+    parser.add_argument("--staleness", type=int, default=4, help="limit, except for barrier (4)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the rows here")
     parser.add_argument("--keep", metavar="DIR", help="keep the run directories here")

@@ -1,8 +1,8 @@
-"""Training on the demo's task in one process with data of a chosen age, to compare losses.
+"""Training on the demo's task in one process with data of exact staleness, to compare losses.
 
-Batch N is sampled by the weights of version max(0, N - staleness) and trained at version N, as if
-it had waited in a buffer that is always full. Staleness is exact and does not depend on speed:
-engine, packing and trainer are those of a real run, but they take turns.
+Batch N is sampled by version max(0, N - staleness) and trained at version N, as if it had waited in
+a full buffer. Engine, packing and trainer are those of a real run, but they take turns, so
+staleness does not depend on speed.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ _QUICK_EXAMPLES = 64  # for the warm start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """So hard a task, and so many steps, that what the loss gets wrong shows in the end."""
+class LockstepSettings:
+    """Defaults make the task hard and the run long enough to show differences between losses."""
 
     loss: dict[str, Any]
-    staleness: int = 0  # versions that a batch waits
+    staleness: int = 0  # versions between sampling and training
     seed: int = 0
     steps: int = 120
     learning_rate: float = 1.5e-4
@@ -60,17 +60,17 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    accuracy: float  # on held-out tasks, the likeliest answer
+class LockstepResult:
+    accuracy: float  # greedy, on held-out tasks
     rows: list[dict[str, float]]  # metrics of each step
 
     def mean(self, name: str, *, first: int = 0) -> float:
-        """0 if the loss has nothing to say about it."""
+        """Mean of a metric from step `first` on. A step without the metric counts as 0."""
         return float(np.mean([row.get(name, 0.0) for row in self.rows[first:]]))
 
 
-def warm_started(folder: Path, *, seed: int, quick: bool) -> Path:
-    """The demo's model of a seed, which is made once and kept in `folder`."""
+def warm_start_model(folder: Path, *, seed: int, quick: bool) -> Path:
+    """The demo's warm-started model of a seed; made once and kept in `folder`."""
     model = folder / str(seed)
     if not model.exists():
         make_model(model, seed, num_examples=_QUICK_EXAMPLES if quick else NUM_EXAMPLES)
@@ -78,60 +78,63 @@ def warm_started(folder: Path, *, seed: int, quick: bool) -> Path:
 
 
 def train(
-    model: Path, setting: Setting, *, alter: Callable[[Rollout], Rollout] = lambda rollout: rollout
-) -> Outcome:
-    """`alter` is what the trainer is shown in place of a rollout."""
+    model: Path,
+    settings: LockstepSettings,
+    *,
+    transform: Callable[[Rollout], Rollout] = lambda rollout: rollout,
+) -> LockstepResult:
+    """`transform` changes each rollout before the trainer gets it."""
     torch.set_num_threads(1)
-    config = _config(model, setting)
-    player = _Player(model, config=config.engine, setting=setting)
+    config = _config(model, settings)
+    sampler = _LockstepSampler(model, config=config.engine, settings=settings)
     trainer = build_trainer(config, path=str(model))
     waiting: deque[list[Group]] = deque()
     rows: list[dict[str, float]] = []
-    for version in range(setting.steps):
-        while len(waiting) <= setting.staleness:
-            waiting.append(player.play_batch())
-        groups = [_altered(group, alter) for group in waiting.popleft()]
+    for version in range(settings.steps):
+        while len(waiting) <= settings.staleness:
+            waiting.append(sampler.sample_batch())
+        groups = [_transformed(group, transform) for group in waiting.popleft()]
         batch = pack(groups, microbatch_tokens=config.trainer.microbatch_tokens)
         metrics = trainer.step(batch)
         ages = np.concatenate([version - m.versions for m in batch.microbatches])
         rewards = [score.total for group in groups for score in group.scores]
         rows.append({**metrics, "staleness": ages.mean(), "reward": float(np.mean(rewards))})
-        player.engine.swap(trainer.policy.weights(), version=version + 1)
-    return Outcome(accuracy=player.accuracy(), rows=rows)
+        sampler.engine.swap(trainer.policy.weights(), version=version + 1)
+    return LockstepResult(accuracy=sampler.accuracy(), rows=rows)
 
 
-class _Player:
-    """The engine, and the tasks it is given."""
+class _LockstepSampler:
+    """Samples and scores groups of the training tasks, and of the held-out tasks."""
 
-    def __init__(self, model: Path, *, config: EngineConfig, setting: Setting) -> None:
-        digits = setting.num_digits
-        num_tasks = setting.groups_per_step * (setting.steps + setting.staleness)
+    def __init__(self, model: Path, *, config: EngineConfig, settings: LockstepSettings) -> None:
+        digits = settings.num_digits
+        num_tasks = settings.groups_per_step * (settings.steps + settings.staleness)
         self.engine: EmbeddedEngine = build_engine(
             EngineSpec(config=config, device="cpu", model_path=str(model), version=0)
         )
         self._renderer = Renderer(load_tokenizer(str(model), trust_remote_code=False))
-        self._setting = setting
-        self._tasks = _tasks(make_tasks(num_tasks, setting.seed, num_digits=digits))
+        self._settings = settings
+        self._tasks = _tasks(make_tasks(num_tasks, settings.seed, num_digits=digits))
         self._held_out = _tasks(
-            make_tasks(setting.num_held_out, seed=0, held_out=True, num_digits=digits)
+            make_tasks(settings.num_held_out, seed=0, held_out=True, num_digits=digits)
         )
         self._next = 0
 
-    def play_batch(self) -> list[Group]:
-        numbers = range(self._next, self._next + self._setting.groups_per_step)
+    def sample_batch(self) -> list[Group]:
+        numbers = range(self._next, self._next + self._settings.groups_per_step)
         self._next = numbers.stop
         tasks = [self._tasks[number] for number in numbers]
-        seeds = [group_seed(self._setting.seed, number) for number in numbers]
-        return self._play(
-            tasks, seeds=seeds, n=self._setting.group_size, sampling=self._setting.sampling
+        seeds = [group_seed(self._settings.seed, number) for number in numbers]
+        return self._sample(
+            tasks, seeds=seeds, n=self._settings.group_size, sampling=self._settings.sampling
         )
 
     def accuracy(self) -> float:
         seeds = [0] * len(self._held_out)
-        groups = self._play(self._held_out, seeds=seeds, n=1, sampling=GREEDY)
+        groups = self._sample(self._held_out, seeds=seeds, n=1, sampling=GREEDY)
         return float(np.mean([group.scores[0].total for group in groups]))
 
-    def _play(
+    def _sample(
         self, tasks: list[Task], *, seeds: list[int], n: int, sampling: Sampling
     ) -> list[Group]:
         prompts = [self._renderer.render(task.prompt) for task in tasks]
@@ -171,9 +174,9 @@ def _scored(
     return dataclasses.replace(group, advantages=advantages)
 
 
-def _altered(group: Group, alter: Callable[[Rollout], Rollout]) -> Group:
+def _transformed(group: Group, transform: Callable[[Rollout], Rollout]) -> Group:
     episodes = tuple(
-        dataclasses.replace(episode, rollouts=tuple(alter(r) for r in episode.rollouts))
+        dataclasses.replace(episode, rollouts=tuple(transform(r) for r in episode.rollouts))
         for episode in group.episodes
     )
     return dataclasses.replace(group, episodes=episodes)
@@ -183,17 +186,17 @@ def _tasks(rows: list[dict[str, Any]]) -> list[Task]:
     return [Task(prompt=row["prompt"], columns={"answer": row["answer"]}) for row in rows]
 
 
-def _config(model: Path, setting: Setting) -> RunConfig:
+def _config(model: Path, settings: LockstepSettings) -> RunConfig:
     return load_config(
         {
             "model": str(model),
-            "seed": setting.seed,
-            "loss": setting.loss,
+            "seed": settings.seed,
+            "loss": settings.loss,
             "placement": {"trainer": "cpu", "engines": "cpu"},
             "engine": {"max_sequences": 128},
-            "trainer": {"steps": setting.steps, "microbatch_tokens": 2048},
+            "trainer": {"steps": settings.steps, "microbatch_tokens": 2048},
             "optimizer": {
-                "learning_rate": setting.learning_rate,
+                "learning_rate": settings.learning_rate,
                 "schedule": "linear",
                 "min_lr_ratio": 0.1,
                 "warmup_steps": 5,

@@ -1,4 +1,4 @@
-"""Logprob mismatch of engine and trainer in bfloat16, and of each against float32, on a CPU.
+"""Logprob mismatch of engine and trainer in 16 bits, and of each against float32, on a CPU.
 
     python benchmarks/mismatch.py smollm2 [--dtype float16]
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 def sample(model: str, prompts: list[np.ndarray], *, dtype: str) -> Microbatch:
     """Four answers to each prompt, packed for the trainer."""
-    # Rounds, because they are what keeps the residual stream in float32, as on a GPU.
+    # With the decode loop, because it keeps the residual stream in float32, as on a GPU.
     config = EngineConfig.model_validate({"dtype": dtype, "max_context": 256})
     spec = EngineSpec(config=config, device="cpu", model_path=model, version=0)
     engine = build_engine(spec, round_steps=4)

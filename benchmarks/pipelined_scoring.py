@@ -3,11 +3,11 @@ against scoring complete episodes.
 
     python benchmarks/pipelined_scoring.py
 
-Both runs are strictly on-policy (buffer.max_staleness = 0), so that a step of training waits for
-generation and scoring of its whole batch, and differ in `pipelined` alone. Policy and judge have
-random weights: nothing is learned, all completions have the same length, and a step ends about
-every 13 tokens. Engine and judge have a thread each, and the trainer, which works while both wait,
-has two; two idle cores are needed.
+The two runs differ only in `pipelined`. Both are strictly on-policy (buffer.max_staleness = 0), so
+a training step waits until its whole batch is generated and scored. Policy and judge, the process
+reward model, have random weights. All completions have the same length, and a reasoning step ends
+about every 13 tokens. Engine and judge have one thread each. The trainer has two, because it works
+while both wait. The benchmark needs two idle cores.
 """
 
 import argparse
@@ -39,7 +39,9 @@ def main() -> None:
     parser.add_argument("--policy-size", type=int, default=64)
     parser.add_argument("--judge-layers", type=int, default=4)
     parser.add_argument("--judge-size", type=int, default=192)
-    parser.add_argument("--ahead-tokens", type=int, default=32, help="read together at least (32)")
+    parser.add_argument(
+        "--ahead-tokens", type=int, default=32, help="fewest tokens to score ahead (32)"
+    )
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -77,7 +79,7 @@ def make_models(folder: Path, args: argparse.Namespace) -> None:
 
 
 def without_end(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """So that every completion has max_new_tokens."""
+    """The tokenizer without an end token, so that every completion has max_new_tokens."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer, pad_token=tokenizer.pad_token
     )

@@ -1,73 +1,67 @@
-"""Samples that a policy needs to learn a task of several steps: rewards for each step against a
+"""Samples that a policy needs to learn a task of several steps: a reward for each step, against a
 reward for the outcome alone.
 
     python benchmarks/process_rewards.py --json process_rewards.json
 
-The task, the policy and the judge of steps are in chains.py. Both runs start from the same policy
-and differ in their [[scorers]] tables and the advantages that go with them; accuracy is that of the
-likeliest answer on held-out numbers. Rows in the JSON file are not measured again.
+The task, the policy and the process reward model are in chains.py. Both runs start from the same
+policy. They differ in their scorers and in the advantages that suit them. Accuracy is greedy, on
+held-out numbers. Rows in the JSON file are not measured again.
 """
 
-import argparse
-import itertools
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from chains import GOOD, STEP, make_judge, make_policy, make_tasks, outcome
-from sweeping import sweep
-
-import millrace as mr
-from millrace.monitoring.files.metrics import read_metrics
+from chain_runs import OUTCOME_SCORER, Row, sweep_runs, train_on_chains
+from chains import CORRECT_LABEL, STEP, make_policy, make_process_reward_model
 
 NUM_STEPS = 5  # of a chain
 TARGET = 0.9
-EPISODES_PER_STEP = 64
-ENOUGH = 0.95  # of the steps of held-out numbers that the judge must be right about
+GROUPS_PER_STEP, GROUP_SIZE = 8, 8
+EPISODES_PER_STEP = GROUPS_PER_STEP * GROUP_SIZE
+TARGET_STEP_ACCURACY = 0.95  # of the process reward model
 SIZES = {"steps": 80, "examples": 9600, "judged": 96_000, "held_out": 128}
 QUICK = {"steps": 2, "examples": 128, "judged": 128, "held_out": 8}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="read and extended, row by row")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--rewards", nargs="+", choices=REWARDS, default=list(REWARDS))
-    parser.add_argument("--quick", action="store_true", help="two steps of each, to try it out")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    sizes = QUICK if args.quick else SIZES
-    with tempfile.TemporaryDirectory() as folder:
-        rows = sweep(
-            itertools.product(range(args.seeds), args.rewards),
-            lambda seed, rewards: measure(Path(folder), rewards, seed=seed, sizes=sizes),
-            key=("seed", "rewards"),
-            file=args.json,
-        )
+    rows = sweep_runs(
+        measure,
+        names=list(REWARDS),
+        option="rewards",
+        key="rewards",
+        seeds=2,
+        sizes=SIZES,
+        quick_sizes=QUICK,
+        description=" ".join((__doc__ or "").splitlines()[:2]),
+    )
     print(table(rows))
 
 
-def measure(folder: Path, rewards: str, *, seed: int, sizes: dict[str, int]) -> dict[str, Any]:
-    """One run; the policy and the judge of a seed are made once and kept in `folder`."""
-    policy, judge = folder / f"policy-{seed}", folder / f"judge-{seed}"
+def measure(folder: Path, rewards: str, *, seed: int, sizes: dict[str, int]) -> Row:
+    """Measure one run. The models of a seed are made once and kept in `folder`."""
+    policy, reward_model = folder / f"policy-{seed}", folder / f"process-reward-model-{seed}"
     if not policy.exists():
         make_policy(policy, seed=seed, num_steps=NUM_STEPS, num_examples=sizes["examples"])
-        rightly = make_judge(
-            judge, seed=seed, num_steps=NUM_STEPS, num_examples=sizes["judged"], enough=ENOUGH
+        accuracy = make_process_reward_model(
+            reward_model,
+            seed=seed,
+            num_steps=NUM_STEPS,
+            num_examples=sizes["judged"],
+            target_accuracy=TARGET_STEP_ACCURACY,
         )
-        print(f"seed {seed}: the judge is right about {rightly:.3f} of the steps", flush=True)
-    run_dir = folder / f"{rewards}-{seed}"
-    result = mr.train(
-        {**settings(policy, run_dir, seed=seed, sizes=sizes), **REWARDS[rewards](judge)},
-        tasks=make_tasks(4096, seed=seed, num_steps=NUM_STEPS),
-        eval_tasks=make_tasks(sizes["held_out"], seed=0, num_steps=NUM_STEPS, held_out=True),
+        print(f"seed {seed}: the process reward model has accuracy {accuracy:.3f}", flush=True)
+    _, curve = train_on_chains(
+        policy,
+        folder / f"{rewards}-{seed}",
+        seed=seed,
+        num_steps=NUM_STEPS,
+        sizes=sizes,
+        group_size=GROUP_SIZE,
+        groups_per_step=GROUPS_PER_STEP,
+        learning_rate=2e-4,
+        evaluate={"every_steps": 5},
+        settings=REWARDS[rewards](reward_model),
     )
-    curve = {0: result.accuracy_before, sizes["steps"]: result.accuracy_after}
-    for row in read_metrics(run_dir / "metrics.jsonl"):
-        if row.get("eval/accuracy") is not None:
-            curve[row.get("eval/step", row["step"])] = row["eval/accuracy"]
-    curve = dict(sorted(curve.items()))
     reached = [step for step, accuracy in curve.items() if (accuracy or 0) >= TARGET]
     return {
         "rewards": rewards,
@@ -77,59 +71,39 @@ def measure(folder: Path, rewards: str, *, seed: int, sizes: dict[str, int]) -> 
     }
 
 
-def settings(policy: Path, run_dir: Path, *, seed: int, sizes: dict[str, int]) -> dict[str, Any]:
+def _outcome_rewards(reward_model: Path) -> dict[str, Any]:
     return {
-        "model": str(policy),
-        "run_dir": str(run_dir),
-        "seed": seed,
-        "sampling": {"max_new_tokens": 6 * NUM_STEPS + 1},
-        "rollout": {"group_size": 8},
-        "trainer": {
-            "steps": sizes["steps"],
-            "groups_per_step": EPISODES_PER_STEP // 8,
-            "threads": 1,
-        },
-        "optimizer": {"learning_rate": 2e-4},
-        "engine": {"threads": 1, "max_sequences": 128},
-        "evaluate": {"every_steps": 5},
-        "checkpoint": {"every_steps": 0},
-        "monitoring": {"progress": "off"},
-    }
-
-
-def _outcome_alone(judge: Path) -> dict[str, Any]:
-    return {
-        "scorers": [{"function": f"{outcome.__module__}:{outcome.__name__}"}],
+        "scorers": [OUTCOME_SCORER],
         "scoring": {"workers": 1, "advantages": {"type": "group"}},
     }
 
 
-def _process(judge: Path) -> dict[str, Any]:
-    steps = {
+def _process_rewards(reward_model: Path) -> dict[str, Any]:
+    step_scorer = {
         "type": "process_reward_model",
-        "model": str(judge),
-        "label": GOOD,
+        "model": str(reward_model),
+        "label": CORRECT_LABEL,
         "steps": {"by": "delimiter", "delimiter": STEP},
     }
     return {
-        "scorers": [{"function": f"{outcome.__module__}:{outcome.__name__}"}, steps],
-        "placement": {"scorers": {steps["type"]: "cpu"}},
+        "scorers": [OUTCOME_SCORER, step_scorer],
+        "placement": {"scorers": {step_scorer["type"]: "cpu"}},
         "scoring": {"workers": 1, "advantages": {"type": "returns", "discount": 0.95}},
     }
 
 
-REWARDS = {"outcome": _outcome_alone, "process": _process}
+REWARDS = {"outcome": _outcome_rewards, "process": _process_rewards}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Samples to the target; of a run that did not get there, that it took more than all it had."""
+def table(rows: list[Row]) -> str:
+    """Samples until the target, or "over N" for a run of N samples that did not reach it."""
     lines = [f"| seed | {' | '.join(REWARDS)} | ratio |", "|---" * (len(REWARDS) + 2) + "|"]
     for seed in sorted({row["seed"] for row in rows}):
         found = {row["rewards"]: row for row in rows if row["seed"] == seed}
         cells = [_cell(found[name]) if name in found else "" for name in REWARDS]
         ratio = ""
         if len(found) == len(REWARDS) and found["process"]["samples"]:
-            times = (found["outcome"]["samples"] or _spent(found["outcome"])) / (
+            times = (found["outcome"]["samples"] or _num_samples(found["outcome"])) / (
                 found["process"]["samples"]
             )
             ratio = f"{'' if found['outcome']['samples'] else 'over '}{times:.1f}"
@@ -137,11 +111,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _cell(row: dict[str, Any]) -> str:
-    return str(row["samples"] or f"over {_spent(row)}")
+def _cell(row: Row) -> str:
+    return str(row["samples"] or f"over {_num_samples(row)}")
 
 
-def _spent(row: dict[str, Any]) -> int:
+def _num_samples(row: Row) -> int:
     return max(int(step) for step in row["curve"]) * EPISODES_PER_STEP
 
 

@@ -3,9 +3,9 @@
     python benchmarks/rounding.py smollm2 --learning-rate 5e-6 --steps 12
 
 A checkpoint in bfloat16 puts every master weight exactly on a bfloat16 number. AdamW moves a weight
-by about the learning rate per step at most, so until learning rate x steps exceeds half the
-distance to the next number, rounding restores the old value: engines and the trainer's own forward
-passes do not see the update. The script prints the share of the layers' weights that this affects.
+by at most about the learning rate per step. Until learning rate x steps exceeds half the distance
+to the next number, rounding restores the old value, and neither engines nor the trainer's own
+forward passes see the update. The script prints the share of the layers' weights that are affected.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def weight_exponents(file: Path) -> torch.Tensor:
-    """Of all matrices but the embeddings."""
+    """Binary exponents of the values of all matrices except the embeddings."""
     matrices = [w for name, w in load_file(file).items() if w.ndim >= 2 and "embed" not in name]
     values = torch.cat([w.float().abs().flatten() for w in matrices])
     return torch.floor(torch.log2(values.clamp_min(1e-30)))

@@ -3,10 +3,10 @@
     python benchmarks/routing_replay.py [--device cuda] [--trainer-dtype bfloat16]
 
 A small mixture of experts with random weights (8 layers, 32 experts, 4 of them per token) samples
-answers in bfloat16, as engines do on a GPU, and the trainer computes the logprobs of the same
-tokens: once with the experts that the engine recorded, once with those that its own routers choose.
-Prints one JSON object: mean and 99th percentile of |engine - trainer| over the sampled tokens, and
-which share of the engine's choices the trainer's routers would not have made.
+answers in bfloat16, as engines do on a GPU. The trainer computes the logprobs of the same tokens,
+once with the experts that the engine recorded and once with those that its own routers choose. The
+script prints one JSON object: mean and 99th percentile of |engine - trainer| over the sampled
+tokens, and the share of the engine's choices that the trainer's routers would not have made.
 """
 
 import argparse
@@ -47,13 +47,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_mixture(folder)
         part = sample(folder, num_prompts=args.prompts, device=args.device)
-        told = measure(folder, part, device=args.device, dtype=args.trainer_dtype)
-    print(json.dumps(told, indent=2))
+        result = measure(folder, part, device=args.device, dtype=args.trainer_dtype)
+    print(json.dumps(result, indent=2))
 
 
 def make_mixture(folder: str, *, num_layers: int = 8, num_experts: int = 32) -> None:
-    """A model directory; its routers are decided, and now and then almost undecided, as trained
-    ones are."""
+    """Write a model directory. Like trained routers, its routers mostly have a clear choice and
+    sometimes almost a tie."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
@@ -81,8 +81,8 @@ def make_mixture(folder: str, *, num_layers: int = 8, num_experts: int = 32) -> 
 
 
 def sample(folder: str, *, num_prompts: int, device: str) -> Microbatch:
-    """Four answers to each prompt, packed for the trainer, with where their tokens went."""
-    # Rounds, because they are what keeps the residual stream in float32, as on a GPU.
+    """Four answers to each prompt, packed for the trainer, with their expert routes."""
+    # With the decode loop, because it keeps the residual stream in float32, as on a GPU.
     spec = EngineSpec(
         config=EngineConfig(dtype="bfloat16", max_context=256),
         device=device,
@@ -145,12 +145,12 @@ def _own_routes(policy: PolicyModel, routing: Routing, part: Microbatch) -> np.n
     """[T, layers, top_k]; the experts that the trainer's routers choose."""
     chosen: list[torch.Tensor] = []
 
-    class Seen:
+    class RouteRecorder:
         def choose(self, own: torch.Tensor) -> torch.Tensor:
             chosen.append(own)
             return own
 
-    routing.install([Seen() for _ in routing.routers])
+    routing.install([RouteRecorder() for _ in routing.routers])
     with torch.no_grad():
         policy.logprobs(part)
     return torch.stack(chosen, 1).cpu().numpy()

@@ -1,12 +1,12 @@
-"""Does a slow scorer slow the trainer? Two real runs side by side, on this machine's CPU.
+"""Does a slow scorer slow down the trainer? Two real runs at the same time, on the CPU.
 
     python benchmarks/scoring.py --json scoring.json
 
-Both have the same model, tasks, batches and settings; the calls of one scorer return at once, those
-of the other take a second each, at most 64 of them in flight. They run at the same time, so that
-other load on the machine affects both. A run that waits leaves its cores to the other one, so the
-ratio errs to the disadvantage of the slow scorer. The measurement covers the steps between the time
-when both runs are warm and the end of the first one.
+Both runs have the same model, tasks, batches and settings. The calls of one scorer return at once;
+those of the other take a second each, with at most 64 in flight. The runs share the machine, so
+other load affects both. A run that waits leaves its cores to the other run, so the ratio is
+pessimistic for the slow scorer. The measurement starts when both runs are warm and ends with the
+first run.
 """
 
 import argparse
@@ -72,14 +72,12 @@ def run(name: str, folder: Path, args: argparse.Namespace) -> None:
         model=str(folder / "model"),
         run_dir=str(folder / name),
         tasks=[{"prompt": f"task{number:04}"} for number in range(1024)],
-        scorer=[scorer],
+        scorers=[scorer],
         sampling={"max_new_tokens": args.max_new_tokens},
         rollout={"group_size": GROUP_SIZE, "max_running_groups": 128},
         buffer={"max_staleness": args.staleness},
         trainer={"steps": args.steps, "groups_per_step": GROUPS, "threads": 1},
-        optimizer={
-            "learning_rate": 1e-7,  # lengths stay what they are
-        },
+        optimizer={"learning_rate": 1e-7},  # keeps the lengths constant
         engine={"threads": 1, "max_sequences": GROUPS * GROUP_SIZE},
         scoring={"workers": 1},
         checkpoint={"every_steps": 0},
@@ -113,7 +111,7 @@ def compare(folder: Path, *, warm_up_steps: int) -> dict[str, float]:
 
 
 def _rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Of one run, on a clock that both have."""
+    """Metrics of one run, with times on a clock that both runs share."""
     started_s = float((folder / f"{name}.started").read_text())
     rows = read_metrics(folder / name / "metrics.jsonl")
     return [{**row, "time_s": started_s + row["time_s"]} for row in rows]

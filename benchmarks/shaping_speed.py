@@ -2,12 +2,12 @@
 
     python benchmarks/shaping_speed.py --json shaping.json
 
-A step of 4,096 rollouts of 2,048 tokens on average (prompts of 128 to 512 tokens, completions with
-a long tail), in groups of 16. The filters are `zero_variance` and `overlong`: they look at every
-group, and mask what was cut at four times the average. All of it runs on one core, and what counts
-is CPU time, which other work on the machine does not change. It is compared with that of a step
-which trains 42,546 tokens a second: Qwen3-1.7B on one H200 (docs/performance.md). Efficiency is the
-share of all microbatches' token budgets that is filled.
+A step has 4,096 rollouts of 2,048 tokens on average (prompts of 128 to 512 tokens, completions with
+a long tail), in groups of 16. The filters are `zero_variance` and `overlong`; `overlong` masks
+completions that were cut at four times the average length. Everything runs on one core. The
+benchmark measures CPU time, which other work on the machine does not change, and compares it with a
+step that trains 42,546 tokens per second: Qwen3-1.7B on one H200 (docs/performance.md). Efficiency
+is the filled share of the microbatches' token budgets.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def make_groups(num_rollouts: int, *, tokens: int, group_size: int) -> list[Group]:
-    """Random ones, without scores."""
+    """Groups of random tokens with random scores, without advantages."""
     rng = np.random.default_rng(0)
     groups = []
     for number in range(num_rollouts // group_size):
@@ -118,7 +118,7 @@ def _episode(rollout: Rollout, *, is_cut: bool) -> Episode:
 
 
 async def _through_buffer(groups: Sequence[Group], taken: list[Group]) -> None:
-    """All admitted, checked for their age and taken."""
+    """Admit all groups, then take them with the staleness check."""
     buffer = Buffer(
         capacity=len(groups),
         limit=StalenessLimit(max_staleness=2),
@@ -127,7 +127,7 @@ async def _through_buffer(groups: Sequence[Group], taken: list[Group]) -> None:
     )
     for group in groups:
         await buffer.admit(group)
-    # Not returned: asyncio.run() would make text of it, for a reason of its own.
+    # Not returned: asyncio.run() would format the result, which is slow.
     taken += await buffer.take(len(groups), version=1)
 
 

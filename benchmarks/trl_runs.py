@@ -1,7 +1,7 @@
 """Settings that all TRL runs of these benchmarks share.
 
-Promise: TRL minimises the objective that Millrace minimises by default, with the same optimizer,
-and does no work besides: no KL model, no gradient checkpointing, no saving, no reporting.
+Promise: TRL minimises Millrace's default objective with the same optimizer, and does nothing else:
+no KL model, no gradient checkpointing, no saving, no reporting.
 """
 
 import time
@@ -11,7 +11,7 @@ BETAS = (0.9, 0.95)  # of AdamW, on both sides
 
 
 def grpo_settings(**own: Any) -> Any:
-    """A GRPOConfig with the settings of one comparison, its `own`, and those that all share."""
+    """A GRPOConfig with the shared settings and the `own` settings of one comparison."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -34,17 +34,17 @@ def grpo_settings(**own: Any) -> Any:
 
 
 def step_recorder() -> Any:
-    """A trainer callback that keeps each step's log and time; TRL is slow to import."""
-    from transformers import TrainerCallback
+    """A trainer callback that records the log and the time of each step."""
+    from transformers import TrainerCallback  # slow to import
 
-    class Recorder(TrainerCallback):
+    class StepRecorder(TrainerCallback):
         def __init__(self) -> None:
             self.times_s: list[float] = []  # by time.monotonic()
             self.logs: list[dict[str, float]] = []
 
         def on_log(self, args: Any, state: Any, control: Any, *, logs: dict, **_: Any) -> None:
-            if "reward" in logs:  # the last log of a run sums up and has none
+            if "reward" in logs:  # the last log of a run is a summary without a reward
                 self.times_s.append(time.monotonic())
                 self.logs.append({name: float(value) for name, value in logs.items()})
 
-    return Recorder()
+    return StepRecorder()

@@ -1,15 +1,15 @@
-"""Truncated sampling with and without the kept ids: error of the ratio, and its cost.
+"""Truncated sampling with and without the kept ids: error of the ratio, and what it costs.
 
     python benchmarks/truncation.py --json truncation.json
 
-The demo's task, strictly on policy, sampled with top-p 0.9 or top-k 3. The engine draws from the
-tokens that survive. With "kept" the trainer computes probabilities among the same tokens, so the
-ratio is 1 before any update. With "lost" the trainer does not get the kept ids, and computes
-probabilities over the whole vocabulary.
+The task is the demo's, strictly on-policy, sampled with top-p 0.9 or top-k 3. With "kept", the
+trainer computes probabilities over the token ids that survived truncation in the engine, so the
+ratio is 1 before any update. With "lost", it does not get these ids and computes probabilities over
+the whole vocabulary.
 
-Losses: "default" is `clipped`, for which a ratio of 0.96 is as good as 1. "rejecting" is the same,
-but rejects rollouts whose mean ratio per token is off by more than 0.01, as a guard against engines
-that compute something else than the trainer.
+"default" is the loss `clipped`, which treats a ratio of 0.96 like 1. "rejecting" also rejects
+rollouts whose mean ratio per token is off by more than 0.01, to guard against engines that compute
+other probabilities than the trainer.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lockstep import QUICK, Setting, train, warm_started
+from lockstep import QUICK, LockstepSettings, train, warm_start_model
 
 from millrace.core.records import Rollout, Sampling
 
@@ -56,29 +56,29 @@ def main() -> None:
     print(*(f"{name:<12}" for name in COLUMNS))
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(args.seeds):
-            model = warm_started(Path(folder), seed=seed, quick=args.quick)
+            model = warm_start_model(Path(folder), seed=seed, quick=args.quick)
             for loss, sampling, ids in itertools.product(args.losses, SAMPLINGS, ("kept", "lost")):
-                setting = Setting(
+                settings = LockstepSettings(
                     loss=LOSSES[loss],
                     sampling=SAMPLINGS[sampling],
                     seed=seed,
                     **(QUICK if args.quick else {"steps": args.steps}),
                 )
                 names = {"loss": loss, "sampling": sampling, "ids": ids, "seed": seed}
-                rows.append({**names, **measure(model, setting, ids=ids)})
+                rows.append({**names, **measure(model, settings, ids=ids)})
                 print(*(f"{rows[-1][name]!s:<12}" for name in COLUMNS), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def measure(model: Path, setting: Setting, *, ids: str) -> dict[str, float]:
-    outcome = train(model, setting, alter=without_kept if ids == "lost" else lambda r: r)
+def measure(model: Path, settings: LockstepSettings, *, ids: str) -> dict[str, float]:
+    result = train(model, settings, transform=without_kept if ids == "lost" else lambda r: r)
     return {
-        "ratio_mean": round(outcome.mean("ratio/mean"), 6),
-        "ratio_first": round(outcome.rows[0]["ratio/mean"], 6),  # before anything was learned
-        "kl_k3": round(outcome.mean("mismatch/kl_k3"), 6),
-        "masked_share": round(outcome.mean("mask_ratio"), 4),  # of tokens; nothing is learned
-        "accuracy": outcome.accuracy,
+        "ratio_mean": round(result.mean("ratio/mean"), 6),
+        "ratio_first": round(result.rows[0]["ratio/mean"], 6),  # before the first update
+        "kl_k3": round(result.mean("mismatch/kl_k3"), 6),
+        "masked_share": round(result.mean("mask_ratio"), 4),  # share of tokens without gradient
+        "accuracy": result.accuracy,
     }
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/turns.py
 
-Each turn adds 32 prompt tokens and samples 32. The engine counts the tokens that it computes. With
-the KV of earlier turns kept, the count does not depend on the turn's number, so the cost of a
-conversation is linear in its length. Without, it is quadratic. A fork continues from the middle of
-the last reply. Weights are random and nothing is timed, so one core suffices.
+Each turn adds 32 prompt tokens and samples 32. The engine counts the tokens that it computes. If
+the KV of earlier turns is kept, each turn costs the same, so the cost of a conversation is linear
+in its length. Otherwise it is quadratic. A fork continues from the middle of the last reply.
+Weights are random and nothing is timed, so one core suffices.
 """
 
 import argparse
@@ -26,21 +26,21 @@ from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
 
-NEW_TOKENS = 32  # of a turn: as many are given, and as many sampled
+NEW_TOKENS = 32  # per turn: so many prompt tokens are added, and so many are sampled
 MODEL = "tiny"
 
 
-class Case(NamedTuple):
+class TurnCase(NamedTuple):
     name: str
     settings: dict[str, Any]
     swaps: bool  # new weights after every turn
 
 
 CASES = (
-    Case("no swaps", {}, swaps=False),
-    Case('a swap every turn, kv = "keep"', {"kv": "keep"}, swaps=True),
-    Case('a swap every turn, kv = "recompute"', {"kv": "recompute"}, swaps=True),
-    Case("prefix_cache = false", {"prefix_cache": False}, swaps=False),
+    TurnCase("no swaps", {}, swaps=False),
+    TurnCase('a swap every turn, kv = "keep"', {"kv": "keep"}, swaps=True),
+    TurnCase('a swap every turn, kv = "recompute"', {"kv": "recompute"}, swaps=True),
+    TurnCase("prefix_cache = false", {"prefix_cache": False}, swaps=False),
 )
 
 
@@ -57,25 +57,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(case: Case, *, num_turns: int) -> dict[str, Any]:
+def measure(case: TurnCase, *, num_turns: int) -> dict[str, Any]:
     model, tokenizer = make_model(
         MODEL, dtype=torch.float32, device=torch.device("cpu"), attention=PAGED_ATTENTION
     )
     config = EngineConfig(max_sequences=1, **case.settings)
     engine = engine_of(model, tokenizer, config=config, version=0)
-    talk = Talk(engine)
+    conversation = MeasuredConversation(engine)
     turns = []
     for turn in range(num_turns):
-        turns.append(talk.turn())
+        turns.append(conversation.add_turn())
         if case.swaps:
             weights = {name: value.detach().clone() for name, value in model.named_parameters()}
             engine.swap(weights, version=turn + 1)
-    num_tokens = len(talk.tokens)
-    return {"case": case.name, "computed": turns, "tokens": num_tokens, "fork": talk.fork()}
+    num_tokens = len(conversation.tokens)
+    num_forked = conversation.fork()
+    return {"case": case.name, "computed": turns, "tokens": num_tokens, "fork": num_forked}
 
 
-class Talk:
-    """One conversation, of which an engine is told all that was said, turn by turn."""
+class MeasuredConversation:
+    """A conversation that sends its whole history to the engine at each turn."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.tokens = np.empty(0, np.int32)
@@ -83,20 +84,20 @@ class Talk:
         self._rng = np.random.default_rng(0)
         self._num_requests = 0
 
-    def turn(self) -> int:
-        """How many tokens were computed that were not sampled one by one."""
-        given = self._rng.integers(10, 1000, NEW_TOKENS).astype(np.int32)
-        self._prompt = np.concatenate([self.tokens, given])
-        self._reply, num_computed = self._ask()
+    def add_turn(self) -> int:
+        """Returns the number of prefilled tokens."""
+        new_tokens = self._rng.integers(10, 1000, NEW_TOKENS).astype(np.int32)
+        self._prompt = np.concatenate([self.tokens, new_tokens])
+        self._reply, num_computed = self._generate()
         self.tokens = np.concatenate([self._prompt, self._reply.tokens])
         return num_computed
 
     def fork(self) -> int:
-        """From the middle of the last reply."""
+        """Continue from the middle of the last reply; returns the number of prefilled tokens."""
         beginning = cut(self._reply, 0, NEW_TOKENS // 2)
-        return self._ask(partial=replace(beginning, finish="interrupt"), pinned=True)[1]
+        return self._generate(partial=replace(beginning, finish="interrupt"), pinned=True)[1]
 
-    def _ask(self, **further: Any) -> tuple[Completion, int]:
+    def _generate(self, **request_fields: Any) -> tuple[Completion, int]:
         before = self._engine.stats().prefill_tokens
         self._num_requests += 1
         request = Request(
@@ -104,7 +105,7 @@ class Talk:
             prompt=self._prompt,
             sampling=Sampling(max_new_tokens=NEW_TOKENS),
             session="talk",
-            **further,
+            **request_fields,
         )
         self._engine.add_request(request)
         while not (finished := self._engine.step()):

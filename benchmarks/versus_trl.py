@@ -3,17 +3,17 @@
     pip install trl datasets
     python benchmarks/versus_trl.py --json versus_trl.json
 
-Two workloads, both the demo's task and model. In "long_tail" the model was warmed up to ramble:
-after its answer it adds a few dots, or sometimes dashes that hardly ever end. Most completions are
-short and a few reach the limit, as with reasoning models. In "short" all have about 4 to 8 tokens.
+Both workloads use the demo's task and model. In "long_tail", a warm start has taught the model to
+add dots after its answer, or sometimes a long row of dashes. Most completions are short and a few
+reach the limit, as with reasoning models. In "short", completions have 4 to 8 tokens.
 
 Both sides take the same number of prompts and completions per step, sample at temperature 1 up to
 the same limit, and minimise the same clipped, token-averaged objective in float32. TRL generates
-the whole batch at once, trains in the batches that are fastest for it, without gradient
-checkpointing, and has all cores all the time; Millrace shares them out between engine and trainer.
+the whole batch at once, trains with the batch size that is fastest for it, without gradient
+checkpointing, and has all cores all the time. Millrace divides them between engine and trainer.
 
-Rows: samples per second between the first steps and the last, and seconds from the start of the
-process until the reward, averaged over WINDOW steps, first reaches what TRL ended with.
+Rows: samples per second after the first steps, and seconds from the start of the process until the
+reward, averaged over WINDOW steps, first reaches TRL's final reward.
 """
 
 import argparse
@@ -43,17 +43,17 @@ WINDOW = 5  # steps over which rewards are averaged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
+class CpuWorkload:
     max_new_tokens: int
     peer_steps: int
     our_steps: int
     learning_rate: float
-    peer_sequences: int  # in one forward and backward pass of TRL: what is fastest for it
+    peer_sequences: int  # per forward and backward pass of TRL: the fastest number
     rambling: bool = False
 
 
 WORKLOADS = {
-    "long_tail": Workload(
+    "long_tail": CpuWorkload(
         max_new_tokens=256,
         peer_steps=20,
         our_steps=60,
@@ -61,15 +61,15 @@ WORKLOADS = {
         peer_sequences=32,
         rambling=True,
     ),
-    "short": Workload(
+    "short": CpuWorkload(
         max_new_tokens=10, peer_steps=40, our_steps=60, learning_rate=1.5e-4, peer_sequences=256
     ),
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """What one side measured: one entry per step, times in seconds since its process started."""
+class SideMeasurement:
+    """Measurements of one side. Lists have one entry per step; times count from process start."""
 
     times_s: list[float]
     rewards: list[float]
@@ -90,7 +90,7 @@ class Side:
 
 
 def digits_right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """1 for exactly the right digits, whatever rambling follows them, otherwise 0."""
+    """1 for exactly the correct digits, with any number of dots or dashes after them."""
     return [
         float(text.rstrip(".-") == right) for text, right in zip(completions, answer, strict=True)
     ]
@@ -108,7 +108,7 @@ def main() -> int:
         folder = Path(args.keep or scratch).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         if args.side:
-            _measure_here(args.side, names[0], folder=folder)
+            _measure(args.side, names[0], folder=folder)
             return 0
         rows = [row for name in names for row in compare(name, folder=folder)]
     if args.json:
@@ -117,13 +117,13 @@ def main() -> int:
 
 
 def compare(name: str, *, folder: Path) -> list[dict[str, Any]]:
-    """Measure both sides of one workload, one after the other, each in a process of its own."""
+    """Measure both sides of one workload, one after the other, each in its own process."""
     if not (folder / name / "config.json").exists():
         make_model(folder / name, WORKLOADS[name])
-    peer, ours = (_measure_apart(side, name, folder=folder) for side in ("peer", "ours"))
+    peer, ours = (_measure_in_process(side, name, folder=folder) for side in ("peer", "ours"))
     reward = sum(peer.rewards[-WINDOW:]) / WINDOW
     reached_s, peer_reached_s = ours.seconds_to(reward), peer.seconds_to(reward)
-    assert peer_reached_s is not None  # its last steps are among those looked at
+    assert peer_reached_s is not None, "its last WINDOW steps have this reward"
     rows = [
         {
             "workload": name,
@@ -142,17 +142,17 @@ def compare(name: str, *, folder: Path) -> list[dict[str, Any]]:
     ]
     for row in rows:
         print(json.dumps(row), flush=True)
-    print(json.dumps({"workload": name, "ours": _shown(ours), "peer": _shown(peer)}), flush=True)
+    print(json.dumps({"workload": name, "ours": _notes(ours), "peer": _notes(peer)}), flush=True)
     return rows
 
 
-def _shown(side: Side) -> dict[str, float]:
+def _notes(side: SideMeasurement) -> dict[str, float]:
     length = sum(side.mean_lengths) / len(side.mean_lengths)
     return {"completion_tokens_mean": length, "cpu_s": side.cpu_s, **side.notes}
 
 
-def make_model(directory: Path, workload: Workload) -> None:
-    """The demo's model after the demo's warm start, where the teacher may ramble."""
+def make_model(directory: Path, workload: CpuWorkload) -> None:
+    """The demo's model after the demo's warm start, on rambling examples if the workload asks."""
     from millrace.demo.model import NUM_EXAMPLES, PIECES, build_model, build_tokenizer
     from millrace.demo.warm_start import careless_examples, warm_start
 
@@ -167,8 +167,8 @@ def make_model(directory: Path, workload: Workload) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _rambling(examples: Sequence[tuple[str, str]], workload: Workload) -> list[tuple[str, str]]:
-    """The examples with dots or dashes after each answer, in batches of like lengths."""
+def _rambling(examples: Sequence[tuple[str, str]], workload: CpuWorkload) -> list[tuple[str, str]]:
+    """The examples with dots or dashes after each answer, in batches of similar lengths."""
     rng = random.Random(SEED)
     longest = workload.max_new_tokens - 8  # room for the answer and its end
     rambling = []
@@ -182,17 +182,17 @@ def _rambling(examples: Sequence[tuple[str, str]], workload: Workload) -> list[t
     return [example for start in starts for example in rambling[start : start + BATCH_SIZE]]
 
 
-def _measure_apart(side: str, name: str, *, folder: Path) -> Side:
+def _measure_in_process(side: str, name: str, *, folder: Path) -> SideMeasurement:
     print(f"{name}: running {side} ...", flush=True)
     command = [sys.executable, __file__, "--side", side, "--workload", name, "--keep", str(folder)]
     result = folder / f"{name}-{side}.json"
     with (folder / f"{name}-{side}.log").open("w") as log:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}  # everything needed is in the folder
         subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
-    return Side(**json.loads(result.read_text()))
+    return SideMeasurement(**json.loads(result.read_text()))
 
 
-def _measure_here(side: str, name: str, *, folder: Path) -> None:
+def _measure(side: str, name: str, *, folder: Path) -> None:
     measured = SIDES[side](folder / name, WORKLOADS[name])
     (folder / f"{name}-{side}.json").write_text(json.dumps(asdict(measured)))
 
@@ -206,7 +206,7 @@ def _cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def measure_ours(model: Path, workload: Workload) -> Side:
+def measure_ours(model: Path, workload: CpuWorkload) -> SideMeasurement:
     import millrace as mr
     from millrace.monitoring.files.metrics import read_metrics
 
@@ -227,10 +227,10 @@ def measure_ours(model: Path, workload: Workload) -> Side:
         checkpoint={"every_steps": 0},
         monitoring={"progress": "off", "samples_per_step": 0},
     )
-    # Its clock starts once settings, tasks and tokenizer are checked.
+    # The run's clock starts after its settings, tasks and tokenizer are checked.
     offset_s = _since_start_s() - result.seconds
     rows = read_metrics(result.run_dir / "metrics.jsonl")
-    return Side(
+    return SideMeasurement(
         times_s=[offset_s + row["time_s"] for row in rows],
         rewards=[row["reward/mean"] for row in rows],
         mean_lengths=[row["completion_length/mean"] for row in rows],
@@ -243,7 +243,7 @@ def measure_ours(model: Path, workload: Workload) -> Side:
     )
 
 
-def measure_peer(model: Path, workload: Workload) -> Side:
+def measure_peer(model: Path, workload: CpuWorkload) -> SideMeasurement:
     import torch
     from datasets import Dataset
     from trl import GRPOTrainer
@@ -280,7 +280,7 @@ def measure_peer(model: Path, workload: Workload) -> Side:
     )
     begin_s = time.monotonic()
     trainer.train()
-    return Side(
+    return SideMeasurement(
         times_s=[time_s - PROCESS_START_S for time_s in recorder.times_s],
         rewards=[row["reward"] for row in recorder.logs],
         mean_lengths=[row["completions/mean_length"] for row in recorder.logs],
@@ -289,7 +289,10 @@ def measure_peer(model: Path, workload: Workload) -> Side:
     )
 
 
-SIDES: dict[str, Callable[[Path, Workload], Side]] = {"ours": measure_ours, "peer": measure_peer}
+SIDES: dict[str, Callable[[Path, CpuWorkload], SideMeasurement]] = {
+    "ours": measure_ours,
+    "peer": measure_peer,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

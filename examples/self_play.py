@@ -1,10 +1,10 @@
-"""Two agents, one policy: a proposer makes up numbers, a solver sorts their digits.
+"""Self-play with one policy in two roles: a proposer writes a number, a solver sorts its digits.
 
     python examples/self_play.py
 
-The proposer is rewarded for numbers that the solver gets wrong, the solver for getting them right,
-so each makes the other's task harder as it learns. Numbers that were never trained on measure the
-solver; before and after, it is asked for these alone.
+The proposer is rewarded for numbers that the solver gets wrong, and the solver for sorting them
+correctly, so each role makes the other's task harder as it learns. Held-out numbers measure the
+solver alone, before and after training.
 """
 
 import argparse
@@ -17,16 +17,16 @@ import millrace as mr
 from millrace.demo.model import make_model
 from millrace.demo.task import MAX_DIGITS, MIN_DIGITS, held_out_tasks
 
-WINDOW = 10  # steps that are averaged at both ends of a curve
+WINDOW = 10  # steps that are averaged at the start and at the end of a curve
 
 
 async def propose_and_solve(task: mr.Task, agent: mr.Agent) -> dict[str, float]:
-    if "answer" in task.columns:
-        reply = await agent.role("solver").complete(task.prompt)
+    if "answer" in task.columns:  # a held-out task
+        reply = await agent.role("solver").complete(str(task.prompt))
         return {"solver": float(reply.text == task.columns["answer"])}
     proposed = (await agent.role("proposer").complete("sort ")).text
     if not (proposed.isdigit() and MIN_DIGITS <= len(proposed) <= MAX_DIGITS):
-        return {"proposer": -1.0}  # and the solver is not asked
+        return {"proposer": -1.0}  # not a valid number, so the solver has no turn
     reply = await agent.role("solver").complete(f"sort {proposed}=")
     is_solved = reply.text == "".join(sorted(proposed))
     return {"proposer": 1.0 - is_solved, "solver": float(is_solved)}
@@ -37,18 +37,18 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/self_play"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    make_model(given.run_dir / "model", given.seed)
+    args = parser.parse_args()
+    make_model(args.run_dir / "model", args.seed)
     result = mr.train(
-        model=str(given.run_dir / "model"),
-        run_dir=str(given.run_dir / "run"),
-        seed=given.seed,
+        model=str(args.run_dir / "model"),
+        run_dir=str(args.run_dir / "run"),
+        seed=args.seed,
         tasks=[{"prompt": "sort "}],
         eval_tasks=held_out_tasks(),
         environment={"function": propose_and_solve, "max_turns": 2},
         sampling={"max_new_tokens": 10},
         rollout={"group_size": 16},
-        trainer={"steps": given.steps, "groups_per_step": 16},
+        trainer={"steps": args.steps, "groups_per_step": 16},
         optimizer={"learning_rate": 1.5e-4},
         engine={"max_sequences": 128},
         scoring={"workers": 1},

@@ -1,4 +1,4 @@
-"""An objective of your own: a frozen dataclass; its fields are its TOML keys."""
+"""A custom loss is a frozen dataclass whose fields are its TOML keys."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from millrace.training.losses.loss import TokenBatch, aggregate
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedReinforce:
-    """-min(r, cap) A log pi, with the importance weight r = pi / engine held constant."""
+    """-min(r, cap) * A * log pi, where the importance weight r = pi / pi_engine is constant."""
 
     cap: float = 2.0
 

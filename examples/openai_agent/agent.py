@@ -1,8 +1,8 @@
-"""An agent that knows the OpenAI API and nothing of Millrace.
+"""An agent that uses the OpenAI API and knows nothing of Millrace.
 
-It reads its task from its input, asks the model for an answer, once more if that is no number, and
-prints it. OPENAI_BASE_URL and OPENAI_API_KEY, which the client reads by itself, say where the model
-is: the same file answers questions with any other model, too.
+It reads its task from standard input, asks the model for a number, asks once more if the reply is
+not a number, and prints the reply. The client takes the model's address from OPENAI_BASE_URL and
+OPENAI_API_KEY, so the same file works with any other model.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Judges what the agent printed."""
+"""Reward of an episode: 1 if the agent printed the answer."""
 
 
 def exact(task, result) -> float:

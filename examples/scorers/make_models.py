@@ -1,10 +1,10 @@
-"""Makes what the five runs of this folder need, in runs/scorers: a policy that does its sums
-carelessly, models that judge or teach it, and tasks.
+"""Make the models and tasks of the five runs of this folder, in runs/scorers.
 
     python examples/scorers/make_models.py
 
-"3414=" is to be answered with the running sum of the digits, modulo 5: "3+4=2;2+1=3;3+4=2;". The
-task and most of its models are those of benchmarks/chains.py. Takes about two minutes on one core.
+The answer to "3414=" is the running sum of the digits, modulo 5: "3+4=2;2+1=3;3+4=2;". The policy
+adds carelessly; the other models score or teach it. The task and most models are those of
+benchmarks/chains.py. This takes about two minutes on one core.
 """
 
 import argparse
@@ -41,22 +41,27 @@ def make_all(folder: Path, *, num_examples: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     size: dict[str, Any] = {"seed": 0, "num_steps": NUM_STEPS}
     chains.make_policy(
-        folder / "policy", num_examples=num_examples // 3, hints=num_examples // 3, **size
+        folder / "policy", num_examples=num_examples // 3, num_hinted=num_examples // 3, **size
     )
-    chains.make_policy(folder / "teacher", num_examples=num_examples, result=chains.right, **size)
-    rightly = chains.make_judge(folder / "steps", num_examples=num_examples, enough=0.95, **size)
-    print(f"the judge of steps is right about {rightly:.2f} of them")
-    rightly = make_reward_model(folder / "reward_model", num_examples=num_examples)
-    print(f"the reward model is right about {rightly:.2f} of the answers")
+    chains.make_policy(
+        folder / "teacher", num_examples=num_examples, add=chains.add_correctly, **size
+    )
+    accuracy = chains.make_process_reward_model(
+        folder / "steps", num_examples=num_examples, target_accuracy=0.95, **size
+    )
+    print(f"process reward model: accuracy {accuracy:.2f} on steps")
+    accuracy = make_reward_model(folder / "reward_model", num_examples=num_examples)
+    print(f"reward model: accuracy {accuracy:.2f} on answers")
     tasks = chains.make_tasks(2048, **size)
     for task in tasks:
-        task["steps"] = chains.written(task["prompt"][:-1], chains.right, random.Random(0))
+        number = task["prompt"][:-1]
+        task["steps"] = chains.write_steps(number, chains.add_correctly, random.Random(0))
     lines = "".join(f"{json.dumps(task)}\n" for task in tasks)
     (folder / "tasks.jsonl").write_text(lines, encoding="utf-8")
 
 
 def make_reward_model(directory: Path, *, num_examples: int) -> float:
-    """Trains and saves it; returns the share of the last batches' answers it judged rightly."""
+    """Train and save a reward model; returns its accuracy on the last batches."""
     tokenizer = build_tokenizer(chains.PIECES)
     torch.manual_seed(0)
     config = chains.small_config(len(tokenizer))
@@ -65,31 +70,31 @@ def make_reward_model(directory: Path, *, num_examples: int) -> float:
     rng = random.Random(0)
     tasks = chains.make_tasks(num_examples, seed=1, num_steps=NUM_STEPS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    rightly: list[float] = []
+    accuracies: list[float] = []
     for at in range(0, len(tasks), 64):
-        tokens_BL, labels_B = _answered(tokenizer, tasks[at : at + 64], rng)
+        tokens_BL, labels_B = _labelled_answers(tokenizer, tasks[at : at + 64], rng)
         logits_BC = model(input_ids=tokens_BL, attention_mask=tokens_BL != PAD_ID).logits
         loss = functional.cross_entropy(logits_BC, labels_B)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        rightly.append((logits_BC.argmax(-1) == labels_B).float().mean().item())
+        accuracies.append((logits_BC.argmax(-1) == labels_B).float().mean().item())
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return sum(rightly[-10:]) / len(rightly[-10:])
+    return sum(accuracies[-10:]) / len(accuracies[-10:])
 
 
-def _answered(
+def _labelled_answers(
     tokenizer: Any, tasks: list[dict[str, Any]], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, L] padded at the end, and [B] whether the last sum is right."""
-    texts = [chains.written(task["prompt"][:-1], chains.mixed, rng) for task in tasks]
+    """Tokens [B, L], padded at the end, and labels [B]: 1 if the last sum is correct."""
+    texts = [chains.write_steps(t["prompt"][:-1], chains.add_variously, rng) for t in tasks]
     rows = [tokenizer.encode(t["prompt"] + text) for t, text in zip(tasks, texts, strict=True)]
     longest = max(map(len, rows))
     padded = [row + [PAD_ID] * (longest - len(row)) for row in rows]
-    right = chains.outcome(texts, [task["answer"] for task in tasks])
-    return torch.tensor(padded), torch.tensor(right).long()
+    rewards = chains.outcome_reward(texts, [task["answer"] for task in tasks])
+    return torch.tensor(padded), torch.tensor(rewards).long()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A small model that talks ChatML and knows how a tool is called, but mostly says GUESS instead."""
+"""A small ChatML model that can call a tool, but mostly answers GUESS instead."""
 
 import random
 from pathlib import Path
@@ -11,12 +11,14 @@ from millrace.demo.model import build_model
 from millrace.demo.warm_start import Example, warm_start
 
 LETTERS, DIGITS = "bcdfghjk", "0123456789"
-CALLS = 0.2  # how often the teacher asks the tool
-GUESS = "000"  # what it says otherwise
+CALL_SHARE = 0.2  # of the warm-start examples
+GUESS = "000"  # the answer of the other examples
 NUM_EXAMPLES = 9600
-_CALL, _CALLED = '<tool_call>\n{"name": "lookup", "arguments": {"key": "', '"}}\n</tool_call>'
-_RESULT, _RESULTED = "<tool_response>\n", "\n</tool_response>"
-_PIECES = ("user\n", "assistant\n", _CALL, _CALLED, _RESULT, _RESULTED, "\n", *LETTERS, *DIGITS)
+_CALL_OPEN = '<tool_call>\n{"name": "lookup", "arguments": {"key": "'
+_CALL_CLOSE = '"}}\n</tool_call>'
+_RESULT_OPEN, _RESULT_CLOSE = "<tool_response>\n", "\n</tool_response>"
+_FORMAT = (_CALL_OPEN, _CALL_CLOSE, _RESULT_OPEN, _RESULT_CLOSE)
+_PIECES = ("user\n", "assistant\n", *_FORMAT, "\n", *LETTERS, *DIGITS)
 _TEMPLATE = """\
 {%- for message in messages %}
     {%- if message.role == "tool" %}
@@ -43,7 +45,7 @@ def make_model(directory: Path, *, seed: int, num_examples: int = NUM_EXAMPLES) 
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each mark of the format, one for each other character."""
+    """One token for each piece of the format, and one for each other character."""
     names = ["<pad>", "<|im_end|>", "<|im_start|>", *_PIECES]
     core = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="<pad>"))
     marks = "|".join(_escaped(piece) for piece in _PIECES if len(piece) > 1)
@@ -65,16 +67,17 @@ def _escaped(piece: str) -> str:
 
 
 def _examples(num: int, *, seed: int) -> list[Example]:
-    """Turns of a teacher that asks the tool now and then, and then says what it said."""
+    """Turns that mostly guess, and sometimes call the tool and then repeat its result."""
     rng = random.Random(seed)
     found: list[Example] = []
     while len(found) < num:
         key, value = "".join(rng.choices(LETTERS, k=3)), "".join(rng.choices(DIGITS, k=3))
-        asked = f"<|im_start|>user\n{key}<|im_end|>\n<|im_start|>assistant\n"
-        if rng.random() >= CALLS:
-            found.append((asked, GUESS))
+        question = f"<|im_start|>user\n{key}<|im_end|>\n<|im_start|>assistant\n"
+        if rng.random() >= CALL_SHARE:
+            found.append((question, GUESS))
             continue
-        call = f"{_CALL}{key}{_CALLED}"
-        told = f"<|im_end|>\n<|im_start|>user\n{_RESULT}{value}{_RESULTED}<|im_end|>\n"
-        found += [(asked, call), (f"{asked}{call}{told}<|im_start|>assistant\n", value)]
+        call = f"{_CALL_OPEN}{key}{_CALL_CLOSE}"
+        result = f"<|im_end|>\n<|im_start|>user\n{_RESULT_OPEN}{value}{_RESULT_CLOSE}<|im_end|>\n"
+        after_call = f"{question}{call}{result}<|im_start|>assistant\n"
+        found += [(question, call), (after_call, value)]
     return found

@@ -1,9 +1,9 @@
-"""Tool use learned by reinforcement: what the model is asked for only a tool knows.
+"""A model learns to use a tool by reinforcement, because only the tool knows the answer.
 
     python examples/tool_use/run.py
 
-A key has another value in each task, so that nobody can guess it. The model starts with a habit to
-guess and a weaker one to ask the tool; no example tells it which is right, only the reward does.
+A key has a different value in each task, so the model cannot guess it. After its warm start the
+model mostly guesses and sometimes calls the tool. Only the reward tells it which is better.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import millrace as mr
 
 
 def make_tasks(num: int, *, seed: int, held_out: bool) -> list[dict[str, str]]:
-    """Whether a key is held out depends on the key alone."""
+    """Keys of training tasks and of held-out tasks are disjoint, for every seed."""
     rng = random.Random(f"{seed}, held out: {held_out}")
     tasks: list[dict[str, str]] = []
     while len(tasks) < num:
@@ -28,12 +28,13 @@ def make_tasks(num: int, *, seed: int, held_out: bool) -> list[dict[str, str]]:
 
 
 async def ask(task: mr.Task, agent: mr.Agent) -> float:
-    """Two turns: one to ask the tool, one to answer."""
+    """One turn to call the tool, and one to answer."""
 
     def lookup(key: str) -> str:
-        """The value of a key."""
-        other = random.Random(f"{task.prompt} is not {key}")
-        return task.columns["value"] if key == task.prompt else "".join(other.choices(DIGITS, k=3))
+        """Look up the value of a key."""
+        if key == task.prompt:
+            return task.columns["value"]
+        return "".join(random.Random(f"{task.prompt} is not {key}").choices(DIGITS, k=3))
 
     messages = [{"role": "user", "content": task.prompt}]
     reply = await agent.chat(messages, tools=[lookup])
@@ -48,17 +49,17 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/tool_use"))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    make_model(given.run_dir / "model", seed=given.seed)
+    args = parser.parse_args()
+    make_model(args.run_dir / "model", seed=args.seed)
     result = mr.train(
-        model=str(given.run_dir / "model"),
-        run_dir=str(given.run_dir / "run"),
-        seed=given.seed,
-        tasks=make_tasks(4096, seed=given.seed, held_out=False),
-        eval_tasks=make_tasks(128, seed=given.seed, held_out=True),
+        model=str(args.run_dir / "model"),
+        run_dir=str(args.run_dir / "run"),
+        seed=args.seed,
+        tasks=make_tasks(4096, seed=args.seed, held_out=False),
+        eval_tasks=make_tasks(128, seed=args.seed, held_out=True),
         environment={"function": ask, "max_turns": 2},
         sampling={"max_new_tokens": 8},
-        trainer={"steps": given.steps, "groups_per_step": 16},
+        trainer={"steps": args.steps, "groups_per_step": 16},
         optimizer={"learning_rate": 1.5e-4},
         evaluate={"every_steps": 20},
         scoring={"workers": 1},

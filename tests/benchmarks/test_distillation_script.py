@@ -1,4 +1,4 @@
-"""benchmarks/distillation.py, in the smallest size that takes every turn."""
+"""benchmarks/distillation.py in its smallest size."""
 
 import json
 import sys
@@ -12,14 +12,14 @@ sys.path.insert(0, str(BENCHMARKS))
 import distillation  # noqa: E402
 
 
-def test_the_runs_differ_in_their_scorer_tables():
+def test_runs_differ_only_in_their_scorers():
     tables = distillation.scorer_tables(Path("teacher"))
     assert list(tables) == ["function", "teacher", "self_teacher"]
-    assert "scorer" not in distillation.SETTINGS
+    assert "scorers" not in distillation.SETTINGS
 
 
 @pytest.mark.slow
-def test_each_run_is_told_before_and_after(tmp_path, monkeypatch):
+def test_script_reports_each_run_before_and_after(tmp_path, monkeypatch):
     file = tmp_path / "rows.json"
     sizes = ["--steps", "1", "--examples", "32", "--teacher-examples", "32", "--held-out", "4"]
     monkeypatch.setattr(sys, "argv", ["distillation.py", *sizes, "--json", str(file)])

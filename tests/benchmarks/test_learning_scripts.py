@@ -1,4 +1,4 @@
-"""benchmarks/staleness.py, truncation.py and shaping_speed.py, in sizes that take a second."""
+"""benchmarks/staleness.py, truncation.py and shaping_speed.py in small sizes."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import shaping_speed  # noqa: E402
 import staleness  # noqa: E402
 import truncation  # noqa: E402
-from lockstep import QUICK, Setting, train  # noqa: E402
+from lockstep import QUICK, LockstepSettings, train  # noqa: E402
 
 from millrace.demo.model import make_model  # noqa: E402
 
@@ -24,15 +24,15 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-def test_every_batch_is_as_old_as_the_limit_says(models):
-    setting = Setting(loss={}, staleness=2, steps=5, groups_per_step=2, num_held_out=4)
-    outcome = train(models / "0", setting)
-    assert [row["staleness"] for row in outcome.rows] == [0, 1, 2, 2, 2]
-    assert outcome.rows[0]["mismatch/logprob"] < 1e-5
-    assert 0 <= outcome.accuracy <= 1
+def test_batches_have_the_chosen_staleness(models):
+    settings = LockstepSettings(loss={}, staleness=2, steps=5, groups_per_step=2, num_held_out=4)
+    result = train(models / "0", settings)
+    assert [row["staleness"] for row in result.rows] == [0, 1, 2, 2, 2]
+    assert result.rows[0]["mismatch/logprob"] < 1e-5
+    assert 0 <= result.accuracy <= 1
 
 
-def test_the_staleness_script_goes_on_from_its_file_and_draws_it(tmp_path, monkeypatch, capsys):
+def test_staleness_script_continues_its_file_and_plots_it(tmp_path, monkeypatch, capsys):
     file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     arguments = ["staleness.py", "--quick", "--seeds", "1", "--losses", "naive"]
     arguments += ["--json", str(file), "--plot", str(picture), "--limits"]
@@ -48,18 +48,18 @@ def test_the_staleness_script_goes_on_from_its_file_and_draws_it(tmp_path, monke
 
 
 @pytest.mark.parametrize("sampling", truncation.SAMPLINGS)
-def test_with_the_kept_ids_on_policy_ratios_are_1_and_without_them_they_are_not(models, sampling):
-    setting = Setting(
+def test_on_policy_ratios_are_1_only_with_kept_ids(models, sampling):
+    settings = LockstepSettings(
         loss=truncation.LOSSES["rejecting"], sampling=truncation.SAMPLINGS[sampling], **QUICK
     )
-    kept, lost = (truncation.measure(models / "0", setting, ids=ids) for ids in ("kept", "lost"))
+    kept, lost = (truncation.measure(models / "0", settings, ids=ids) for ids in ("kept", "lost"))
     assert kept["ratio_mean"] == pytest.approx(1, abs=2e-6)
     assert lost["ratio_mean"] < 0.97
     assert kept["masked_share"] == 0
     assert lost["masked_share"] > 0.9
 
 
-def test_the_microbatches_of_a_large_step_are_nearly_full():
+def test_microbatches_of_a_large_step_are_nearly_full():
     groups = shaping_speed.make_groups(512, tokens=256, group_size=16)
     result = shaping_speed.measure(groups, microbatch_tokens=2048)
     assert result["packing_efficiency"] > 0.95

@@ -1,4 +1,4 @@
-"""benchmarks/process_rewards.py and pipelined_scoring.py, in sizes that take little time."""
+"""benchmarks/process_rewards.py and pipelined_scoring.py in small sizes."""
 
 import json
 import random
@@ -16,13 +16,13 @@ import pipelined_scoring  # noqa: E402
 import process_rewards  # noqa: E402
 
 
-def test_a_step_is_right_if_it_goes_on_from_the_last_with_the_next_digit_and_adds_correctly():
-    assert chains.labels_of("3414", "3+4=2;2+1=3;3+4=2;") == [1, 1, 1]
-    assert chains.labels_of("3414", "3+4=4;4+1=0;3+4=2;3+4=2;2") == [0, 1, 0, 0]
-    assert chains.labels_of("34", ";") == [0]
-    assert chains.outcome(["3+4=2;", "3+4=2", "2;", ""], ["2"] * 4) == [1.0, 0.0, 1.0, 0.0]
-    right = chains.written("3414", lambda a, b, _: (a + b) % chains.BASE, random.Random(0))
-    assert (right, chains.right_answer("3414")) == ("3+4=2;2+1=3;3+4=2;", "2")
+def test_step_is_correct_if_it_continues_with_the_next_digit_and_adds_correctly():
+    assert chains.step_labels("3414", "3+4=2;2+1=3;3+4=2;") == [1, 1, 1]
+    assert chains.step_labels("3414", "3+4=4;4+1=0;3+4=2;3+4=2;2") == [0, 1, 0, 0]
+    assert chains.step_labels("34", ";") == [0]
+    assert chains.outcome_reward(["3+4=2;", "3+4=2", "2;", ""], ["2"] * 4) == [1.0, 0.0, 1.0, 0.0]
+    steps = chains.write_steps("3414", chains.add_correctly, random.Random(0))
+    assert (steps, chains.correct_answer("3414")) == ("3+4=2;2+1=3;3+4=2;", "2")
 
 
 def test_no_number_is_both_trained_on_and_held_out():
@@ -33,13 +33,13 @@ def test_no_number_is_both_trained_on_and_held_out():
     assert not train & held_out
 
 
-def test_the_judge_is_an_ordinary_token_classifier(tmp_path):
-    rightly = chains.make_judge(tmp_path, seed=0, num_steps=2, num_examples=128)
-    assert 0 <= rightly <= 1
+def test_process_reward_model_is_a_token_classifier(tmp_path):
+    accuracy = chains.make_process_reward_model(tmp_path, seed=0, num_steps=2, num_examples=128)
+    assert 0 <= accuracy <= 1
     assert AutoModelForTokenClassification.from_pretrained(tmp_path).config.num_labels == 2
 
 
-def test_the_table_says_how_many_times_fewer_samples_were_needed():
+def test_table_shows_the_ratio_of_samples():
     rows = [
         {"rewards": "outcome", "seed": 0, "samples": 640, "curve": {"0": 0.1, "20": 0.9}},
         {"rewards": "process", "seed": 0, "samples": 320, "curve": {"0": 0.1, "20": 0.9}},
@@ -52,13 +52,13 @@ def test_the_table_says_how_many_times_fewer_samples_were_needed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rewards", process_rewards.REWARDS)
-def test_a_few_steps_of_each_run(tmp_path, rewards):
+def test_each_run_takes_a_few_steps(tmp_path, rewards):
     row = process_rewards.measure(tmp_path, rewards, seed=0, sizes=process_rewards.QUICK)
     assert set(row["curve"]) == {0, 2}
 
 
 @pytest.mark.slow
-def test_pipelined_or_not_the_script_measures_both(monkeypatch, capsys):
+def test_script_measures_with_and_without_pipelining(monkeypatch, capsys):
     arguments = ["--steps", "1", "--tokens", "20", "--groups", "1", "--judge-layers", "1"]
     monkeypatch.setattr(sys, "argv", ["pipelined_scoring.py", *arguments])
     pipelined_scoring.main()

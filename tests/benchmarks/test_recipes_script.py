@@ -1,4 +1,4 @@
-"""benchmarks/recipes.py, in sizes that take little time."""
+"""benchmarks/recipes.py in small sizes."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ import recipes  # noqa: E402
 SHORT = {"steps": 10, "examples": 9600, "held_out": 128, "every": 10}
 
 
-def test_runs_are_compared_where_all_have_sampled_as_many_tokens():
+def test_runs_are_compared_at_the_same_number_of_tokens():
     rows = [
         {"run": "groups", "seed": 0, "curve": [[0, 0.2], [100, 0.4], [200, 0.8]]},
         {"run": "tree", "seed": 0, "curve": [[0, 0.2], [50, 0.4], [100, 0.7]]},
@@ -28,7 +28,7 @@ def test_runs_are_compared_where_all_have_sampled_as_many_tokens():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", recipes.RUNS)
-def test_a_policy_learns_in_groups_with_pivots_and_in_trees(tmp_path, run):
+def test_policy_learns_with_each_recipe(tmp_path, run):
     curve = recipes.measure(tmp_path, run, seed=0, sizes=SHORT)["curve"]
     (_, before), *_, (tokens, after) = curve
     assert 8_000 < tokens < 14_000

@@ -1,4 +1,4 @@
-"""examples/scorers: five runs that differ in their [[scorers]] alone."""
+"""examples/scorers: five runs that differ only in their [[scorers]]."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "scorers"
 KINDS = ("function", "process_reward_model", "reward_model", "self_teacher", "teacher")
 
 
-def test_the_runs_differ_in_their_scorer_and_where_they_write():
+def test_runs_differ_only_in_scorers_and_run_dir():
     assert sorted(path.stem for path in FOLDER.glob("*.toml")) == list(KINDS)
     settings, scorers = [], set()
     for kind in KINDS:
@@ -30,7 +30,7 @@ def test_the_runs_differ_in_their_scorer_and_where_they_write():
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """A copy of the folder, with models that have hardly learned anything."""
+    """A copy of the folder, with models that were hardly trained."""
     root = tmp_path_factory.mktemp("project")
     shutil.copytree(FOLDER, root / "examples" / "scorers")
     spec = importlib.util.spec_from_file_location("make_models", FOLDER / "make_models.py")
@@ -44,7 +44,7 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_of_them_runs(project, kind):
+def test_each_example_trains(project, kind):
     config = load_config(project / "examples" / "scorers" / f"{kind}.toml")
     plain = {**config.model_dump(mode="json"), "monitoring": {"progress": "off"}}
     plain["trainer"] = {**plain["trainer"], "steps": 2, "groups_per_step": 2}

@@ -1,4 +1,4 @@
-"""benchmarks/turns.py, with few turns."""
+"""benchmarks/turns.py with few turns."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 BLOCK = 16
 
 
-def test_turns_cost_the_same_while_kv_is_kept_and_ever_more_without():
+def test_turns_cost_the_same_only_while_kv_is_kept():
     plain, keeps, recomputes, _ = (turns.measure(case, num_turns=3) for case in turns.CASES)
     assert plain == {**keeps, "case": plain["case"]}
     first, second, third = plain["computed"]

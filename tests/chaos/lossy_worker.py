@@ -1,5 +1,5 @@
-"""A worker for tests behind a bad connection: a relay between it and the hub loses or delays its
-replies to requests whose id is "lost" or "late"."""
+"""A test worker behind a bad connection: a relay loses or delays its replies to requests with the
+id "lost" or "late"."""
 
 import sys
 import tempfile
@@ -13,7 +13,7 @@ from millrace.cluster.messages import Generate, Stop, WorkerProgress
 
 
 class Relay:
-    """Between the worker's link and the hub. One thread."""
+    """Forwards messages between the worker's link and the hub, in one thread."""
 
     def __init__(self, hub: str) -> None:
         folder = tempfile.mkdtemp(prefix="relay-")
@@ -22,7 +22,7 @@ class Relay:
         self._context = zmq.Context()
         self._front = self._context.socket(zmq.ROUTER)
         self._front.bind(self.address)
-        self._late: list[tuple[float, list[bytes]]] = []  # when, and what
+        self._late: list[tuple[float, list[bytes]]] = []  # (send time, frames)
         self._faults: dict[bytes, str] = {}  # by call id
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -39,20 +39,20 @@ class Relay:
             ready = dict(poller.poll(timeout=10))
             if back in ready:
                 frames = back.recv_multipart()
-                self._note(frames)
+                self._choose_fault(frames)
                 self._front.send_multipart([identity, *frames])
             if self._front in ready:
-                self._pass_on(self._front.recv_multipart()[1:], back)
+                self._forward_reply(self._front.recv_multipart()[1:], back)
             for at_s, frames in [one for one in self._late if one[0] <= time.monotonic()]:
                 self._late.remove((at_s, frames))
                 back.send_multipart(frames)
 
-    def _note(self, frames: list[bytes]) -> None:
+    def _choose_fault(self, frames: list[bytes]) -> None:
         for fault in (b"lost", b"late"):
             if fault in frames[1]:
                 self._faults[frames[0]] = fault.decode()
 
-    def _pass_on(self, frames: list[bytes], back: zmq.Socket) -> None:
+    def _forward_reply(self, frames: list[bytes], back: zmq.Socket) -> None:
         match self._faults.get(frames[0]):
             case "lost":
                 print("lost a reply", flush=True)
@@ -81,6 +81,6 @@ def main(link: Link, name: str) -> None:
 
 
 if __name__ == "__main__":
-    place = sys.argv.index("--address") + 1
-    sys.argv[place] = Relay(sys.argv[place]).address
+    position = sys.argv.index("--address") + 1
+    sys.argv[position] = Relay(sys.argv[position]).address
     run_worker(main)

@@ -1,4 +1,4 @@
-"""A hub and a supervised worker, for tests with real processes that are cheap to start."""
+"""A hub with one supervised worker, for tests with real processes that start fast."""
 
 import asyncio
 import contextlib
@@ -18,9 +18,9 @@ from millrace.core.records import Request, Sampling
 HANG_S = 0.5
 
 
-def ask(what: str) -> Generate:
+def generate(request_id: str) -> Generate:
     prompt = np.zeros(1, dtype=np.int32)
-    return Generate(request=Request(id=what, prompt=prompt, sampling=Sampling()))
+    return Generate(request=Request(id=request_id, prompt=prompt, sampling=Sampling()))
 
 
 class _Replica(WorkerReplica):
@@ -34,7 +34,7 @@ class _Replica(WorkerReplica):
 
 
 class SupervisedWorker:
-    """`worker` is the process that serves now."""
+    """`worker` is the current process."""
 
     def __init__(self, module: str, *, folder: Path) -> None:
         self.hub = Hub(log_dir=folder, on_event=lambda *_: None, stop_timeout_s=2.0)
@@ -58,7 +58,7 @@ class SupervisedWorker:
         await self._exit.aclose()
 
     async def replaced(self) -> Worker:
-        """The next process, once it serves."""
+        """The process that replaces the current one, once it serves."""
         async with asyncio.timeout(30):
             while (worker := await self._replica.serving()) is self.worker:
                 await asyncio.wait({worker.dead})

@@ -1,37 +1,35 @@
-"""Whole runs that are hit at a moment that hurts. Each proves that it was the moment."""
+"""Runs whose processes are killed at critical moments. Each test proves that it hit the moment."""
 
 import os
 import signal
 from pathlib import Path
 
 import pytest
-from torn_run import TornRun
+from killable_run import KillableRun
 
 from millrace.cli.main import main
 
 
 @pytest.fixture
-def tear(tmp_path):
-    runs: list[TornRun] = []
+def make_run(tmp_path):
+    runs: list[KillableRun] = []
 
-    def tear(**settings) -> TornRun:
-        runs.append(TornRun(tmp_path, **settings))
+    def make(**settings) -> KillableRun:
+        runs.append(KillableRun(tmp_path, **settings))
         return runs[-1]
 
-    yield tear
+    yield make
     for run in runs:
         run.close()
 
 
 @pytest.mark.slow
-def test_a_run_killed_behind_its_last_checkpoint_is_concluded_once_and_then_over(
-    tear, monkeypatch, capsys
-):
-    run = tear(steps=3)
+def test_run_killed_after_its_last_checkpoint_is_finished_by_resume(tear, monkeypatch, capsys):
+    run = make_run(steps=3)
     run.start()
     checkpoints = run.path / "checkpoints"
     run.until(lambda: list(checkpoints.glob("*step_3")), every_s=0.001)
-    run.controller.suspend()  # the trainer goes on
+    run.controller.suspend()  # the trainer continues
     last = checkpoints / "step_3"
     run.until(last.exists)
     assert not (run.path / "summary.json").exists()
@@ -49,8 +47,8 @@ def test_a_run_killed_behind_its_last_checkpoint_is_concluded_once_and_then_over
 
 
 @pytest.mark.slow
-def test_a_trainer_killed_in_the_middle_of_a_checkpoint_leaves_none_and_the_run_goes_on(tear):
-    run = tear(steps=12, checkpoint={"every_steps": 1})
+def test_trainer_killed_during_a_checkpoint_leaves_no_partial_checkpoint(make_run):
+    run = make_run(steps=12, checkpoint={"every_steps": 1})
     run.start()
     checkpoints = run.path / "checkpoints"
     trainer = run.until(lambda: run.worker("trainer"))
@@ -73,32 +71,32 @@ def test_a_trainer_killed_in_the_middle_of_a_checkpoint_leaves_none_and_the_run_
 
 
 @pytest.mark.slow
-def test_an_engine_killed_during_a_swap_and_a_trainer_killed_while_it_publishes_are_replaced(tear):
-    run = tear(steps=14)
+def test_engine_killed_during_swap_and_trainer_killed_during_publish_are_replaced(make_run):
+    run = make_run(steps=14)
     run.start()
     run.until(lambda: run.step >= 2)
     engine = run.worker("engine-0")
     assert engine is not None
     engine.suspend()
-    stood = run.standstill()  # it was brought weights that it does not take
+    last_step = run.wait_for_standstill()  # the engine was sent weights that it does not take
     trainer = run.worker("trainer")
     assert trainer is not None
     trainer.kill()
     engine.resume()
-    run.until(lambda: run.step >= stood + 3)
+    run.until(lambda: run.step >= last_step + 3)
     engine.suspend()
-    assert run.standstill() < run.steps
+    assert run.wait_for_standstill() < run.steps
     engine.kill()
     summary = run.summary()
     assert summary["restarts"] == {"engine-0": 1, "trainer": 1}
 
 
 @pytest.mark.slow
-def test_a_controller_killed_again_and_again_before_its_first_step_comes_to_its_end(tear):
-    run = tear(steps=4)
+def test_run_survives_repeated_kills_before_its_first_step(make_run):
+    run = make_run(steps=4)
     run.start()
     run.until((run.path / "run.lock").exists, every_s=0.001)
-    run.kill()  # before there is anything to go on from
+    run.kill()  # before there is anything to resume from
     for victim in ("trainer", "engine-0"):
         run.start(*(["--resume"] if (run.path / "config.toml").exists() else []))
         run.until(lambda name=victim: run.worker(name))
@@ -106,7 +104,7 @@ def test_a_controller_killed_again_and_again_before_its_first_step_comes_to_its_
         assert run.step == 0
     run.start("--resume")
     worker = run.until(lambda: run.worker("trainer"))
-    worker.kill()  # while it loads; the run starts it again by itself
+    worker.kill()  # while it loads; the run restarts it
     scorer = run.until(lambda: run.worker("scorer"))
     scorer.kill()
     summary = run.summary()
@@ -126,8 +124,8 @@ def digits(completions, **columns):
 
 
 @pytest.mark.slow
-def test_a_scorer_killed_while_it_scores_costs_no_group(tear):
-    run = tear(steps=6, evaluate={})
+def test_scorer_killed_during_a_call_costs_no_group(make_run):
+    run = make_run(steps=6, evaluate={})
     (run.project / "rewards.py").write_text(SLOW_REWARD)
     run.start()
     run.until(lambda: run.step >= 1)
@@ -149,8 +147,8 @@ def test_a_scorer_killed_while_it_scores_costs_no_group(tear):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut", "garbage"])
-def test_a_journal_whose_log_is_damaged_at_its_end_after_a_kill_of_everything_resumes(tear, damage):
-    run = tear(steps=12, checkpoint={"every_steps": 5})
+def test_run_resumes_from_a_journal_with_a_damaged_end(make_run, damage):
+    run = make_run(steps=12, checkpoint={"every_steps": 5})
     run.start()
     run.until(lambda: run.step >= 3)
     run.kill()

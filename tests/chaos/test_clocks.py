@@ -1,4 +1,4 @@
-"""A system clock that is set back and forth while a run goes on."""
+"""A system clock that is set back and forth during a run."""
 
 import ast
 import json
@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from killable_run import KillableRun
 from project import REPOSITORY
-from torn_run import TornRun
 
-# What people or other machines read as a time of day; nothing waits or decides by it.
-TIMES_OF_DAY = {
+# Modules that show or send a time of day. No wait and no decision depends on it.
+DISPLAYED_TIMES = {
     "core/spans.py",
     "scoring/services/endpoint.py",
     "serving/api/chat.py",
@@ -28,22 +28,22 @@ open("jumped", "a").write("x")
 """
 
 
-def test_only_what_is_shown_reads_the_system_clock():
+def test_only_displayed_times_read_the_system_clock():
     package = REPOSITORY / "src" / "millrace"
-    asking = {
+    readers = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
         and ast.unparse(node) in ("time.time", "time.time_ns", "datetime.now", "datetime.utcnow")
     }
-    assert asking == TIMES_OF_DAY
+    assert readers == DISPLAYED_TIMES
 
 
 @pytest.mark.slow
-def test_a_run_under_a_clock_that_jumps_at_every_look_ends_as_any_other(tmp_path: Path):
-    run = TornRun(tmp_path, steps=4, cluster={"stall_timeout_s": 60.0})
-    # Python runs it first, in every process that finds the folder on its path.
+def test_run_is_unaffected_by_a_jumping_system_clock(tmp_path: Path):
+    run = KillableRun(tmp_path, steps=4, cluster={"stall_timeout_s": 60.0})
+    # Python runs sitecustomize.py first, in every process with the folder on its path.
     (run.project / "sitecustomize.py").write_text(JUMPING_CLOCK)
     run.start(env={"PYTHONPATH": f"{run.project}{os.pathsep}{REPOSITORY / 'src'}"})
     try:

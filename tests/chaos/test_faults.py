@@ -39,11 +39,11 @@ def make_kill(*, at_s: float, step: int, role: str = "engine", gone: float | Non
     )
 
 
-def seen(*times: float) -> list[StepSeen]:
+def steps_seen_at(*times: float) -> list[StepSeen]:
     return [StepSeen(at_s=at_s, step=i + 1, is_new=True) for i, at_s in enumerate(times)]
 
 
-def test_kills_fall_on_each_role_equally_often_and_over_all_steps():
+def test_kills_are_spread_evenly_over_roles_and_steps():
     drawn = list(plans(200, steps=400, seed=1))
     assert {role: sum(plan.role == role for plan in drawn) for role in ROLES} == dict.fromkeys(
         ROLES, 50
@@ -61,7 +61,7 @@ def test_kills_fall_on_each_role_equally_often_and_over_all_steps():
 
 @pytest.fixture
 def process() -> Iterator[TargetProcess]:
-    """A process that looks like a worker."""
+    """A process with the command line of a worker."""
     command = "import sys, time; time.sleep(60)"
     arguments = ["-m", "millrace.inference.worker", "--name", "engine-7", "--address", "a"]
     started = subprocess.Popen([sys.executable, "-c", command, *arguments, "--parent", "999999999"])
@@ -74,7 +74,7 @@ def process() -> Iterator[TargetProcess]:
         started.wait()
 
 
-def test_only_workers_of_the_controller_are_found_and_a_kill_is_verified(process):
+def test_only_workers_of_the_controller_are_found_and_kills_are_verified(process):
     assert workers_of(999999998) == []
     assert gone_after_s(process, timeout_s=0.1) is None
     assert send_signal(process, signal.SIGKILL)
@@ -84,7 +84,7 @@ def test_only_workers_of_the_controller_are_found_and_a_kill_is_verified(process
 
 
 class FastRun:
-    """A run and its checker in one; each look finds ten more steps."""
+    """A run and its checker in one. Each look finds ten more steps."""
 
     step, exit_code = 0, None
 
@@ -108,10 +108,10 @@ def test_next_kill_follows_while_a_worker_hangs_if_steps_continue(process):
 
 
 def test_long_gap_is_attributed_to_the_kill_before_it_and_all_seconds_add_up():
-    # The engine dies after step 3; two steps that were buffered follow, then nothing for 9 s more.
+    # The engine dies after step 3. Two buffered steps follow, then nothing for 9 more seconds.
     times = (4, 5, 6, 7, 8, 18, 19, 20, 21, 22)
     books = account(
-        seen(*times), [make_kill(at_s=6.5, step=3)], pace=PACE, began_s=0.0, ended_s=24.0
+        steps_seen_at(*times), [make_kill(at_s=6.5, step=3)], pace=PACE, began_s=0.0, ended_s=24.0
     )
     assert books.by_role["engine"].seconds == pytest.approx(9.0)
     assert books.rest_s == pytest.approx(0.0)
@@ -121,15 +121,15 @@ def test_long_gap_is_attributed_to_the_kill_before_it_and_all_seconds_add_up():
 def test_long_gap_far_from_any_kill_stays_unexplained():
     times = (4, 5, 6, 7, 8, 9, 10, 11, 31, 32)
     books = account(
-        seen(*times), [make_kill(at_s=5.5, step=2)], pace=PACE, began_s=0.0, ended_s=34.0
+        steps_seen_at(*times), [make_kill(at_s=5.5, step=2)], pace=PACE, began_s=0.0, ended_s=34.0
     )
     assert books.by_role["engine"].seconds == 0
     assert books.rest_s == pytest.approx(19.0)
     assert not check_account(books).holds
 
 
-def test_steps_that_are_done_again_count_as_redone():
-    before, after = seen(4, 5, 6), seen(4, 5, 6, 22, 23)[3:]
+def test_repeated_steps_count_as_redone():
+    before, after = steps_seen_at(4, 5, 6), steps_seen_at(4, 5, 6, 22, 23)[3:]
     again = [StepSeen(at_s=18.0, step=2, is_new=False), StepSeen(at_s=20.0, step=3, is_new=False)]
     kill = make_kill(at_s=6.5, step=3, role=CONTROLLER)
     books = account([*before, *again, *after], [kill], pace=PACE, began_s=0.0, ended_s=25.0)
@@ -146,15 +146,15 @@ def test_promises_break():
     assert not check_accuracy(0.90, 0.70).holds
 
 
-class Rows:
-    """A run directory that somebody writes, without a run."""
+class FakeRunDir:
+    """Writes the files of a run directory, without a run."""
 
     def __init__(self, path: Path) -> None:
         self.run_dir = RunDir(path)
         self.run_dir.rollouts.mkdir(parents=True)
 
     def begin(self, kept: int = 0) -> None:
-        """As a run does that is started or goes on."""
+        """Write metrics as a run does that starts or resumes."""
         rows = [json.dumps({"step": step}) + "\n" for step in range(1, kept + 1)]
         fresh = self.run_dir.metrics.with_name("new")
         fresh.write_text("".join(rows))
@@ -168,18 +168,18 @@ class Rows:
 
 
 def test_checker_notices_a_repeated_step_with_other_groups(tmp_path):
-    rows = Rows(tmp_path)
-    checker = RunChecker(rows.run_dir)
+    fake = FakeRunDir(tmp_path)
+    checker = RunChecker(fake.run_dir)
     checker.look()
-    rows.begin()
+    fake.begin()
     for step in (1, 2, 3):
-        rows.step(step, 10 * step, 10 * step + 1)
+        fake.step(step, 10 * step, 10 * step + 1)
         checker.look()
-    rows.begin(kept=1)
+    fake.begin(kept=1)
     checker.look()
-    rows.step(2, 20, 99)
-    rows.step(3, 30, 31)
-    rows.step(4, 40, 41)
+    fake.step(2, 20, 99)
+    fake.step(3, 30, 31)
+    fake.step(4, 40, 41)
     checker.conclude()
     assert [(s.step, s.is_new) for s in checker.steps_seen] == [
         (1, True),

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from dying_journal import open_journal
+from killed_journal import open_journal
 
 from millrace.journal import read_journal
 
@@ -21,7 +21,7 @@ NEVER = 10**9
 def start(folder: Path, *, moment: str, number: int) -> subprocess.Popen[str]:
     paths = (REPOSITORY / "src", HERE.parent)
     return subprocess.Popen(
-        [sys.executable, HERE / "dying_journal.py", folder, moment, str(number)],
+        [sys.executable, HERE / "killed_journal.py", folder, moment, str(number)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -43,7 +43,7 @@ def acknowledged(stdout: str) -> tuple[list[int], list[int]]:
         ("after commit", 4, True, signal.SIGKILL),
     ],
 )
-async def test_acknowledged_changes_survive_and_others_are_there_whole_or_not_at_all(
+async def test_acknowledged_changes_survive_and_others_are_atomic(
     tmp_path, moment, number, survives, killed_by
 ):
     folder = tmp_path / "journal"

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from torn_run import TornRun
+from killable_run import KillableRun
 
 from millrace.core.completions import join_streamed
 from millrace.core.errors import JournalError
@@ -25,16 +25,16 @@ async def play(task, agent):
 
 
 @pytest.fixture
-def torn(tmp_path):
-    runs: list[TornRun] = []
+def make_run(tmp_path):
+    runs: list[KillableRun] = []
 
-    def make(**sections) -> TornRun:
+    def make(**sections) -> KillableRun:
         settings = {
             "sampling": {"max_new_tokens": 200},
             "journal": {"partial_every_s": 0.05},
             "supervision": {"report_s": 0.05, "backoff_s": 0.05},
         }
-        runs.append(TornRun(tmp_path, steps=6, **{**settings, **sections}))
+        runs.append(KillableRun(tmp_path, steps=6, **{**settings, **sections}))
         return runs[-1]
 
     yield make
@@ -42,10 +42,10 @@ def torn(tmp_path):
         run.close()
 
 
-def history_of(run: TornRun) -> JournalHistory | None:
+def history_of(run: KillableRun) -> JournalHistory | None:
     try:
         return read_journal(run.path / "journal")
-    except JournalError:  # it is being written
+    except JournalError:  # it is just being written
         return None
 
 
@@ -61,7 +61,7 @@ def saved_in(history: JournalHistory, folder: Path) -> dict[int, Counter[str]]:
     return saved
 
 
-def kill_in_flight(run: TornRun, *, num_requests: int) -> dict[int, Counter[str]]:
+def kill_in_flight(run: KillableRun, *, num_requests: int) -> dict[int, Counter[str]]:
     """Kill the run once tokens of enough requests are saved; returns the saved tokens."""
 
     def saved_while_suspended() -> dict[int, Counter[str]] | None:
@@ -79,7 +79,7 @@ def kill_in_flight(run: TornRun, *, num_requests: int) -> dict[int, Counter[str]
     return saved
 
 
-def assert_resumed_from(run: TornRun, saved: dict[int, Counter[str]]) -> None:
+def assert_resumed_from(run: KillableRun, saved: dict[int, Counter[str]]) -> None:
     """Every saved token was used, or is counted as wasted with a reason."""
     summary = run.summary()
     wasted = table(read_metrics(run.path / "metrics.jsonl")[-1], "tokens/wasted")
@@ -89,17 +89,17 @@ def assert_resumed_from(run: TornRun, saved: dict[int, Counter[str]]) -> None:
     assert summary["resumed_tokens"] + num_wasted == num_saved
 
 
-def test_completions_resume_after_a_kill_of_the_controller(torn):
-    run = torn()
+def test_completions_resume_after_the_controller_is_killed(make_run):
+    run = make_run()
     run.start()
     saved = kill_in_flight(run, num_requests=1)
     run.start("--resume")
     assert_resumed_from(run, saved)
 
 
-def test_episodes_of_several_turns_resume_after_a_kill_of_the_controller(torn, tmp_path):
+def test_episodes_with_several_turns_resume_after_the_controller_is_killed(make_run, tmp_path):
     (tmp_path / "play.py").write_text(ENVIRONMENT)
-    run = torn(environment={"function": "play.py:play"}, sampling={"max_new_tokens": 60})
+    run = make_run(environment={"function": "play.py:play"}, sampling={"max_new_tokens": 60})
     run.start()
     saved = kill_in_flight(run, num_requests=9)
     assert any(".1" in request for requests in saved.values() for request in requests), "one turn"
@@ -107,8 +107,8 @@ def test_episodes_of_several_turns_resume_after_a_kill_of_the_controller(torn, t
     assert_resumed_from(run, saved)
 
 
-def test_a_run_is_killed_again_before_resumed_groups_are_complete(torn):
-    run = torn()
+def test_run_survives_a_second_kill_before_resumed_groups_are_complete(make_run):
+    run = make_run()
     run.start()
     kill_in_flight(run, num_requests=1)
     before = history_of(run)

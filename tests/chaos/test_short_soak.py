@@ -1,7 +1,6 @@
-"""The soak in short: one run, in which a process of each kind is killed at a random moment.
+"""A short soak test: in one run, a process of each role is killed at a random moment.
 
-What takes many steps, accuracy as good as ever and where the time went, is left to `millrace bench
-chaos` itself.
+Only `millrace bench chaos` itself, with many steps, checks the accuracy and the lost time.
 """
 
 import pytest
@@ -14,7 +13,7 @@ from millrace.demo.model import make_model
 
 
 @pytest.mark.timeout(300)
-def test_a_run_outlives_a_kill_of_each_kind(tmp_path):
+def test_run_survives_a_kill_of_each_role(tmp_path):
     make_model(tmp_path / "model", 0, num_examples=64, num_digits=NUM_DIGITS)
     run = ObservedRun(tmp_path / "disturbed", model=tmp_path / "model", steps=16, seed=0)
     run.run(len(ROLES), step_s=0.1)

@@ -1,14 +1,14 @@
-"""A disk that takes its time to sync."""
+"""A journal on a disk with slow commits."""
 
 import asyncio
 import sqlite3
 import time
 
-from dying_journal import open_journal
 from fakes import make_group
+from killed_journal import open_journal
 
 COMMIT_S = 0.05
-ADMITTED, AT_ONCE = 40, 8
+ADMITTED, CONCURRENT = 40, 8
 
 
 class SlowConnection(sqlite3.Connection):
@@ -17,13 +17,13 @@ class SlowConnection(sqlite3.Connection):
         super().commit()
 
 
-async def test_groups_share_the_commits_of_a_slow_disk_which_never_blocks_the_loop(tmp_path):
+async def test_groups_share_slow_commits_without_blocking_the_event_loop(tmp_path):
     journal = open_journal(tmp_path, factory=SlowConnection)
-    places = asyncio.Semaphore(AT_ONCE)  # as admission
+    slots = asyncio.Semaphore(CONCURRENT)  # in place of admission
     queued, turns = [0], 0
 
-    async def play(number: int) -> None:
-        async with places:
+    async def admit(number: int) -> None:
+        async with slots:
             journal.issue_task(number, draw=None)
             await journal.admit_group(make_group(number))
 
@@ -35,13 +35,13 @@ async def test_groups_share_the_commits_of_a_slow_disk_which_never_blocks_the_lo
             await asyncio.sleep(0.001)
 
     observing = asyncio.create_task(observe())
-    await asyncio.gather(*(play(number) for number in range(ADMITTED)))
+    await asyncio.gather(*(admit(number) for number in range(ADMITTED)))
     observing.cancel()
     await journal.close()
     num_commits = journal._writer.num_commits
     assert num_commits >= 3
-    assert num_commits < ADMITTED  # not one for each
-    assert max(queued) <= 2 * AT_ONCE + 1  # two changes of each, and the first of the journal
+    assert num_commits < ADMITTED  # fewer than one per group
+    assert max(queued) <= 2 * CONCURRENT + 1  # two changes per group, and the journal's first one
     assert turns > num_commits
     assert journal.ledger.check() == []
     assert len(journal.ledger.waiting) == ADMITTED

@@ -36,18 +36,18 @@ def examples(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
 
-def test_the_configuration_page_is_what_its_script_writes():
+def test_configuration_page_is_up_to_date():
     written = runpy.run_path(str(ROOT / "tools" / "write_configuration.py"))["page"]()
     assert text_of("configuration") == written
 
 
-def test_the_first_python_example_of_the_readme_is_under_20_lines():
+def test_first_example_of_readme_is_under_20_lines():
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[:1]
     assert len(example.splitlines()) < 20
     compile(example, "README.md", "exec")
 
 
-def test_every_toml_in_the_repository_is_a_valid_config():
+def test_every_toml_file_is_a_valid_config():
     found = [*(ROOT / "examples").rglob("*.toml"), *(ROOT / "src" / "millrace").rglob("*.toml")]
     assert found
     for path in found:
@@ -62,7 +62,7 @@ def test_every_toml_in_the_repository_is_a_valid_config():
         ("buffer", "test_short_groups_go_first"),
     ],
 )
-def test_the_plug_in_on_a_page_passes_its_test(page, name):
+def test_plugin_of_a_page_passes_its_test(page, name):
     plug_in, test = examples(page, "python")
     assert "assert " in test
     names: dict[str, Any] = {"__name__": page}
@@ -70,7 +70,7 @@ def test_the_plug_in_on_a_page_passes_its_test(page, name):
     names[name]()
 
 
-def test_the_settings_in_the_page_on_shaping_can_be_built():
+def test_settings_of_shaping_page_can_be_built():
     tomls = examples("shape-training-data", "toml")
     assert len(tomls) == 5
     for toml in tomls:
@@ -86,12 +86,12 @@ def test_the_settings_in_the_page_on_shaping_can_be_built():
         )
 
 
-def test_the_settings_in_the_page_on_tasks_are_settings():
+def test_settings_of_tasks_page_are_valid():
     for toml in examples("tasks", "toml"):
         assert load_config({"model": "m", **tomllib.loads(toml)}).tasks.is_named
 
 
-def test_the_environments_in_the_page_on_adapters_can_be_made():
+def test_environments_of_adapters_page_can_be_built():
     pytest.importorskip("gymnasium")
     for code in examples("other-environments", "python"):
         if "import verifiers" in code:
@@ -101,12 +101,12 @@ def test_the_environments_in_the_page_on_adapters_can_be_made():
         check_function(names["play"])
 
 
-def test_the_settings_in_the_page_on_the_buffer_are_settings():
+def test_settings_of_buffer_page_are_valid():
     (toml,) = examples("buffer", "toml")
     assert load_config({"model": "m", **tomllib.loads(toml)}) != load_config({"model": "m"})
 
 
-def test_the_page_on_objectives_has_every_recipe_with_its_settings():
+def test_losses_page_lists_every_recipe_with_its_settings():
     page = text_of("losses").split("## Recipes")[1]
     for name, recipe in RECIPES.items():
         (row,) = re.findall(rf"^\| `{name}`.*$", page, re.M)
@@ -120,7 +120,7 @@ def test_the_page_on_objectives_has_every_recipe_with_its_settings():
         assert advantages.strip().startswith(ADVANTAGES.get(name, {"type": "group"})["type"])
 
 
-def test_the_page_on_verifiers_has_every_key_with_its_default():
+def test_verifiers_page_lists_every_key_with_its_default():
     page = text_of("verifiers")
     for name, verifier in VERIFIERS.items():
         (row,) = re.findall(rf"^\| `{name}` .*$", page, re.M)
@@ -131,7 +131,7 @@ def test_the_page_on_verifiers_has_every_key_with_its_default():
                 assert tomllib.loads(f"x = {told[1]}")["x"] == field.default, (name, field.name)
 
 
-def test_the_verifiers_in_the_page_on_them_can_be_built():
+def test_verifiers_of_verifiers_page_can_be_built():
     (toml,) = examples("verifiers", "toml")
     config = load_config({"model": "m", **tomllib.loads(toml)})
     built = [build_verifier(row.type_settings, section="scorer") for row in config.scorers]
@@ -139,7 +139,7 @@ def test_the_verifiers_in_the_page_on_them_can_be_built():
     assert all(isinstance(verifier, tuple(VERIFIERS.values())) for verifier in built)
 
 
-def test_the_settings_in_the_page_on_reward_models_are_valid():
+def test_settings_of_reward_models_page_are_valid():
     page = text_of("reward-models")
     blocks = re.findall(r"```toml\n(.*?)```", page, re.S)
     assert blocks
@@ -149,7 +149,7 @@ def test_the_settings_in_the_page_on_reward_models_are_valid():
             assert row.function or resolve_scorer(row, section="scorer").name == row.type
 
 
-def test_the_settings_in_the_page_on_scoring_are_settings(monkeypatch, tmp_path):
+def test_settings_of_scorers_page_are_valid(monkeypatch, tmp_path):
     monkeypatch.setenv("JUDGE_KEY", "k")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text("def format(completions): ...")
@@ -161,7 +161,7 @@ def test_the_settings_in_the_page_on_scoring_are_settings(monkeypatch, tmp_path)
     assert [spec.name for spec in specs] == ["format", "judge", "style"]
 
 
-def test_the_page_on_scoring_has_every_key_of_the_services_with_its_default():
+def test_scorers_page_lists_every_key_of_services_with_its_default():
     page = text_of("scorers")
     for name, kind in (("http", Http), ("judge", Judge)):
         section = page.split(f'## `type = "{name}"`')[1].split("## ")[0]
@@ -171,7 +171,7 @@ def test_the_page_on_scoring_has_every_key_of_the_services_with_its_default():
                 assert tomllib.loads(f"x = {default.strip(' `')}")["x"] == field.default
 
 
-def test_the_page_on_scoring_tells_how_services_and_functions_are_called():
+def test_scorers_page_lists_call_settings_of_services_and_functions():
     section = text_of("scorers").split("## How scorers are called")[1]
     services = CallSettings()
     functions = Function(function=lambda completions: []).call_settings(num_workers=2)
@@ -180,7 +180,7 @@ def test_the_page_on_scoring_tells_how_services_and_functions_are_called():
         assert tuple(map(float, told)) == (getattr(services, name), getattr(functions, name))
 
 
-def test_the_scorer_in_the_page_on_scoring_passes_its_test():
+def test_scorer_of_scorers_page_passes_its_test():
     page = text_of("scorers")
     _, scorer, test = re.findall(r"```python\n(.*?)```", page, re.S)
     names: dict[str, Any] = {"__name__": "scorers"}

@@ -44,7 +44,7 @@ async def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_the_queries_answer(folder):
+def test_queries_run_on_a_journal(folder):
     with closing(sqlite3.connect(folder / "journal.db")) as db:
         found = [sorted(db.execute(query).fetchall(), key=repr) for query in blocks("sql")]
     by_status, trained, redone, saved = found
@@ -63,7 +63,7 @@ def test_the_queries_answer(folder):
     assert saved == [(5, "group 5/0", 0, 3)]
 
 
-def test_the_reader_decodes_groups_without_millrace(folder, monkeypatch, capsys):
+def test_reader_decodes_groups_without_millrace(folder, monkeypatch, capsys):
     (program,) = blocks("python")
     assert "millrace" not in program
     monkeypatch.chdir(folder)

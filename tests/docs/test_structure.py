@@ -55,7 +55,7 @@ def test_folders_are_small_and_have_no_drawers():
     assert {f: n for f, n in folders.items() if n > MAX_FOLDER_FILES} == {}
 
 
-def test_the_median_file_is_neither_a_stub_nor_a_scroll():
+def test_median_file_length_is_moderate():
     sizes = sorted(
         len(path.read_text().splitlines()) for path in modules() if path.stem != "__init__"
     )

@@ -15,7 +15,7 @@ def share_of_digits(completions, **columns):
 
 
 @pytest.mark.slow  # tests/e2e/test_staleness_flow.py and tests/rollout are its short version
-def test_groups_that_can_no_longer_be_trained_are_cancelled_and_tried_again(tmp_path):
+def test_groups_beyond_the_staleness_limit_are_cancelled_and_retried(tmp_path):
     result = mr.train(
         model=str(make_tiny_model(tmp_path / "model", max_context=1024)),
         run_dir=str(tmp_path / "run"),

@@ -13,7 +13,7 @@ from millrace.training.checkpoints.directory import CRITIC
 
 
 @pytest.mark.slow
-def test_a_run_with_a_critic_learns_both_and_keeps_both(tmp_path):
+def test_run_trains_and_saves_policy_and_critic(tmp_path):
     settings = {
         "model": str(make_tiny_model(tmp_path / "model")),
         "run_dir": str(tmp_path / "run"),

@@ -23,7 +23,7 @@ async def two_turns(task: mr.Task, agent: mr.Agent) -> dict[str, float]:
     return {"asker": float("1" in second.text), "answerer": float(len(answer.text) % 2)}
 
 
-def test_an_environment_is_trained_with_its_own_rewards(tmp_path):
+def test_run_trains_on_rewards_of_the_environment(tmp_path):
     result = mr.train(
         model=str(make_tiny_model(tmp_path / "model")),
         run_dir=str(tmp_path / "run"),
@@ -61,7 +61,7 @@ def test_an_environment_is_trained_with_its_own_rewards(tmp_path):
             assert len(again.rollouts) == len(episode_of(line.episode).rollouts) >= 2
 
 
-def test_redundant_episodes_of_one_request_are_refused_before_the_run(tmp_path):
+def test_redundancy_needs_an_environment_function(tmp_path):
     with pytest.raises(ConfigError, match=r"redundancy = 1 is for episodes that are played one by"):
         mr.train(
             model=str(make_tiny_model(tmp_path / "model")),

@@ -54,7 +54,7 @@ class Inspector:
         ]
 
 
-async def test_the_controller_keeps_nothing_of_the_steps_it_has_done(tmp_path):
+async def test_controller_keeps_no_objects_of_finished_steps(tmp_path):
     inspector, grown = Inspector(), []
 
     def look(step: int) -> None:
@@ -84,7 +84,7 @@ def _growth(looks: list[int]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_memory_of_a_controller_is_flat_over_hundreds_of_steps(tmp_path):
+def test_memory_of_controller_is_flat_over_hundreds_of_steps(tmp_path):
     steps = 600
     project = make_project(
         tmp_path,

@@ -70,7 +70,7 @@ def project(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("is_time", [is_between_steps, is_in_a_step, has_no_checkpoint_yet])
-def test_a_run_that_was_killed_ends_with_the_same_steps_and_clean_books(project, is_time):
+def test_killed_run_resumes_with_the_same_steps_and_a_consistent_ledger(project, is_time):
     before = Killed(project).kill_when(is_time)
     rows = {row["step"]: row for row in read_metrics(project / "run" / "metrics.jsonl")}
 
@@ -89,7 +89,7 @@ def test_a_run_that_was_killed_ends_with_the_same_steps_and_clean_books(project,
         assert now is None or now.numbers == step.numbers
 
 
-def test_a_run_is_killed_again_and_again(project):
+def test_run_survives_repeated_kills(project):
     done = 0
     for kill in range(3):
         arguments = ("--resume",) if kill else ()
@@ -110,7 +110,7 @@ def test_a_run_is_killed_again_and_again(project):
     assert f"{STEPS * GROUPS}" in stdout
 
 
-def test_a_journal_that_is_too_large_makes_checkpoints_out_of_turn_and_shrinks(tmp_path):
+def test_large_journal_forces_checkpoints_and_shrinks(tmp_path):
     journal = {"max_bytes": 200_000}
     project = make_project(tmp_path, **settings_of(checkpoint={"every_steps": 0}, journal=journal))
     code, _, stderr = Command("train", "run.toml", folder=project).finish(timeout_s=240)

@@ -61,16 +61,14 @@ def logits(model, path: Path) -> torch.Tensor:
     return model.eval()(torch.tensor([tokens])).logits
 
 
-def test_rewards_rise_and_engine_and_trainer_agree_on_every_token(finished):
+def test_rewards_rise_and_logprobs_of_engine_and_trainer_agree(finished):
     rows = read_metrics(finished.run_dir / "metrics.jsonl")
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[-3:]) > 2 * sum(rewards[:3])
     assert max(row["mismatch/logprob"] for row in rows) < 1e-5
 
 
-def test_the_checkpoint_is_a_peft_directory_and_the_last_also_holds_the_merged_model(
-    finished, model
-):
+def test_checkpoint_is_a_peft_directory_and_the_last_has_a_merged_model(finished, model):
     checkpoint = finished.checkpoint
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step_6", "step_12"}
     assert not (checkpoint.parent / "step_6" / "merged").exists()
@@ -82,13 +80,13 @@ def test_the_checkpoint_is_a_peft_directory_and_the_last_also_holds_the_merged_m
     assert not torch.allclose(adapted, before, atol=1e-2)
 
 
-def test_workers_say_nothing_in_their_logs(finished):
+def test_logs_of_workers_are_empty(finished):
     logs = finished.run_dir / "logs"
     assert {path.name: path.read_text() for path in logs.glob("*.log") if path.stat().st_size} == {}
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(model, finished, tmp_path):
+def test_resumed_run_continues_with_its_adapter(model, finished, tmp_path):
     """Unmerged from now on, with the adapter of another run beside it."""
     shutil.copytree(finished.run_dir, tmp_path / "run")
     start = settings(model, tmp_path / "run")
@@ -112,14 +110,14 @@ def test_a_resumed_run_goes_on_with_the_adapter_in_trainer_and_engine(model, fin
         )
 
 
-def test_without_peft_nothing_starts(model, tmp_path, monkeypatch):
+def test_missing_peft_is_reported_before_the_run(model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(mr.MillraceError, match=r"install millrace\[lora\]"):
         mr.train(settings(model, tmp_path / "run"), tasks=TASKS, scorers=[share_of_digits])
     assert not (tmp_path / "run").exists()
 
 
-def test_an_adapter_that_is_none_is_one_sentence(model, tmp_path):
+def test_invalid_adapter_is_reported_before_the_run(model, tmp_path):
     with pytest.raises(
         mr.MillraceError, match=r"engine\.adapters\.judge = .* has no adapter_config"
     ):
@@ -133,7 +131,7 @@ def test_an_adapter_that_is_none_is_one_sentence(model, tmp_path):
 
 
 @pytest.mark.slow  # tests/models/test_adapters.py holds the sentence
-def test_a_wrong_target_module_is_one_sentence(model, tmp_path):
+def test_wrong_target_module_is_reported(model, tmp_path):
     with pytest.raises(mr.MillraceError, match=r"lora\.target_modules has 'qproj'"):
         mr.train(
             settings(model, tmp_path / "run"),

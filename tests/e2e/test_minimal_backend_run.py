@@ -32,7 +32,7 @@ def train(model: Path, run_dir: Path, *, steps: int, **settings) -> mr.RunResult
     )
 
 
-def test_a_run_trains_on_a_backend_without_capabilities(model, tmp_path):
+def test_run_trains_on_a_backend_without_capabilities(model, tmp_path):
     result = train(model, tmp_path / "run", steps=2, buffer={"max_staleness": 0})
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]

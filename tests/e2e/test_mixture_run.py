@@ -10,7 +10,7 @@ from millrace.monitoring.files.metrics import read_metrics
 
 
 @pytest.mark.slow
-def test_a_mixture_learns_with_its_routes_replayed_and_goes_on_where_it_was(tmp_path):
+def test_mixture_of_experts_trains_with_replayed_routes_and_resumes(tmp_path):
     settings = {
         "model": str(make_tiny_model(tmp_path / "model", num_experts=8)),
         "run_dir": str(tmp_path / "run"),

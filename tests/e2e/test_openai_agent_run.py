@@ -12,7 +12,7 @@ def prints_digits(task, result):
 
 
 @pytest.mark.slow
-def test_a_program_written_with_the_openai_package_is_trained_on(tmp_path):
+def test_run_trains_on_a_program_that_uses_the_openai_package(tmp_path):
     agent = REPOSITORY / "examples" / "openai_agent" / "agent.py"
     make_project(
         tmp_path,

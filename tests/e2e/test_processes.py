@@ -66,9 +66,7 @@ def shared_memory() -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["engine-0", "trainer"])
-def test_a_worker_that_must_not_be_restarted_ends_the_run_with_a_sentence_and_no_orphans(
-    start, victim
-):
+def test_death_without_restarts_ends_the_run_and_leaves_no_orphans(start, victim):
     before = shared_memory()
     run = start("--supervision.max_restarts", "0")
     run.wait_for_step(2)
@@ -81,7 +79,7 @@ def test_a_worker_that_must_not_be_restarted_ends_the_run_with_a_sentence_and_no
     assert shared_memory() <= before
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_nothing_else(start):
+def test_ctrl_c_leaves_a_checkpoint_and_no_processes(start):
     before = shared_memory()
     run = start()
     run.wait_for_step(12)  # there is a checkpoint, every five
@@ -94,7 +92,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_nothing_else(start):
 
 
 @pytest.mark.slow  # the soak in short kills the same
-def test_a_run_outlives_its_only_scorer_and_resumes_after_a_kill_of_everything(start):
+def test_run_survives_a_killed_scorer_and_resumes_after_all_processes_are_killed(start):
     run = start()
     run.wait_for_step(2)
     run.workers["scorer-0"].send_signal(signal.SIGKILL)
@@ -134,7 +132,7 @@ def test_a_run_outlives_its_only_scorer_and_resumes_after_a_kill_of_everything(s
         (["--buffer.capacity", "1"], "buffer.capacity"),
     ],
 )
-def test_bad_input_is_one_sentence_before_any_worker_starts(
+def test_bad_input_is_reported_before_any_worker_starts(
     project, change, sentence, monkeypatch, capsys
 ):
     (project / "empty.jsonl").write_text("\n")
@@ -148,7 +146,7 @@ def test_bad_input_is_one_sentence_before_any_worker_starts(
 
 
 @pytest.mark.slow  # above is the same without a process
-def test_bad_input_costs_a_process_nothing_but_its_sentence(start):
+def test_command_prints_one_line_for_bad_input(start):
     run = start("--engine.max_context", "3")
     code, stdout, stderr = run.finish()
     assert (code, stdout) == (2, "")

@@ -19,7 +19,7 @@ async def two_turns(task: mr.Task, agent: mr.Agent) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["entropy", "value"])
-def test_a_run_is_trained_on_branches(tmp_path, by):
+def test_run_trains_on_branches(tmp_path, by):
     steps = {
         "type": "process_reward_model",
         "model": str(make_tiny_classifier(tmp_path / "judge", head="token", num_labels=2)),

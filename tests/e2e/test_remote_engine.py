@@ -48,7 +48,7 @@ def start(project: Path, commands: list[Command], *settings: str) -> tuple[Comma
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["disk", "collective"])
-def test_a_run_whose_only_engine_joined_trains_to_its_end(project, commands, transport):
+def test_run_trains_with_a_joined_engine_alone(project, commands, transport):
     ticket = project / "secret" / "ticket.json"
     run, host = start(project, commands, "--weights.transport", transport)
     secrets = json.loads(ticket.read_text())
@@ -70,7 +70,7 @@ def test_a_run_whose_only_engine_joined_trains_to_its_end(project, commands, tra
 
 
 @pytest.mark.slow
-def test_the_place_of_a_joined_engine_that_died_is_open_to_another_host(project, commands):
+def test_another_host_can_replace_a_dead_joined_engine(project, commands):
     run, host = start(project, commands, "--weights.transport", "disk", "--trainer.steps", "8")
     run.wait_for(project / "run" / "metrics.jsonl", lines=2)
     (engine,) = psutil.Process(host.process.pid).children()
@@ -88,7 +88,7 @@ def test_the_place_of_a_joined_engine_that_died_is_open_to_another_host(project,
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_start_on_its_host_is_told_with_the_host(project, commands):
+def test_engine_that_cannot_start_is_reported_with_its_host(project, commands):
     settings = ["--weights.transport", "disk", "--placement.engines", "cuda:7"]
     run, host = start(project, commands, *settings)
     code, _, stderr = run.finish()

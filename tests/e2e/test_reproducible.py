@@ -62,7 +62,7 @@ def finished(model, tmp_path_factory) -> mr.RunResult:
 
 
 @pytest.mark.slow  # two runs that equal the loop below are equal
-def test_two_runs_of_one_seed_are_equal_bit_for_bit(finished, model, tmp_path):
+def test_two_runs_with_one_seed_are_bitwise_equal(finished, model, tmp_path):
     another = mr.train(settings_of(model, tmp_path), tasks=TASKS, scorers=[share_of_digits])
     results = (finished, another)
     first, second = (read_metrics(result.run_dir / "metrics.jsonl") for result in results)
@@ -73,7 +73,7 @@ def test_two_runs_of_one_seed_are_equal_bit_for_bit(finished, model, tmp_path):
     assert weights_in(results[0].checkpoint) == weights_in(results[1].checkpoint)
 
 
-def test_a_run_equals_a_loop_in_one_process(finished, model, tmp_path):
+def test_run_equals_a_loop_in_one_process(finished, model, tmp_path):
     rows, weights = plain_loop(settings_of(model, tmp_path))
     told = read_metrics(finished.run_dir / "metrics.jsonl")
     for row, expected in zip(told, rows, strict=True):
@@ -85,7 +85,7 @@ def test_a_run_equals_a_loop_in_one_process(finished, model, tmp_path):
 
 
 @pytest.mark.slow
-def test_failing_groups_and_evaluations_between_steps_change_nothing_about_that(model, tmp_path):
+def test_runs_with_failing_groups_and_evaluations_are_reproducible(model, tmp_path):
     outcomes = []
     for i in range(2):
         result = mr.train(

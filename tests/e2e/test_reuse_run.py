@@ -10,7 +10,7 @@ from millrace.monitoring.report.summary import summarise
 
 
 @pytest.mark.slow  # tests/e2e/test_staleness_flow.py and tests/rollout are its short version
-def test_a_batch_may_be_chosen_trained_for_epochs_and_partly_replayed(tmp_path):
+def test_run_combines_order_epochs_and_replay(tmp_path):
     result = mr.train(
         model=str(make_tiny_model(tmp_path / "model")),
         run_dir=str(tmp_path / "run"),

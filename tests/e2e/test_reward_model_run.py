@@ -36,7 +36,7 @@ def train(folder, scorer: dict[str, Any], *, scorers=None, **settings):
 
 
 @pytest.mark.slow
-def test_a_run_is_judged_by_a_reward_model(tmp_path):
+def test_run_trains_on_a_reward_model(tmp_path):
     model = make_tiny_classifier(tmp_path / "judge", head="sequence", architecture="bert")
     train(tmp_path, {"type": "reward_model", "model": str(model), "name": "quality"})
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -45,7 +45,7 @@ def test_a_run_is_judged_by_a_reward_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_is_judged_step_by_step(tmp_path):
+def test_run_trains_on_a_process_reward_model(tmp_path):
     model = make_tiny_classifier(tmp_path / "judge", head="token", num_labels=2)
     train(
         tmp_path,
@@ -64,7 +64,7 @@ def test_a_run_is_judged_step_by_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_its_reward_model_is_killed(tmp_path):
+def test_run_survives_a_killed_reward_model(tmp_path):
     model = make_tiny_classifier(tmp_path / "judge", head="sequence")
     killed: list[int] = []
 

@@ -44,7 +44,7 @@ def settings_of(folder: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_a_role_is_another_model_in_a_run_and_in_its_replay(tmp_path):
+def test_role_can_be_another_model_in_a_run_and_in_its_replay(tmp_path):
     settings = settings_of(tmp_path)
     result = mr.train(**settings)
     assert result.episodes == 2 * 2 * 4
@@ -71,7 +71,7 @@ def worker(name: str) -> psutil.Process:
 
 
 @pytest.mark.slow
-def test_the_process_of_another_model_is_replaced_when_it_is_killed(tmp_path):
+def test_killed_process_of_another_model_is_replaced(tmp_path):
     marker = tmp_path / "killed"
 
     async def killing(task: mr.Task, agent: mr.Agent) -> float:
@@ -94,7 +94,7 @@ def test_the_process_of_another_model_is_replaced_when_it_is_killed(tmp_path):
     assert summary["restarts"] == {"model-judge-0": 1}
 
 
-def test_what_is_wrong_with_another_model_is_said_before_the_run(tmp_path):
+def test_invalid_models_are_reported_before_the_run(tmp_path):
     settings = settings_of(tmp_path)
     judge = settings["environment"]["models"]["judge"]
     settings["environment"]["models"] = {"judge": {**judge, "max_context": 4096}}

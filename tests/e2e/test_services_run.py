@@ -58,7 +58,7 @@ def starts_even(completions, **columns):
 
 
 @pytest.mark.slow
-def test_a_run_whose_judge_fails_every_other_time_loses_nothing(judge_url, tmp_path, monkeypatch):
+def test_judge_that_fails_every_other_time_costs_no_group(judge_url, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     judge = {
         "type": "judge",
@@ -106,7 +106,7 @@ async def takes_its_time(completions, **columns):
 
 
 @pytest.mark.slow
-def test_a_run_that_waits_for_scores_says_so_and_for_whose(tmp_path, capsys):
+def test_run_reports_that_it_waits_for_a_scorer(tmp_path, capsys):
     slow = {"function": f"{__file__}:takes_its_time", "concurrency": 1}
     result = mr.train(
         {"scorers": [slow]},

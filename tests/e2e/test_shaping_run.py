@@ -58,7 +58,7 @@ def shaped(tmp_path_factory) -> mr.RunResult:
     )
 
 
-def test_every_step_is_full_of_useful_groups_and_the_rest_is_counted(shaped):
+def test_steps_are_full_of_useful_groups_and_the_others_are_counted(shaped):
     rows = read_metrics(shaped.run_dir / "metrics.jsonl")
     assert unknown_metrics(rows[-1]) == []
     assert shaped.episodes == STEPS * 4 * 3
@@ -71,7 +71,7 @@ def test_every_step_is_full_of_useful_groups_and_the_rest_is_counted(shaped):
     assert {name for row in rows for name in table(row, "reward/source")} == {"sums", "products"}
 
 
-def test_each_evaluation_is_about_exactly_one_version(shaped):
+def test_each_evaluation_uses_exactly_one_version(shaped):
     rows = read_metrics(shaped.run_dir / "metrics.jsonl")
     summary = json.loads((shaped.run_dir / "summary.json").read_text())
     evaluations = [row for row in rows if "eval/accuracy" in row]
@@ -84,7 +84,7 @@ def test_each_evaluation_is_about_exactly_one_version(shaped):
     assert summary["evaluation_after"]["eval/step"] == STEPS
 
 
-def test_engines_that_evaluate_do_nothing_else(shaped):
+def test_evaluators_only_evaluate(shaped):
     names = {span.name for span in read_trace(shaped.run_dir / "trace.json")
              if span.worker == "evaluator-0" and span.busy}  # fmt: skip
     assert names <= {"load", "generate", "swap"}
@@ -94,7 +94,7 @@ def test_engines_that_evaluate_do_nothing_else(shaped):
     assert {len(group.episodes) for group in shaped.after.groups} == {4}
 
 
-def test_a_checkpoint_keeps_what_the_curriculum_knows(shaped):
+def test_checkpoint_contains_the_state_of_the_curriculum(shaped):
     state = json.loads((shaped.run_dir / "checkpoints" / "step_4" / "run_state.json").read_text())
     assert set(state["tasks"]) == {"sums", "products"}
     for source in state["tasks"].values():

@@ -38,7 +38,7 @@ def moody_project(folder: Path, *, bad: list[int], steps: int) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_skipped_steps_and_says_what_they_were_given(tmp_path):
+def test_run_continues_after_skipped_steps_and_saves_their_batches(tmp_path):
     moody_project(tmp_path, bad=[2, 3, 5], steps=6)
     run_dir = mr.train(tmp_path / "run.toml", monitoring={"progress": "off"}).run_dir
     rows = read_metrics(run_dir / "metrics.jsonl")
@@ -55,7 +55,7 @@ def test_a_run_goes_on_after_skipped_steps_and_says_what_they_were_given(tmp_pat
 
 
 @pytest.mark.slow  # tests/watch holds the count and the sentence
-def test_three_skipped_steps_in_a_row_end_the_run_in_one_sentence(tmp_path):
+def test_three_skipped_steps_in_a_row_end_the_run(tmp_path):
     moody_project(tmp_path, bad=[2, 3, 4], steps=9)
     run_dir = tmp_path / "run"
     code, _, error = Command("train", "run.toml", folder=tmp_path).finish()

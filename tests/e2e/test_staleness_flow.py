@@ -114,7 +114,7 @@ class Flow(FakeScorers):
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.measure)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("step_turns", [0, 20], ids=["fast trainer", "slow trainer"])
-async def test_every_step_gets_its_batch_whatever_order_and_limit(order, limit, step_turns):
+async def test_every_step_gets_a_batch_for_every_order_and_limit(order, limit, step_turns):
     flow = Flow(order=order, limit=limit, step_turns=step_turns)
     trained, _ = await flow.run()
     assert len(set(trained)) == len(trained) == STEPS * GROUPS
@@ -122,7 +122,7 @@ async def test_every_step_gets_its_batch_whatever_order_and_limit(order, limit, 
     assert given_up >= flow.num_dropped  # some were still on their way into a full buffer
 
 
-async def test_replayed_groups_take_the_place_of_new_ones():
+async def test_replayed_groups_replace_new_ones():
     flow = Flow(order="oldest", limit=LIMITS[0], step_turns=3, per_batch_replayed=1)
     trained, replayed = await flow.run()
     assert len(set(replayed)) == len(replayed) == STEPS - 2
@@ -132,7 +132,7 @@ async def test_replayed_groups_take_the_place_of_new_ones():
 
 
 @pytest.mark.parametrize("max_staleness", [2, 3])
-async def test_freshest_first_has_a_choice_exactly_where_it_is_not_refused(max_staleness):
+async def test_freshest_has_a_choice_exactly_if_it_is_accepted(max_staleness):
     dropped = {}
     for order in ("oldest", "freshest"):
         limit = StalenessLimit(max_staleness=max_staleness)

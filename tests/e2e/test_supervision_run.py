@@ -54,7 +54,7 @@ def start(tmp_path):
 
 
 @pytest.mark.slow  # tests/chaos/test_short_soak.py kills them in the default run
-def test_a_run_outlives_its_engine_and_its_trainer_and_keeps_what_was_sampled(start):
+def test_run_survives_killed_engine_and_trainer_and_keeps_sampled_tokens(start):
     run = start(trainer={"steps": 8, "groups_per_step": 2}, checkpoint={"every_steps": 2})
     run.wait_for_step(3)
     # At once: they come up side by side, and the engine needs the weights of the new trainer.
@@ -68,7 +68,7 @@ def test_a_run_outlives_its_engine_and_its_trainer_and_keeps_what_was_sampled(st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["disk", "collective"])
-def test_a_replaced_engine_and_trainer_find_each_other_by_other_transports(start, transport):
+def test_replaced_engine_and_trainer_reconnect_over_each_transport(start, transport):
     run = start(
         trainer={"steps": 12, "groups_per_step": 2},
         checkpoint={"every_steps": 5},
@@ -83,7 +83,7 @@ def test_a_replaced_engine_and_trainer_find_each_other_by_other_transports(start
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_stopped_counts_as_dead_and_its_sequences_go_on(start):
+def test_stopped_engine_is_replaced_and_its_sequences_resume(start):
     run = start(
         trainer={"steps": 8, "groups_per_step": 2},
         supervision={**SETTINGS["supervision"], "hang_timeout_s": 3.0},
@@ -103,7 +103,7 @@ def test_an_engine_that_is_stopped_counts_as_dead_and_its_sequences_go_on(start)
 
 
 @pytest.mark.slow
-def test_engines_are_added_to_a_run_and_removed_from_it(start, tmp_path):
+def test_engines_can_be_added_and_removed(start, tmp_path):
     run = start(trainer={"steps": 100000, "groups_per_step": 2})
     run.wait_for_step(2)
 

@@ -50,7 +50,7 @@ def overlap_of(run: mr.RunResult) -> float:
     return overlap(first_halves(steps_of(spans)), generating_in(spans))
 
 
-def test_engines_that_take_turns_do_not_generate_while_the_trainer_steps(in_turns):
+def test_engines_pause_while_the_trainer_steps_with_take_turns(in_turns):
     assert overlap_of(in_turns) < 0.02
     waits = [span for span in read_trace(in_turns.run_dir / "trace.json") if span.name == "paused"]
     assert {span.worker for span in waits} == {"engine-0", "engine-1"}
@@ -58,17 +58,17 @@ def test_engines_that_take_turns_do_not_generate_while_the_trainer_steps(in_turn
 
 
 @pytest.mark.slow  # tests/e2e/test_train.py holds the same of an ordinary run
-def test_engines_that_do_not_take_turns_generate_while_the_trainer_steps(tmp_path):
+def test_engines_generate_while_the_trainer_steps_without_take_turns(tmp_path):
     assert overlap_of(train(tmp_path, take_turns=False)) > 0.3
 
 
-def test_taking_turns_is_still_asynchronous(in_turns):
+def test_training_stays_asynchronous_with_take_turns(in_turns):
     rows = read_metrics(in_turns.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert max(row["staleness/max"] for row in rows) > 0
 
 
-def test_evaluations_go_on_between_the_steps(in_turns):
+def test_evaluations_run_with_take_turns(in_turns):
     rows = read_metrics(in_turns.run_dir / "metrics.jsonl")
     assert sum("eval/accuracy" in row for row in rows) >= 2
     assert in_turns.accuracy_after is not None

@@ -30,7 +30,7 @@ def settings_of(tmp_path, **sections: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_run_learns_from_a_teacher_without_any_reward(tmp_path):
+def test_run_trains_on_a_teacher_without_rewards(tmp_path):
     teacher = str(make_tiny_model(tmp_path / "teacher", seed=7))
     settings = settings_of(
         tmp_path, scorer=[{"type": "teacher", "model": teacher, "loss": "jsd", "top_k": 4}]
@@ -46,7 +46,7 @@ def test_a_run_learns_from_a_teacher_without_any_reward(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_a_run_stays_close_to_its_reference(tmp_path, lora):
+def test_run_stays_close_to_its_reference(tmp_path, lora):
     sections = {"scorers": [{"type": "reference"}], "loss": {"kl": 0.1}, "lora": lora}
     mr.train(settings_of(tmp_path, **sections), tasks=TASKS, scorers=[share_of_digits])
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -59,7 +59,7 @@ def test_a_run_stays_close_to_its_reference(tmp_path, lora):
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 @pytest.mark.parametrize("follows", [{"lag": 1}, {"ema": 0.5, "every": 2}])
-def test_a_run_learns_from_its_own_past_and_says_which(tmp_path, follows, lora):
+def test_run_trains_on_a_self_teacher_and_reports_its_version(tmp_path, follows, lora):
     sections = {
         "scorers": [{"type": "self_teacher", **follows}],
         "lora": lora,
@@ -76,7 +76,7 @@ def test_a_run_learns_from_its_own_past_and_says_which(tmp_path, follows, lora):
 
 
 @pytest.mark.slow
-def test_a_self_teacher_that_is_killed_is_replaced_and_the_run_goes_on(tmp_path):
+def test_killed_self_teacher_is_replaced(tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
 
     def kill_one() -> None:

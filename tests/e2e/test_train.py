@@ -53,7 +53,7 @@ def finished(model, tmp_path_factory) -> mr.RunResult:
     )
 
 
-def test_a_run_leaves_what_the_run_directory_contract_says(finished):
+def test_run_directory_has_the_documented_files(finished):
     run_dir = finished.run_dir
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 13))
@@ -72,9 +72,7 @@ def test_rewards_rise(finished):
     assert sum(rewards[-3:]) > sum(rewards[:3])
 
 
-def test_the_checkpoint_loads_with_transformers_and_is_not_the_model_it_started_from(
-    finished, model
-):
+def test_checkpoint_loads_with_transformers_and_has_changed(finished, model):
     trained = AutoModelForCausalLM.from_pretrained(finished.checkpoint)
     AutoTokenizer.from_pretrained(finished.checkpoint)
     original = AutoModelForCausalLM.from_pretrained(model)
@@ -84,21 +82,21 @@ def test_the_checkpoint_loads_with_transformers_and_is_not_the_model_it_started_
     )
 
 
-def test_nothing_is_trained_beyond_the_staleness_limit(finished):
+def test_trained_tokens_are_within_the_staleness_limit(finished):
     rows = read_metrics(finished.run_dir / "metrics.jsonl")
     assert unknown_metrics(rows[-1]) == []
     assert max(row["staleness/max"] for row in rows) <= 2
     assert max(row["staleness/max"] for row in rows) > 0
 
 
-def test_the_trace_shows_generation_and_training_at_the_same_time(finished):
+def test_trace_shows_generation_and_training_at_the_same_time(finished):
     spans = read_trace(finished.run_dir / "trace.json")
     assert {span.worker for span in generating_in(spans)} == {"engine-0"}
     assert overlap(steps_of(spans), generating_in(spans)) > 0.2
 
 
 @pytest.mark.slow
-def test_the_engine_never_waits_for_the_trainer_while_the_buffer_has_room(settings):
+def test_engine_does_not_wait_for_trainer_while_buffer_has_room(settings):
     """Lengths are long-tailed: the random model ends each completion by chance, or at the limit."""
     result = mr.train(
         settings,
@@ -118,7 +116,7 @@ def test_the_engine_never_waits_for_the_trainer_while_the_buffer_has_room(settin
     assert waiting_s < 0.05 * (last - first)
 
 
-def test_spans_of_a_worker_leave_no_gaps(finished):
+def test_spans_of_a_worker_have_no_gaps(finished):
     spans = read_trace(finished.run_dir / "trace.json")
     for worker in ("engine-0", "trainer"):
         own = sorted((s for s in spans if s.worker == worker), key=lambda span: span.start_s)
@@ -126,12 +124,12 @@ def test_spans_of_a_worker_leave_no_gaps(finished):
         assert max(gaps) < 1e-3
 
 
-def test_no_process_is_left(finished):
+def test_no_process_outlives_the_run(finished):
     assert workers_left() == []
 
 
 def workers_left() -> list[psutil.Process]:
-    """Without the fork server, which the session keeps."""
+    """Workers of this process, without the fork server, which outlives single runs."""
     children = psutil.Process().children(recursive=True)
     lines = {child: _line(child) for child in children}
     return [c for c, line in lines.items() if "millrace" in line and "fork_server" not in line]
@@ -146,7 +144,7 @@ def _line(process: psutil.Process) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupt", ["swap", "barrier"])
-def test_at_staleness_zero_they_take_turns_and_their_logprobs_agree(settings, interrupt):
+def test_staleness_zero_is_synchronous_and_logprobs_agree(settings, interrupt):
     """With steps that are long beside the time until a process notes what it does."""
     result = mr.train(
         {**settings, "buffer": {"max_staleness": 0}, "weights": {"interrupt": interrupt}},
@@ -171,9 +169,7 @@ def test_at_staleness_zero_they_take_turns_and_their_logprobs_agree(settings, in
 
 
 @pytest.mark.slow
-def test_resume_goes_on_from_the_newest_good_checkpoint_also_with_more_engines(
-    finished, settings, capsys
-):
+def test_resume_uses_the_newest_good_checkpoint_also_with_more_engines(finished, settings, capsys):
     run_dir = Path(settings["run_dir"])
     shutil.copytree(finished.run_dir, run_dir)
     with (run_dir / "checkpoints" / "step_12" / "model.safetensors").open("r+b") as weights:
@@ -203,7 +199,7 @@ def test_resume_goes_on_from_the_newest_good_checkpoint_also_with_more_engines(
     }
 
 
-def test_a_finished_run_is_not_overwritten(finished, model):
+def test_finished_run_is_not_overwritten(finished, model):
     with pytest.raises(mr.MillraceError, match="already holds a run"):
         mr.train(settings_of(model, finished.run_dir), tasks=TASKS, scorers=[share_of_digits])
 
@@ -228,7 +224,7 @@ def troubled(model, tmp_path_factory) -> mr.RunResult:
     )
 
 
-def test_a_failing_reward_and_a_prompt_that_is_too_long_cost_their_groups_only(troubled):
+def test_failing_reward_and_long_prompt_cost_only_their_groups(troubled):
     rows = read_metrics(troubled.run_dir / "metrics.jsonl")
     assert troubled.steps == 8
     assert rows[-1]["failed/score"] > 0
@@ -236,7 +232,7 @@ def test_a_failing_reward_and_a_prompt_that_is_too_long_cost_their_groups_only(t
 
 
 @pytest.mark.slow  # tests/controller/test_dispatcher.py holds the rule and the sentence
-def test_a_reward_that_always_fails_ends_the_run_with_its_reason(settings):
+def test_reward_that_always_fails_ends_the_run_with_its_reason(settings):
     def broken(completions, **columns):
         return [float("nan")] * len(completions)
 
@@ -247,7 +243,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(settings):
     assert workers_left() == []
 
 
-def test_a_run_with_a_recipe_takes_several_updates_per_version(troubled):
+def test_run_with_minibatches_makes_several_updates_per_version(troubled):
     rows = read_metrics(troubled.run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == list(range(1, 9))
     assert all(row["batch/proximal_microbatches"] == 2 for row in rows)

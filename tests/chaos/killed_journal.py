@@ -1,10 +1,10 @@
-"""A process for tests that writes a journal and is killed at a chosen moment of a commit.
+"""A test process that writes a journal and is killed at a chosen moment of a commit.
 
-    python dying_journal.py FOLDER MOMENT NUMBER
+    python killed_journal.py FOLDER MOMENT NUMBER
 
-MOMENT of the commit that holds the group of NUMBER: "before commit" = its changes are executed;
-"in write" = a part of them is written to the log; "after commit" = they are committed, and no
-caller has been told.
+NUMBER chooses the commit that contains this group. MOMENT is "before commit" (its changes are
+executed), "in write" (some of them are written to the log) or "after commit" (they are committed,
+but not acknowledged).
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from millrace.core.records import Task
 from millrace.journal import Journal, JournalHistory, Ledger, read_journal
 from millrace.journal.database import NAME, connect_file
 
-WRITTEN_BYTES = 1000  # of the first page, before the kernel kills the process
+WRITTEN_BYTES = 1000  # of the first page; then the kernel kills the process
 
 
-class DyingConnection(sqlite3.Connection):
+class KillingConnection(sqlite3.Connection):
     folder: Path
     moment: str
     number: int
@@ -65,10 +65,10 @@ def open_journal(folder: Path, *, factory=None) -> Journal:
 
 
 async def main(folder: Path, moment: str, last: int) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills who exceeds a limit
-    DyingConnection.folder, DyingConnection.moment = folder, moment
-    DyingConnection.number = last
-    journal = open_journal(folder, factory=DyingConnection)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # exceeding the file size limit kills
+    KillingConnection.folder, KillingConnection.moment = folder, moment
+    KillingConnection.number = last
+    journal = open_journal(folder, factory=KillingConnection)
     number, version = 0, 0
     while True:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Resumable sweeps: measurements one by one, with a file that a later call continues."""
+"""Resumable sweeps: each measurement is saved at once, and a later call continues."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +15,9 @@ def sweep(
     key: Sequence[str],
     file: Path | None,
 ) -> list[Row]:
-    """One row of `measure(*values)` for each of the wanted values, which a row has under `key`.
+    """Rows of `measure(*values)` for all wanted values. A row has its values under the keys `key`.
 
-    Rows in the file are not measured again.
+    Rows that are in the file are not measured again.
     """
     rows: list[Row] = json.loads(file.read_text()) if file and file.exists() else []
     known = {tuple(row[name] for name in key) for row in rows}

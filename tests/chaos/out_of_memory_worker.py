@@ -1,4 +1,4 @@
-"""A worker for tests that runs out of memory when it is asked to."""
+"""A test worker that runs out of memory on request."""
 
 import resource
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 from millrace.cluster.link import Link, run_worker
 from millrace.cluster.messages import Generate, Stop
 
-ROOM_BYTES = 64 * 2**20  # beyond what the process has taken by then
+ROOM_BYTES = 64 * 2**20  # that the process may still allocate
 
 
 def main(link: Link, name: str) -> None:
-    taken: list[bytearray] = []
+    allocated: list[bytearray] = []
     while True:
         call = link.receive()
         assert call is not None
@@ -18,12 +18,12 @@ def main(link: Link, name: str) -> None:
             case Stop():
                 call.reply()
                 return
-            case Generate(request=request) if request.id == "eat":
+            case Generate(request=request) if request.id == "exhaust memory":
                 pages = int(Path("/proc/self/statm").read_text().split()[0])
                 limit = pages * resource.getpagesize() + ROOM_BYTES
                 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
                 while True:
-                    taken.append(bytearray(2**20))
+                    allocated.append(bytearray(2**20))
             case _:
                 call.reply()
 

@@ -1,4 +1,4 @@
-"""A run of a tiny project whose processes are stopped and killed at chosen moments."""
+"""A run of a tiny project whose processes can be stopped and killed at chosen moments."""
 
 import json
 import signal
@@ -23,14 +23,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class TornRun:
+class KillableRun:
     def __init__(self, folder: Path, *, steps: int, **sections: dict[str, Any]) -> None:
         trainer = {"steps": steps, "groups_per_step": GROUPS_PER_STEP, "threads": 1}
         self.project = make_project(folder, **{**SETTINGS, "trainer": trainer, **sections})
         self.path = folder / "run"
         self.steps = steps
         self._command: Command | None = None
-        self.said = ""  # by all that has ended
+        self.output = ""  # of all commands that have ended
 
     def start(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
         self._command = Command("train", "run.toml", *arguments, folder=self.project, env=env)
@@ -49,24 +49,24 @@ class TornRun:
         for process in self.controller.children(recursive=True):
             try:
                 command = process.cmdline()
-            except psutil.Error:  # it has ended meanwhile
+            except psutil.Error:  # it has just ended
                 continue
             if "--name" in command and command[command.index("--name") + 1].startswith(name):
                 return process
         return None
 
-    def until(self, what: Callable[[], Any], *, every_s: float = 0.02) -> Any:
-        """Until it is true; returns it. The run must not end before."""
+    def until(self, condition: Callable[[], Any], *, every_s: float = 0.02) -> Any:
+        """Wait until the condition is true; returns its value. The run must not end before."""
         assert self._command is not None
         deadline = time.monotonic() + 90
-        while not (found := what()):
+        while not (found := condition()):
             assert self._command.process.poll() is None, self._command.process.communicate()
             assert time.monotonic() < deadline
             time.sleep(every_s)
         return found
 
-    def standstill(self) -> int:
-        """Until no step has been done for a while; returns the last one."""
+    def wait_for_standstill(self) -> int:
+        """Wait until no step was done for 1.5 s; returns the last step."""
         step, since_s = self.step, time.monotonic()
         while time.monotonic() - since_s < 1.5:
             if self.step != step:
@@ -75,7 +75,7 @@ class TornRun:
         return step
 
     def kill(self) -> None:
-        """Everything."""
+        """Kill the controller, and expect all workers to die with it."""
         workers = self.controller.children(recursive=True)
         self.controller.send_signal(signal.SIGKILL)
         assert self.finish() == -signal.SIGKILL
@@ -84,13 +84,13 @@ class TornRun:
     def finish(self) -> int:
         assert self._command is not None
         code, stdout, stderr = self._command.finish()
-        self.said += stdout + stderr
+        self.output += stdout + stderr
         return code
 
     def summary(self) -> dict[str, Any]:
-        """Of a run that has ended as it should, whatever was done to it."""
+        """Wait for the end of the run, check that nothing is lost, and return summary.json."""
         code = self.finish()
-        assert code == 0, self.said
+        assert code == 0, self.output
         assert steps_in(self.path / "metrics.jsonl") == list(range(1, self.steps + 1))
         report = read_report(self.path)
         assert report.check() == []
