@@ -1,7 +1,7 @@
-"""Runs the slow tests, and a second time those that failed: `python tools/run_slow_tests.py`.
+"""Run the slow tests, and those that fail once more: `python tools/run_slow_tests.py`.
 
-A slow test may fail because the machine was busy. It gets one more try, with nothing beside it. A
-test that passes only then is reported as flaky; a test that fails twice fails the run.
+A slow test may fail because the machine is busy, so it gets a second try, alone. A test that passes
+only then is reported as flaky. A test that fails twice fails the run.
 """
 
 import re
@@ -29,10 +29,10 @@ def main() -> int:
     code, failed = run("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
     if code == 0 or not failed:
         return code
-    print(f"\nOnce more, one at a time: {len(failed)} failed.\n", flush=True)
+    print(f"\n{len(failed)} tests failed; running them again, one at a time.\n", flush=True)
     code, _ = run(*failed)
     if code == 0:
-        print("\nFlaky: these failed, and passed when they ran alone:")
+        print("\nFlaky: these tests failed first and passed alone:")
         print("\n".join(f"  {name}" for name in failed))
     return code
 

@@ -1,9 +1,9 @@
-"""Is what is installed what was pinned, unchanged and without known holes? Part of `make check`.
+"""Compare installed packages with the pins, and look for known vulnerabilities; see `make check`.
 
-Fails for files that were changed since they were installed, for a lock that is not that of the
-pins, and for distributions that do not go together. Other versions than the pinned ones are told
-and no failure: other machines have theirs. So are known vulnerabilities, except with --strict, or
-yesterday's commit would fail today; and that the service that knows them cannot be reached.
+It fails if a file was changed after its installation, if requirements.lock does not match the pins,
+or if packages conflict. A version that differs from its pin is only reported, because machines
+differ. Known vulnerabilities fail only with --strict, so that a commit that passed yesterday does
+not fail today. An unreachable vulnerability service is a warning.
 """
 
 import base64
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PINS = ("requirements.txt", "requirements-dev.txt")
-LARGE_BYTES = 64 * 2**20  # libraries beyond this are checked by their size alone
+LARGE_BYTES = 64 * 2**20  # of larger files only the size is checked
 AUDIT_TIMEOUT_S = 30
 
 
@@ -25,18 +25,18 @@ def main() -> int:
     pins = dict(pinned())
     for note in other_versions(pins):
         print(f"note: {note}", file=sys.stderr)
-    flaws = [*unlocked(pins), *changed_files(pins)]
-    for flaw in flaws:
-        print(flaw, file=sys.stderr)
+    problems = [*lock_mismatches(pins), *changed_files(pins)]
+    for problem in problems:
+        print(problem, file=sys.stderr)
     consistent = subprocess.run([sys.executable, "-m", "pip", "check"], check=False).returncode == 0
-    has_holes = has_known_holes()
-    return int(bool(flaws) or not consistent or (has_holes and "--strict" in sys.argv))
+    is_vulnerable = has_known_vulnerabilities()
+    return int(bool(problems) or not consistent or (is_vulnerable and "--strict" in sys.argv))
 
 
 def pinned() -> Iterator[tuple[str, str]]:
     for file in PINS:
         for found in re.finditer(r"^([\w.-]+)==(\S+)", (ROOT / file).read_text(), re.MULTILINE):
-            yield normal(found[1]), found[2]
+            yield normalized(found[1]), found[2]
 
 
 def other_versions(pins: dict[str, str]) -> Iterator[str]:
@@ -44,42 +44,44 @@ def other_versions(pins: dict[str, str]) -> Iterator[str]:
         try:
             installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield f"{name} {version} is pinned and not installed."
+            yield f"{name} {version} is pinned, but not installed."
             continue
-        if installed.partition("+")[0] != version:  # "+cpu" and the like name a build
+        if installed.partition("+")[0] != version:  # "+cpu" names a build, not a version
             yield f"{name} {installed} is installed, but {version} is pinned."
 
 
-def unlocked(pins: dict[str, str]) -> Iterator[str]:
+def lock_mismatches(pins: dict[str, str]) -> Iterator[str]:
     text = (ROOT / "requirements.lock").read_text()
     found = re.findall(r"^([\w.-]+)==(\S+) \\$", text, re.MULTILINE)
-    locked = {normal(name): version for name, version in found}
+    locked = {normalized(name): version for name, version in found}
     for name in sorted({**pins, **locked}):
         if name != "torch" and pins.get(name) != locked.get(name):
-            there = locked.get(name, "not")
-            yield f"requirements.lock has {name} {there}, but pinned is {pins.get(name, 'none')}."
+            yield (
+                f"{name}: requirements.lock has {locked.get(name, 'no version')}, but the pin is"
+                f" {pins.get(name, 'missing')}; run: python tools/write_lock.py"
+            )
 
 
 def changed_files(pins: dict[str, str]) -> Iterator[str]:
-    """Files that are not what their own distribution brought."""
+    """Installed files that differ from those of their package."""
     for name in pins:
         try:
             files = importlib.metadata.files(name) or []
         except importlib.metadata.PackageNotFoundError:
-            continue  # told already
+            continue  # reported by other_versions()
         for file in files:
             path = Path(str(file.locate()))
             if file.hash is None or file.hash.mode != "sha256" or path.suffix == ".pyc":
                 continue
             if not path.is_file():
-                yield f"{name} lacks its file {file}; install it again."
+                yield f"{name}: its file {file} is missing; install the package again."
             elif file.size is not None and path.stat().st_size != file.size:
-                yield f"{name} has a file {file} of another size; install it again."
+                yield f"{name}: its file {file} has a different size; install the package again."
             elif path.stat().st_size <= LARGE_BYTES and _digest(path) != file.hash.value:
-                yield f"{name} has a file {file} that was changed; install it again."
+                yield f"{name}: its file {file} was changed; install the package again."
 
 
-def has_known_holes() -> bool:
+def has_known_vulnerabilities() -> bool:
     command = [sys.executable, "-m", "pip_audit", "--progress-spinner", "off", "--local"]
     command += ["--skip-editable", "--timeout", "10"]
     try:
@@ -87,22 +89,22 @@ def has_known_holes() -> bool:
             command, capture_output=True, text=True, check=False, timeout=AUDIT_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        _skipped(f"no answer within {AUDIT_TIMEOUT_S} s")
+        _warn_not_audited(f"no answer within {AUDIT_TIMEOUT_S} s")
         return False
     if "known vulnerabilit" in done.stderr and done.stderr.lstrip().startswith("Found"):
         print(f"WARNING: {done.stderr}{done.stdout}", file=sys.stderr)
         return True
     num_unknown = done.stdout.count("could not be audited")
-    if num_unknown > 10:  # a few may be nobody's but ours; so many means that it knows nothing
-        _skipped(f"it does not know {num_unknown} of the packages")
+    if num_unknown > 10:  # a few packages may be unknown, but not so many
+        _warn_not_audited(f"it does not know {num_unknown} of the packages")
     elif done.returncode != 0:
-        _skipped((done.stderr.strip() or "no reason given").splitlines()[-1])
+        _warn_not_audited((done.stderr.strip() or "no reason given").splitlines()[-1])
     return False
 
 
-def _skipped(reason: str) -> None:
+def _warn_not_audited(reason: str) -> None:
     print(
-        f"WARNING: NOT AUDITED: the vulnerability service could not be asked ({reason:.200}).",
+        f"WARNING: NOT AUDITED: the vulnerability service did not answer ({reason:.200}).",
         file=sys.stderr,
     )
 
@@ -112,7 +114,7 @@ def _digest(path: Path) -> str:
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
-def normal(name: str) -> str:
+def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/reference/configuration.md: `python tools/write_configuration.py`."""
+"""Write docs/reference/configuration.md: `python tools/write_configuration.py`."""
 
 import json
 import typing
@@ -31,7 +31,7 @@ def page() -> str:
 
 
 def _tables(section: type[BaseModel], *, above: str = "") -> Iterator[str]:
-    """One for each table within a section, each followed by the tables within it."""
+    """The tables within a section, each followed by the tables within it."""
     for name, field in section.model_fields.items():
         below = _section(field)
         if below is not None:
@@ -61,7 +61,7 @@ def _text(field: FieldInfo) -> str:
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
-    """The section of a field that is one, may be one, or holds several."""
+    """The type of a field's section, also if it is optional or repeated; None for a plain field."""
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return annotation

@@ -1,7 +1,8 @@
-"""Write requirements.lock: what is pinned, with the hashes of the wheels for the tested platforms.
+"""Write requirements.lock: the pins with hashes of the wheels for the tested platforms.
 
-`python tools/write_lock.py` asks pip, for each platform and Python, which wheel it would install;
-the index is the one that pip is set up with. torch is left out: each platform has its own builds.
+`python tools/write_lock.py` asks pip which wheel it would install for each platform and Python,
+using the package index that pip is configured with. torch is excluded, because each platform has
+its own builds.
 """
 
 import json
@@ -11,14 +12,14 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from verify_dependencies import ROOT, normal, pinned
+from verify_dependencies import ROOT, normalized, pinned
 
 MACHINES = ("x86_64", "aarch64")
 PYTHONS = ("3.11", "3.12")
-GLIBCS = ("34", "31", "28", "27", "26", "24", "17")  # manylinux versions that a wheel may ask for
+GLIBCS = ("34", "31", "28", "27", "26", "24", "17")  # manylinux versions of wheels
 HEAD = """\
-# Every pinned dependency of requirements.txt and requirements-dev.txt but torch, with the hashes of
-# its wheels for x86_64 and aarch64 and Python 3.11 and 3.12. Written by tools/write_lock.py; see
+# Every pinned dependency of requirements.txt and requirements-dev.txt except torch, with the hashes
+# of its wheels for x86_64 and aarch64 and Python 3.11 and 3.12. Written by tools/write_lock.py; see
 # docs/security.md.
 """
 
@@ -50,7 +51,7 @@ def wheels(
         chosen = json.loads(report.read_text())["install"]
     return [
         (
-            normal(each["metadata"]["name"]),
+            normalized(each["metadata"]["name"]),
             each["download_info"]["archive_info"]["hashes"]["sha256"],
         )
         for each in chosen

@@ -1,6 +1,5 @@
-"""Writes docs/reference/metrics.md from src/millrace/monitoring/catalog.py.
-
-Run `python tools/write_metrics.py`.
+"""Write docs/reference/metrics.md from src/millrace/monitoring/catalog.py:
+`python tools/write_metrics.py`.
 """
 
 from pathlib import Path

@@ -24,7 +24,7 @@ def make_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_killed_after_its_last_checkpoint_is_finished_by_resume(tear, monkeypatch, capsys):
+def test_run_killed_after_its_last_checkpoint_is_finished_by_resume(make_run, monkeypatch, capsys):
     run = make_run(steps=3)
     run.start()
     checkpoints = run.path / "checkpoints"

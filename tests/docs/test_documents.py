@@ -1,4 +1,4 @@
-"""The documents say what the code does."""
+"""Pages of docs/ match the code: settings are valid, examples run, and no key is missing."""
 
 import dataclasses
 import re
@@ -25,15 +25,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def text_of(page: str) -> str:
-    """The text of a page, in whichever folder of docs/ it is."""
+    """The text of a page in any folder of docs/."""
     (path,) = (ROOT / "docs").rglob(f"{page}.md")
     return path.read_text()
 
 
 def examples(page: str, language: str) -> list[str]:
-    """The code blocks of a page in docs/."""
-    text = text_of(page)
-    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+    """The code blocks of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", text_of(page), re.S)
 
 
 def test_configuration_page_is_up_to_date():
@@ -95,7 +94,7 @@ def test_environments_of_adapters_page_can_be_built():
     pytest.importorskip("gymnasium")
     for code in examples("other-environments", "python"):
         if "import verifiers" in code:
-            continue  # its pins do not go with those of the tests; tests/adapters plays one
+            continue  # conflicts with the pins of the tests; see make test-adapters
         names: dict[str, Any] = {}
         exec(code, names)
         check_function(names["play"])
@@ -111,12 +110,12 @@ def test_losses_page_lists_every_recipe_with_its_settings():
     for name, recipe in RECIPES.items():
         (row,) = re.findall(rf"^\| `{name}`.*$", page, re.M)
         if name == "a3po":
-            continue  # told by its difference
-        told, advantages = row.split("|")[2:4]
+            continue  # described by its difference from another recipe
+        settings, advantages = row.split("|")[2:4]
         for key, value in recipe.items():
             shown = f"{value:g}" if isinstance(value, float) else value
             shown = {"0.0003": "3e-4", "0.0004": "4e-4"}.get(shown, shown)
-            assert f"{key} {shown}" in told, (name, key)
+            assert f"{key} {shown}" in settings, (name, key)
         assert advantages.strip().startswith(ADVANTAGES.get(name, {"type": "group"})["type"])
 
 
@@ -125,10 +124,10 @@ def test_verifiers_page_lists_every_key_with_its_default():
     for name, verifier in VERIFIERS.items():
         (row,) = re.findall(rf"^\| `{name}` .*$", page, re.M)
         for field in dataclasses.fields(verifier):
-            told = re.search(rf"`{field.name}(?: = ([^`]*))?`", row)
-            assert told is not None, (name, field.name)
-            if told[1] is not None:
-                assert tomllib.loads(f"x = {told[1]}")["x"] == field.default, (name, field.name)
+            key = re.search(rf"`{field.name}(?: = ([^`]*))?`", row)
+            assert key is not None, (name, field.name)
+            if key[1] is not None:
+                assert tomllib.loads(f"x = {key[1]}")["x"] == field.default, (name, field.name)
 
 
 def test_verifiers_of_verifiers_page_can_be_built():
@@ -140,8 +139,7 @@ def test_verifiers_of_verifiers_page_can_be_built():
 
 
 def test_settings_of_reward_models_page_are_valid():
-    page = text_of("reward-models")
-    blocks = re.findall(r"```toml\n(.*?)```", page, re.S)
+    blocks = examples("reward-models", "toml")
     assert blocks
     for block in blocks:
         config = load_config({"model": "m", **tomllib.loads(block)})
@@ -153,8 +151,7 @@ def test_settings_of_scorers_page_are_valid(monkeypatch, tmp_path):
     monkeypatch.setenv("JUDGE_KEY", "k")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text("def format(completions): ...")
-    page = text_of("scorers")
-    (example,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    (example,) = examples("scorers", "toml")
     config = load_config({"model": "m", **tomllib.loads(example)})
     specs = [resolve_scorer(row, section="scorer") for row in config.scorers]
     check_scorers(specs, [Task(prompt="p", columns={"answer": "a"})])
@@ -176,13 +173,12 @@ def test_scorers_page_lists_call_settings_of_services_and_functions():
     services = CallSettings()
     functions = Function(function=lambda completions: []).call_settings(num_workers=2)
     for name in ("batch", "timeout_s", "retries", "backoff_s", "breaker_failures", "priority"):
-        (told,) = re.findall(rf"^\| `{name}` \| (\S+) \| (\S+) \|", section, re.M)
-        assert tuple(map(float, told)) == (getattr(services, name), getattr(functions, name))
+        (row,) = re.findall(rf"^\| `{name}` \| (\S+) \| (\S+) \|", section, re.M)
+        assert tuple(map(float, row)) == (getattr(services, name), getattr(functions, name))
 
 
 def test_scorer_of_scorers_page_passes_its_test():
-    page = text_of("scorers")
-    _, scorer, test = re.findall(r"```python\n(.*?)```", page, re.S)
+    _, scorer, test = examples("scorers", "python")
     names: dict[str, Any] = {"__name__": "scorers"}
     exec(scorer + test, names)
     names["test_short_completions_score_1"]()

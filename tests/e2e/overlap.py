@@ -1,4 +1,4 @@
-"""How far generation and training go on at the same time, by the trace of a run."""
+"""Overlap of generation and training in the trace of a run."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ def steps_of(spans: Sequence[Span]) -> list[Span]:
 
 
 def first_halves(steps: Sequence[Span]) -> list[Span]:
-    """For runs that take turns: the reply to a step is under way before the trainer notes its end,
-    and on a busy machine much earlier."""
+    """The first half of each step, for runs that alternate. The trainer sends its reply before it
+    records the end of the step, and on a busy machine much earlier."""
     return [replace(span, end_s=(span.start_s + span.end_s) / 2) for span in steps]
 
 
@@ -22,7 +22,7 @@ def generating_in(spans: Sequence[Span]) -> list[Span]:
 
 
 def overlap(steps: Sequence[Span], generating: Sequence[Span]) -> float:
-    """Share of the time of the steps in which an engine generates; each engine counts."""
+    """Share of the steps' time in which an engine generates, summed over engines."""
     pairs = itertools.product(steps, generating)
     both_s = sum(max(0.0, min(a.end_s, b.end_s) - max(a.start_s, b.start_s)) for a, b in pairs)
     return both_s / sum(span.end_s - span.start_s for span in steps)

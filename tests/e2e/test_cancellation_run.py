@@ -1,4 +1,4 @@
-"""A run whose longest completions outlive the staleness limit."""
+"""A run whose longest completions exceed the staleness limit."""
 
 import pytest
 from tiny_model import make_tiny_model
@@ -14,7 +14,7 @@ def share_of_digits(completions, **columns):
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
-@pytest.mark.slow  # tests/e2e/test_staleness_flow.py and tests/rollout are its short version
+@pytest.mark.slow  # test_staleness_flow.py and tests/controller/ are its short version
 def test_groups_beyond_the_staleness_limit_are_cancelled_and_retried(tmp_path):
     result = mr.train(
         model=str(make_tiny_model(tmp_path / "model", max_context=1024)),

@@ -1,4 +1,4 @@
-"""A whole run with a critic and real processes."""
+"""A run with a critic and real processes."""
 
 import pytest
 from digits import TASKS, share_of_digits

@@ -1,4 +1,4 @@
-"""One whole run of an environment with two turns, and nobody else to score it."""
+"""A run of an environment with several turns and its own rewards, without scorers."""
 
 import asyncio
 
@@ -48,7 +48,7 @@ def test_run_trains_on_rewards_of_the_environment(tmp_path):
             "environment.asker",
             "environment.answerer",
         }
-        # Staler weights aside, the trainer says what the engine said.
+        # On-policy, engine and trainer compute the same logprobs.
         assert row["staleness/max"] > 0 or row["mismatch/logprob"] < 1e-5
     for step in (1, 2):
         lines = list(read_recordings(result.run_dir / "episodes" / f"step_{step}.jsonl"))
@@ -57,7 +57,7 @@ def test_run_trains_on_rewards_of_the_environment(tmp_path):
         for line in lines:
             again = asyncio.run(rerun(line.episode, two_turns, tokenizer=tokenizer))
             assert again.reward == line.episode.reward
-            # One for each agent; one more where a text came back as other tokens.
+            # One rollout per agent, and one more if a text was tokenised differently.
             assert len(again.rollouts) == len(episode_of(line.episode).rollouts) >= 2
 
 

@@ -1,4 +1,4 @@
-"""What the controller keeps does not grow with the length of a run."""
+"""The memory of the controller does not grow with the length of a run."""
 
 import asyncio
 import gc
@@ -13,41 +13,40 @@ import pytest
 from endless_run import EndlessRun
 from project import Command, make_project
 
-WARM_UP, STEPS = 210, 330  # windows over the past are full by then: 200 marks, 1024 lengths
-LOOKS = 8  # at steps in a row: what is in flight comes and goes
+WARM_UP, STEPS = 210, 330  # bounded windows of the past (200 marks, 1024 lengths) are full by then
+NUM_SAMPLES = 8  # at consecutive steps, because the work in flight varies
 MAX_CURSORS = 250
-LAST_LOOKS = STEPS - 10
+LAST_SAMPLES = STEPS - 10
 
 
-class Inspector:
-    """Looks at all lists, dicts, sets and objects that have come since: whatever else is kept, one
-    of them holds it."""
+class MemoryInspector:
+    """Measures all objects that the garbage collector tracks."""
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []  # bytes of all of them, look by look
-        self.num_tasks: list[int] = []  # of the event loop, likewise
-        self._watched: tuple[tuple[Any, int], ...] = ()  # containers, and how much was in them
+        self.sizes: list[int] = []  # bytes of all objects, by sample
+        self.num_tasks: list[int] = []  # of the event loop, by sample
+        self._containers: tuple[tuple[Any, int], ...] = ()  # with their lengths
 
-    def watch(self) -> None:
+    def remember_containers(self) -> None:
         gc.collect()
         kinds = (list, dict, set, deque)
-        self._watched = tuple((c, len(c)) for c in gc.get_objects() if isinstance(c, kinds))
+        self._containers = tuple((c, len(c)) for c in gc.get_objects() if isinstance(c, kinds))
 
-    def look(self) -> None:
+    def sample(self) -> None:
         gc.collect()
         self.sizes.append(sum(sys.getsizeof(one) for one in gc.get_objects()))
         self.num_tasks.append(len(asyncio.all_tasks()))
 
     def grown(self, by: int, *, exempt: object) -> list[str]:
-        """Return watched containers that grew by so many entries, and stop watching.
+        """Return the remembered containers that grew by this many entries, and forget them all.
 
-        Timers do not count: the event loop removes cancelled ones when they have become many. Nor
-        does sqlite3's list of weak references to cursors, which it prunes after every 200.
+        Timers do not count, because the event loop removes cancelled ones only when there are many.
+        Neither does sqlite3's list of weak references to cursors, which it prunes after every 200.
         """
-        watched, self._watched = self._watched, ()
+        containers, self._containers = self._containers, ()
         return [
             f"{type(one).__name__} {one!r:.80}"
-            for one, length in watched
+            for one, length in containers
             if len(one) >= length + by and one is not exempt
             if not isinstance(next(iter(one)), asyncio.TimerHandle)
             if not (isinstance(next(iter(one)), weakref.ref) and len(one) <= MAX_CURSORS)
@@ -55,31 +54,31 @@ class Inspector:
 
 
 async def test_controller_keeps_no_objects_of_finished_steps(tmp_path):
-    inspector, grown = Inspector(), []
+    inspector, grown = MemoryInspector(), []
 
-    def look(step: int) -> None:
-        if step == WARM_UP + LOOKS:
-            inspector.watch()
-        if step == LAST_LOOKS - 1:
-            curve = run.monitor._rewards._means  # has a bound, and a test, of its own
+    def inspect(step: int) -> None:
+        if step == WARM_UP + NUM_SAMPLES:
+            inspector.remember_containers()
+        if step == LAST_SAMPLES - 1:
+            curve = run.monitor._rewards._means  # has its own bound and its own test
             grown.extend(inspector.grown((STEPS - WARM_UP) // 2, exempt=curve))
-        if 0 <= step - WARM_UP < LOOKS or 0 <= step - LAST_LOOKS < LOOKS:
-            inspector.look()
+        if 0 <= step - WARM_UP < NUM_SAMPLES or 0 <= step - LAST_SAMPLES < NUM_SAMPLES:
+            inspector.sample()
 
-    run = EndlessRun(tmp_path, steps=STEPS, on_step=look)
-    gc.freeze()  # what was there before is not looked at
+    run = EndlessRun(tmp_path, steps=STEPS, on_step=inspect)
+    gc.freeze()  # ignore older objects
     try:
         await run.run()
     finally:
         gc.unfreeze()
-    assert len(inspector.sizes) == 2 * LOOKS
+    assert len(inspector.sizes) == 2 * NUM_SAMPLES
     assert grown == []
     assert _growth(inspector.num_tasks) < 5
-    assert _growth(inspector.sizes) < 40_000, "two groups of each step have thousands of bytes"
+    assert _growth(inspector.sizes) < 40_000, "the two groups of a step take thousands of bytes"
 
 
-def _growth(looks: list[int]) -> int:
-    return min(looks[LOOKS:]) - min(looks[:LOOKS])
+def _growth(samples: list[int]) -> int:
+    return min(samples[NUM_SAMPLES:]) - min(samples[:NUM_SAMPLES])
 
 
 @pytest.mark.slow

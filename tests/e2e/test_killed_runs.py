@@ -1,4 +1,4 @@
-"""Runs whose every process is killed at once, and which go on as if nothing had happened."""
+"""Runs that resume after all their processes were killed at once."""
 
 import os
 import signal
@@ -23,8 +23,8 @@ def settings_of(**more) -> dict:
     return {"trainer": {"steps": STEPS}, "checkpoint": {"every_steps": 4}, **more}
 
 
-class Killed:
-    """A run in a process group of its own."""
+class KillableGroup:
+    """A run in its own process group."""
 
     def __init__(self, project: Path, *arguments: str) -> None:
         self.journal = project / "run" / "journal"
@@ -32,7 +32,7 @@ class Killed:
         self.group = os.getpgid(self.command.process.pid)
 
     def kill_when(self, is_time: Callable[[Ledger], bool]) -> Ledger:
-        """SIGKILL to all of it; returns the books as they are on the disk then."""
+        """Kill all processes with SIGKILL at the right time; returns the ledger on disk."""
         deadline = time.monotonic() + 240
         while (ledger := self._ledger()) is None or not is_time(ledger):
             assert self.command.process.poll() is None, self.command.process.communicate()
@@ -46,10 +46,10 @@ class Killed:
 
     def _ledger(self) -> Ledger | None:
         try:
-            past = read_journal(self.journal)
-        except JournalError:  # it is being written
+            history = read_journal(self.journal)
+        except JournalError:  # it is just being written
             return None
-        return None if past is None else past.ledger
+        return None if history is None else history.ledger
 
 
 def is_between_steps(ledger: Ledger) -> bool:
@@ -71,7 +71,7 @@ def project(tmp_path) -> Path:
 
 @pytest.mark.parametrize("is_time", [is_between_steps, is_in_a_step, has_no_checkpoint_yet])
 def test_killed_run_resumes_with_the_same_steps_and_a_consistent_ledger(project, is_time):
-    before = Killed(project).kill_when(is_time)
+    before = KillableGroup(project).kill_when(is_time)
     rows = {row["step"]: row for row in read_metrics(project / "run" / "metrics.jsonl")}
 
     code, _, stderr = Command("train", "run.toml", "--resume", folder=project).finish(timeout_s=240)
@@ -82,7 +82,7 @@ def test_killed_run_resumes_with_the_same_steps_and_a_consistent_ledger(project,
     assert report.check() == []
     assert len(report.closed["trained"]) == STEPS * GROUPS
     for row in read_metrics(metrics):
-        for name in ("loss", "grad_norm", "reward/mean"):  # redone from the same groups
+        for name in ("loss", "grad_norm", "reward/mean"):  # repeated with the same groups
             assert row["step"] not in rows or row[name] == rows[row["step"]][name]
     for version, step in before.steps.items():
         now = report.ledger.steps.get(version)
@@ -93,7 +93,7 @@ def test_run_survives_repeated_kills(project):
     done = 0
     for kill in range(3):
         arguments = ("--resume",) if kill else ()
-        ledger = Killed(project, *arguments).kill_when(
+        ledger = KillableGroup(project, *arguments).kill_when(
             lambda ledger, done=done: ledger.last_step > done + 2
         )
         done = ledger.last_step

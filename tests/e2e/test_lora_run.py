@@ -1,4 +1,4 @@
-"""Whole LoRA runs with real processes: they learn, resume, and leave what PEFT loads."""
+"""LoRA runs with real processes: they learn, resume, and write checkpoints that PEFT loads."""
 
 import shutil
 import sys
@@ -16,11 +16,11 @@ from millrace.monitoring.files.metrics import read_metrics
 
 
 def make_model(directory: Path) -> Path:
-    """Tiny, and with a head, which stays frozen, that can tell tokens apart."""
+    """A tiny model whose frozen head can distinguish tokens."""
     make_tiny_model(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
     with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(10)  # tied: the head as well
+        model.get_input_embeddings().weight.mul_(10)  # tied to the head
     model.save_pretrained(directory)
     return directory
 
@@ -87,7 +87,7 @@ def test_logs_of_workers_are_empty(finished):
 
 @pytest.mark.slow
 def test_resumed_run_continues_with_its_adapter(model, finished, tmp_path):
-    """Unmerged from now on, with the adapter of another run beside it."""
+    """The resumed run applies its adapter unmerged, next to the adapter of another run."""
     shutil.copytree(finished.run_dir, tmp_path / "run")
     start = settings(model, tmp_path / "run")
     start["lora"]["apply"] = "unmerged"
@@ -97,7 +97,7 @@ def test_resumed_run_continues_with_its_adapter(model, finished, tmp_path):
     )
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 15))
-    # Strictly on-policy: an engine that had begun with the base model would differ at once.
+    # Strictly on-policy: an engine without the adapter would differ at once.
     assert max(row["mismatch/logprob"] for row in rows) < 1e-5
     with pytest.raises(mr.MillraceError, match=r"lora\.rank = 8, but .* trained with 4"):
         mr.train(
@@ -130,7 +130,7 @@ def test_invalid_adapter_is_reported_before_the_run(model, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow  # tests/models/test_adapters.py holds the sentence
+@pytest.mark.slow  # tests/models/test_adapters.py checks the message
 def test_wrong_target_module_is_reported(model, tmp_path):
     with pytest.raises(mr.MillraceError, match=r"lora\.target_modules has 'qproj'"):
         mr.train(

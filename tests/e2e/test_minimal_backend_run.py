@@ -1,4 +1,4 @@
-"""Whole runs on an engine backend without any capability."""
+"""Runs on an engine backend without any capability."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_run_trains_on_a_backend_without_capabilities(model, tmp_path):
     result = train(model, tmp_path / "run", steps=2, buffer={"max_staleness": 0})
     rows = read_metrics(result.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
-    # Trained on-policy, engine and trainer compute the same logprobs.
+    # On-policy, engine and trainer compute the same logprobs.
     assert max(row["mismatch/logprob"] for row in rows) < 1e-4
     assert result.episodes == 2 * 4 * 4
 

@@ -1,4 +1,4 @@
-"""A whole run with a mixture of experts and real processes."""
+"""A run with a mixture of experts and real processes."""
 
 import pytest
 from digits import TASKS, share_of_digits
@@ -28,7 +28,7 @@ def test_mixture_of_experts_trains_with_replayed_routes_and_resumes(tmp_path):
     result = mr.train(further, tasks=TASKS, scorers=[share_of_digits], resume=True)
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    # Strictly on policy, so that engine and trainer compute the same with the same weights.
+    # Strictly on-policy, so engine and trainer compute the same logprobs.
     assert all(row["mismatch/logprob"] < 1e-5 for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
     assert all(row["routing/replayed_share"] == 1 for row in rows)

@@ -1,4 +1,4 @@
-"""A run whose environment is a program that knows only the `openai` package: the example's own."""
+"""A run whose environment is the program of examples/openai_agent."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is left after success, failure and Ctrl-C: nothing but the run directory."""
+"""After failure, kills and Ctrl-C, only the run directory is left."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ def project(tmp_path) -> Path:
     return make_project(tmp_path, trainer={"steps": 100000}, checkpoint={"every_steps": 5})
 
 
-class Run(Command):
-    """`millrace train`, and its workers by name."""
+class TrainCommand(Command):
+    """`millrace train`, with its workers by name."""
 
     def __init__(self, project: Path, *arguments: str) -> None:
         super().__init__("train", "run.toml", *arguments, folder=project)
@@ -34,18 +34,18 @@ class Run(Command):
                 self.workers[command[command.index("--name") + 1]] = process
         assert {"engine-0", "trainer", "scorer-0"} <= self.workers.keys()
 
-    def assert_nothing_is_left(self) -> None:
+    def assert_left_nothing(self) -> None:
         assert not [p for p in self.workers.values() if p.is_running()]
         assert list(self.temp.iterdir()) == []
 
 
 @pytest.fixture
-def start(project) -> Iterator[Callable[..., Run]]:
-    """Starts runs with further arguments; none outlives the test."""
-    runs: list[Run] = []
+def start(project) -> Iterator[Callable[..., TrainCommand]]:
+    """Starts runs with further arguments. No run outlives the test."""
+    runs: list[TrainCommand] = []
 
-    def start(*arguments: str) -> Run:
-        runs.append(Run(project, *arguments))
+    def start(*arguments: str) -> TrainCommand:
+        runs.append(TrainCommand(project, *arguments))
         return runs[-1]
 
     yield start
@@ -55,7 +55,7 @@ def start(project) -> Iterator[Callable[..., Run]]:
 
 
 def learned_in(metrics: Path) -> list[tuple[float, ...]]:
-    """What tells whether two steps were the same, bit by bit."""
+    """Metrics that are equal if two steps are bitwise equal."""
     names = ("step", "loss", "grad_norm", "reward/mean", "staleness/mean", "batch/trained_tokens")
     return [tuple(row[name] for name in names) for row in read_metrics(metrics)]
 
@@ -75,44 +75,44 @@ def test_death_without_restarts_ends_the_run_and_leaves_no_orphans(start, victim
     assert code == 1
     assert f"Worker '{victim}' failed once" in stderr
     assert "was killed by SIGKILL; its log is" in stderr
-    run.assert_nothing_is_left()
+    run.assert_left_nothing()
     assert shared_memory() <= before
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_no_processes(start):
     before = shared_memory()
     run = start()
-    run.wait_for_step(12)  # there is a checkpoint, every five
+    run.wait_for_step(12)  # there is a checkpoint every five steps
     run.process.send_signal(signal.SIGINT)
     code, _, stderr = run.finish()
     assert code == 130
     assert "--resume goes on from step_" in stderr
-    run.assert_nothing_is_left()
+    run.assert_left_nothing()
     assert shared_memory() <= before
 
 
-@pytest.mark.slow  # the soak in short kills the same
+@pytest.mark.slow  # tests/chaos/test_short_soak.py is its short version
 def test_run_survives_a_killed_scorer_and_resumes_after_all_processes_are_killed(start):
     run = start()
     run.wait_for_step(2)
     run.workers["scorer-0"].send_signal(signal.SIGKILL)
     done = len(steps_in(run.metrics))
-    run.wait_for_step(done + 8)  # more than can be scored already
+    run.wait_for_step(done + 8)  # more than the dead scorer could have scored
     run.process.send_signal(signal.SIGKILL)
     run.process.wait(timeout=10)
     assert not psutil.wait_procs(list(run.workers.values()), timeout=10)[1]
-    lost = learned_in(run.metrics)  # in part: since the newest checkpoint
+    before = learned_in(run.metrics)  # the steps since the newest checkpoint are lost
 
-    assert list(run.temp.iterdir())  # nobody was left to tidy it up, but the next
+    assert list(run.temp.iterdir())  # the next run cleans up
     resumed = start("--resume")
     resumed.wait_for_step(done + 20)
     resumed.process.send_signal(signal.SIGINT)
     assert resumed.finish()[0] == 130
-    resumed.assert_nothing_is_left()
+    resumed.assert_left_nothing()
     steps = steps_in(resumed.metrics)
     assert steps == list(range(1, len(steps) + 1))
-    # What was learned since the checkpoint was learned again from the same groups, not from others.
-    assert learned_in(resumed.metrics)[: len(lost)] == lost
+    # The steps since the checkpoint were repeated with the same groups.
+    assert learned_in(resumed.metrics)[: len(before)] == before
     report = read_report(resumed.metrics.parent)
     assert report.check() == []
     assert len(report.closed["trained"]) == 4 * len(steps)
@@ -145,7 +145,7 @@ def test_bad_input_is_reported_before_any_worker_starts(
     assert not (project / "run" / "logs" / "trainer.log").exists()
 
 
-@pytest.mark.slow  # above is the same without a process
+@pytest.mark.slow  # the test above covers the same without a process
 def test_command_prints_one_line_for_bad_input(start):
     run = start("--engine.max_context", "3")
     code, stdout, stderr = run.finish()
@@ -153,4 +153,4 @@ def test_command_prints_one_line_for_bad_input(start):
     assert "raise engine.max_context" in stderr
     assert "Traceback" not in stderr
     assert len(stderr.strip().splitlines()) == 1
-    run.assert_nothing_is_left()
+    run.assert_left_nothing()

@@ -1,4 +1,4 @@
-"""One whole run of a recipe, of an environment that it does not know."""
+"""A run with a recipe that branches episodes of an environment function."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def test_run_trains_on_branches(tmp_path, by):
         "steps": {"by": "turn"},
     }
     result = mr.train(
-        scorer=[steps] if by == "value" else [],
+        scorers=[steps] if by == "value" else [],
         model=str(make_tiny_model(tmp_path / "model")),
         run_dir=str(tmp_path / "run"),
         tasks=[{"prompt": f"{n}+1="} for n in range(8)],

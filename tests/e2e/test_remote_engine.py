@@ -1,4 +1,4 @@
-"""Whole runs with an engine that joined from another host, as far as one machine can play it."""
+"""Runs with an engine that joins as if from another host, on one machine."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def commands() -> Iterator[list[Command]]:
-    """What is put here does not outlive the test."""
+    """Commands in this list do not outlive the test."""
     commands: list[Command] = []
     yield commands
     for command in commands:
@@ -36,7 +36,7 @@ def commands() -> Iterator[list[Command]]:
 
 
 def start(project: Path, commands: list[Command], *settings: str) -> tuple[Command, Command]:
-    """The run, and the host that joins it."""
+    """Start the run and the host that joins it."""
     ticket = project / "secret" / "ticket.json"
     run = Command("train", "run.toml", *settings, folder=project)
     commands.append(run)

@@ -1,4 +1,4 @@
-"""With `barrier` a run is decided by its seed: twice the same, and the same as a plain loop."""
+"""With weights.interrupt = "barrier", the seed determines a run, which equals a plain loop."""
 
 import hashlib
 import itertools
@@ -39,7 +39,7 @@ def settings_of(model: Path, run_dir: Path) -> dict:
         "weights": {"interrupt": "barrier"},
         "trainer": {"steps": STEPS, "groups_per_step": GROUPS, "threads": 1},
         "optimizer": {"learning_rate": 3e-3},
-        # Fewer places than sequences: who waits for whom is part of what must be the same.
+        # Fewer slots than sequences, so the order of waiting sequences must be reproducible too.
         "engine": {"threads": 1, "max_sequences": 16},
         "placement": {"engines": "cpu"},
         "scoring": {"workers": 2},
@@ -48,7 +48,7 @@ def settings_of(model: Path, run_dir: Path) -> dict:
 
 
 def weights_in(checkpoint: Path) -> str:
-    """A hash of all of them."""
+    """A hash of all weights."""
     digest = hashlib.sha256()
     for name, weight in sorted(load_file(checkpoint / "model.safetensors").items()):
         digest.update(name.encode() + weight.numpy().tobytes())
@@ -61,7 +61,7 @@ def finished(model, tmp_path_factory) -> mr.RunResult:
     return mr.train(settings, tasks=TASKS, scorers=[share_of_digits])
 
 
-@pytest.mark.slow  # two runs that equal the loop below are equal
+@pytest.mark.slow  # follows from the test below
 def test_two_runs_with_one_seed_are_bitwise_equal(finished, model, tmp_path):
     another = mr.train(settings_of(model, tmp_path), tasks=TASKS, scorers=[share_of_digits])
     results = (finished, another)
@@ -75,8 +75,8 @@ def test_two_runs_with_one_seed_are_bitwise_equal(finished, model, tmp_path):
 
 def test_run_equals_a_loop_in_one_process(finished, model, tmp_path):
     rows, weights = plain_loop(settings_of(model, tmp_path))
-    told = read_metrics(finished.run_dir / "metrics.jsonl")
-    for row, expected in zip(told, rows, strict=True):
+    found = read_metrics(finished.run_dir / "metrics.jsonl")
+    for row, expected in zip(found, rows, strict=True):
         for name in (*LEARNED, "reward/mean"):
             assert row[name] == expected[name], (row["step"], name)
     trained = load_file(finished.checkpoint / "model.safetensors")
@@ -109,7 +109,7 @@ def fails_at_some(completions, answer, **columns):
 
 
 def plain_loop(settings: dict) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """Sample, score, learn, swap; one after the other."""
+    """Sample, score, train and swap, one after the other."""
     config = load_config(settings)
     path = config.model.path
     threads = torch.get_num_threads()

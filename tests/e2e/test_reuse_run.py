@@ -1,4 +1,4 @@
-"""A run that passes over, rejects by share, trains batches twice and groups again."""
+"""A run with an order, a limit on the stale share, several epochs and replay."""
 
 import pytest
 from digits import TASKS, share_of_digits
@@ -9,7 +9,7 @@ from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.report.summary import summarise
 
 
-@pytest.mark.slow  # tests/e2e/test_staleness_flow.py and tests/rollout are its short version
+@pytest.mark.slow  # test_staleness_flow.py and tests/controller/ are its short version
 def test_run_combines_order_epochs_and_replay(tmp_path):
     result = mr.train(
         model=str(make_tiny_model(tmp_path / "model")),

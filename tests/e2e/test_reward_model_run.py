@@ -1,4 +1,4 @@
-"""Whole runs judged by models in processes of their own: only the [[scorers]] tables differ."""
+"""Runs with reward models in their own processes; they differ only in their [[scorers]]."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A run in which a second model, with a vocabulary of its own, judges what the policy says."""
+"""A run in which a second model, with its own vocabulary, judges the policy's replies."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from millrace.environments.replay.files import read_recordings
 from millrace.environments.replay.rerun import rerun
 from millrace.models.directory import load_tokenizer
 
-JUDGED = "klmnopqrstuvwxyz"  # nothing that the policy can say
+JUDGE_ALPHABET = "klmnopqrstuvwxyz"  # disjoint from the policy's
 
 
 def letters(reply: mr.Reply) -> set[str]:
@@ -24,12 +24,12 @@ def letters(reply: mr.Reply) -> set[str]:
 async def judged(task: mr.Task, agent: mr.Agent) -> float:
     answer = await agent.complete(task.prompt)
     verdict = await agent.role("judge", model="judge").complete("k" * (1 + len(answer.text)))
-    assert letters(verdict) <= set(JUDGED), verdict.text
+    assert letters(verdict) <= set(JUDGE_ALPHABET), verdict.text
     return float("m" in verdict.text)
 
 
 def settings_of(folder: Path) -> dict:
-    judge = make_tiny_model(folder / "judge", seed=1, alphabet=JUDGED)
+    judge = make_tiny_model(folder / "judge", seed=1, alphabet=JUDGE_ALPHABET)
     return {
         "model": str(make_tiny_model(folder / "model")),
         "run_dir": str(folder / "run"),
@@ -60,12 +60,12 @@ def test_role_can_be_another_model_in_a_run_and_in_its_replay(tmp_path):
         ]
         again = asyncio.run(rerun(line.episode, judged, tokenizer=tokenizer, tokenizers=tokenizers))
         assert again.reward == line.episode.reward
-        (rollout,) = again.rollouts  # the judge has none
+        (rollout,) = again.rollouts  # the judge is not trained
         assert set(tokenizer.decode(rollout.tokens, skip_special_tokens=True)) <= set(ALPHABET)
 
 
 def worker(name: str) -> psutil.Process:
-    """One that this process has started."""
+    """A worker of this process, by name."""
     started = psutil.Process().children(recursive=True)
     return next(process for process in started if name in process.cmdline())
 
@@ -81,7 +81,7 @@ def test_killed_process_of_another_model_is_replaced(tmp_path):
             marker.touch()
             worker("model-judge-0").kill()
         after = await judge.complete("k", temperature=0.5)
-        assert letters(before) | letters(after) <= set(JUDGED)
+        assert letters(before) | letters(after) <= set(JUDGE_ALPHABET)
         answer = await agent.complete(task.prompt)
         return float("1" in answer.text)
 

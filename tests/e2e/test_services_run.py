@@ -1,4 +1,4 @@
-"""A whole run whose judge is a service that fails in turns, behind a gate."""
+"""A run whose judge is an unreliable service behind a gate, and one with a slow scorer."""
 
 import asyncio
 import json
@@ -18,17 +18,17 @@ KEY = "sk-not-to-be-seen"
 STEPS = 4
 
 
-class Judge(BaseHTTPRequestHandler):
-    """Fails every other request: 500, 429, no JSON, no score."""
+class FailingJudge(BaseHTTPRequestHandler):
+    """Fails every other request, in turn with status 500, 429, invalid JSON and no score."""
 
     num_requests = 0
     keys: ClassVar[set[str]] = set()
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        Judge.num_requests += 1
-        Judge.keys.add(self.headers["Authorization"])
-        turn = Judge.num_requests % 8
+        FailingJudge.num_requests += 1
+        FailingJudge.keys.add(self.headers["Authorization"])
+        turn = FailingJudge.num_requests % 8
         status = {1: 500, 3: 429}.get(turn, 200)
         content = body["messages"][-1]["content"]
         score = f'{{"score": {len(set(content)) / 10}}}' if turn != 5 else "no idea"
@@ -41,12 +41,12 @@ class Judge(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *args):
-        """Quiet."""
+        """Print nothing."""
 
 
 @pytest.fixture
 def judge_url():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FailingJudge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}/v1"
     server.shutdown()
@@ -94,20 +94,20 @@ def test_judge_that_fails_every_other_time_costs_no_group(judge_url, tmp_path, m
     assert load["failures"] == 0
     assert load["skipped"] > 0
     assert 0 < last["rewards/judge/share"] < 1
-    assert Judge.keys == {f"Bearer {KEY}"}
+    assert FailingJudge.keys == {f"Bearer {KEY}"}
     assert (result.run_dir / "scorers" / "judge.jsonl").read_text()
     for file in Path(result.run_dir).rglob("*"):
         assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
 
 
-async def takes_its_time(completions, **columns):
+async def slow_reward(completions, **columns):
     await asyncio.sleep(0.3)
     return [float(len(set(text))) for text in completions]
 
 
 @pytest.mark.slow
 def test_run_reports_that_it_waits_for_a_scorer(tmp_path, capsys):
-    slow = {"function": f"{__file__}:takes_its_time", "concurrency": 1}
+    slow = {"function": f"{__file__}:slow_reward", "concurrency": 1}
     result = mr.train(
         {"scorers": [slow]},
         model=str(make_tiny_model(tmp_path / "model")),
@@ -122,8 +122,8 @@ def test_run_reports_that_it_waits_for_a_scorer(tmp_path, capsys):
     )
     last = read_metrics(result.run_dir / "metrics.jsonl")[-1]
     assert last["waiting/trainer/scores"] > 0.3
-    assert last["scorer/takes_its_time/busy"] > 0.5
-    assert last["scorer/takes_its_time/wait_s"] > 0
-    said = capsys.readouterr().out
-    assert "scoring limits the run: the trainer waits for it" in said
-    assert re.search(r"takes_its_time 1/1 busy, \d+ episodes wait", said)
+    assert last["scorer/slow_reward/busy"] > 0.5
+    assert last["scorer/slow_reward/wait_s"] > 0
+    output = capsys.readouterr().out
+    assert "scoring limits the run: the trainer waits for it" in output
+    assert re.search(r"slow_reward 1/1 busy, \d+ episodes wait", output)

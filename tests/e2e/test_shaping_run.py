@@ -1,4 +1,4 @@
-"""One whole run with everything that shapes its data, and evaluations of pinned versions."""
+"""A run with curriculum, penalties, selection, filters, and evaluations of exact versions."""
 
 import json
 
@@ -16,7 +16,7 @@ STEPS = 8
 
 
 def even_first(completions, **columns):
-    """Hard enough that some groups agree in all their episodes."""
+    """A reward that is equal for all episodes of some groups."""
     return [float(text[:1].isdigit() and int(text[0]) % 2 == 0) for text in completions]
 
 

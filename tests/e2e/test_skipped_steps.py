@@ -1,4 +1,4 @@
-"""Whole runs whose loss is not a number at chosen steps."""
+"""Runs whose loss is NaN at chosen steps."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,8 @@ from millrace.training.losses.loss import aggregate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moody:
-    """Not a number at the given calls; a step of these runs is one call."""
+class NanLoss:
+    """NaN at the given calls. In these runs a step is one call."""
 
     bad: tuple[int, ...] = ()
     calls: list[int] = field(default_factory=list)
@@ -31,15 +31,15 @@ class Moody:
 '''
 
 
-def moody_project(folder: Path, *, bad: list[int], steps: int) -> Path:
+def nan_project(folder: Path, *, bad: list[int], steps: int) -> Path:
     (folder / "losses.py").write_text(LOSSES)
-    loss = {"type": "losses.py:Moody", "bad": bad}
+    loss = {"type": "losses.py:NanLoss", "bad": bad}
     return make_project(folder, loss=loss, trainer={"steps": steps})
 
 
 @pytest.mark.slow
 def test_run_continues_after_skipped_steps_and_saves_their_batches(tmp_path):
-    moody_project(tmp_path, bad=[2, 3, 5], steps=6)
+    nan_project(tmp_path, bad=[2, 3, 5], steps=6)
     run_dir = mr.train(tmp_path / "run.toml", monitoring={"progress": "off"}).run_dir
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -54,9 +54,9 @@ def test_run_continues_after_skipped_steps_and_saves_their_batches(tmp_path):
     assert sum(row["score"] for row in saved) / 16 == pytest.approx(rows[2]["reward/mean"])
 
 
-@pytest.mark.slow  # tests/watch holds the count and the sentence
+@pytest.mark.slow  # tests/monitoring/ checks the count and the message
 def test_three_skipped_steps_in_a_row_end_the_run(tmp_path):
-    moody_project(tmp_path, bad=[2, 3, 4], steps=9)
+    nan_project(tmp_path, bad=[2, 3, 4], steps=9)
     run_dir = tmp_path / "run"
     code, _, error = Command("train", "run.toml", folder=tmp_path).finish()
     assert code == 1

@@ -1,5 +1,5 @@
-"""Admission, cancellation, buffer and replay together, with engines and a trainer that are made of
-turns of the event loop: the learner never starves, and never gets what the limit rules out."""
+"""Admission, cancellation, buffer and replay together: the learner never starves, and never gets a
+group beyond the limit. Engines and trainer are simulated by turns of the event loop."""
 
 import asyncio
 import random
@@ -60,7 +60,7 @@ class Flow(FakeScorers):
         for _ in range(self.draws.choice([2, 2, 3, 12])):
             versions.append(self.visible)
             await asyncio.sleep(0)
-            if min(versions) < self.expired_before:  # as an engine ends it
+            if min(versions) < self.expired_before:  # as an engine does
                 attempt.record([make_completion("x" * len(versions))])
                 raise Expired
         group = make_group(attempt.number, versions=versions, sampled_tokens=len(versions), size=1)
@@ -72,7 +72,7 @@ class Flow(FakeScorers):
         return group
 
     async def expire(self, before):
-        """As the engines."""
+        """In place of the engines."""
         self.expired_before = before
 
     async def next_batch(self, version):
@@ -119,7 +119,7 @@ async def test_every_step_gets_a_batch_for_every_order_and_limit(order, limit, s
     trained, _ = await flow.run()
     assert len(set(trained)) == len(trained) == STEPS * GROUPS
     given_up = flow.tracker.cancellations.by_reason["waiting"]
-    assert given_up >= flow.num_dropped  # some were still on their way into a full buffer
+    assert given_up >= flow.num_dropped  # some were still waiting to enter the full buffer
 
 
 async def test_replayed_groups_replace_new_ones():
@@ -144,4 +144,4 @@ async def test_freshest_has_a_choice_exactly_if_it_is_accepted(max_staleness):
     with nullcontext() if max_staleness == 3 else pytest.raises(ConfigError):
         check_room(table, **settings)
     assert dropped["oldest"] == 0
-    assert (dropped["freshest"] > 0) == (max_staleness == 3)  # what it passed over grew too stale
+    assert (dropped["freshest"] > 0) == (max_staleness == 3)  # groups not chosen became too stale

@@ -1,4 +1,4 @@
-"""Workers that are killed in the middle of a run, which goes on as if nothing had happened."""
+"""Runs whose workers are killed, stopped, added and removed."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ SETTINGS = {
 }
 
 
-class Run(Command):
+class SupervisedRun(Command):
     def __init__(self, project: Path) -> None:
         super().__init__("train", "run.toml", folder=project)
         self.path = project / "run"
@@ -41,10 +41,10 @@ class Run(Command):
 
 @pytest.fixture
 def start(tmp_path):
-    runs: list[Run] = []
+    runs: list[SupervisedRun] = []
 
-    def start(**sections) -> Run:
-        runs.append(Run(make_project(tmp_path, **{**SETTINGS, **sections})))
+    def start(**sections) -> SupervisedRun:
+        runs.append(SupervisedRun(make_project(tmp_path, **{**SETTINGS, **sections})))
         return runs[-1]
 
     yield start
@@ -57,7 +57,7 @@ def start(tmp_path):
 def test_run_survives_killed_engine_and_trainer_and_keeps_sampled_tokens(start):
     run = start(trainer={"steps": 8, "groups_per_step": 2}, checkpoint={"every_steps": 2})
     run.wait_for_step(3)
-    # At once: they come up side by side, and the engine needs the weights of the new trainer.
+    # Both at once: they restart concurrently, and the engine needs weights of the new trainer.
     for name in ("engine-0", "trainer"):
         run.worker(name).send_signal(signal.SIGKILL)
     summary = run.assert_finished(steps=8)
@@ -118,9 +118,8 @@ def test_engines_can_be_added_and_removed(start, tmp_path):
     done = len(steps_in(run.path / "metrics.jsonl"))
     run.wait_for_step(done + 8)  # more than the removed engine could have generated for
     assert second.is_running()
-    code, said = engines("--remove", "engine-1")
     refusal = "error: 'engine-1' is the last engine of the run; add another first.\n"
-    assert (code, said) == (2, refusal)
+    assert engines("--remove", "engine-1") == (2, refusal)
     run.process.send_signal(signal.SIGINT)
     assert run.finish()[0] == 130
     assert engines()[0] == 2

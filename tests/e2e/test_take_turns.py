@@ -1,4 +1,4 @@
-"""Two runs that differ in one setting: engines and trainer take turns, or they do not."""
+"""Runs with and without cluster.take_turns."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def train(folder: Path, *, take_turns: bool) -> mr.RunResult:
-    """Batches are large enough that the trace keeps the order of every span."""
+    """Batches are so large that the trace records spans in order."""
     return mr.train(
         model=str(make_tiny_model(folder / "model")),
         run_dir=str(folder / "run"),
@@ -35,7 +35,7 @@ def train(folder: Path, *, take_turns: bool) -> mr.RunResult:
 
 @pytest.fixture(scope="module")
 def in_turns(tmp_path_factory) -> mr.RunResult:
-    """One run that several tests look at."""
+    """A finished run that several tests share."""
     return train(tmp_path_factory.mktemp("in-turns"), take_turns=True)
 
 
@@ -57,7 +57,7 @@ def test_engines_pause_while_the_trainer_steps_with_take_turns(in_turns):
     assert not any(span.busy for span in waits)
 
 
-@pytest.mark.slow  # tests/e2e/test_train.py holds the same of an ordinary run
+@pytest.mark.slow  # tests/e2e/test_train.py checks this in an ordinary run
 def test_engines_generate_while_the_trainer_steps_without_take_turns(tmp_path):
     assert overlap_of(train(tmp_path, take_turns=False)) > 0.3
 

@@ -1,4 +1,4 @@
-"""Whole runs that learn from models instead of rewards, with real processes."""
+"""Runs that learn from teachers, with real processes."""
 
 import threading
 import time
@@ -33,7 +33,7 @@ def settings_of(tmp_path, **sections: Any) -> dict[str, Any]:
 def test_run_trains_on_a_teacher_without_rewards(tmp_path):
     teacher = str(make_tiny_model(tmp_path / "teacher", seed=7))
     settings = settings_of(
-        tmp_path, scorer=[{"type": "teacher", "model": teacher, "loss": "jsd", "top_k": 4}]
+        tmp_path, scorers=[{"type": "teacher", "model": teacher, "loss": "jsd", "top_k": 4}]
     )
     mr.train(settings, tasks=TASKS)
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -50,7 +50,7 @@ def test_run_stays_close_to_its_reference(tmp_path, lora):
     sections = {"scorers": [{"type": "reference"}], "loss": {"kl": 0.1}, "lora": lora}
     mr.train(settings_of(tmp_path, **sections), tasks=TASKS, scorers=[share_of_digits])
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert abs(rows[0]["kl"]) < 1e-6  # it has not moved yet
+    assert abs(rows[0]["kl"]) < 1e-6  # before the first update
     assert rows[-1]["kl"] > 1e-9
     logs = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
     assert any("reference" in name for name in logs) == (lora is None)  # no second copy

@@ -1,4 +1,4 @@
-"""Whole runs with real processes on a tiny random model."""
+"""Runs with real processes on a tiny random model."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ def settings(model, tmp_path) -> dict:
 
 @pytest.fixture(scope="module")
 def finished(model, tmp_path_factory) -> mr.RunResult:
-    """One run that several tests look at."""
+    """A finished run that several tests share."""
     return mr.train(
         settings_of(model, tmp_path_factory.mktemp("runs") / "run"),
         tasks=TASKS,
@@ -97,7 +97,7 @@ def test_trace_shows_generation_and_training_at_the_same_time(finished):
 
 @pytest.mark.slow
 def test_engine_does_not_wait_for_trainer_while_buffer_has_room(settings):
-    """Lengths are long-tailed: the random model ends each completion by chance, or at the limit."""
+    """Lengths are long-tailed: the random model ends completions by chance, or at the limit."""
     result = mr.train(
         settings,
         tasks=TASKS,
@@ -145,7 +145,7 @@ def _line(process: psutil.Process) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupt", ["swap", "barrier"])
 def test_staleness_zero_is_synchronous_and_logprobs_agree(settings, interrupt):
-    """With steps that are long beside the time until a process notes what it does."""
+    """Steps are so large that their spans are precise."""
     result = mr.train(
         {**settings, "buffer": {"max_staleness": 0}, "weights": {"interrupt": interrupt}},
         tasks=TASKS,
@@ -163,8 +163,7 @@ def test_staleness_zero_is_synchronous_and_logprobs_agree(settings, interrupt):
     assert max(row["mismatch/logprob"] for row in rows) < 1e-5
     assert max(abs(row["ratio/mean"] - 1) for row in rows) < 1e-4
     spans = read_trace(result.run_dir / "trace.json")
-    # Steps are short beside the time in which a busy machine notes what it does; those of an
-    # asynchronous run would overlap as a whole.
+    # On a busy machine spans are recorded late. In an asynchronous run the overlap would be near 1.
     assert overlap(first_halves(steps_of(spans)), generating_in(spans)) < 0.5
 
 
@@ -174,7 +173,7 @@ def test_resume_uses_the_newest_good_checkpoint_also_with_more_engines(finished,
     shutil.copytree(finished.run_dir, run_dir)
     with (run_dir / "checkpoints" / "step_12" / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, os.SEEK_END)
-        weights.write(b"\xff")  # no weight of a trained model is this one
+        weights.write(b"\xff")  # differs from every trained weight
     result = mr.train(
         settings,
         tasks=TASKS,
@@ -193,7 +192,7 @@ def test_resume_uses_the_newest_good_checkpoint_also_with_more_engines(finished,
     assert newest_checkpoint(run_dir) == FoundCheckpoint(directory=result.checkpoint)
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {
         "step_10",
-        "step_12",  # it stays while it is newer than what is kept
+        "step_12",  # damaged, but newer than the checkpoints that are kept
         "step_15",
         "step_5",
     }
@@ -206,8 +205,8 @@ def test_finished_run_is_not_overwritten(finished, model):
 
 @pytest.fixture(scope="module")
 def troubled(model, tmp_path_factory) -> mr.RunResult:
-    """One run with a recipe, several updates per step, a reward that fails at some tasks, and a
-    prompt that is too long."""
+    """A run with several updates per step, a reward that fails for some tasks, and a prompt that is
+    too long."""
 
     def sometimes(completions, prompts, **columns):
         if prompts[0].startswith("3"):
@@ -231,7 +230,7 @@ def test_failing_reward_and_long_prompt_cost_only_their_groups(troubled):
     assert rows[-1]["failed/task"] >= 1
 
 
-@pytest.mark.slow  # tests/controller/test_dispatcher.py holds the rule and the sentence
+@pytest.mark.slow  # tests/controller/test_dispatcher.py checks the rule and the message
 def test_reward_that_always_fails_ends_the_run_with_its_reason(settings):
     def broken(completions, **columns):
         return [float("nan")] * len(completions)
