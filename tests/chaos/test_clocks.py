@@ -20,11 +20,15 @@ DISPLAYED_TIMES = {
     "monitoring/files/trace.py",
 }
 JUMPING_CLOCK = """
-import itertools, time
+import itertools, os, time
 
 real, jumps = time.time, itertools.cycle((0, 3600, -7200, 86400))
-time.time = lambda: real() + next(jumps)
-open("jumped", "a").write("x")
+
+def jumping():
+    with open(f"jumped-{os.getpid()}", "w"):
+        return real() + next(jumps)
+
+time.time = jumping
 """
 
 
@@ -50,7 +54,7 @@ def test_run_is_unaffected_by_a_jumping_system_clock(tmp_path: Path):
         run.summary()
     finally:
         run.close()
-    assert len((run.project / "jumped").read_text()) >= 4  # controller and workers
+    assert len(list(run.project.glob("jumped-*"))) >= 4  # controller and workers
     rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert 0 < rows[0]["time_s"] < rows[-1]["time_s"] < 120
     assert all(

@@ -53,6 +53,7 @@ class Worker:
         self._waiting: dict[bytes, asyncio.Future[Message | WorkerError]] = {}
         self._listeners: dict[bytes, OnPart] = {}  # by call id
         self._is_stopping = False
+        self._is_hung = False  # fail_hung() reports the reason
 
     @property
     def pid(self) -> int | None:
@@ -154,6 +155,7 @@ class Worker:
         """
         if self.dead.done():
             return
+        self._is_hung = True
         outcome, log_tail = "it had not started", ""
         if self._process is not None:
             outcome, log_tail = await self._process.dump_stacks()
@@ -230,7 +232,7 @@ class Worker:
             await asyncio.sleep(DRAIN_S)
         if self._is_stopping:
             self._end(self._error("was stopped"))
-        else:
+        elif not self._is_hung:
             error = self._error(exited.reason, traceback=exited.log_tail)
             error.was_killed = exited.was_killed
             self._end(error)
