@@ -34,7 +34,7 @@ from millrace.models.loading import without_progress_bars
 
 TEMPLATE = "{hint}={prompt}"
 SETTINGS: dict[str, Any] = {
-    "tasks": {"function": "millrace.demo.task:train_tasks"},
+    "tasks": {"generator": "millrace.demo.task:train_tasks"},
     "sampling": {"max_new_tokens": 10},
     "rollout": {"group_size": 4, "max_running_groups": 64},
     "buffer": {"max_staleness": 2, "capacity": 64},

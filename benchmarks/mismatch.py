@@ -15,7 +15,7 @@ from sums import make_tasks
 from millrace.config import EngineConfig
 from millrace.core.microbatch import Microbatch
 from millrace.core.records import Completion, Episode, Group, Request, Rollout, Sampling, Task
-from millrace.inference.backend import EngineSpec
+from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.directory import load_tokenizer
@@ -63,7 +63,7 @@ def sample(model: str, prompts: list[np.ndarray], *, dtype: str) -> Microbatch:
     # With the decode loop, because it keeps the residual stream in float32, as on a GPU.
     config = EngineConfig.model_validate({"dtype": dtype, "max_context": 256})
     spec = EngineSpec(config=config, device="cpu", model_path=model, version=0)
-    engine = build_engine(spec, round_steps=4)
+    engine = build_engine(spec, options=EmbeddedBackend(round_steps=4))
     for index, prompt in enumerate(prompts):
         engine.add_request(
             Request(id=str(index), prompt=prompt, sampling=SAMPLING, n=4, seed=index)

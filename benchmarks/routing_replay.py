@@ -23,7 +23,7 @@ from millrace.core.microbatch import Microbatch
 from millrace.core.records import Completion, Episode, Group, Request, Sampling, Task
 from millrace.demo.model import EOS_ID, PAD_ID, build_tokenizer
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.inference.backend import EngineSpec
+from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.loading import load_model, resolve_device, without_progress_bars
@@ -90,7 +90,7 @@ def sample(folder: str, *, num_prompts: int, device: str) -> Microbatch:
         version=0,
         records_routes=True,
     )
-    engine = build_engine(spec, round_steps=8)
+    engine = build_engine(spec, options=EmbeddedBackend(round_steps=8))
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, VOCAB, (num_prompts, PROMPT_TOKENS)).astype(np.int32)
     for index, prompt in enumerate(prompts):

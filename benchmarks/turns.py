@@ -22,6 +22,7 @@ from millrace.bench.shapes import make_model
 from millrace.config import EngineConfig
 from millrace.core.completions import cut
 from millrace.core.records import Completion, Request, Sampling
+from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
@@ -34,13 +35,14 @@ class TurnCase(NamedTuple):
     name: str
     settings: dict[str, Any]
     swaps: bool  # new weights after every turn
+    prefix_cache: bool = True
 
 
 CASES = (
     TurnCase("no swaps", {}, swaps=False),
     TurnCase('a swap every turn, kv = "keep"', {"kv": "keep"}, swaps=True),
     TurnCase('a swap every turn, kv = "recompute"', {"kv": "recompute"}, swaps=True),
-    TurnCase("prefix_cache = false", {"prefix_cache": False}, swaps=False),
+    TurnCase("prefix_cache = false", {}, swaps=False, prefix_cache=False),
 )
 
 
@@ -62,7 +64,8 @@ def measure(case: TurnCase, *, num_turns: int) -> dict[str, Any]:
         MODEL, dtype=torch.float32, device=torch.device("cpu"), attention=PAGED_ATTENTION
     )
     config = EngineConfig(max_sequences=1, **case.settings)
-    engine = engine_of(model, tokenizer, config=config, version=0)
+    options = EmbeddedBackend(prefix_cache=case.prefix_cache)
+    engine = engine_of(model, tokenizer, config=config, version=0, options=options)
     conversation = MeasuredConversation(engine)
     turns = []
     for turn in range(num_turns):

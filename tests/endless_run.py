@@ -187,11 +187,7 @@ def _config(folder: Path, *, steps: int) -> RunConfig:
             "buffer": {"max_staleness": 2, "replay": {"share": 0.5, "capacity": 4}},
             "checkpoint": {"every_steps": 5},
             "evaluate": {"every_steps": 5},
-            "journal": {
-                "fsync": False,
-                "max_bytes": 2**20,
-                "partial_every_s": 0.01,
-            },
+            "journal": {"max_bytes": 2**20, "partial_every_s": 0.01},
             "monitoring": {"progress": "off"},
         }
     )

@@ -19,7 +19,8 @@ SETTINGS: dict[str, Any] = {
     "rollout": {"group_size": 4},
     "buffer": {"max_staleness": 1},
     "checkpoint": {"every_steps": 2},
-    "supervision": {"report_s": 0.05, "backoff_s": 0.05, "max_restarts": 20},
+    "journal": {"partial_every_s": 0.05},
+    "supervision": {"max_restarts": 20},
 }
 
 

@@ -32,7 +32,6 @@ def make_run(tmp_path):
         settings = {
             "sampling": {"max_new_tokens": 200},
             "journal": {"partial_every_s": 0.05},
-            "supervision": {"report_s": 0.05, "backoff_s": 0.05},
         }
         runs.append(KillableRun(tmp_path, steps=6, **{**settings, **sections}))
         return runs[-1]

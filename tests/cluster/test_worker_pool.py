@@ -130,8 +130,17 @@ def test_the_wait_doubles_with_each_failure_within_the_window():
     assert [history.add(error), history.add(error)] == [1.0, 2.0]
     now_s = 101.0  # both are forgotten
     assert [history.add(error), history.add(error)] == [1.0, 2.0]
-    now_s = 110.0
-    times = r"3 times within 100 s \(101.0, 101.0, 110.0 s"
+    now_s = 130.0
+    times = r"3 times within 100 s \(101.0, 101.0, 130.0 s"
     with pytest.raises(RestartLimitExceeded, match=times) as exceeded:
         history.add(error)
     assert exceeded.value.traceback == "line 1"
+
+
+def test_only_failures_in_quick_succession_lengthen_the_wait():
+    now_s = 0.0
+    history = RestartHistory("engine-0", policy=RestartPolicy(), clock=lambda: now_s)
+    waits = []
+    for now_s in (0.0, 1.0, 30.0, 60.0):  # noqa: B007 - the clock reads it
+        waits.append(history.add(WorkerError("It died.", worker="engine-0")))
+    assert waits == [0.5, 1.0, 0.5, 0.5]

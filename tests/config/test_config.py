@@ -3,17 +3,25 @@
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
 
-from millrace.config import ModelConfig, RunConfig, load_config, parse_override
+from millrace.config import (
+    EngineConfig,
+    ModelConfig,
+    RoleModelConfig,
+    RunConfig,
+    load_config,
+    parse_override,
+)
 from millrace.config.old_keys import OLD_KEYS
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin, load_reference
+from millrace.inference.backend import EmbeddedBackend
 from millrace.run.checks import check_settings
 
 
@@ -180,16 +188,16 @@ def test_more_minibatches_than_groups_are_refused():
 
 @pytest.mark.parametrize("section", ["tasks", "evaluate"])
 def test_two_sources_of_tasks_are_refused(section):
-    said = sentence_of({section: {"path": "a", "function": "b:c"}})
-    assert said == f"{section}.path and {section}.function are both set; keep one."
+    said = sentence_of({section: {"path": "a", "generator": "b:c"}})
+    assert said == f"{section}.path and {section}.generator are both set; keep one."
 
 
 @pytest.mark.parametrize(
     ("tasks", "said"),
     [
         ({"path": "a", "source": [{"path": "b"}]}, "make that one a [[tasks.source]], too"),
-        ({"source": [{"weight": 2.0}]}, "a [[tasks.source]] has neither path nor function"),
-        ({"source": [{"path": "a", "function": "b:c"}]}, "tasks.source.path and tasks.source.func"),
+        ({"source": [{"weight": 2.0}]}, "A [[tasks.source]] has neither a path nor a generator"),
+        ({"source": [{"path": "a", "generator": "b:c"}]}, "tasks.source.path and tasks.source.gen"),
         ({"source": [{"path": "a", "weight": 0.0}]}, "Setting 'tasks.source.0.weight' = 0.0"),
     ],
 )
@@ -239,6 +247,11 @@ def test_every_mistake_is_told_at_once():
         ({"scorer": [{"function": "a:b"}]}, "its tables are now [[scorers]]"),
         ({"watch": {"tensorboard": True}}, "its table is now [monitoring]"),
         ({"weights": {"bucket_bytes": 8}}, "it is a constant now; remove it"),
+        ({"scorers": [{"function": "a:b", "backoff_s": 1.0}]}, "it is a constant now; remove it"),
+        ({"scorers": [{"type": "exact", "breaker_s": 1.0}]}, "it is a constant now; remove it"),
+        ({"scorers": [{"type": "exact", "priority": 1}]}, "in the order of arrival; remove it"),
+        ({"environment": {"mcp": [{"url": "http://h", "name": "a"}]}}, "url or command; remove it"),
+        ({"supervision": {"window_s": 60.0}}, "it is a constant now; remove it"),
         ({"critic": {"discount": 0.9}}, "it is now 'critic.gamma'"),
     ],
 )
@@ -251,15 +264,22 @@ def test_every_old_key_is_refused_today_and_names_a_key_that_exists():
     for old, replacement in OLD_KEYS.items():
         assert old.replace("*", "NAME") not in known
         named = re.match(r"it is now '(.+)'; rename it", replacement)
-        assert named is None or any(named[1].startswith(key) for key in known)
+        assert named is None or named[1] in known, f"{old} is replaced by an unknown {named[1]}"
 
 
 def all_keys(section: type[BaseModel], above: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield f"{above}{name}"
+        is_by_name = get_origin(field.annotation) in (dict, tuple)
+        path = f"{above}{name}.NAME." if is_by_name else f"{above}{name}."
         for below in sections_in(field.annotation):
-            is_by_name = get_origin(field.annotation) is dict
-            yield from all_keys(below, f"{above}{name}.NAME." if is_by_name else f"{above}{name}.")
+            yield from all_keys(below, path)
+            if below is RoleModelConfig:
+                yield from all_keys(EngineConfig, path)
+        if field.annotation == dict[str, Any] and name == "options":
+            yield from (f"{above}{name}.{own.name}" for own in fields(EmbeddedBackend))
+        elif get_origin(field.annotation) is dict:
+            yield f"{above}{name}.NAME"
 
 
 def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -418,14 +438,14 @@ def test_paths_in_a_toml_start_from_its_folder(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
         'run_dir = "run"\nmodel.path = "model"\ntasks.path = "t.jsonl"\n'
-        'evaluate.function = "held.py:out"\nloss.type = "losses.py:Mine"\n'
+        'evaluate.generator = "held.py:out"\nloss.type = "losses.py:Mine"\n'
         '[[scorers]]\nfunction = "rewards.py:reward"\n[[scorers]]\nfunction = "pack.mod:reward"\n'
     )
     config = load_config(file)
     assert config.run_dir == str(tmp_path / "run")
     assert config.model.path == str(tmp_path / "model")
     assert config.tasks.path == str(tmp_path / "t.jsonl")
-    assert config.evaluate.function == f"{tmp_path}/held.py:out"
+    assert config.evaluate.generator == {"type": f"{tmp_path}/held.py:out"}
     assert config.loss["type"] == f"{tmp_path}/losses.py:Mine"
     assert [scorer.function for scorer in config.scorers] == [
         f"{tmp_path}/rewards.py:reward",

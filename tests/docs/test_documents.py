@@ -172,7 +172,7 @@ def test_scorers_page_lists_call_settings_of_services_and_functions():
     section = text_of("scorers").split("## How scorers are called")[1]
     services = CallSettings()
     functions = Function(function=lambda completions: []).call_settings(num_workers=2)
-    for name in ("batch", "timeout_s", "retries", "backoff_s", "breaker_failures", "priority"):
+    for name in ("batch", "timeout_s", "retries"):
         (row,) = re.findall(rf"^\| `{name}` \| (\S+) \| (\S+) \|", section, re.M)
         assert tuple(map(float, row)) == (getattr(services, name), getattr(functions, name))
 

@@ -70,8 +70,6 @@ def test_judge_that_fails_every_other_time_costs_no_group(judge_url, tmp_path, m
         "when": "starts_even >= 1",
         "keep": True,
         "concurrency": 4,
-        "backoff_s": 0.01,
-        "breaker_s": 0.05,
     }
     result = mr.train(
         {"scorers": [judge]},

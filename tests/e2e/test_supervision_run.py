@@ -11,7 +11,7 @@ from project import Command, make_project, steps_in
 
 SETTINGS = {
     "sampling": {"max_new_tokens": 150},
-    "supervision": {"report_s": 0.05, "backoff_s": 0.05},
+    "journal": {"partial_every_s": 0.05},
     "weights": {"payload": "delta"},
 }
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from journals import open_journal, read_history
 
-from millrace.config import JournalConfig
 from millrace.core.errors import JournalError
 from millrace.core.records import Task
 from millrace.journal import Journal, read_journal
@@ -261,11 +260,10 @@ async def test_a_caller_that_stops_waiting_does_not_disturb_the_writer(tmp_path)
     await journal.close()
 
 
-@pytest.mark.parametrize(("fsync", "synchronous"), [(True, 2), (False, 1)])
-async def test_fsync_is_the_synchronous_mode_of_sqlite(tmp_path, fsync, synchronous):
-    journal = open_journal(tmp_path, settings=JournalConfig(fsync=fsync))
+async def test_each_commit_is_synced_to_the_disk(tmp_path):
+    journal = open_journal(tmp_path)
     db = journal._writer._db
-    assert db.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+    assert db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
     assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     await journal.close()
 

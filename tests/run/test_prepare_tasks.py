@@ -43,7 +43,7 @@ def prepared(folder: Path, **settings) -> PreparedRun:
 def sources(folder: Path) -> list[dict]:
     return [
         {"path": str(folder / "sums.jsonl"), "weight": 3.0},
-        {"function": f"{folder}/products.py:listed", "name": "products"},
+        {"generator": f"{folder}/products.py:listed", "name": "products"},
     ]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -15,6 +16,8 @@ from millrace.scoring.pool import ScorerPool, build_scorer_pool
 from millrace.scoring.registry import check_scorers, resolve_scorer
 
 __all__ = ["FakeService", "group", "open_pool", "running", "scores_of"]
+
+SHORT_WAITS = {"backoff_s": 0.001, "breaker_s": 0.01}
 
 
 class FakeService:
@@ -60,11 +63,15 @@ async def no_process(name: str, module: str):
 
 @contextlib.asynccontextmanager
 async def open_pool(
-    *tables: dict[str, Any], folder, warn=print, tasks=(), launch=no_process
+    *tables: dict[str, Any], folder, warn=print, tasks=(), launch=no_process, **calls: Any
 ) -> AsyncIterator:
-    """Open a pool with these [[scorers]] tables."""
+    """Open a pool with these [[scorers]] tables and call settings. Waits are short."""
     config = load_config({"model": "m", "scorers": list(tables)})
-    specs = [resolve_scorer(row, section=f"scorers.{i}") for i, row in enumerate(config.scorers)]
+    rows = enumerate(config.scorers)
+    specs = [
+        replace(spec, overrides={**SHORT_WAITS, **calls, **spec.overrides})
+        for spec in (resolve_scorer(row, section=f"scorers.{i}") for i, row in rows)
+    ]
     check_scorers(specs, tasks)
     async with WorkerPool(launch) as worker_pool:
         pool = build_scorer_pool(

@@ -14,8 +14,6 @@ from millrace.core.records import Task
 from millrace.scoring.registry import check_scorers, resolve_scorer
 from millrace.scoring.services.endpoint import retry_after_s
 
-QUICK = {"backoff_s": 0.001, "breaker_s": 0.01}
-
 
 def lengths(body):
     return {"scores": [float(len(text)) for text in body["completions"]]}
@@ -28,7 +26,7 @@ async def service():
 
 
 def table(service, **settings):
-    return {"type": "http", "url": f"{service.url}/score", **QUICK, **settings}
+    return {"type": "http", "url": f"{service.url}/score", **settings}
 
 
 async def test_each_episode_is_one_request_with_its_task(service, tmp_path):
@@ -133,11 +131,10 @@ async def test_silent_service_times_out_and_is_retried(service, tmp_path):
         assert await scores_of(pool, "a") == [1.0]
         assert pool.loads()["http"].retries == 1
         service.reply = lambda body: nothing
+        strict = table(service, timeout_s=0.2, retries=1)
         with pytest.raises(ScoreError, match=r"gave no answer within 0.2 s \(tried 2 times\)"):
-            async with open_pool(
-                table(service, timeout_s=0.2, retries=1, breaker_failures=0), folder=tmp_path
-            ) as strict:
-                await scores_of(strict, "a")
+            async with open_pool(strict, folder=tmp_path, breaker_failures=0) as pool:
+                await scores_of(pool, "a")
         silent.set()
 
 
@@ -174,8 +171,9 @@ def test_retry_after_is_seconds_or_a_date():
 async def test_groups_wait_while_the_endpoint_is_down_and_drain_afterwards(service, tmp_path):
     warnings = []
     service.reply = lambda body: status_500
-    settings = table(service, concurrency=4, retries=2, breaker_failures=3)
-    async with open_pool(settings, folder=tmp_path, warn=warnings.append) as pool:
+    settings = table(service, concurrency=4, retries=2)
+    warn = warnings.append
+    async with open_pool(settings, folder=tmp_path, warn=warn, breaker_failures=3) as pool:
         waiting = [asyncio.create_task(scores_of(pool, "a", "bb", number=n)) for n in range(12)]
         while not pool.loads()["http"].is_held:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -21,8 +21,6 @@ from millrace.scoring.services.judge_text import (
     read_key,
 )
 
-QUICK = {"backoff_s": 0.001, "breaker_s": 0.01}
-
 
 def says(reply):
     return {"choices": [{"message": {"role": "assistant", "content": reply}}]}
@@ -48,7 +46,6 @@ def table(service, **settings):
         "model": "some-model",
         "prompt": "Judge: {completion}",
         **rule,
-        **QUICK,
         **settings,
     }
 

@@ -312,21 +312,17 @@ async def test_sync_functions_run_one_at_a_time_on_each_worker(open_pool):
     assert time.monotonic() - start >= 0.6
 
 
-async def test_calls_of_higher_priority_get_the_next_free_worker(open_pool, tmp_path):
-    pool = await open_pool(
-        spec("sleeps", name="first"),
-        spec("sleeps", name="low"),
-        spec("sleeps", name="high", priority=1),
-    )
-    first, low, high = pool.scorers
+async def test_calls_get_the_next_free_worker_in_order_of_arrival(open_pool, tmp_path):
+    pool = await open_pool(spec("sleeps", name="first"), spec("sleeps", name="second"))
+    first, second = pool.scorers
     done: list[str] = []
 
     async def call(scorer):
         await scorer.score(group("0.1"))
         done.append(scorer.name)
 
-    await asyncio.gather(*(call(scorer) for scorer in (first, low, low, high)))
-    assert done == ["first", "high", "low", "low"]
+    await asyncio.gather(*(call(scorer) for scorer in (first, second, second, first)))
+    assert done == ["first", "second", "second", "first"]
 
 
 async def test_async_functions_share_a_worker(open_pool):

@@ -12,7 +12,7 @@ from millrace.core.errors import ScoreError
 from millrace.monitoring.run_dir import RunDir
 
 SECRET = "sk-planted-0123456789"
-QUICK = {"backoff_s": 0.001, "breaker_s": 0.01, "retries": 1}
+
 HEADERS = {"Authorization": "Bearer env:PLANTED_KEY", "X-Other": "env:PLANTED_KEY"}
 JUDGE = {"type": "judge", "model": "m", "prompt": "{completion}", "key": "score", "keep": True}
 
@@ -41,7 +41,7 @@ async def test_no_secret_appears_in_files_or_output(kind, misdeed, tmp_path, mon
     monkeypatch.setenv("PLANTED_KEY", SECRET)
     said: list[str] = []
     async with running(FakeService(lambda body: misdeed)) as service:
-        table = {**kind, **QUICK, "url": service.url, "headers": HEADERS}
+        table = {**kind, "retries": 1, "url": service.url, "headers": HEADERS}
         config = load_config({"model": "m", "run_dir": str(tmp_path / "run"), "scorers": [table]})
         run_dir = RunDir(config.run_dir)
         run_dir.open(config)

@@ -129,7 +129,7 @@ async def until_health(server: ServerProcess, wanted: dict[str, object]) -> None
 @pytest.mark.slow
 async def test_streams_survive_killed_engines_even_all_at_once(tmp_path: Path):
     model = make_chat_model(tmp_path / "model", max_context=512)
-    options = ["--engines", "2", "--supervision.backoff_s", "0"]
+    options = ["--engines", "2"]
     with server_process(model, *options, logs=tmp_path / "logs") as server:
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key=KEY, max_retries=0

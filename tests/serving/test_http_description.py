@@ -19,7 +19,7 @@ from schemathesis import GenerationMode
 
 from millrace.config import EngineConfig
 from millrace.environments.tools.calls import FORMATS
-from millrace.inference.backend import EngineSpec
+from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.serving.api.openapi import describe
 from millrace.serving.api.replies import Health
@@ -37,7 +37,7 @@ CONTEXT = 48  # tokens; small, so that answers are quick
 async def serve(model: Path, *, ready: "Future[tuple[str, asyncio.Event]]") -> None:
     config = EngineConfig(max_sequences=128)
     spec = EngineSpec(config=config, device="cpu", model_path=str(model), version=0)
-    engine = build_engine(spec, block_tokens=8)
+    engine = build_engine(spec, options=EmbeddedBackend(block_tokens=8))
     remote = InProcessEngine(engine, receiver=None)  # type: ignore[arg-type]
     served = ServedModel(
         remote,

@@ -20,6 +20,7 @@ from millrace.bench.shapes import make_model, shapes
 from millrace.bench.stopwatch import copy_s
 from millrace.config import EngineConfig
 from millrace.core.records import Request, Sampling
+from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
@@ -98,14 +99,13 @@ def measure(
     started_s = time.perf_counter()
     model, tokenizer = make_model(name, dtype=dtype, device=device, attention=PAGED_ATTENTION)
     context = prompt_tokens + sampling.max_new_tokens
-    config = EngineConfig(max_sequences=max(batches), max_context=context, compile=compile_layers)
+    config = EngineConfig(max_sequences=max(batches), max_context=context)
     shape = measure_kv(model)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     token_bytes = block_bytes(shape, block_tokens=1, dtype=dtype)
     routing = find_routing(model) if records_routes else None
-    engine = engine_of(
-        model, tokenizer, config=config, version=0, routing=routing, round_steps=round_steps
-    )
+    options = EmbeddedBackend(compile=compile_layers, round_steps=round_steps)
+    engine = engine_of(model, tokenizer, config=config, version=0, routing=routing, options=options)
     _generate(engine, 1, prompt_tokens=prompt_tokens, sampling=Sampling(max_new_tokens=1))
     start_s = time.perf_counter() - started_s
     bytes_per_s = copy_bandwidth(device)

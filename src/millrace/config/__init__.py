@@ -12,7 +12,6 @@ from millrace.config.generation import (
     SamplingConfig,
     WeightsConfig,
 )
-from millrace.config.journal import JournalConfig
 from millrace.config.loading import load_config, parse_override
 from millrace.config.operations import PlacementConfig, SupervisionConfig, TrackerConfig
 from millrace.config.run_config import RunConfig
@@ -21,6 +20,7 @@ from millrace.config.tasks import HUB, EvaluateConfig, TaskPlace, TasksConfig
 from millrace.config.training import (
     ALL_LINEAR,
     CriticConfig,
+    JournalConfig,
     LoraConfig,
     OptimizerConfig,
     ReplayConfig,

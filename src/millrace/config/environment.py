@@ -5,12 +5,20 @@ Torch-free.
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from millrace.config.generation import EngineConfig, ModelConfig
-from millrace.config.section import Dtype, Float, Plugin, PositiveFloat, PositiveInt, Section
+from millrace.config.section import (
+    Float,
+    Plugin,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    forbid,
+)
 
 ToolFormatName = Literal["auto", "hermes", "llama3", "mistral", "gemma"]
+OF_POLICY = ("remote", "kv", "adapters")  # keys of [engine] that only the policy's engines have
 
 
 class McpConfig(Section):
@@ -19,8 +27,7 @@ class McpConfig(Section):
     either a command or a url."""
     url: str | None = None
     """URL of a server that speaks MCP over streamable HTTP."""
-    name: str | None = None
-    """Name in messages and logs. By default the url, or the end of the command."""
+
     env: dict[str, str] = Field(default={})
     """Environment variables of the program, besides PATH, HOME and the like. Values may hold
     "env:NAME"."""
@@ -30,24 +37,20 @@ class McpConfig(Section):
     """Names of the server's tools that are offered. By default all of them."""
 
 
+class _RoleEngineConfig(EngineConfig):
+    count: PositiveInt = 1  # its engines are all on this host
+
+
 class RoleModelConfig(Section):
+    """A model besides the policy. Its table also takes the keys of [engine]."""
+
+    model_config = ConfigDict(extra="allow")
+
     path: str
-    """Hugging Face model directory, or the name of a model on the hub."""
+    """Hugging Face model directory, or the name of a model on the hub. The table of a model also
+    takes the keys of [engine], such as count and kv_bytes, except remote, kv and adapters."""
     trust_remote_code: bool = False
     """Permission to run Python code from this model's directory."""
-    count: PositiveInt = 1
-    """Number of engine processes that serve the model, on this host."""
-    dtype: Dtype = "auto"
-    """Data type of its weights and KV cache. "auto" is bfloat16 on CUDA and float32 on a CPU."""
-    max_sequences: PositiveInt = 64
-    """Maximum number of sequences that one of its engines decodes in a batch."""
-    max_context: PositiveInt | None = None
-    """Maximum length of a sequence in tokens. By default the limit of the model."""
-    kv_bytes: PositiveInt | None = None
-    """Maximum size of the KV cache in bytes. By default 1 GiB on a CPU and 40 % of the free memory
-    on a GPU."""
-    threads: PositiveInt | None = None
-    """Number of CPU threads per engine. By default all workers share the cores evenly."""
     tool_format: ToolFormatName = "auto"
     """Format of this model's tool calls. "auto" detects it from the chat template."""
     template: dict[str, Any] = Field(default={})
@@ -59,14 +62,15 @@ class RoleModelConfig(Section):
 
     @property
     def engine(self) -> EngineConfig:
-        return EngineConfig(
-            count=self.count,
-            dtype=self.dtype,
-            max_sequences=self.max_sequences,
-            max_context=self.max_context,
-            kv_bytes=self.kv_bytes,
-            threads=self.threads,
-        )
+        return _RoleEngineConfig.model_validate(self.model_extra)
+
+    @model_validator(mode="after")
+    def _further_keys_are_of_an_engine(self) -> Self:
+        refused = {key: self.model_extra[key] for key in OF_POLICY if key in self.model_extra}
+        if refused:
+            forbid(type(self).__name__, refused)
+        _RoleEngineConfig.model_validate(self.model_extra)
+        return self
 
 
 class EnvironmentConfig(Section):

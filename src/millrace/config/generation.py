@@ -73,9 +73,11 @@ class EngineConfig(Section):
     type: str = "embedded"
     """Engine backend: "embedded" (Millrace's own engine), or "module:Class"."""
     options: dict[str, Any] = Field(default={})
-    """Options of the backend. "embedded" has block_tokens (tokens per KV block, 16) and
-    round_steps (tokens per sequence and round trip to the device; by default 1 on a CPU and 32 on
-    a GPU); a class of your own has its fields."""
+    """Options of the backend. "embedded" has prefix_cache (reuse of the KV cache of known
+    prefixes, true), compile (torch.compile of the layers on a GPU, true), prefill_tokens (prompt
+    tokens per forward pass; by default 2048 on a CPU and 16384 on a GPU), block_tokens (tokens per
+    KV block, 16) and round_steps (tokens per sequence and round trip to the device; by default 1
+    on a CPU and 32 on a GPU). A class of your own has its fields."""
     count: NonNegativeInt = 1
     """Number of engine processes on this host."""
     remote: NonNegativeInt = 0
@@ -92,18 +94,9 @@ class EngineConfig(Section):
     kv_bytes: PositiveInt | None = None
     """Maximum size of the KV cache in bytes. By default 1 GiB on a CPU, and 40 % of the free
     memory on a GPU, which a trainer may share."""
-    prefill_tokens: PositiveInt | None = None
-    """Maximum number of prompt tokens in one forward pass. Longer prompts are prefilled in
-    chunks. By default 2048 on a CPU and 16384 on a GPU."""
-    prefix_cache: bool = True
-    """Reuse of the KV cache of known prefixes. Only entries of the current weights are reused;
-    with kv = "keep" also earlier turns of the same episode."""
     kv: Literal["keep", "recompute"] = "keep"
     """Treatment of the KV cache when new weights arrive: "keep" continues with it, "recompute"
     prefills running sequences again under the new weights."""
-    compile: bool = True
-    """Compilation of decoder layers with torch.compile on a GPU. It takes some seconds at the
-    start and speeds up decoding."""
     threads: PositiveInt | None = None
     """Number of CPU threads per engine. By default all workers share the cores evenly."""
     adapters: dict[str, str] = Field(default={})

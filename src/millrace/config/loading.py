@@ -10,6 +10,8 @@ from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from millrace.config.environment import OF_POLICY, RoleModelConfig
+from millrace.config.generation import EngineConfig
 from millrace.config.old_keys import old_key
 from millrace.config.run_config import RunConfig
 from millrace.config.tasks import HUB
@@ -145,7 +147,10 @@ def _suggestion(path: list[str]) -> str:
         below = None if field is None else _section_in(field.annotation)
         # A position or a name within a list or table of sections has no field of its own.
         section = below or section
-    return suggestion(path[-1], section.model_fields)
+    known = list(section.model_fields)
+    if section is RoleModelConfig:
+        known += [key for key in EngineConfig.model_fields if key not in OF_POLICY]
+    return suggestion(path[-1], known)
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:

@@ -1,72 +1,78 @@
 """Keys of earlier versions: the new key, or why there is none. Torch-free."""
 
-_CONSTANT = "it is a constant now; remove it"
-
-
-def _moved(new: str) -> str:
-    return f"it is now {new!r}; rename it"
-
-
 # By dotted key; * stands for a name or a position.
-OLD_KEYS: dict[str, str] = {
+_RENAMED = {
+    "tasks.function": "tasks.generator",
+    "tasks.source.*.function": "tasks.source.NAME.generator",
+    "evaluate.function": "evaluate.generator",
+    "trainer.learning_rate": "optimizer.learning_rate",
+    "trainer.schedule": "optimizer.schedule",
+    "trainer.warmup_steps": "optimizer.warmup_steps",
+    "trainer.betas": "optimizer.betas",
+    "trainer.weight_decay": "optimizer.weight_decay",
+    "trainer.max_grad_norm": "optimizer.max_grad_norm",
+    "trainer.min_learning_rate_share": "optimizer.min_lr_ratio",
+    "trainer.device": "placement.trainer",
+    "engine.device": "placement.engines",
+    "environment.models.*.device": "placement.models.NAME",
+    "scorers.*.device": "placement.scorers.NAME",
+    "critic.discount": "critic.gamma",
+    "critic.decay": "critic.gae_lambda",
+    "engine.block_tokens": "engine.options.block_tokens",
+    "engine.round_steps": "engine.options.round_steps",
+    "engine.prefill_tokens": "engine.options.prefill_tokens",
+    "engine.prefix_cache": "engine.options.prefix_cache",
+    "engine.compile": "engine.options.compile",
+    "engine.num_blocks": "engine.kv_bytes",
+    "environment.models.*.num_blocks": "environment.models.NAME.kv_bytes",
     **{
-        f"trainer.{key}": _moved(f"optimizer.{key}")
-        for key in (
-            "learning_rate",
-            "schedule",
-            "warmup_steps",
-            "betas",
-            "weight_decay",
-            "max_grad_norm",
-        )
+        f"environment.models.*.{key}": f"environment.models.NAME.options.{key}"
+        for key in ("block_tokens", "round_steps", "prefill_tokens", "compile", "prefix_cache")
     },
-    "trainer.min_learning_rate_share": _moved("optimizer.min_lr_ratio"),
-    "trainer.device": _moved("placement.trainer"),
-    "engine.device": _moved("placement.engines"),
-    "environment.models.*.device": _moved("placement.models.NAME"),
-    "scorers.*.device": _moved("placement.scorers.NAME"),
+}
+
+_CONSTANTS = (
+    "trainer.logprob_chunk",
+    "critic.loss_weight",
+    "weights.bucket_bytes",
+    "rollout.max_filtered_share",
+    "tasks.explore_share",
+    "evaluate.score_timeout_s",
+    "cluster.stop_timeout_s",
+    "journal.segment_bytes",
+    "journal.commit_interval_s",
+    "journal.fsync",
+    "scorers.*.backoff_s",
+    "scorers.*.breaker_failures",
+    "scorers.*.breaker_s",
+    "supervision.stall_warning_s",
+    "supervision.window_s",
+    "supervision.backoff_s",
+    "supervision.report_s",
+    "supervision.step_timeout_s",
+    "supervision.swap_timeout_s",
+    "supervision.save_timeout_s",
+)
+
+OLD_KEYS: dict[str, str] = {
+    **{old: f"it is now {new!r}; rename it" for old, new in _RENAMED.items()},
+    **dict.fromkeys(_CONSTANTS, "it is a constant now; remove it"),
     "scorer": "its tables are now [[scorers]] (in Python scorers=[...]); rename them",
     "watch": (
         "its table is now [monitoring]; rename it, and replace tensorboard = true by a table"
         ' [[tracker]] with type = "tensorboard"'
     ),
-    "critic.discount": _moved("critic.gamma"),
-    "critic.decay": _moved("critic.gae_lambda"),
     **dict.fromkeys(
-        (
-            "trainer.logprob_chunk",
-            "critic.loss_weight",
-            *(
-                f"environment.models.*.{key}"
-                for key in ("block_tokens", "round_steps", "prefill_tokens")
-            ),
-            *(f"environment.models.*.{key}" for key in ("compile", "prefix_cache")),
-            "weights.bucket_bytes",
-            "rollout.max_filtered_share",
-            "tasks.explore_share",
-            "evaluate.score_timeout_s",
-            "cluster.stop_timeout_s",
-            "supervision.stall_warning_s",
-            "journal.segment_bytes",
-            "journal.commit_interval_s",
-        ),
-        _CONSTANT,
+        ("tasks.subset", "tasks.source.*.subset", "evaluate.subset"),
+        "it is now part of the path; write path = 'hub:NAME:SUBSET'",
     ),
-    "engine.block_tokens": _moved("engine.options.block_tokens"),
-    "engine.round_steps": _moved("engine.options.round_steps"),
-    "engine.num_blocks": _moved("engine.kv_bytes"),
-    "environment.models.*.num_blocks": _moved("environment.models.NAME.kv_bytes"),
-    "supervision.swap_timeout_s": _moved("supervision.step_timeout_s"),
-    "supervision.save_timeout_s": _moved("supervision.step_timeout_s"),
+    "environment.mcp.*.name": "messages name a server by its url or command; remove it",
+    "scorers.*.priority": "calls are served in the order of arrival; remove it",
 }
 
 
 def old_key(path: list[str]) -> str | None:
     """What became of this key of an earlier version; None if there never was one."""
-    if (found := OLD_KEYS.get(".".join(path))) is not None:
-        return found
-    for position in range(1, len(path)):
-        pattern = ".".join([*path[:position], "*", *path[position + 1 :]])
-        if (found := OLD_KEYS.get(pattern)) is not None:
-            return found
-    return None
+    patterns = [path, *([*path[:at], "*", *path[at + 1 :]] for at in range(1, len(path)))]
+    found = (OLD_KEYS.get(".".join(pattern)) for pattern in patterns)
+    return next((replacement for replacement in found if replacement is not None), None)

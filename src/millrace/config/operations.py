@@ -8,7 +8,6 @@ from millrace.config.section import (
     Device,
     Devices,
     Float,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     Section,
@@ -105,30 +104,9 @@ class ClusterConfig(Section):
 
 class SupervisionConfig(Section):
     max_restarts: NonNegativeInt = 5
-    """Maximum number of restarts of one worker within window_s. One more failure ends the run. Of
-    scorers, reward models and teachers only failed starts count."""
-    window_s: PositiveFloat = 600.0
-    """Time window in seconds in which restarts are counted."""
-    backoff_s: NonNegativeFloat = 0.5
-    """Wait in seconds before a worker is restarted. It doubles with each death within window_s, up
-    to a minute."""
+    """Maximum number of restarts of one worker within 10 minutes. One more failure ends the run.
+    Of scorers, reward models and teachers only failed starts count."""
     hang_timeout_s: PositiveFloat = 300.0
     """Time in seconds without progress after which a worker with work to do counts as dead; its
     stacks are written to its log. Before its first computation, cluster.start_timeout_s is
     added."""
-    step_timeout_s: PositiveFloat = 3600.0
-    """Time limit in seconds for one training step. It also bounds a checkpoint (at most 30
-    minutes) and a weight update (at most 10 minutes)."""
-    report_s: Annotated[Float, Field(ge=0.05)] = 2.0
-    """Interval in seconds, at least 0.05, at which engines report sampled tokens. If an engine
-    dies, its sequences resume elsewhere from the last report."""
-
-    @property
-    def swap_timeout_s(self) -> float:
-        """Time limit for a weight update, sequences that finish first included."""
-        return min(600.0, self.step_timeout_s)
-
-    @property
-    def save_timeout_s(self) -> float:
-        """Time limit until a checkpoint is on the disk."""
-        return min(1800.0, self.step_timeout_s)

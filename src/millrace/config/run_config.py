@@ -15,7 +15,6 @@ from millrace.config.generation import (
     SamplingConfig,
     WeightsConfig,
 )
-from millrace.config.journal import JournalConfig
 from millrace.config.operations import (
     ClusterConfig,
     MonitoringConfig,
@@ -30,6 +29,7 @@ from millrace.config.training import (
     BufferConfig,
     CheckpointConfig,
     CriticConfig,
+    JournalConfig,
     LoraConfig,
     OptimizerConfig,
     TrainerConfig,

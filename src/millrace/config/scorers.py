@@ -6,7 +6,6 @@ from pydantic import ConfigDict, Field, model_validator
 
 from millrace.config.section import (
     Float,
-    Int,
     NonNegativeInt,
     Plugin,
     PositiveFloat,
@@ -14,6 +13,9 @@ from millrace.config.section import (
     Section,
     forbid,
 )
+
+# Keys of every scorer in earlier versions.
+REMOVED = ("device", "backoff_s", "breaker_failures", "breaker_s", "priority")
 
 
 class ScorerConfig(Section):
@@ -48,17 +50,6 @@ class ScorerConfig(Section):
     retries: NonNegativeInt | None = None
     """Number of retries of a call that failed temporarily. By default 5, and 1 for functions,
     where it covers a lost process."""
-    backoff_s: PositiveFloat = 0.5
-    """Wait in seconds before the first retry. It doubles with each retry, up to 30 s, less a
-    random part."""
-    breaker_failures: NonNegativeInt | None = None
-    """Number of consecutive failures after which calls pause; 0 = never. By default 0 for
-    functions and 5 for services."""
-    breaker_s: PositiveFloat = 10.0
-    """Length of that pause in seconds. Then one call is tried, and the others follow if it
-    succeeds."""
-    priority: Int = 0
-    """Priority of calls that wait for a scorer process. Higher values go first."""
 
     @property
     def type_settings(self) -> dict[str, Any]:
@@ -68,14 +59,8 @@ class ScorerConfig(Section):
     @property
     def call_settings(self) -> dict[str, Any]:
         """The keys of CallSettings that are set."""
-        names = ("timeout_s", "concurrency", "batch", "retries", "breaker_failures")
-        chosen = {name: getattr(self, name) for name in names}
-        return {
-            "backoff_s": self.backoff_s,
-            "breaker_s": self.breaker_s,
-            "priority": self.priority,
-            **{name: value for name, value in chosen.items() if value is not None},
-        }
+        names = {"timeout_s", "concurrency", "batch", "retries"}
+        return self.model_dump(include=names, exclude_none=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -86,10 +71,12 @@ class ScorerConfig(Section):
         return {"function": value} if ":" in value else {"type": value}
 
     @model_validator(mode="after")
-    def _has_no_device(self) -> Self:
+    def _has_no_removed_key(self) -> Self:
         # A class of the user's own may have such a key.
-        if self.type is not None and ":" not in self.type and "device" in (self.model_extra or {}):
-            forbid(type(self).__name__, {"device": None})
+        if self.type is not None and ":" not in self.type:
+            found = {key: value for key, value in self.type_settings.items() if key in REMOVED}
+            if found:
+                forbid(type(self).__name__, found)
         return self
 
     @model_validator(mode="after")

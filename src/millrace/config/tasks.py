@@ -26,42 +26,39 @@ class TaskPlace(Section):
     path: str | None = None
     """Path of the tasks: a JSONL file (one task per line: "prompt", a text or chat messages, and
     further columns), a Parquet file or a folder of them, a folder of a Hugging Face dataset, or
-    "hub:NAME"; see docs/how-to/tasks.md."""
-    function: str | None = None
-    """Function that returns a list of tasks, as "module:name" or "file.py:name", instead of a
-    path."""
+    "hub:NAME" or "hub:NAME:SUBSET"; see docs/how-to/tasks.md."""
     generator: Plugin | None = None
-    """Generator of tasks, such as {type = "reasoning_gym", dataset = "leg_counting"}, instead of a
-    path; see docs/how-to/tasks.md."""
+    """Source of tasks instead of a path: a function that returns a list of tasks, as "module:name"
+    or "file.py:name", or a table such as {type = "reasoning_gym", dataset = "leg_counting"}; see
+    docs/how-to/tasks.md."""
     prompt: str = "prompt"
     """Name of the column of a path that holds the prompt."""
     columns: tuple[str, ...] | None = None
     """Names of the further columns of a path that tasks keep. By default all of them."""
-    subset: str | None = None
-    """Subset of a "hub:NAME" dataset that has several."""
+
     split: str | None = None
     """Split of a Hugging Face dataset that has several; on the hub also a slice, such as
     "train[:1000]"."""
 
     @property
     def is_named(self) -> bool:
-        return any(place is not None for place in (self.path, self.function, self.generator))
+        return self.path is not None or self.generator is not None
 
     @property
     def own_name(self) -> str:
         """Default name in metrics."""
-        if self.path is not None:
-            return Path(self.path.removeprefix(HUB)).stem
-        place = self.function or str((self.generator or {}).get("type", ""))
-        return place.rpartition(":")[2]
+        if self.path is None:
+            return str((self.generator or {}).get("type", "")).rpartition(":")[2]
+        if self.path.startswith(HUB):
+            name, _, subset = self.path.removeprefix(HUB).partition(":")
+            return subset or Path(name).name
+        return Path(self.path).stem
 
     def check(self, section: str) -> None:
         """Raise ValueError unless it names at most one place, and its keys apply to it."""
-        named = [key for key in ("path", "function", "generator") if getattr(self, key) is not None]
-        if len(named) > 1:
-            keys = " and ".join(f"{section}.{key}" for key in named)
-            raise ValueError(f"{keys} are both set; keep one")
-        for key in ("prompt", "columns", "subset", "split"):
+        if self.path is not None and self.generator is not None:
+            raise ValueError(f"{section}.path and {section}.generator are both set; keep one")
+        for key in ("prompt", "columns", "split"):
             value = getattr(self, key)
             if self.path is None and value != type(self).model_fields[key].default:
                 raise ValueError(
@@ -74,13 +71,13 @@ class TaskSourceConfig(TaskPlace):
     """Weight of the source, above 0. Its share of all groups is its weight over the sum of all
     weights."""
     name: str | None = None
-    """Name in metrics. By default that of the file, dataset, function or generator."""
+    """Name in metrics. By default that of the file, dataset or generator."""
 
 
 class TasksConfig(TaskPlace):
     source: tuple[TaskSourceConfig, ...] = ()
-    """Several sources that are mixed by their weights, instead of one path, function or generator;
-    see docs/how-to/shape-training-data.md."""
+    """Several sources that are mixed by their weights, instead of one path or generator; see
+    docs/how-to/shape-training-data.md."""
     order: Literal["shuffle", "sequential", "curriculum"] = "shuffle"
     """Order of tasks: "shuffle" = a new order each epoch, fixed by the seed; "sequential" = as
     given; "curriculum" = tasks whose recent solve rate is near target_solve_rate more often."""

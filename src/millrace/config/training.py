@@ -1,4 +1,5 @@
-"""Settings of training: the buffer, the trainer, the optimizer, critic, LoRA and checkpoints.
+"""Settings of training: the buffer, the trainer, the optimizer, critic, LoRA, checkpoints and the
+journal.
 
 Torch-free.
 """
@@ -184,6 +185,19 @@ class LoraConfig(Section):
     @classmethod
     def _may_be_one_name(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+
+class JournalConfig(Section):
+    enabled: bool = True
+    """Journal from which `--resume` redoes the work since the newest checkpoint
+    (docs/explanation/reliability.md). Without a journal that work is sampled again."""
+    max_bytes: PositiveInt = 4 * 2**30
+    """Size of the journal in bytes beyond which an extra checkpoint is made, so that the journal
+    can shrink."""
+    partial_every_s: NonNegativeFloat = 5.0
+    """Interval in seconds at which the tokens of unfinished groups are saved. These groups resume
+    from the saved tokens after a crash. With 0 they start again, as they do with weights.interrupt
+    = "barrier", whose runs are reproducible."""
 
 
 class CheckpointConfig(Section):

@@ -44,7 +44,7 @@ def _loaded(name: str, settings: RoleModelConfig) -> OtherModel:
 
 def _context(settings: RoleModelConfig, *, section: str) -> int:
     limit = configured_context(settings.path, trust_remote_code=settings.trust_remote_code)
-    wanted = settings.max_context
+    wanted = settings.engine.max_context
     if wanted is not None and limit is not None and wanted > limit:
         raise ConfigError(
             f"{section}.max_context = {wanted} exceeds the {limit} tokens that {settings.path!r}"

@@ -171,6 +171,13 @@ class EngineBackend(Protocol):
 class EmbeddedBackend:
     """Millrace's own engine: continuous batching over a transformers model."""
 
+    # Reuse of the KV cache of known prefixes. Only entries of the current weights are reused; with
+    # engine.kv = "keep" also earlier turns of the same episode.
+    prefix_cache: bool = True
+    compile: bool = True  # the layers, on a GPU: some seconds at the start, and faster decoding
+    # Prompt tokens in one forward pass; longer prompts are prefilled in chunks. By default 2048 on
+    # a CPU and 16384 on a GPU.
+    prefill_tokens: int | None = None
     block_tokens: int = 16  # per KV block: smaller blocks share more, larger ones need less lookup
     # Tokens per sequence and round trip to the device: more hide its latency, fewer notice new
     # requests and weights sooner. By default 1 on a CPU and 32 on a GPU.
@@ -180,7 +187,7 @@ class EmbeddedBackend:
     def load(self, spec: EngineSpec) -> EngineCore:
         from millrace.inference.embedded.build import build_engine
 
-        return build_engine(spec, block_tokens=self.block_tokens, round_steps=self.round_steps)
+        return build_engine(spec, options=self)
 
 
 BACKENDS: dict[str, type] = {"embedded": EmbeddedBackend}

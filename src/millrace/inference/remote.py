@@ -30,12 +30,13 @@ from millrace.cluster.messages import (
 )
 from millrace.cluster.supervision.replica import WorkerReplica
 from millrace.cluster.worker import Worker
-from millrace.config import SupervisionConfig
 from millrace.core.errors import EngineLost, MillraceError, WorkerError
 from millrace.core.protocols import Capability, Engine, OnCompletion, OnTokens
 from millrace.core.records import Completion, Request, ScoreRequest, TokenLogprobs, WeightUpdate
 from millrace.inference.backend import EmbeddedBackend
 from millrace.inference.pool import EnginePool
+
+SWAP_TIMEOUT_S = 600.0  # for a weight update, sequences that finish first included
 
 
 class RemoteEngine:
@@ -170,7 +171,7 @@ class EngineReplica(WorkerReplica):
         pool: EnginePool,
         start: Callable[[bool], Awaitable[Worker]],
         load_newest: Callable[[Engine], Awaitable[None]] | None,
-        settings: SupervisionConfig,
+        hang_timeout_s: float,
         start_timeout_s: float,
         joins_late: bool = False,
         capabilities: frozenset[Capability] = EmbeddedBackend.capabilities,
@@ -181,13 +182,11 @@ class EngineReplica(WorkerReplica):
         A late engine, which joins a run under way or restarts, gets the newest weights from
         `load_newest`; None if the weights never change.
         """
-        super().__init__(
-            name, hang_timeout_s=settings.hang_timeout_s, first_hang_timeout_s=start_timeout_s
-        )
+        super().__init__(name, hang_timeout_s=hang_timeout_s, first_hang_timeout_s=start_timeout_s)
         self._pool = pool
         self._start = start
         self._load_newest = load_newest
-        self._swap_timeout_s = settings.swap_timeout_s
+
         self._joins_late = joins_late
         self._capabilities = capabilities
         self._on_lost = on_lost
@@ -198,7 +197,7 @@ class EngineReplica(WorkerReplica):
 
     async def attach(self, worker: Worker, *, is_restart: bool) -> None:
         engine = RemoteEngine(
-            worker, swap_timeout_s=self._swap_timeout_s, capabilities=self._capabilities
+            worker, swap_timeout_s=SWAP_TIMEOUT_S, capabilities=self._capabilities
         )
         is_late = is_restart or self._joins_late
         prepare = self._load_newest if is_late and self._load_newest is not None else _is_ready

@@ -53,6 +53,9 @@ from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.weights.receiver import make_receiver
 
 PROGRESS_S = 0.25
+# Interval of the coalesced token reports. If an engine dies, its sequences resume elsewhere from
+# the last report. A run that saves tokens more often than this gets reports as often.
+REPORT_S = 2.0
 STAGING_POLL_S = 0.002  # how often an idle engine checks for staged weights
 
 
@@ -104,7 +107,7 @@ def wire(
         timeline=timeline,
         interrupt=config.weights.interrupt,
         capabilities=load_backend(config.engine).capabilities,
-        report_s=config.supervision.report_s,
+        report_s=min(REPORT_S, config.journal.partial_every_s or REPORT_S),
     )
 
 
@@ -129,7 +132,7 @@ class EngineWorker:
         timeline: Timeline,
         interrupt: Interrupt = "swap",
         capabilities: frozenset[Capability] = frozenset(Capability),
-        report_s: float = 2.0,
+        report_s: float = REPORT_S,
     ) -> None:
         """`report_s`: interval of the coalesced token reports, in seconds."""
         self._link = link

@@ -1,7 +1,7 @@
 """The SQLite database of a journal: RUN_DIR/journal/journal.db, documented in docs/journal.md.
 
-Promise: a transaction that was committed is there after any crash of a process, and with `fsync`
-after a loss of power; one that was not is absent as a whole. Readers never block the writer, and
+Promise: a transaction that was committed is there after any crash of a process and after a loss of
+power; one that was not is absent as a whole. Readers never block the writer, and
 nothing that a reader does changes the database.
 """
 
@@ -83,9 +83,7 @@ def connect_file(path: str) -> sqlite3.Connection:
     )
 
 
-def open_writer(
-    folder: Path, *, fsync: bool, connect: Connect = connect_file
-) -> sqlite3.Connection:
+def open_writer(folder: Path, *, connect: Connect = connect_file) -> sqlite3.Connection:
     """The one connection that writes; the tables exist when it returns."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     refuse_old_format(folder)
@@ -101,8 +99,8 @@ def open_writer(
         db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         db.execute("PRAGMA secure_delete = OFF")  # a default of some builds; it writes zeros
         db.execute(f"PRAGMA journal_size_limit = {CHECKPOINT_PAGES * PAGE_BYTES}")
-        # Without a sync per commit a loss of power may take the last commits, and nothing else.
-        db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
+        # One sync per commit: what is committed survives a loss of power.
+        db.execute("PRAGMA synchronous = FULL")
         if not has_tables(db):
             db.executescript(f"BEGIN;{SCHEMA}COMMIT;")
     except BaseException:

@@ -60,7 +60,7 @@ class Journal:
         self._position = history.position
         self._num_problems = len(history.ledger.problems)  # on record
         try:
-            db = open_writer(folder, fsync=settings.fsync, connect=connect)
+            db = open_writer(folder, connect=connect)
             if not history.is_new and read_position(db) != history.position:
                 db.close()
                 raise JournalError(

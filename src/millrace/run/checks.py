@@ -42,13 +42,11 @@ def _tasks(config: RunConfig) -> None:
             raise ConfigError(f"{error}.") from None
     if config.tasks.source and config.tasks.is_named:
         raise ConfigError(
-            "tasks.source is set beside tasks.path, function or generator; make that one a"
+            "tasks.source is set beside tasks.path or tasks.generator; make that one a"
             " [[tasks.source]], too."
         )
     if not all(row.is_named for row in config.tasks.source):
-        raise ConfigError(
-            "a [[tasks.source]] has neither path nor function nor generator; set one of them."
-        )
+        raise ConfigError("A [[tasks.source]] has neither a path nor a generator; set one of them.")
 
 
 def _evaluation(config: RunConfig) -> None:
@@ -213,7 +211,7 @@ def _places(config: RunConfig) -> Iterator[tuple[str, str]]:
     evaluators = range(config.evaluate.engines)
     yield from (("placement.evaluators", placement.evaluator(i)) for i in evaluators)
     for name, model in models.items():
-        for i in range(model.count):
+        for i in range(model.engine.count):
             yield f"placement.models.{name}", placement.model(name, i)
 
 

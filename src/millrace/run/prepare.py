@@ -321,10 +321,10 @@ def _with_threads(config: RunConfig) -> RunConfig:
     """Cores shared out evenly among all engines and the trainer, where nothing else is said."""
     models = config.environment.models
     num_engines = config.engine.count + config.evaluate.engines
-    num_engines += sum(model.count for model in models.values())
+    num_engines += sum(model.engine.count for model in models.values())
     share = max(1, available_cores() // (num_engines + 1))
     others = {
-        name: model.model_copy(update={"threads": model.threads or share})
+        name: model.model_copy(update={"threads": model.engine.threads or share})
         for name, model in models.items()
     }
     return config.model_copy(

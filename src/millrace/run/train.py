@@ -197,7 +197,7 @@ class _Run:
             worker_pool = await stack.enter_async_context(
                 WorkerPool(
                     partial(self._launch_scorer, hub),
-                    policy=RestartPolicy.from_settings(self._config.supervision),
+                    policy=RestartPolicy(max_restarts=self._config.supervision.max_restarts),
                     on_restart=self._monitor.restarted,
                 )
             )

@@ -28,6 +28,8 @@ from millrace.training.checkpoints.directory import newest_checkpoint, read_run_
 from millrace.training.group import TrainerGroup
 from millrace.training.past_steps import StepsInMemory
 
+MIN_STEP_TIMEOUT_S = 3600.0  # a trainer that hangs is found earlier, by supervision.hang_timeout_s
+SAVE_TIMEOUT_S = 1800.0  # until a checkpoint is on the disk, which may be a slow network disk
 OPEN_TO_HOSTS = "Another host can take its place: run `millrace join` there."
 
 
@@ -87,7 +89,7 @@ class RunWorkers:
                 assert self.evaluators is not None
                 starting.create_task(add(self._engine(f"evaluator-{i}", pool=self.evaluators)))
             for model, settings in self._config.environment.models.items():
-                for i in range(settings.count):
+                for i in range(settings.engine.count):
                     starting.create_task(add(self._model_engine(f"model-{model}-{i}", model)))
             starting.create_task(add(self._trainer))
             for other in others:
@@ -151,7 +153,7 @@ class RunWorkers:
             pool=pool,
             start=start,
             load_newest=load_newest,
-            settings=self._config.supervision,
+            hang_timeout_s=self._config.supervision.hang_timeout_s,
             start_timeout_s=self._config.cluster.start_timeout_s,
             joins_late=joins_late,
             capabilities=load_backend(engine).capabilities,
@@ -187,14 +189,14 @@ class _TrainerReplica(WorkerReplica):
         version: int,
         on_restored: Callable[[WeightUpdate], None],
     ) -> None:
-        settings = config.supervision
         super().__init__(
             "trainer",
-            hang_timeout_s=settings.hang_timeout_s,
+            hang_timeout_s=config.supervision.hang_timeout_s,
             first_hang_timeout_s=config.cluster.start_timeout_s,
         )
         self._run_dir = Path(config.run_dir)
-        self._settings = settings
+        # A run that may go without a step for longer has steps that take longer.
+        self._step_timeout_s = max(MIN_STEP_TIMEOUT_S, config.cluster.stall_timeout_s)
         self._launcher = launcher
         self._checkpoint = checkpoint
         self._version = version  # of the weights that the process has loaded
@@ -221,8 +223,8 @@ class _TrainerReplica(WorkerReplica):
         self._trainer = TrainerGroup(
             [worker],
             past=StepsInMemory(version=self._version),
-            step_timeout_s=self._settings.step_timeout_s,
-            save_timeout_s=self._settings.save_timeout_s,
+            step_timeout_s=self._step_timeout_s,
+            save_timeout_s=SAVE_TIMEOUT_S,
         )
 
     def detach(self) -> None:

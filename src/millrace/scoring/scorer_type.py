@@ -21,7 +21,10 @@ from millrace.scoring.functions.workers import ScorerWorkers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallSettings:
-    """How one scorer is called. The defaults suit a remote service."""
+    """How one scorer is called. The defaults suit a remote service.
+
+    A [[scorers]] table can set the first four. A scorer type chooses the others.
+    """
 
     timeout_s: float = 30.0
     concurrency: int = 64  # maximum calls in flight
@@ -29,8 +32,7 @@ class CallSettings:
     retries: int = 5  # after a TransientScoreError
     backoff_s: float = 0.5  # before the first retry
     breaker_failures: int = 5  # consecutive failures that open the circuit breaker; 0 = never
-    breaker_s: float = 10.0
-    priority: int = 0  # in the queue for a scorer process; higher first
+    breaker_s: float = 10.0  # pause while it is open; then one call is tried
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -51,7 +51,7 @@ async def _serve(settings: ServeSettings) -> None:
         print(f"millrace: {reason}", file=sys.stderr, flush=True)
 
     config = settings.config
-    policy = RestartPolicy.from_settings(config.supervision)
+    policy = RestartPolicy(max_restarts=config.supervision.max_restarts)
     settings.log_dir.mkdir(parents=True, exist_ok=True)
     async with (
         Hub(log_dir=settings.log_dir, on_event=on_event, preload=PRELOAD) as hub,

@@ -54,7 +54,7 @@ class Engines:
             pool=self.pool,
             start=partial(self._start, name),
             load_newest=None,
-            settings=self._config.supervision,
+            hang_timeout_s=self._config.supervision.hang_timeout_s,
             start_timeout_s=self._config.cluster.start_timeout_s,
             capabilities=load_backend(self._config.engine).capabilities,
             on_lost=lambda: self._metrics.forget(name),

@@ -55,28 +55,21 @@ def load_tasks(source: TaskSource) -> list[Task]:
     return _from_rows(source, where="The list of tasks")
 
 
-def load_path(
-    path: str, *, fields: Fields | None = None, subset: str | None = None, split: str | None = None
-) -> list[Task]:
-    """Tasks from a JSONL or Parquet file, a folder, or "hub:NAME"."""
+def load_path(path: str, *, fields: Fields | None = None, split: str | None = None) -> list[Task]:
+    """Tasks from a JSONL or Parquet file, a folder, "hub:NAME" or "hub:NAME:SUBSET"."""
     fields = fields or Fields()
-    rows = _rows(path, columns=fields.read, subset=subset, split=split)
+    rows = _rows(path, columns=fields.read, split=split)
     tasks = [_task(row, where=where, fields=fields) for where, row in rows]
     if not tasks:
         raise ConfigError(f"{path!r} is empty; at least one task is needed.")
     return tasks
 
 
-def _rows(
-    path: str, *, columns: tuple[str, ...] | None, subset: str | None, split: str | None
-) -> Rows:
+def _rows(path: str, *, columns: tuple[str, ...] | None, split: str | None) -> Rows:
     file = Path(path)
-    is_on_hub = path.startswith(HUB) and not file.exists()
-    if subset is not None and not is_on_hub:
-        raise ConfigError(f"subset = {subset!r} is for {HUB}NAME, not for {path!r}; leave it out.")
-    if is_on_hub:
-        name = path.removeprefix(HUB)
-        return hub_rows(name, columns=columns, subset=subset, split=split)
+    if path.startswith(HUB) and not file.exists():
+        name, _, subset = path.removeprefix(HUB).partition(":")
+        return hub_rows(name, columns=columns, subset=subset or None, split=split)
     if file.is_dir():
         return folder_rows(file, columns=columns, split=split)
     if split is not None:

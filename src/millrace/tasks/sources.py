@@ -65,7 +65,7 @@ def load_section(place: TaskPlace, given: Sequence[Any] | None, *, section: str)
     if given is None:
         return _load(place, section=section) if place.is_named else []
     if place.is_named:
-        named = place.path or place.function or place.generator
+        named = place.path or place.generator
         raise ConfigError(f"Tasks come both from Python and from {section} = {named!r}; keep one.")
     return load_tasks(given)
 
@@ -73,8 +73,6 @@ def load_section(place: TaskPlace, given: Sequence[Any] | None, *, section: str)
 def _load(place: TaskPlace, *, section: str) -> list[Task]:
     if place.path is not None:
         fields = Fields(prompt=place.prompt, kept=place.columns)
-        return load_path(place.path, fields=fields, subset=place.subset, split=place.split)
-    if place.generator is not None:
-        return load_tasks(build_generator(place.generator, section=f"{section}.generator"))
-    assert place.function is not None, "checked with the config"
-    return load_tasks(place.function)
+        return load_path(place.path, fields=fields, split=place.split)
+    assert place.generator is not None, "checked with the config"
+    return load_tasks(build_generator(place.generator, section=f"{section}.generator"))

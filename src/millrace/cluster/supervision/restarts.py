@@ -8,27 +8,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
-from millrace.config import SupervisionConfig
 from millrace.core.errors import RestartLimitExceeded, WorkerError
 
 MAX_BACKOFF_S = 60.0
+# Only failures in quick succession make the wait longer: a worker that served for a while before
+# it died does not wait for deaths that are long past.
+BACKOFF_WINDOW_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartPolicy:
     max_restarts: int = 5  # within window_s
     window_s: float = 600.0
-    backoff_s: float = 0.5  # before the first restart; doubles with each failure
-
-    @classmethod
-    def from_settings(cls, settings: SupervisionConfig) -> Self:
-        return cls(
-            max_restarts=settings.max_restarts,
-            window_s=settings.window_s,
-            backoff_s=settings.backoff_s,
-        )
+    backoff_s: float = 0.5  # before a restart; doubles with each failure within BACKOFF_WINDOW_S
 
 
 class RestartHistory:
@@ -54,7 +47,8 @@ class RestartHistory:
             self._recent.popleft()
         if len(self._recent) > self._policy.max_restarts:
             raise self._limit_exceeded(error)
-        return min(self._policy.backoff_s * 2 ** (len(self._recent) - 1), MAX_BACKOFF_S)
+        num_close = sum(now_s - failed_s <= BACKOFF_WINDOW_S for failed_s in self._recent)
+        return min(self._policy.backoff_s * 2 ** (num_close - 1), MAX_BACKOFF_S)
 
     def _limit_exceeded(self, error: Exception) -> RestartLimitExceeded:
         count = "once" if len(self._recent) == 1 else f"{len(self._recent)} times"

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millrace.config import EngineConfig, LoraConfig
 from millrace.core.errors import ConfigError
-from millrace.inference.backend import EngineSpec
+from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
@@ -33,11 +33,10 @@ from millrace.models.moe.routing import Routing
 _CPU_KV_BYTES = 2**30
 _GPU_KV_SHARE = 0.4  # of the free memory; a trainer may want the rest
 _GIB = 2**30
+DEFAULTS = EmbeddedBackend()
 
 
-def build_engine(
-    spec: EngineSpec, *, block_tokens: int = 16, round_steps: int | None = None
-) -> EmbeddedEngine:
+def build_engine(spec: EngineSpec, *, options: EmbeddedBackend = DEFAULTS) -> EmbeddedEngine:
     """Load the model and make the engine that the spec describes."""
     config, model_path = spec.config, spec.model_path
     device = resolve_device(spec.device)
@@ -65,8 +64,7 @@ def build_engine(
         adapters=adapters,
         routing=find_routing(model) if spec.records_routes else None,
         on_warm_up=spec.on_warm_up,
-        block_tokens=block_tokens,
-        round_steps=round_steps,
+        options=options,
     )
     if spec.adapter_path is not None:
         engine.swap(read_checkpoint(spec.adapter_path), version=spec.version)
@@ -83,12 +81,11 @@ def engine_of(
     adapters: Mapping[str | None, Adapter] | None = None,
     routing: Routing | None = None,
     on_warm_up: Callable[[], None] = lambda: None,
-    block_tokens: int = 16,
-    round_steps: int | None = None,
+    options: EmbeddedBackend = DEFAULTS,
 ) -> EmbeddedEngine:
     """The engine these settings describe, ready for its first request."""
     on_gpu = model.device.type == "cuda"
-    round_steps = _round_steps(model, round_steps)
+    block_tokens, round_steps = options.block_tokens, _round_steps(model, options.round_steps)
     if on_gpu and round_steps != 1:
         _check_compiler()
     context = _context(model, config)
@@ -110,11 +107,11 @@ def engine_of(
                 max_sequences=config.max_sequences,
                 num_blocks=num_blocks,
                 block_tokens=block_tokens,
-                prefill_tokens=config.prefill_tokens or (16384 if on_gpu else 2048),
+                prefill_tokens=options.prefill_tokens or (16384 if on_gpu else 2048),
                 kv=config.kv,
-                prefix_cache=config.prefix_cache,
+                prefix_cache=options.prefix_cache,
                 round_steps=round_steps,
-                compile_layers=config.compile and on_gpu,
+                compile_layers=options.compile and on_gpu,
             ),
         )
         on_warm_up()

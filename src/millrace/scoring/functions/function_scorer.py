@@ -78,7 +78,6 @@ class FunctionScorer:
                 _message(self.name, group),
                 exclusive=not self._is_async,
                 timeout_s=self._calls.timeout_s,
-                priority=self._calls.priority,
             )
         except TimeoutError:
             raise ScoreError(

@@ -4,12 +4,11 @@ Promise: every call ends. A call that hangs or crashes its process fails alone: 
 killed and restarted by the worker pool, and calls that shared it run once more, each on a process
 of its own, so that a second crash has one culprit.
 
-Runs on the controller's event loop. Calls wait in one queue, by priority and then in the order of
-arrival. The callers bound the queue: each scorer limits its own concurrency.
+Runs on the controller's event loop. Calls wait in one queue, in the order of arrival. The callers
+bound the queue: each scorer limits its own concurrency.
 """
 
 import asyncio
-import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -28,7 +27,6 @@ CLOSED = "The scorers are closed; nothing can be scored any more."
 class _QueuedCall:
     granted: "asyncio.Future[_Slot]"
     exclusive: bool
-    priority: int
 
 
 @dataclass(slots=True, eq=False)
@@ -133,21 +131,19 @@ class ScorerWorkers:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def call(
-        self, message: ScoreGroup, *, exclusive: bool, timeout_s: float, priority: int = 0
-    ) -> GroupScored:
+    async def call(self, message: ScoreGroup, *, exclusive: bool, timeout_s: float) -> GroupScored:
         """Run one function. `exclusive`: on a process that runs nothing else meanwhile.
 
         `timeout_s` counts from the moment a process is free. Raises the function's own ScoreError,
         TimeoutError, or WorkerError if it crashed its process.
         """
-        slot = await self._take(exclusive=exclusive, priority=priority)
+        slot = await self._take(exclusive=exclusive)
         try:
             return await self._run(slot, message, timeout_s=timeout_s)
         except WorkerError:
             if not slot.was_shared:
                 raise
-        slot = await self._take(exclusive=True, priority=priority)
+        slot = await self._take(exclusive=True)
         return await self._run(slot, message, timeout_s=timeout_s)
 
     async def close(self) -> None:
@@ -166,14 +162,13 @@ class ScorerWorkers:
     def _slots(self) -> list[_Slot]:
         return [replica.slot for replica in self._replicas if replica.slot is not None]
 
-    async def _take(self, *, exclusive: bool, priority: int) -> _Slot:
+    async def _take(self, *, exclusive: bool) -> _Slot:
         if self._is_closing:
             raise RunFailed(CLOSED)
         if (failure := self._failure()) is not None:
             raise failure
         granted: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
-        queued = _QueuedCall(granted, exclusive, priority)
-        bisect.insort_right(self._queue, queued, key=lambda other: -other.priority)
+        self._queue.append(_QueuedCall(granted, exclusive))
         self._grant()
         try:
             return await granted

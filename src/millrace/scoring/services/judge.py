@@ -91,7 +91,6 @@ class Judge:
             self,
             name=name,
             weight=weight,
-            priority=calls.priority,
             endpoint=Endpoint(url, headers=self.headers, timeout_s=calls.timeout_s, scorer=name),
             cache=ScoreCache(self.cache, path=path),
             context=context,
@@ -107,7 +106,6 @@ class JudgeScorer:
         *,
         name: str,
         weight: float,
-        priority: int,
         endpoint: Endpoint,
         cache: "ScoreCache",
         context: ScorerContext,
@@ -115,7 +113,7 @@ class JudgeScorer:
         self.name = name
         self.weight = weight
         self._settings = settings
-        self._priority = priority
+
         self._endpoint = endpoint
         self._cache = cache
         self._workers = context.workers
@@ -166,10 +164,7 @@ class JudgeScorer:
             value = read_key(reply, self._settings.key)
         else:
             value = await read_pattern(
-                reply,
-                function=_pattern_function(self.name),
-                workers=self._workers,
-                priority=self._priority,
+                reply, function=_pattern_function(self.name), workers=self._workers
             )
         try:
             (score,) = check_rewards([value], name=self.name, num_completions=1)

@@ -99,17 +99,13 @@ class PatternReader:
             return None
 
 
-async def read_pattern(
-    reply: str, *, function: str, workers: ScorerWorkers, priority: int
-) -> float | None:
+async def read_pattern(reply: str, *, function: str, workers: ScorerWorkers) -> float | None:
     """Match the reply in a scorer process. Returns None without a match or after a timeout."""
     message = ScoreGroup(
         function=function, prompts=[""], completions=[reply], completion_ids=[[]], columns={}
     )
     try:
-        scored = await workers.call(
-            message, exclusive=True, timeout_s=MATCH_TIMEOUT_S, priority=priority
-        )
+        scored = await workers.call(message, exclusive=True, timeout_s=MATCH_TIMEOUT_S)
     except (TimeoutError, WorkerError):
         return None
     return scored.rewards[0]
