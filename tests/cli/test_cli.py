@@ -266,6 +266,11 @@ BAD_RUNS = {
     "order": ({"buffer": {"order": "oldst"}}, "did you mean 'oldest'?"),
     "advantages": ({"scoring": {"advantages": "grup"}}, "did you mean 'group'?"),
     "filter": ({"rollout": {"filter": ["zero_varance"]}}, "did you mean 'zero_variance'?"),
+    "recipe": ({"environment": {"recipe": "pivt"}}, "did you mean 'pivot'?"),
+    "tracker": ({"tracker": ["tensorbord"]}, "did you mean 'tensorboard'?"),
+    "optimizer": ({"optimizer": {"type": "adam"}}, "did you mean 'adamw'?"),
+    "engine": ({"engine": {"type": "embeded"}}, "did you mean 'embedded'?"),
+    "engine option": ({"engine": {"options": {"compil": True}}}, "did you mean 'compile'?"),
     "tasks": ({"tasks": {"path": "nowhere.jsonl"}}, "nowhere.jsonl"),
     "model": ({"model": "folder/modle"}, "did you mean 'folder/model'?"),
 }

@@ -430,7 +430,23 @@ def test_a_config_passes_through_unchanged():
     ],
 )
 def test_a_command_line_value_reads_as_toml_or_as_text(text, value):
-    assert parse_override(text) == value
+    assert parse_override("trainer.steps", text) == value
+
+
+@pytest.mark.parametrize("key", ["lora", "critic", "buffer.replay", "engine.max_context"])
+def test_none_on_the_command_line_removes_an_optional_setting(key):
+    assert parse_override(key, "none") is None
+    table = {"model": "m", "lora": {}, "critic": {}, "buffer": {"replay": {}}}
+    table["engine"] = {"max_context": 128}
+    value = load_config(table, overrides={key: None})
+    for part in key.split("."):
+        value = getattr(value, part)
+    assert value is None
+
+
+@pytest.mark.parametrize("key", ["loss.distil", "run_dir", "trainer.steps"])
+def test_none_is_a_text_where_a_setting_is_not_optional(key):
+    assert parse_override(key, "none") == "none"
 
 
 def test_paths_in_a_toml_start_from_its_folder(tmp_path):
@@ -591,7 +607,7 @@ JOINABLE = {
             "cluster.ticket = 'runs/run/t.json' is a secret and lies in run_dir",
         ),
         ({"weights": {"transport": "shm"}}, "weights.transport = 'shm' reaches engines on this"),
-        ({"cluster": {"heartbeat_timeout_s": 0}}, "Setting 'cluster.heartbeat_timeout_s' = 0: "),
+        ({"cluster": {"join_timeout_s": 0}}, "Setting 'cluster.join_timeout_s' = 0: "),
     ],
 )
 def test_what_keeps_engines_of_other_hosts_out_is_one_sentence(change, said):

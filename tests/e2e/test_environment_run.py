@@ -62,7 +62,7 @@ def test_run_trains_on_rewards_of_the_environment(tmp_path):
 
 
 def test_redundancy_needs_an_environment_function(tmp_path):
-    with pytest.raises(ConfigError, match=r"redundancy = 1 is for episodes that are played one by"):
+    with pytest.raises(ConfigError, match=r"redundancy = 1 starts additional episodes of an env"):
         mr.train(
             model=str(make_tiny_model(tmp_path / "model")),
             run_dir=str(tmp_path / "run"),

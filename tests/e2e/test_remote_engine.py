@@ -16,11 +16,7 @@ def project(tmp_path: Path) -> Path:
         trainer={"steps": 5},
         optimizer={"learning_rate": 1e-3},
         engine={"count": 0, "remote": 1},
-        cluster={
-            "address": "tcp://127.0.0.1:0",
-            "ticket": "secret/ticket.json",
-            "heartbeat_timeout_s": 5.0,
-        },
+        cluster={"address": "tcp://127.0.0.1:0", "ticket": "secret/ticket.json"},
     )
 
 

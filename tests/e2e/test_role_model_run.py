@@ -106,6 +106,6 @@ def test_invalid_models_are_reported_before_the_run(tmp_path):
     with pytest.raises(ConfigError, match=r"does not exist; check environment\.models\.judge\.pat"):
         mr.train(**settings)
     settings["environment"], settings["monitoring"] = {"models": {"judge": judge}}, {}
-    with pytest.raises(ConfigError, match=r"\(judge\) are for roles that an environment\.function"):
+    with pytest.raises(ConfigError, match=r"\(judge\) are for roles of an environment\.function"):
         mr.train(**settings, scorers=[lambda completions, **_: [0.0 for _ in completions]])
     assert not (tmp_path / "run").exists()

@@ -22,7 +22,7 @@ from millrace.environments.rollouts.attempt import Attempt
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.rollouts.single_turn import answer
 from millrace.environments.tools.calls import FORMATS
-from millrace.run.environment import recipe_of
+from millrace.run.environment import resolve_recipe
 from millrace.scoring.advantages.estimators import with_advantages
 from millrace.scoring.advantages.tree import TreeAdvantages
 from millrace.scoring.registry import function_scorer
@@ -252,7 +252,7 @@ def test_settings_that_do_not_fit_are_refused():
         build_recipe({"type": "tree", "branchs": 3})
     by_value = {"model": "m", "environment": {"recipe": {"type": "pivot", "by": "value"}}}
     with pytest.raises(ConfigError, match="needs a scorer that rewards single tokens, and there"):
-        recipe_of(load_config(by_value), [function_scorer(len)])
+        resolve_recipe(load_config(by_value), [function_scorer(len)])
 
 
 async def test_branches_cost_no_prefill_of_what_they_share_and_the_trainer_says_the_same(thread):

@@ -12,7 +12,6 @@ from millrace.core.errors import ScoreError
 from millrace.monitoring.run_dir import RunDir
 
 SECRET = "sk-planted-0123456789"
-
 HEADERS = {"Authorization": "Bearer env:PLANTED_KEY", "X-Other": "env:PLANTED_KEY"}
 JUDGE = {"type": "judge", "model": "m", "prompt": "{completion}", "key": "score", "keep": True}
 

@@ -43,7 +43,7 @@ def init(args: argparse.Namespace) -> int:
 def train(args: argparse.Namespace, settings: dict[str, str]) -> int:
     from millrace.config import load_config, parse_override
 
-    overrides = {key: parse_override(value) for key, value in settings.items()}
+    overrides = {key: parse_override(key, value) for key, value in settings.items()}
     config = load_config(args.config, overrides=overrides)
     from millrace.monitoring.terminal.progress import make_progress
 
@@ -66,7 +66,9 @@ def serve(args: argparse.Namespace, settings: dict[str, str]) -> int:
     from millrace.config import parse_override
     from millrace.serving.settings import read_options
 
-    options = read_options(args, {key: parse_override(value) for key, value in settings.items()})
+    options = read_options(
+        args, {key: parse_override(key, value) for key, value in settings.items()}
+    )
     from millrace.serving import command
 
     command.serve(options)

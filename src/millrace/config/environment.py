@@ -27,7 +27,6 @@ class McpConfig(Section):
     either a command or a url."""
     url: str | None = None
     """URL of a server that speaks MCP over streamable HTTP."""
-
     env: dict[str, str] = Field(default={})
     """Environment variables of the program, besides PATH, HOME and the like. Values may hold
     "env:NAME"."""

@@ -62,12 +62,20 @@ def load_config(
         raise ConfigError(_sentence(error)) from None
 
 
-def parse_override(text: str) -> Any:
-    """A command-line value as TOML reads it; anything that is not TOML is a string."""
+def parse_override(key: str, text: str) -> Any:
+    """A command-line value as TOML reads it; anything that is not TOML is a string. "none" removes
+    an optional setting or table."""
+    if text == "none" and _is_optional(key.split(".")):
+        return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def _is_optional(path: list[str]) -> bool:
+    field = _section_of(path).model_fields.get(path[-1])
+    return field is not None and field.default is None
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -141,16 +149,22 @@ def _clauses(error: ValidationError) -> Iterator[str]:
 
 def _suggestion(path: list[str]) -> str:
     """The key that was probably meant, or all keys of the table."""
+    section = _section_of(path)
+    known = list(section.model_fields)
+    if section is RoleModelConfig:
+        known += [key for key in EngineConfig.model_fields if key not in OF_POLICY]
+    return suggestion(path[-1], known)
+
+
+def _section_of(path: list[str]) -> type[BaseModel]:
+    """The section that holds the last key of a path."""
     section: type[BaseModel] = RunConfig
     for part in path[:-1]:
         field = section.model_fields.get(part)
         below = None if field is None else _section_in(field.annotation)
         # A position or a name within a list or table of sections has no field of its own.
         section = below or section
-    known = list(section.model_fields)
-    if section is RoleModelConfig:
-        known += [key for key in EngineConfig.model_fields if key not in OF_POLICY]
-    return suggestion(path[-1], known)
+    return section
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:

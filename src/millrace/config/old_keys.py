@@ -39,6 +39,7 @@ _CONSTANTS = (
     "tasks.explore_share",
     "evaluate.score_timeout_s",
     "cluster.stop_timeout_s",
+    "cluster.heartbeat_timeout_s",
     "journal.segment_bytes",
     "journal.commit_interval_s",
     "journal.fsync",

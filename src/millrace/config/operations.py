@@ -1,13 +1,12 @@
 """Settings of operation: placement, monitoring, trackers, cluster and supervision. Torch-free."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from millrace.config.section import (
     Device,
     Devices,
-    Float,
     NonNegativeInt,
     PositiveFloat,
     Section,
@@ -86,9 +85,6 @@ class ClusterConfig(Section):
     must lie outside run_dir."""
     join_timeout_s: PositiveFloat = 600.0
     """Time limit in seconds for engines of other hosts to join."""
-    heartbeat_timeout_s: Annotated[Float, Field(ge=1, le=3600)] = 30.0
-    """Silence in seconds, from 1 to 3600, after which a worker on another host counts as dead, and
-    the controller counts as dead for that host."""
     start_timeout_s: PositiveFloat = 180.0
     """Time limit in seconds for a worker to start and load its model."""
     stall_timeout_s: PositiveFloat = 600.0

@@ -35,7 +35,6 @@ class TaskPlace(Section):
     """Name of the column of a path that holds the prompt."""
     columns: tuple[str, ...] | None = None
     """Names of the further columns of a path that tasks keep. By default all of them."""
-
     split: str | None = None
     """Split of a Hugging Face dataset that has several; on the hub also a slice, such as
     "train[:1000]"."""

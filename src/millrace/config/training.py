@@ -23,6 +23,7 @@ from millrace.config.section import (
     Share,
     forbid,
 )
+from millrace.core.spelling import suggestion
 from millrace.core.staleness import Measure, StalenessLimit
 
 ALL_LINEAR = "all-linear"
@@ -135,9 +136,8 @@ class OptimizerConfig(Section):
         if self.type == ADAMW and self.model_extra:
             forbid(type(self).__name__, self.model_extra)
         if self.type != ADAMW and ":" not in self.type:
-            raise ValueError(
-                f"type = {self.type!r} is not a built-in optimizer; use {ADAMW!r} or 'module:Class'"
-            )
+            hint = suggestion(self.type, (ADAMW,), otherwise="built in")
+            raise ValueError(f"type = {self.type!r} is not a built-in optimizer; {hint}")
         return self
 
 

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from millrace.config import RoleModelConfig
-from millrace.core.errors import ConfigError
 from millrace.core.files import check_file_name
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.calls import ToolFormat, format_of
-from millrace.models.directory import check_directory, configured_context, load_tokenizer
+from millrace.models.directory import check_directory, context_length, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,21 +37,10 @@ def _loaded(name: str, settings: RoleModelConfig) -> OtherModel:
         path=path,
         renderer=renderer,
         tool_format=format_of(settings.tool_format, template=renderer.chat_template),
-        max_context=_context(settings, section=section),
+        max_context=context_length(
+            path,
+            wanted=settings.engine.max_context,
+            setting=f"{section}.max_context",
+            trust_remote_code=settings.trust_remote_code,
+        ),
     )
-
-
-def _context(settings: RoleModelConfig, *, section: str) -> int:
-    limit = configured_context(settings.path, trust_remote_code=settings.trust_remote_code)
-    wanted = settings.engine.max_context
-    if wanted is not None and limit is not None and wanted > limit:
-        raise ConfigError(
-            f"{section}.max_context = {wanted} exceeds the {limit} tokens that {settings.path!r}"
-            " allows; lower it."
-        )
-    context = wanted or limit
-    if context is None:
-        raise ConfigError(
-            f"Model {settings.path!r} does not state its context length; set {section}.max_context."
-        )
-    return context

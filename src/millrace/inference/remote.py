@@ -186,7 +186,6 @@ class EngineReplica(WorkerReplica):
         self._pool = pool
         self._start = start
         self._load_newest = load_newest
-
         self._joins_late = joins_late
         self._capabilities = capabilities
         self._on_lost = on_lost

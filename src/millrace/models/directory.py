@@ -40,10 +40,20 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrained
         ) from error
 
 
-def configured_context(path: str, *, trust_remote_code: bool = False) -> int | None:
-    """Longest sequence of the model at `path`, according to its configuration."""
+def context_length(
+    path: str, *, wanted: int | None, setting: str, trust_remote_code: bool = False
+) -> int:
+    """Length of the longest sequence in tokens: `wanted`, which `setting` sets, or the limit that
+    the configuration of the model at `path` states."""
     config = text_config(path, trust_remote_code=trust_remote_code)
-    return getattr(config, "max_position_embeddings", None)
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    if wanted is not None and limit is not None and wanted > limit:
+        raise ConfigError(
+            f"{setting} = {wanted} exceeds the {limit} tokens that {path!r} allows; lower it."
+        )
+    if (length := wanted or limit) is None:
+        raise ConfigError(f"Model {path!r} does not state its context length; set {setting}.")
+    return length
 
 
 def has_experts(path: str, *, trust_remote_code: bool = False) -> bool:

@@ -1,14 +1,13 @@
-"""Makes the parts of a controller, in the order in which they depend on each other, and the
-environment of a run."""
+"""Builds the parts of a controller, in the order in which they depend on each other."""
 
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from millrace.config import RunConfig
-from millrace.controller.admission import Admission, SyncBarrier
+from millrace.controller.admission import Admission
+from millrace.controller.barrier import SyncBarrier
 from millrace.controller.batches import Batches
 from millrace.controller.buffer import Buffer
 from millrace.controller.checkpointing import RunCheckpoints
@@ -25,19 +24,13 @@ from millrace.controller.learner import Learner
 from millrace.controller.orders import build_sampler
 from millrace.controller.reporting import LearnerState, RunReporter
 from millrace.core.machine import REAL_CLOCK, Clock
-from millrace.core.protocols import Environment
 from millrace.core.records import Task
-from millrace.environments.function_environment import FunctionEnvironment, lifetime
-from millrace.environments.limits import rules_of
-from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
-from millrace.environments.rollouts.single_turn import SingleTurn
 from millrace.inference.pool import EnginePool
 from millrace.journal import Journal, NoJournal
 from millrace.monitoring.files.skipped_steps import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
-from millrace.run.prepare import PreparedRun
 from millrace.scoring.pool import ScorerPool
 from millrace.tasks.streams import TaskStream
 from millrace.training.checkpoints.schedule import Checkpointing
@@ -268,27 +261,3 @@ def _build_eval_scheduler(
     pinned = PinnedEvalScheduler(swap=run.evaluators.swap, **schedule)
     run.broadcaster.subscribe(pinned.receive, wants=pinned.wants)
     return pinned
-
-
-@contextlib.asynccontextmanager
-async def open_environment(prepared: PreparedRun) -> AsyncIterator[Environment]:
-    """The environment of a run; the user's own code gets its own thread."""
-    if prepared.environment is None:
-        yield SingleTurn()
-        return
-    config = prepared.config
-    with LoopThread("environments") as thread:
-        environment = FunctionEnvironment(
-            prepared.environment,
-            renderer=prepared.renderer,
-            rules=rules_of(
-                config.environment,
-                redundancy=config.rollout.redundancy,
-                records=config.monitoring.record_episodes > 0,
-            ),
-            thread=thread,
-            recipe=prepared.recipe,
-            others=prepared.others,
-        )
-        async with lifetime(prepared.environment, thread=thread):
-            yield environment

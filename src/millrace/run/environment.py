@@ -1,21 +1,31 @@
-"""What plays the episodes of a run, made from its settings: an environment, a recipe, other models.
+"""Builds what plays the episodes of a run: the environment, its recipe, and models besides the
+policy.
 
-Called by prepare(), before any worker starts; every error is one sentence about the settings.
+Settings are checked before any worker starts; every error is one sentence about the settings.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.config import EnvironmentConfig, McpConfig, RunConfig
+from millrace.config import RunConfig
 from millrace.core.errors import ConfigError
+from millrace.core.protocols import Environment
 from millrace.environments.branching.pivot import Pivot
 from millrace.environments.branching.recipe import Recipe
 from millrace.environments.branching.registry import build_recipe
 from millrace.environments.episode_runner import EnvironmentFunction
-from millrace.environments.function_environment import check_function
+from millrace.environments.function_environment import (
+    FunctionEnvironment,
+    check_function,
+    lifetime,
+)
+from millrace.environments.limits import rules_of
+from millrace.environments.loop_thread import LoopThread
 from millrace.environments.other_models import OtherModel, load_other_models
-from millrace.environments.rollouts.single_turn import answer
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.rollouts.single_turn import SingleTurn, answer
 from millrace.environments.tools.environment import WithServers, use_tools
 from millrace.environments.tools.mcp_server import McpServer
 from millrace.scoring.functions.shipping import resolve_function
@@ -26,45 +36,54 @@ from millrace.serving.programs.command_environment import PROGRAM_TIMEOUT_S, Com
 def build_environment(
     config: RunConfig, given: Callable[..., Any] | None
 ) -> EnvironmentFunction | None:
-    settings = config.environment
+    """The function that plays an episode; None if an episode is one prompt and one completion."""
+    settings, logs = config.environment, Path(config.run_dir) / "logs"
     if given is None and settings.command:
-        return _program(settings, log=Path(config.run_dir) / "logs" / "programs.log")
-    servers = [_server(row, logs=Path(config.run_dir) / "logs") for row in settings.mcp]
-    if given is None and settings.function is None:
-        if servers:
-            return WithServers(use_tools, servers)
-        if settings.recipe is not None:
-            return answer
-        if config.rollout.redundancy:
-            raise ConfigError(
-                f"rollout.redundancy = {config.rollout.redundancy} is for episodes that are played"
-                " one by one, and there is no environment.function or command; use"
-                " rollout.oversample."
-            )
-        if config.monitoring.record_episodes:
-            raise ConfigError(
-                f"monitoring.record_episodes = {config.monitoring.record_episodes} records what an"
-                " environment plays, and there is no environment.function or command; read"
-                " rollouts/ instead, or write one."
-            )
-        return None
-    function = given if given is not None else resolve_function(str(settings.function))
-    check_function(function)
-    return WithServers(function, servers) if servers else function
+        return CommandEnvironment(
+            settings.command,
+            score=None if settings.score is None else resolve_function(settings.score),
+            columns=settings.columns,
+            timeout_s=settings.episode_timeout_s or PROGRAM_TIMEOUT_S,
+            max_running=settings.max_programs,
+            log=logs / "programs.log",
+        )
+    servers = [McpServer(**row.model_dump(), log=logs / "mcp.log") for row in settings.mcp]
+    function = given
+    if function is None and settings.function is not None:
+        function = resolve_function(settings.function)
+    if function is not None:
+        check_function(function)
+        return WithServers(function, servers) if servers else function
+    if servers:
+        return WithServers(use_tools, servers)
+    if settings.recipe is not None:
+        return answer
+    _check_single_turn(config)
+    return None
 
 
-def _server(settings: McpConfig, *, logs: Path) -> McpServer:
-    return McpServer(**settings.model_dump(), log=logs / "mcp.log")
+def _check_single_turn(config: RunConfig) -> None:
+    if config.rollout.redundancy:
+        raise ConfigError(
+            f"rollout.redundancy = {config.rollout.redundancy} starts additional episodes of an"
+            " environment, and there is no environment.function or command; use rollout.oversample."
+        )
+    if config.monitoring.record_episodes:
+        raise ConfigError(
+            f"monitoring.record_episodes = {config.monitoring.record_episodes} records episodes of"
+            " an environment, and there is no environment.function or command; read rollouts/"
+            " instead, or write one."
+        )
 
 
-def recipe_of(config: RunConfig, specs: Sequence[ScorerSpec]) -> Recipe | None:
+def resolve_recipe(config: RunConfig, specs: Sequence[ScorerSpec]) -> Recipe | None:
     table, rollout = config.environment.recipe, config.rollout
     if table is None:
         return None
     if rollout.redundancy:
         raise ConfigError(
-            f"rollout.redundancy = {rollout.redundancy} gives up episodes that others may branch"
-            " off; leave it or environment.recipe out."
+            f"rollout.redundancy = {rollout.redundancy} cancels episodes that others may branch"
+            " from; remove it, or environment.recipe."
         )
     recipe = build_recipe(table)
     recipe.check(rollout.group_size + rollout.oversample)
@@ -77,22 +96,38 @@ def recipe_of(config: RunConfig, specs: Sequence[ScorerSpec]) -> Recipe | None:
     return recipe
 
 
-def others_of(config: RunConfig, *, has_roles: bool) -> dict[str, OtherModel]:
+def load_models(config: RunConfig, *, has_roles: bool) -> dict[str, OtherModel]:
+    """Load the tokenizers of environment.models. `has_roles`: there is an environment function."""
     models = config.environment.models
     if models and (config.environment.command or not has_roles):
         raise ConfigError(
-            f"environment.models ({', '.join(models)}) are for roles that an environment.function"
-            " takes, and there is none; leave them out."
+            f"environment.models ({', '.join(models)}) are for roles of an environment.function,"
+            " and there is none; remove them."
         )
     return load_other_models(models)
 
 
-def _program(settings: EnvironmentConfig, *, log: Path) -> CommandEnvironment:
-    return CommandEnvironment(
-        settings.command,
-        score=None if settings.score is None else resolve_function(settings.score),
-        columns=settings.columns,
-        timeout_s=settings.episode_timeout_s or PROGRAM_TIMEOUT_S,
-        max_running=settings.max_programs,
-        log=log,
+@contextlib.asynccontextmanager
+async def open_environment(
+    config: RunConfig,
+    function: EnvironmentFunction | None,
+    *,
+    renderer: Renderer,
+    recipe: Recipe | None,
+    models: Mapping[str, OtherModel],
+) -> AsyncIterator[Environment]:
+    """The environment of a run; an environment function runs in its own thread."""
+    if function is None:
+        yield SingleTurn()
+        return
+    rules = rules_of(
+        config.environment,
+        redundancy=config.rollout.redundancy,
+        records=config.monitoring.record_episodes > 0,
     )
+    with LoopThread("environments") as thread:
+        environment = FunctionEnvironment(
+            function, renderer=renderer, rules=rules, thread=thread, recipe=recipe, others=models
+        )
+        async with lifetime(function, thread=thread):
+            yield environment

@@ -3,7 +3,7 @@
 Called by prepare(), before any worker starts. Reads only.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.config import RunConfig
@@ -22,7 +22,32 @@ from millrace.training.checkpoints.directory import (
 )
 
 
-def resume_point(config: RunConfig) -> tuple[FoundCheckpoint, Cursor]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePoint:
+    """Where a run begins: at its start, or where an interrupted run left off."""
+
+    checkpoint: Path | None
+    cursor: Cursor
+    history: JournalHistory | None  # what the journal holds; None = the run keeps no journal
+    warnings: tuple[str, ...]
+
+
+def find_resume_point(config: RunConfig, stream: TaskStream, *, resume: bool) -> ResumePoint:
+    """`stream` is moved to that point; it learns the solve rates known by then."""
+    found, cursor = _newest_checkpoint(config) if resume else (FoundCheckpoint(), Cursor())
+    stream.restore(cursor.tasks)
+    history, warnings = _journal_history(config, cursor, resume=resume)
+    if history is not None:
+        cursor = _advance(cursor, history.ledger, stream)
+    return ResumePoint(
+        checkpoint=found.directory,
+        cursor=cursor,
+        history=history,
+        warnings=(*found.refused, *warnings),
+    )
+
+
+def _newest_checkpoint(config: RunConfig) -> tuple[FoundCheckpoint, Cursor]:
     """The newest good checkpoint; a run that has none yet starts from the beginning."""
     found = newest_checkpoint(Path(config.run_dir))
     checkpoint = found.directory
@@ -54,10 +79,10 @@ def resume_point(config: RunConfig) -> tuple[FoundCheckpoint, Cursor]:
     )
 
 
-def journal_history(
+def _journal_history(
     config: RunConfig, cursor: Cursor, *, resume: bool
 ) -> tuple[JournalHistory | None, tuple[str, ...]]:
-    """What the journal continues from, and warnings; None if the run keeps no journal."""
+    """What the journal continues from, and warnings."""
     if not config.journal.enabled:
         return None, ()
     if not resume:
@@ -72,9 +97,8 @@ def journal_history(
     return history, tuple(warnings)
 
 
-def advance_cursor(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
-    """The cursor at the end of the journal. The task stream learns the solve rates that were
-    observed since the checkpoint."""
+def _advance(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
+    """The cursor at the end of the journal, which is ahead of the checkpoint."""
     for one in ledger.observations:
         if one.position > (cursor.journal or 0):
             stream.remember(one.number, one.draw)

@@ -18,6 +18,7 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.join.ticket import ticket_file
 from millrace.cluster.messages import Message, Published, WorkerProgress
 from millrace.cluster.mps import shared_gpu
+from millrace.cluster.private_folder import private_folder
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.restarts import RestartPolicy
 from millrace.cluster.worker import Worker
@@ -26,7 +27,6 @@ from millrace.controller.controller import Controller, Outcome
 from millrace.controller.evaluation import Evaluation
 from millrace.core import files as storage
 from millrace.core.errors import RunFailed, first_cause
-from millrace.core.files import private_folder
 from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
 from millrace.environments.rollouts.player import Player
@@ -35,9 +35,9 @@ from millrace.monitoring.files.skipped_steps import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
-from millrace.monitoring.trackers import build_trackers
-from millrace.run.build import RunParts, build_controller, open_environment
+from millrace.run.build import RunParts, build_controller
 from millrace.run.checks import local_devices
+from millrace.run.environment import open_environment
 from millrace.run.launch import PRELOAD, Launcher
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import scaling_server
@@ -80,8 +80,8 @@ def train(
     8}`. `scorers` are added to those of the file: reward functions, names ("exact",
     "rewards.py:digits") or tables ({"type": "numeric", "tolerance": 0.01}).
     """
-    play, table = _environment_of(environment)
-    functions, tables = _scorers_of(scorers)
+    play, table = _split_environment(environment)
+    functions, tables = _split_scorers(scorers)
     settled = load_config(config, overrides={**settings, **table})
     if tables:
         settled = load_config(settled, overrides={"scorers": [*settled.scorers, *tables]})
@@ -123,7 +123,7 @@ def _train(
         run_dir.close()
 
 
-def _scorers_of(
+def _split_scorers(
     given: Sequence[ScorerLike] | ScorerLike | None,
 ) -> tuple[list[Callable[..., Any]], list[str | Mapping[str, Any]]]:
     """Reward functions, and scorers that settings describe."""
@@ -133,7 +133,7 @@ def _scorers_of(
     return functions, [scorer for scorer in given if not callable(scorer)]
 
 
-def _environment_of(
+def _split_environment(
     given: Callable[..., Any] | Mapping[str, Any] | None,
 ) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
     """The environment function, if one was given, and the settings of the section."""
@@ -156,7 +156,7 @@ class _Run:
         resume: bool,
         progress: ProgressDisplay,
     ) -> None:
-        """`threads`: of an engine, as the user set them; other hosts have other core counts."""
+        """`threads`: engine.threads as the user set it; other hosts have other core counts."""
         self._prepared = prepared
         self._config = prepared.config
         self._threads = threads
@@ -165,31 +165,35 @@ class _Run:
             prepared.config,
             run_dir=run_dir,
             resume_from=prepared.cursor.version if resume else None,
-            trackers=build_trackers([table.own for table in prepared.config.tracker]),
+            trackers=prepared.trackers,
             progress=progress,
         )
         self._broadcaster = VersionBroadcaster(
             version=prepared.cursor.version, policy=prepared.cursor.policy
         )
         self._workers: RunWorkers | None = None
-        self._journal: Journal | NoJournal = NoJournal()
-        self._gpu_env: dict[str, str] = {}
 
     async def run(self) -> RunResult:
         start_s = time.monotonic()
-        cluster = self._config.cluster
+        prepared, config = self._prepared, self._config
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._monitor.close)
-            self._gpu_env = await stack.enter_async_context(self._shared_gpu())
+            gpu_env = await stack.enter_async_context(
+                shared_gpu(
+                    config.cluster.mps,
+                    num_cuda_workers=sum(device != "cpu" for device in local_devices(config)),
+                    log=self._run_dir.logs / "mps.log",
+                    warn=self._monitor.warn,
+                )
+            )
             private = stack.enter_context(private_folder())
             hub = await stack.enter_async_context(
                 Hub(
                     log_dir=self._run_dir.logs,
                     on_event=self._on_event,
-                    address=cluster.address,
-                    advertise=cluster.advertise,
-                    start_timeout_s=cluster.start_timeout_s,
-                    heartbeat_timeout_s=cluster.heartbeat_timeout_s,
+                    address=config.cluster.address,
+                    advertise=config.cluster.advertise,
+                    start_timeout_s=config.cluster.start_timeout_s,
                     preload=PRELOAD,
                 )
             )
@@ -197,55 +201,42 @@ class _Run:
             worker_pool = await stack.enter_async_context(
                 WorkerPool(
                     partial(self._launch_scorer, hub),
-                    policy=RestartPolicy(max_restarts=self._config.supervision.max_restarts),
+                    policy=RestartPolicy(max_restarts=config.supervision.max_restarts),
                     on_restart=self._monitor.restarted,
                 )
             )
-            scorers = self._make_scorers(worker_pool, private=private)
+            scorers = self._build_scorers(worker_pool, private=private)
             stack.push_async_callback(scorers.close)
-            environment = await stack.enter_async_context(open_environment(self._prepared))
-            self._journal = self._open_journal()
-            stack.push_async_callback(self._journal.close)
-            with first_cause(), self._invitation(hub):
-                outcome = await self._conduct(
-                    hub, worker_pool, scorers=scorers, environment=environment, private=private
+            environment = await stack.enter_async_context(
+                open_environment(
+                    config,
+                    prepared.environment,
+                    renderer=prepared.renderer,
+                    recipe=prepared.recipe,
+                    models=prepared.models,
                 )
-        seconds = time.monotonic() - start_s
-        return self._conclude(outcome, seconds=seconds)
+            )
+            journal = self._open_journal()
+            stack.push_async_callback(journal.close)
+            with first_cause(), self._ticket(hub):
+                workers = self._workers = self._build_workers(hub, worker_pool, gpu_env=gpu_env)
+                self._monitor.starting("run", "starting the workers")
+                await workers.start(scorers.start())
+                self._monitor.starting("run", None)
+                controller = self._build_controller(
+                    workers, scorers=scorers, environment=environment, journal=journal
+                )
+                outcome = await self._supervise(workers, controller, worker_pool, private=private)
+        return self._conclude(outcome, seconds=time.monotonic() - start_s)
 
     async def _launch_scorer(self, hub: Hub, name: str, module: str) -> Worker:
         self._monitor.starting(name, "starting the process")
         return await hub.launch(name, module)
 
-    async def _conduct(
-        self,
-        hub: Hub,
-        worker_pool: WorkerPool,
-        *,
-        scorers: ScorerPool,
-        environment: Environment,
-        private: Path,
+    async def _supervise(
+        self, workers: RunWorkers, controller: Controller, worker_pool: WorkerPool, *, private: Path
     ) -> Outcome:
-        """Start all workers side by side, then run the controller."""
-        launcher = Launcher(
-            self._prepared,
-            hub=hub,
-            remote_threads=self._threads,
-            gpu_env=self._gpu_env,
-            on_phase=self._monitor.starting,
-        )
-        workers = self._workers = RunWorkers(
-            self._config,
-            worker_pool=worker_pool,
-            launcher=launcher,
-            checkpoint=self._prepared.checkpoint,
-            version=self._prepared.cursor.version,
-            on_restored=self._broadcaster.publish,
-        )
-        self._monitor.starting("run", "starting the workers")
-        await workers.start(scorers.start())
-        self._monitor.starting("run", None)
-        controller = self._make_controller(workers, scorers=scorers, environment=environment)
+        """Run the controller while workers are restarted and engines can be added or removed."""
         async with asyncio.TaskGroup() as activities:
             supervision = activities.create_task(worker_pool.run())
             async with scaling_server(
@@ -255,16 +246,27 @@ class _Run:
             supervision.cancel()
         return outcome
 
-    def _shared_gpu(self) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
-        return shared_gpu(
-            self._config.cluster.mps,
-            num_cuda_workers=sum(device != "cpu" for device in local_devices(self._config)),
-            log=self._run_dir.logs / "mps.log",
-            warn=self._monitor.warn,
+    def _build_workers(
+        self, hub: Hub, worker_pool: WorkerPool, *, gpu_env: Mapping[str, str]
+    ) -> RunWorkers:
+        launcher = Launcher(
+            self._prepared,
+            hub=hub,
+            remote_threads=self._threads,
+            gpu_env=gpu_env,
+            on_phase=self._monitor.starting,
+        )
+        return RunWorkers(
+            self._config,
+            worker_pool=worker_pool,
+            launcher=launcher,
+            checkpoint=self._prepared.checkpoint,
+            version=self._prepared.cursor.version,
+            on_restored=self._broadcaster.publish,
         )
 
     @contextlib.contextmanager
-    def _invitation(self, hub: Hub) -> Iterator[None]:
+    def _ticket(self, hub: Hub) -> Iterator[None]:
         """Offer a ticket to hosts that bring engines, for as long as the run lasts."""
         remote, path = self._config.engine.remote, self._config.cluster.ticket
         if remote == 0:
@@ -280,7 +282,7 @@ class _Run:
             )
             yield
 
-    def _make_scorers(self, worker_pool: WorkerPool, *, private: Path) -> ScorerPool:
+    def _build_scorers(self, worker_pool: WorkerPool, *, private: Path) -> ScorerPool:
         return build_scorer_pool(
             self._prepared.scorers,
             advantages=self._prepared.advantages,
@@ -298,17 +300,22 @@ class _Run:
     def _open_journal(self) -> Journal | NoJournal:
         for sentence in self._prepared.warnings:
             self._monitor.warn(sentence)
-        if self._prepared.past is None:
+        if self._prepared.history is None:
             return NoJournal()
         return Journal(
             self._run_dir.journal,
-            history=self._prepared.past,
+            history=self._prepared.history,
             task_of=self._prepared.tasks.redrawn,
             settings=self._config.journal,
         )
 
-    def _make_controller(
-        self, workers: RunWorkers, *, scorers: ScorerPool, environment: Environment
+    def _build_controller(
+        self,
+        workers: RunWorkers,
+        *,
+        scorers: ScorerPool,
+        environment: Environment,
+        journal: Journal | NoJournal,
     ) -> Controller:
         config, prepared = self._config, self._prepared
         player = Player(
@@ -322,23 +329,24 @@ class _Run:
             others=workers.models,
             wants_routes=config.trainer.replay_routes,
         )
-        parts = RunParts(
-            config=config,
-            tasks=prepared.tasks,
-            held_out=prepared.held_out,
-            player=player,
-            scorers=scorers,
-            engines=workers.engines,
-            evaluators=workers.evaluators,
-            trainer=workers.trainer,
-            broadcaster=self._broadcaster,
-            monitor=self._monitor,
-            checkpoints=self._run_dir.checkpoints,
-            skipped=SkippedSteps(self._run_dir.skipped),
-            journal=self._journal,
-            cursor=prepared.cursor,
+        return build_controller(
+            RunParts(
+                config=config,
+                tasks=prepared.tasks,
+                held_out=prepared.held_out,
+                player=player,
+                scorers=scorers,
+                engines=workers.engines,
+                evaluators=workers.evaluators,
+                trainer=workers.trainer,
+                broadcaster=self._broadcaster,
+                monitor=self._monitor,
+                checkpoints=self._run_dir.checkpoints,
+                skipped=SkippedSteps(self._run_dir.skipped),
+                journal=journal,
+                cursor=prepared.cursor,
+            )
         )
-        return build_controller(parts)
 
     def _on_event(self, worker: str, message: Message) -> None:
         """A worker has sent a message that answers no call."""
@@ -350,24 +358,24 @@ class _Run:
             self._broadcaster.publish(message.update)
 
     def _conclude(self, outcome: Outcome, *, seconds: float) -> RunResult:
+        before, after = outcome.before, outcome.after
         result = RunResult(
             run_dir=self._run_dir.path,
             checkpoint=outcome.checkpoint,
             steps=outcome.steps,
             episodes=self._monitor.episodes,
             seconds=seconds,
-            accuracy_before=outcome.before.accuracy if outcome.before else None,
-            accuracy_after=outcome.after.accuracy if outcome.after else None,
-            before=outcome.before,
-            after=outcome.after,
+            accuracy_before=before.accuracy if before else None,
+            accuracy_after=after.accuracy if after else None,
+            before=before,
+            after=after,
         )
-        gauges = outcome.gauges
         self._run_dir.write_summary(
             {
                 "accuracy_before": result.accuracy_before,
                 "accuracy_after": result.accuracy_after,
-                "evaluation_before": outcome.before.metrics() if outcome.before else None,
-                "evaluation_after": outcome.after.metrics() if outcome.after else None,
+                "evaluation_before": before.metrics() if before else None,
+                "evaluation_after": after.metrics() if after else None,
                 "seconds": seconds,
                 **self._monitor.run_rates(),
                 "episodes": result.episodes,
@@ -375,8 +383,8 @@ class _Run:
                 "checkpoint": str(result.checkpoint),
                 "run_dir": str(result.run_dir),
                 "restarts": self._monitor.restarts(),
-                "sequences_resumed": gauges.sequences_continued,
-                "resumed_tokens": gauges.resumed_tokens,
+                "sequences_resumed": outcome.gauges.sequences_continued,
+                "resumed_tokens": outcome.gauges.resumed_tokens,
             }
         )
         return result

@@ -152,14 +152,14 @@ async def _listen(app: web.Application, settings: ServeSettings) -> AsyncIterato
 
 def _read_model(config: RunConfig) -> tuple[Any, int]:
     """Return tokenizer and context length. Runs in a thread while the engines load."""
-    from millrace.models.directory import configured_context, load_tokenizer  # slow import
+    from millrace.models.directory import context_length, load_tokenizer  # slow import
 
     model = config.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    limit = configured_context(model.path, trust_remote_code=model.trust_remote_code)
-    context = config.engine.max_context or limit
-    if context is None:
-        raise ConfigError(
-            f"Model {model.path!r} does not state its context length; set --engine.max_context."
-        )
+    context = context_length(
+        model.path,
+        wanted=config.engine.max_context,
+        setting="--engine.max_context",
+        trust_remote_code=model.trust_remote_code,
+    )
     return tokenizer, context

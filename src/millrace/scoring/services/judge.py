@@ -113,7 +113,6 @@ class JudgeScorer:
         self.name = name
         self.weight = weight
         self._settings = settings
-
         self._endpoint = endpoint
         self._cache = cache
         self._workers = context.workers
