@@ -12,7 +12,7 @@ from tiny_model import make_tiny_model
 
 from millrace.cluster.fork_server import is_supported, shared_fork_server
 from millrace.environments.loop_thread import LoopThread
-from millrace.run.launch import PRELOAD
+from millrace.run.workers import PRELOAD
 
 
 @pytest.fixture(scope="session")

@@ -269,7 +269,7 @@ BAD_RUNS = {
     "recipe": ({"environment": {"recipe": "pivt"}}, "did you mean 'pivot'?"),
     "tracker": ({"tracker": ["tensorbord"]}, "did you mean 'tensorboard'?"),
     "optimizer": ({"optimizer": {"type": "adam"}}, "did you mean 'adamw'?"),
-    "engine": ({"engine": {"type": "embeded"}}, "did you mean 'embedded'?"),
+    "engine": ({"engine": {"type": "embeded"}}, "'engine.type' = 'embeded' is not known; did you"),
     "engine option": ({"engine": {"options": {"compil": True}}}, "did you mean 'compile'?"),
     "tasks": ({"tasks": {"path": "nowhere.jsonl"}}, "nowhere.jsonl"),
     "model": ({"model": "folder/modle"}, "did you mean 'folder/model'?"),

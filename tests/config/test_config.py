@@ -91,6 +91,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
         ({"monitoring": {"progress": "loud"}}, "Setting 'monitoring.progress' = 'loud': "),
         ({"run_dir": 3}, "Setting 'run_dir' = 3: "),
         ({"model": 3}, "Setting 'model' = 3: "),
+        ({"lora": "none"}, "Setting 'lora' = 'none': a table is needed, such as [lora]."),
         ({"loss": 3}, "Setting 'loss' = 3: "),
         ({"scorers": {"function": "a:b"}}, "Setting 'scorers' = {'function': 'a:b'}: "),
         ({"scorers": [{}]}, "Setting 'scorers.0' = {}: a scorer has either a function or a type"),

@@ -40,7 +40,7 @@ def prepared(folder: Path, *scorers: dict, reward=length, held_out=None, **setti
         {"prompt": "1+1=", "answer": "2", "kind": "sum"},
         {"prompt": "1*1=", "answer": "1", "kind": "product"},
     ]
-    given = None if reward is None else [reward]
+    given = [] if reward is None else [reward]
     return prepare(config, tasks=tasks, eval_tasks=held_out, scorers=given)
 
 

@@ -13,7 +13,7 @@ from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import load_config
 from millrace.scoring.advantages.estimators import GroupAdvantages
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
-from millrace.scoring.registry import check_scorers, resolve_scorer
+from millrace.scoring.registry import check_scorers, resolve_scorers
 
 __all__ = ["FakeService", "group", "open_pool", "running", "scores_of"]
 
@@ -67,10 +67,9 @@ async def open_pool(
 ) -> AsyncIterator:
     """Open a pool with these [[scorers]] tables and call settings. Waits are short."""
     config = load_config({"model": "m", "scorers": list(tables)})
-    rows = enumerate(config.scorers)
     specs = [
         replace(spec, overrides={**SHORT_WAITS, **calls, **spec.overrides})
-        for spec in (resolve_scorer(row, section=f"scorers.{i}") for i, row in rows)
+        for spec in resolve_scorers(config.scorers)
     ]
     check_scorers(specs, tasks)
     async with WorkerPool(launch) as worker_pool:

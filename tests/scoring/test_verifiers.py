@@ -12,9 +12,8 @@ import millrace as mr
 from millrace.config import load_config
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
-from millrace.run.prepare import _scorers
 from millrace.scoring.functions.signature import inspect_reward
-from millrace.scoring.registry import check_scorers
+from millrace.scoring.registry import check_scorers, resolve_scorers
 from millrace.scoring.verifiers import VERIFIERS, build_verifier
 from millrace.scoring.verifiers.math_answers import last_number
 
@@ -280,7 +279,7 @@ def test_invalid_reference_is_an_error(verifier, answer, sentence):
 def test_invalid_setting_is_refused_before_anything_starts(table, sentence):
     config = load_config({"model": "m", "scorers": [{"function": "a:b", "name": "f"}, table]})
     with pytest.raises(ConfigError) as caught:
-        _scorers(config.scorers, None)
+        resolve_scorers(config.scorers)
     assert sentence in str(caught.value)
 
 
@@ -288,7 +287,7 @@ def test_a_verifier_names_itself_and_the_column_it_needs():
     config = load_config(
         {"model": "m", "scorers": [{"type": "numeric", "column": "n"}, {"type": "exact"}]}
     )
-    specs = _scorers(config.scorers, None)
+    specs = resolve_scorers(config.scorers)
     assert [spec.name for spec in specs] == ["numeric", "exact"]
     check_scorers(specs, [Task(prompt="p", columns={"n": 3, "answer": "3"})])
     with pytest.raises(ConfigError, match="Reward 'numeric' needs the column 'n', which task 0"):

@@ -6,8 +6,6 @@ real. The promises are checked from the run directory, the process table and obs
 outside; a broken promise makes the exit code 1.
 """
 
-import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -16,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace.bench import bench_parser, write_result
 from millrace.bench.faults.injector import FaultInjector, Stuck
 from millrace.bench.faults.observed import ObservedRun
 from millrace.bench.faults.promises import (
@@ -33,10 +32,8 @@ NUM_EXAMPLES = 9600  # for the model's warm start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="millrace bench chaos",
-        description="Kill processes of a run at random moments, and check that nothing is lost.",
-    )
+    description = "Kill processes of a run at random moments, and check that nothing is lost."
+    parser = bench_parser("chaos", description)
     parser.add_argument(
         "--kills", type=int, default=20, help="number of kills (20); 200 is a soak test"
     )
@@ -46,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--steps", type=int, help="steps of the run; default: 5 per kill, at least 200"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the result to this file")
     parser.add_argument("--keep", metavar="DIR", help="keep both run directories in this folder")
     args = parser.parse_args(argv)
     steps = args.steps or max(MIN_STEPS, STEPS_PER_KILL * args.kills)
@@ -57,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{error}\nThe run directories are in {folder}.", file=sys.stderr)
         return 1
     print(_table(result))
-    if args.json:
-        Path(args.json).write_text(json.dumps(_plain(result), indent=2) + "\n")
+    write_result(_plain(result), args.json)
     if all(promise.holds for promise in result.promises):
         if not args.keep:
             shutil.rmtree(folder)

@@ -5,8 +5,6 @@ is what reading the weights once and the live KV once per step takes at the band
 copy, measured in the same run: no engine that reads both can be faster.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from millrace.bench.shapes import make_model, shapes
+from millrace.bench import bench_parser, write_result
+from millrace.bench.shapes import chosen_device, described, make_model, shapes
 from millrace.bench.stopwatch import copy_s
 from millrace.config import EngineConfig
 from millrace.core.records import Request, Sampling
@@ -25,36 +24,28 @@ from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
-from millrace.models.loading import resolve_device
 from millrace.models.moe.router_search import find_routing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="millrace bench engine",
-        description="Generated tokens per second, next to the floor that memory bandwidth sets.",
-    )
+    description = "Generated tokens per second, next to the floor that memory bandwidth sets."
+    parser = bench_parser("engine", description, on_device=True)
     parser.add_argument(
         "--model", nargs="+", help=f"shapes ({', '.join(shapes())}) or model directories"
     )
     parser.add_argument("--batch", type=int, nargs="+", help="sequences decoded together")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, help="of each sequence (512; on a CPU 64)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="bfloat16; on a CPU float32"
-    )
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--round-steps", type=int, help="tokens per round trip to the device")
     parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
     parser.add_argument(
-        "--routes", action="store_true", help="of a mixture of experts: note them, as in training"
+        "--routes", action="store_true", help="record the routes of a mixture of experts"
     )
     parser.add_argument("--profile", action="store_true", help="list what the GPU's time went to")
-    parser.add_argument("--json", metavar="FILE", help="write the rows here")
     args = parser.parse_args(argv)
-    device = resolve_device(args.device)
+    device, dtype = chosen_device(args)
     on_gpu = device.type == "cuda"
     if args.profile and not on_gpu:
         parser.error("--profile lists the kernels of a GPU, and there is none")
@@ -63,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += measure(
             name,
             device=device,
-            dtype=getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32")),
+            dtype=dtype,
             batches=args.batch or ([64, 256] if on_gpu else [8, 32]),
             prompt_tokens=args.prompt_tokens,
             sampling=Sampling(
@@ -71,14 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 top_p=args.top_p,
                 top_k=args.top_k,
             ),
-            compile_layers=not args.no_compile,
-            round_steps=args.round_steps,
+            options=EmbeddedBackend(compile=not args.no_compile, round_steps=args.round_steps),
             records_routes=args.routes,
             profiles=args.profile,
         )
     print(_table(rows))
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_result(rows, args.json)
     return 0
 
 
@@ -90,28 +79,24 @@ def measure(
     batches: Sequence[int],
     prompt_tokens: int,
     sampling: Sampling,
-    compile_layers: bool = True,
-    round_steps: int | None = None,
-    records_routes: bool = False,
-    profiles: bool = False,
+    options: EmbeddedBackend,
+    records_routes: bool,
+    profiles: bool,
 ) -> list[dict[str, Any]]:
     """One row per batch size, all from one engine."""
     started_s = time.perf_counter()
     model, tokenizer = make_model(name, dtype=dtype, device=device, attention=PAGED_ATTENTION)
     context = prompt_tokens + sampling.max_new_tokens
     config = EngineConfig(max_sequences=max(batches), max_context=context)
-    shape = measure_kv(model)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    token_bytes = block_bytes(shape, block_tokens=1, dtype=dtype)
+    token_bytes = block_bytes(measure_kv(model), block_tokens=1, dtype=dtype)
     routing = find_routing(model) if records_routes else None
-    options = EmbeddedBackend(compile=compile_layers, round_steps=round_steps)
     engine = engine_of(model, tokenizer, config=config, version=0, routing=routing, options=options)
     _generate(engine, 1, prompt_tokens=prompt_tokens, sampling=Sampling(max_new_tokens=1))
     start_s = time.perf_counter() - started_s
-    bytes_per_s = copy_bandwidth(device)
-    brief = replace(
-        sampling, max_new_tokens=40
-    )  # truncated sampling has its own graphs and kernels
+    num_bytes = 2**30 if device.type == "cuda" else 2**26
+    bytes_per_s = 2 * num_bytes / copy_s(num_bytes, device=device)  # read and written
+    brief = replace(sampling, max_new_tokens=40)  # truncated sampling has kernels of its own
     rows = []
     for batch in batches:
         _generate(engine, batch, prompt_tokens=prompt_tokens, sampling=brief)
@@ -126,8 +111,7 @@ def measure(
         rows.append(
             {
                 "model": name,
-                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-                "dtype": str(dtype).removeprefix("torch."),
+                **described(device, dtype),
                 "batch": batch,
                 "prompt_tokens": prompt_tokens,
                 "new_tokens": sampling.max_new_tokens,
@@ -140,12 +124,6 @@ def measure(
             }
         )
     return rows
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read plus bytes written per second, of one large copy."""
-    num_bytes = 2**30 if device.type == "cuda" else 2**26
-    return 2 * num_bytes / copy_s(num_bytes, device=device)
 
 
 def _generate(engine: EmbeddedEngine, batch: int, *, prompt_tokens: int, sampling: Sampling) -> int:

@@ -6,50 +6,40 @@ them, and the faster counts. Asynchronous gives each its own half of the cores. 
 the steps after the first few, so that process start-up counts for neither.
 """
 
-import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.bench import bench_parser, write_result
 from millrace.core.machine import available_cores
-from millrace.core.spans import Span
 from millrace.monitoring.activity import Activity, mean_by_role
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.files.trace import read_trace
 from millrace.run.train import train
 
 WARM_UP_STEPS = 3
+OUTPUT = ("json", "keep")  # options that do not change the measurement
 GROUPS, GROUP_SIZE = 8, 8  # per step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="millrace bench pipeline",
-        description="Samples per second, sync against async, on a long-tailed workload.",
-    )
+    description = "Samples per second, sync against async, on a long-tailed workload."
+    parser = bench_parser("pipeline", description)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (20)")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest completion (256)")
     parser.add_argument(
         "--staleness", type=int, default=4, help="limit of the asynchronous run (4)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="write the result here")
     parser.add_argument("--keep", metavar="DIR", help="keep the two run directories here")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
         folder = Path(args.keep or scratch)
-        result = measure(
-            folder,
-            steps=args.steps,
-            max_new_tokens=args.max_new_tokens,
-            staleness=args.staleness,
-            seed=args.seed,
-        )
+        options = {name: value for name, value in vars(args).items() if name not in OUTPUT}
+        result = measure(folder, **options)
     print(_table(result))
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    write_result(result, args.json)
     return 0
 
 
@@ -102,21 +92,18 @@ def _rates(run_dir: Path) -> dict[str, Any]:
     rows = read_metrics(run_dir / "metrics.jsonl")
     first, last = rows[WARM_UP_STEPS - 1], rows[-1]
     episodes = GROUPS * GROUP_SIZE * (len(rows) - WARM_UP_STEPS)
-    spans = _between(read_trace(run_dir / "trace.json"), first["time_s"], last["time_s"])
+    start_s, end_s = first["time_s"], last["time_s"]
+    spans = read_trace(run_dir / "trace.json")
     activity = Activity()
-    activity.add(spans)
+    activity.add([span for span in spans if span.start_s >= start_s and span.end_s <= end_s])
     roles = mean_by_role(activity.total())
     return {
-        "samples_per_s": episodes / (last["time_s"] - first["time_s"]),
+        "samples_per_s": episodes / (end_s - start_s),
         "completion_tokens_mean": sum(r["completion_length/mean"] for r in rows) / len(rows),
         "staleness_mean": sum(r["staleness/mean"] for r in rows) / len(rows),
         "busy": {role: shares.busy for role, shares in roles.items()},
         "waiting": {role: shares.waiting for role, shares in roles.items()},
     }
-
-
-def _between(spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
-    return [span for span in spans if span.start_s >= start_s and span.end_s <= end_s]
 
 
 def _table(result: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
-"""Models of known shapes with random weights, for benchmarks without a download."""
+"""The device of a benchmark, and models of known shapes with random weights, without a download."""
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -15,23 +16,26 @@ from transformers import (
 from millrace.core.errors import ConfigError
 from millrace.demo.model import build_tokenizer
 from millrace.models.directory import load_tokenizer
-from millrace.models.loading import load_model
+from millrace.models.loading import load_model, resolve_device
+
+
+def chosen_device(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    """The device of the options, and the data type that suits it."""
+    device = resolve_device(args.device)
+    dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    return device, getattr(torch, dtype)
+
+
+def described(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Device and data type, as results state them."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": name, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def shapes() -> dict[str, PreTrainedConfig]:
     """The published configurations, by name."""
     return {
-        "qwen3-1.7b": Qwen3Config(
-            vocab_size=151936,
-            hidden_size=2048,
-            intermediate_size=6144,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=40960,
-            tie_word_embeddings=True,
-        ),
+        "qwen3-1.7b": _qwen3(151936, 2048, 6144, layers=28, heads=16, kv=8, dim=128, length=40960),
         "smollm2-135m": LlamaConfig(
             vocab_size=49152,
             hidden_size=576,
@@ -42,18 +46,24 @@ def shapes() -> dict[str, PreTrainedConfig]:
             max_position_embeddings=8192,
             tie_word_embeddings=True,
         ),
-        "tiny": Qwen3Config(
-            vocab_size=1024,
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-        ),
+        "tiny": _qwen3(1024, 128, 512, layers=4, heads=4, kv=2, dim=32, length=2048),
     }
+
+
+def _qwen3(
+    vocab: int, hidden: int, mlp: int, *, layers: int, heads: int, kv: int, dim: int, length: int
+) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=dim,
+        max_position_embeddings=length,
+        tie_word_embeddings=True,
+    )
 
 
 def shape_named(name: str) -> PreTrainedConfig:
@@ -90,14 +100,8 @@ def make_model(
 def _shape_of(num_parameters: float) -> Qwen3Config:
     hidden = 1024 if num_parameters < 1e9 else 2048
     per_layer = 14 * hidden**2  # attention 4, MLP 3 x 3 1/3
-    return Qwen3Config(
-        vocab_size=2048,
-        hidden_size=hidden,
-        intermediate_size=hidden * 10 // 3,
-        num_hidden_layers=max(1, round((num_parameters - 2048 * hidden) / per_layer)),
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
+    layers = max(1, round((num_parameters - 2048 * hidden) / per_layer))
+    heads = hidden // 64
+    return _qwen3(
+        2048, hidden, hidden * 10 // 3, layers=layers, heads=heads, kv=heads, dim=64, length=1024
     )

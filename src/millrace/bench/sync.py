@@ -12,10 +12,10 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from millrace.bench.shapes import shape_named, shapes
+from millrace.bench import bench_parser, write_result
+from millrace.bench.shapes import chosen_device, shape_named, shapes
 from millrace.bench.stopwatch import copy_s
 from millrace.cluster.hub import Hub, Worker
 from millrace.cluster.messages import (
@@ -47,6 +48,7 @@ from millrace.inference.pool import EnginePool
 from millrace.inference.remote import RemoteEngine
 from millrace.models.loading import resolve_device
 
+WORKER = "millrace.bench.sync_workers"
 WARM_UP = 2  # versions that are not measured
 PERIOD_S = 1.0
 NEW_TOKENS = 128
@@ -72,10 +74,8 @@ ON_GPU = tuple(Case(transport="ipc", payload=payload) for payload in ("full", *A
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="millrace bench sync",
-        description="Publish to visible, decode gap and trainer stall, per weight transport.",
-    )
+    description = "Publish to visible, decode gap and trainer stall, per weight transport."
+    parser = bench_parser("sync", description, on_device=True)
     parser.add_argument(
         "--model", help=f"{', '.join(shapes())} or a number of parameters (qwen3-1.7b; CPU 100e6)"
     )
@@ -83,16 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--payloads", nargs="+", choices=PAYLOADS)
     parser.add_argument("--engines", type=int, help="of each measurement")
     parser.add_argument("--rank", type=int, default=32, help="of the adapter (32)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the engines")
     parser.add_argument("--versions", type=int, default=10, help="published, per row (10)")
     parser.add_argument("--sequences", type=int, help="decoded together (256; on a CPU 4)")
     parser.add_argument("--threads", type=int, default=1, help="of each process on a CPU (1)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows here")
     args = parser.parse_args(argv)
-    on_gpu = resolve_device(args.device).type == "cuda"
+    device, dtype = chosen_device(args)
+    on_gpu = device.type == "cuda"
     args.model = args.model or ("qwen3-1.7b" if on_gpu else "100e6")
-    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    args.dtype = str(dtype).removeprefix("torch.")
     args.sequences = args.sequences or (256 if on_gpu else 4)
     shape_named(args.model)  # fail on a typo before any process starts
     rows: list[dict[str, Any]] = []
@@ -100,10 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in cases(args, on_gpu=on_gpu):
             config = settings(args, case, scratch=Path(scratch))
             row = asyncio.run(measure(config, num_versions=args.versions, scratch=Path(scratch)))
-            rows.append(_against_the_copy(row, device=resolve_device(args.device)))
+            rows.append(_against_the_copy(row, device=device))
             print(_line(rows[-1]), flush=True)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_result(rows, args.json)
     return 0
 
 
@@ -153,7 +150,7 @@ async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dic
             log=scratch / "logs" / "mps.log",
             warn=lambda sentence: _say(config, sentence),
         ) as env,
-        Hub(log_dir=scratch / "logs", on_event=bench.heard) as hub,
+        Hub(log_dir=scratch / "logs", on_event=bench.on_event) as hub,
     ):
         _say(config, f"starting {config.engine.count} engines and a trainer of {config.model.path}")
         await bench.start(hub, env=env)
@@ -161,7 +158,7 @@ async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dic
         async with bench.decoding():
             for _ in range(WARM_UP):
                 await bench.publish()
-            bench.forget()
+            bench.times.clear()
             _say(config, f"decoding alone for {num_versions * PERIOD_S:g} s")
             alone = await bench.rate(asyncio.sleep(num_versions * PERIOD_S))
             _say(config, f"publishing {num_versions} versions, one each {PERIOD_S:g} s")
@@ -170,12 +167,8 @@ async def measure(config: RunConfig, *, num_versions: int, scratch: Path) -> dic
         "transport": config.weights.transport,
         "payload": _payload(config),
         "bytes": bench.num_bytes,
-        "publish_to_ready_ms_p50": float(np.percentile(bench.ready_ms, 50)),
-        "publish_to_visible_ms_p50": float(np.percentile(bench.visible_ms, 50)),
-        "decode_gap_ms_p50": float(np.percentile(bench.gap_ms, 50)),
-        "decode_gap_ms_p99": float(np.percentile(bench.gap_ms, 99)),
-        "trainer_stall_ms_p50": float(np.percentile(bench.stall_ms, 50)),
-        "stage_ms_p50": float(np.percentile(bench.stage_ms, 50)),
+        **{f"{name}_p50": float(np.median(times)) for name, times in bench.times.items()},
+        "decode_gap_ms_p99": float(np.percentile(bench.times["decode_gap_ms"], 99)),
         "tokens_per_s": alone,
         "tokens_per_s_publishing": publishing,
         "engines": config.engine.count,
@@ -196,17 +189,9 @@ class Bench:
         self._tokens: dict[str, float] = {}  # generated so far, by engine
         self._all_decode = asyncio.Event()
         self.num_bytes = 0
-        self.forget()
+        self.times: dict[str, list[float]] = defaultdict(list)  # by name, in milliseconds
 
-    def forget(self) -> None:
-        """Start measuring."""
-        self.ready_ms: list[float] = []
-        self.visible_ms: list[float] = []
-        self.stall_ms: list[float] = []
-        self.stage_ms: list[float] = []
-        self.gap_ms: list[float] = []
-
-    def heard(self, worker: str, message: Message) -> None:
+    def on_event(self, worker: str, message: Message) -> None:
         if isinstance(message, WorkerProgress):
             self._tokens[worker] = message.counters["generated_tokens"]
             if len(self._tokens) == self._config.engine.count and all(self._tokens.values()):
@@ -218,12 +203,8 @@ class Bench:
         """`env`: environment of the processes that use a GPU."""
         plain = self._config.model_dump(mode="json")
         names = [f"engine-{i}" for i in range(self._config.engine.count)]
-        self._engines = [
-            await hub.launch(name, "millrace.bench.sync_engine", env=env) for name in names
-        ]
-        self._trainer: Worker = await hub.launch(
-            "trainer", "millrace.bench.sync_trainer", env=below_normal(env)
-        )
+        self._engines = [await hub.launch(name, WORKER, env=env) for name in names]
+        self._trainer: Worker = await hub.launch("trainer", WORKER, env=below_normal(env))
         start = StartEngine(config=plain, model_path=self._config.model.path, version=0)
         await asyncio.gather(
             self._trainer.call(StartTrainer(config=plain, checkpoint=None)),
@@ -267,13 +248,13 @@ class Bench:
         visible_s = time.monotonic()
         await self._trainer.call(Release(version=update.version))
         started_s = stepped.metrics["started_s"]
-        self.ready_ms.append((ready_s - started_s) * 1000)
-        self.visible_ms.append((visible_s - started_s) * 1000)
-        self.stall_ms.append(stepped.metrics["stall_ms"])
+        self.times["publish_to_ready_ms"].append((ready_s - started_s) * 1000)
+        self.times["publish_to_visible_ms"].append((visible_s - started_s) * 1000)
+        self.times["trainer_stall_ms"].append(stepped.metrics["stall_ms"])
         for swapped in swaps:
             assert isinstance(swapped, Swapped)
-            self.stage_ms.append(swapped.stage_ms)
-            self.gap_ms.append(swapped.gap_ms)
+            self.times["stage_ms"].append(swapped.stage_ms)
+            self.times["decode_gap_ms"].append(swapped.gap_ms)
 
 
 async def _feed(pool: EnginePool, number: int) -> None:

@@ -7,23 +7,20 @@ computed twice to save memory counts once. The rate is compared with that of one
 product in the same dtype, measured in the same run.
 """
 
-import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from millrace.bench.shapes import make_model, shapes
+from millrace.bench import bench_parser, write_result
+from millrace.bench.shapes import chosen_device, described, make_model, shapes
 from millrace.bench.stopwatch import best_s
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.head import output_head
-from millrace.models.loading import resolve_device
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.packing.packer import pack
@@ -32,28 +29,21 @@ from millrace.training.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="millrace bench train",
-        description="Trained tokens per second and share of the matrix-product rate.",
-    )
+    description = "Trained tokens per second and share of the matrix-product rate."
+    parser = bench_parser("train", description, on_device=True)
     parser.add_argument("--model", help=f"a shape ({', '.join(shapes())}) or a model directory")
     parser.add_argument("--tokens", type=int, help="of the microbatch (16384; on a CPU 1024)")
     parser.add_argument("--length", type=int, help="of each rollout (2048; on a CPU 128)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="bfloat16; on a CPU float32"
-    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers in backward")
     parser.add_argument("--no-compile", action="store_true", help="do not fuse layers")
-    parser.add_argument("--json", metavar="FILE", help="write the result here")
     args = parser.parse_args(argv)
-    device = resolve_device(args.device)
+    device, dtype = chosen_device(args)
     on_gpu = device.type == "cuda"
     result = measure(
         args.model or ("qwen3-1.7b" if on_gpu else "tiny"),
         device=device,
-        dtype=getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32")),
+        dtype=dtype,
         num_tokens=args.tokens or (16384 if on_gpu else 1024),
         length=args.length or (2048 if on_gpu else 128),
         repeats=args.repeats,
@@ -64,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for name, value in result.items():
         print(f"{name:<24}{value:,.3g}" if isinstance(value, float) else f"{name:<24}{value}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    write_result(result, args.json)
     return 0
 
 
@@ -87,15 +76,16 @@ def measure(
     )
     batch = _batch(num_tokens, length=length, vocab=model.config.vocab_size)
     trainer.step(batch)  # compiles, and creates the optimizer state
-    _reset_peak(device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
     pass_s = best_s(lambda: trainer.accumulate(batch), repeats=repeats, device=device)
     step_s = best_s(lambda: trainer.step(batch), repeats=repeats, device=device)
     flops = model_flops(model, batch)
     rate = matmul_rate(device, dtype)
     return {
         "model": name,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "dtype": str(dtype).removeprefix("torch."),
+        **described(device, dtype),
         "tokens": num_tokens,
         "length": length,
         "microbatches": len(batch.microbatches),
@@ -107,7 +97,7 @@ def measure(
         "flops_per_s": flops / pass_s,
         "matmul_flops_per_s": rate,
         "mfu": flops / pass_s / rate,
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
     }
 
 
@@ -164,8 +154,3 @@ def _batch(num_tokens: int, *, length: int, vocab: int) -> Batch:
             )
         )
     return pack(groups, microbatch_tokens=num_tokens)
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)

@@ -5,14 +5,13 @@ worker follows it. Nothing heavy is imported before a command needs it.
 """
 
 import argparse
-import ast
-import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import millrace
+from millrace.bench import BENCHES
 from millrace.cli import commands as run
 from millrace.cli.commands import FAILED, INTERRUPTED, WRONG_INPUT
 from millrace.core.errors import ConfigError, MillraceError, RestartLimitExceeded, WorkerError
@@ -234,8 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=run.inspect)
 
     _add_replay(commands)
-    if benches := _benches():
-        _add_bench(commands, benches)
+    _add_bench(commands)
     return parser
 
 
@@ -307,16 +305,16 @@ def _add_replay(commands: Any) -> None:
     replay.set_defaults(run=run.replay)
 
 
-def _add_bench(commands: Any, benches: Mapping[str, str]) -> None:
-    listed = "\n".join(f"  {name:<10} {what}" for name, what in benches.items())
+def _add_bench(commands: Any) -> None:
+    listed = "\n".join(f"  {name:<10} {what}" for name, what in BENCHES.items())
     bench = _new_parser(
         commands.add_parser,
         f"Measure on this machine.\n\n{listed}\n",
-        "`millrace bench NAME --help` tells the options of one.\n",
+        "`millrace bench NAME --help` lists the options of one.\n",
         name="bench",
-        help=f"measure: {', '.join(benches)}",
+        help=f"measure: {', '.join(BENCHES)}",
     )
-    bench.add_argument("bench", choices=benches, metavar="NAME")
+    bench.add_argument("bench", choices=BENCHES, metavar="NAME")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[--json FILE] ...")
     bench.set_defaults(run=run.bench)
 
@@ -324,23 +322,6 @@ def _add_bench(commands: Any, benches: Mapping[str, str]) -> None:
 def _new_parser(make: Any, description: str, epilog: str = "", **settings: Any) -> Any:
     style = argparse.RawDescriptionHelpFormatter
     return make(description=description, epilog=epilog, formatter_class=style, **settings)
-
-
-def _benches() -> dict[str, str]:
-    """The modules of millrace.bench whose docstring says that they are one, and what it says.
-
-    Read, not imported: `millrace --help` must not pay for torch.
-    """
-    spec = importlib.util.find_spec("millrace.bench")
-    folders = (spec.submodule_search_locations or []) if spec else []
-    found: dict[str, str] = {}
-    for file in sorted(file for folder in folders for file in Path(folder).glob("*.py")):
-        module = ast.parse(file.read_text(encoding="utf-8"))
-        title = (ast.get_docstring(module) or "").partition("\n")[0]
-        name, said, what = title.partition(": ")
-        if said and name == f"`millrace bench {file.stem}`":
-            found[file.stem] = what
-    return found
 
 
 if __name__ == "__main__":

@@ -139,6 +139,8 @@ def _clauses(error: ValidationError) -> Iterator[str]:
                 yield f"Unknown setting {where!r}; {_suggestion(path)}"
         elif detail["type"] == "missing":
             yield f"Setting {where!r} is missing"
+        elif detail["type"] in ("model_type", "dict_type"):
+            yield f"Setting {where!r} = {detail['input']!r}: a table is needed, such as [{where}]"
         elif not path:
             yield detail["msg"].removeprefix("Value error, ")
         else:

@@ -23,7 +23,7 @@ from millrace.config.section import (
     Share,
     forbid,
 )
-from millrace.core.spelling import suggestion
+from millrace.core.errors import suggestion
 from millrace.core.staleness import Measure, StalenessLimit
 
 ALL_LINEAR = "all-linear"

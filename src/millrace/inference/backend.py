@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from millrace.config import EngineConfig, LoraConfig, RunConfig
-from millrace.core.errors import ConfigError, TaskError
+from millrace.core.errors import ConfigError, TaskError, suggestion
 from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Capability
 from millrace.core.records import Completion, CompletionChunk, Request, ScoreRequest, TokenLogprobs
@@ -195,6 +195,9 @@ BACKENDS: dict[str, type] = {"embedded": EmbeddedBackend}
 
 def load_backend(config: EngineConfig) -> EngineBackend:
     """The backend that engine.type names: a built-in, or "package.module:Class"."""
+    if config.type not in BACKENDS and ":" not in config.type:
+        hint = suggestion(config.type, BACKENDS, otherwise="built in")
+        raise ConfigError(f"Setting 'engine.type' = {config.type!r} is not known; {hint}")
     return build_plugin(
         {**config.options, "type": config.type},
         builtins=BACKENDS,

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import RunConfig
-from millrace.controller.admission import Admission
-from millrace.controller.barrier import SyncBarrier
+from millrace.controller.admission import Admission, SyncBarrier
 from millrace.controller.batches import Batches
 from millrace.controller.buffer import Buffer
 from millrace.controller.checkpointing import RunCheckpoints

@@ -39,7 +39,7 @@ from millrace.run.checks import (
 from millrace.run.environment import build_environment, load_models, resolve_recipe
 from millrace.run.resume import find_resume_point
 from millrace.scoring.advantages.estimators import CRITIC, TREE, build_advantages
-from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer, resolve_scorer
+from millrace.scoring.registry import ScorerSpec, check_scorers, function_scorer, resolve_scorers
 from millrace.scoring.scorer_type import RunInfo
 from millrace.scoring.shaping.selection import ROC
 from millrace.scoring.shaping.shaping import Shaping, build_shaping
@@ -114,10 +114,7 @@ def prepare(
     train_tasks = [task for source in sources for task in source.tasks]
     held_out = load_section(config.evaluate, eval_tasks, section="evaluate")
     all_tasks = [*train_tasks, *held_out]
-    specs = (
-        *(resolve_scorer(row, section=f"scorers.{i}") for i, row in enumerate(config.scorers)),
-        *(function_scorer(function) for function in scorers),
-    )
+    specs = [*resolve_scorers(config.scorers), *map(function_scorer, scorers)]
     specs, function = split_rewards(specs, build_environment(config, environment), tasks=all_tasks)
     rewards = environment is not None or config.environment.may_reward
     check_scorers(specs, all_tasks, may_be_empty=rewards)

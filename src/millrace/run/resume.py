@@ -38,7 +38,7 @@ def find_resume_point(config: RunConfig, stream: TaskStream, *, resume: bool) ->
     stream.restore(cursor.tasks)
     history, warnings = _journal_history(config, cursor, resume=resume)
     if history is not None:
-        cursor = _advance(cursor, history.ledger, stream)
+        cursor = advance_cursor(cursor, history.ledger, stream)
     return ResumePoint(
         checkpoint=found.directory,
         cursor=cursor,
@@ -97,7 +97,7 @@ def _journal_history(
     return history, tuple(warnings)
 
 
-def _advance(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
+def advance_cursor(cursor: Cursor, ledger: Ledger, stream: TaskStream) -> Cursor:
     """The cursor at the end of the journal, which is ahead of the checkpoint."""
     for one in ledger.observations:
         if one.position > (cursor.journal or 0):

@@ -18,7 +18,6 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.join.ticket import ticket_file
 from millrace.cluster.messages import Message, Published, WorkerProgress
 from millrace.cluster.mps import shared_gpu
-from millrace.cluster.private_folder import private_folder
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.restarts import RestartPolicy
 from millrace.cluster.worker import Worker
@@ -27,6 +26,7 @@ from millrace.controller.controller import Controller, Outcome
 from millrace.controller.evaluation import Evaluation
 from millrace.core import files as storage
 from millrace.core.errors import RunFailed, first_cause
+from millrace.core.files import private_folder
 from millrace.core.protocols import Environment
 from millrace.core.records import Sampling
 from millrace.environments.rollouts.player import Player
@@ -38,10 +38,9 @@ from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
 from millrace.run.build import RunParts, build_controller
 from millrace.run.checks import local_devices
 from millrace.run.environment import open_environment
-from millrace.run.launch import PRELOAD, Launcher
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import scaling_server
-from millrace.run.workers import RunWorkers
+from millrace.run.workers import PRELOAD, RunWorkers
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
 from millrace.tasks.lengths import LengthPredictor
 from millrace.weights.broadcaster import VersionBroadcaster
@@ -178,14 +177,7 @@ class _Run:
         prepared, config = self._prepared, self._config
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._monitor.close)
-            gpu_env = await stack.enter_async_context(
-                shared_gpu(
-                    config.cluster.mps,
-                    num_cuda_workers=sum(device != "cpu" for device in local_devices(config)),
-                    log=self._run_dir.logs / "mps.log",
-                    warn=self._monitor.warn,
-                )
-            )
+            gpu_env = await stack.enter_async_context(self._shared_gpu())
             private = stack.enter_context(private_folder())
             hub = await stack.enter_async_context(
                 Hub(
@@ -219,7 +211,15 @@ class _Run:
             journal = self._open_journal()
             stack.push_async_callback(journal.close)
             with first_cause(), self._ticket(hub):
-                workers = self._workers = self._build_workers(hub, worker_pool, gpu_env=gpu_env)
+                workers = self._workers = RunWorkers(
+                    prepared,
+                    hub=hub,
+                    worker_pool=worker_pool,
+                    remote_threads=self._threads,
+                    gpu_env=gpu_env,
+                    on_phase=self._monitor.starting,
+                    on_restored=self._broadcaster.publish,
+                )
                 self._monitor.starting("run", "starting the workers")
                 await workers.start(scorers.start())
                 self._monitor.starting("run", None)
@@ -228,6 +228,14 @@ class _Run:
                 )
                 outcome = await self._supervise(workers, controller, worker_pool, private=private)
         return self._conclude(outcome, seconds=time.monotonic() - start_s)
+
+    def _shared_gpu(self) -> contextlib.AbstractAsyncContextManager[dict[str, str]]:
+        return shared_gpu(
+            self._config.cluster.mps,
+            num_cuda_workers=sum(device != "cpu" for device in local_devices(self._config)),
+            log=self._run_dir.logs / "mps.log",
+            warn=self._monitor.warn,
+        )
 
     async def _launch_scorer(self, hub: Hub, name: str, module: str) -> Worker:
         self._monitor.starting(name, "starting the process")
@@ -245,25 +253,6 @@ class _Run:
                 outcome = await controller.run()
             supervision.cancel()
         return outcome
-
-    def _build_workers(
-        self, hub: Hub, worker_pool: WorkerPool, *, gpu_env: Mapping[str, str]
-    ) -> RunWorkers:
-        launcher = Launcher(
-            self._prepared,
-            hub=hub,
-            remote_threads=self._threads,
-            gpu_env=gpu_env,
-            on_phase=self._monitor.starting,
-        )
-        return RunWorkers(
-            self._config,
-            worker_pool=worker_pool,
-            launcher=launcher,
-            checkpoint=self._prepared.checkpoint,
-            version=self._prepared.cursor.version,
-            on_restored=self._broadcaster.publish,
-        )
 
     @contextlib.contextmanager
     def _ticket(self, hub: Hub) -> Iterator[None]:

@@ -1,66 +1,90 @@
-"""The engines and the trainer of one run.
+"""The engines and the trainer of one run: their start, their replacements, and their number.
 
-Promise: an engine that dies is restarted with the newest weights. A trainer that dies is restarted
-from the last checkpoint and repeats the steps since then with the same batches; calls to it wait
-meanwhile. Engines can be added and removed while the run lasts.
+Promise: a worker that serves has loaded its model; one that could not load it has ended. An engine
+that dies is restarted with the newest weights. A trainer that dies is restarted from the last
+checkpoint and repeats the steps since then with the same batches; calls to it wait meanwhile.
+Engines can be added and removed while the run lasts.
 
 Runs on the controller's event loop.
 """
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from millrace.cluster.hub import Hub
+from millrace.cluster.messages import Message, StartEngine, StartTrainer
+from millrace.cluster.mps import below_normal
 from millrace.cluster.supervision.pool import RESTARTING, WorkerPool
 from millrace.cluster.supervision.replica import WorkerReplica
 from millrace.cluster.worker import Worker
-from millrace.config import EngineConfig, RunConfig
+from millrace.config import EngineConfig, RunConfig, WeightsConfig
 from millrace.core.errors import ConfigError, WeightError
 from millrace.core.protocols import Engine
 from millrace.core.records import WeightUpdate
 from millrace.inference.backend import load_backend
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import EngineReplica
-from millrace.run.launch import Launcher
+from millrace.run.prepare import PreparedRun
 from millrace.training.checkpoints.directory import newest_checkpoint, read_run_state
 from millrace.training.group import TrainerGroup
 from millrace.training.past_steps import StepsInMemory
 
+# Imported once, by the fork server. Workers of other kinds start from the same imports.
+PRELOAD = (
+    "torch",
+    "transformers",
+    "millrace.inference.worker",
+    "millrace.training.worker",
+    "millrace.scoring.functions.worker",
+    "millrace.scoring.reward_models.worker",
+    "millrace.scoring.teachers.worker",
+)
 MIN_STEP_TIMEOUT_S = 3600.0  # a trainer that hangs is found earlier, by supervision.hang_timeout_s
 SAVE_TIMEOUT_S = 1800.0  # until a checkpoint is on the disk, which may be a slow network disk
 OPEN_TO_HOSTS = "Another host can take its place: run `millrace join` there."
+
+Start = Callable[[bool], Awaitable[Worker]]  # of whether the engine joins or restarts late
 
 
 class RunWorkers:
     def __init__(
         self,
-        config: RunConfig,
+        prepared: PreparedRun,
         *,
+        hub: Hub,
         worker_pool: WorkerPool,
-        launcher: Launcher,
-        checkpoint: Path | None,
-        version: int,
+        remote_threads: int | None,
+        gpu_env: Mapping[str, str],
+        on_phase: Callable[[str, str | None], None],
         on_restored: Callable[[WeightUpdate], None],
     ) -> None:
-        """`checkpoint` that the run resumes from, which holds `version`.
+        """`remote_threads`: engine.threads as the user set it; another host may have other cores.
 
-        `on_restored` gets the newest version, and must release it, after a trainer was restarted.
+        `gpu_env`: environment of engines and the trainer. Scorers do not get it: they may be killed
+        at any time, and with MPS such a death disturbs every process on that GPU. `on_phase` is
+        called with a worker's start-up phase, None when it is ready. `on_restored` gets the newest
+        version, and must release it, after a trainer was restarted.
         """
+        config = prepared.config
+        self._prepared = prepared
         self._config = config
+        self._hub = hub
         self._worker_pool = worker_pool
-        self._launcher = launcher
+        self._gpu_env = gpu_env
+        self._on_phase = on_phase
+        adapters = {name: _absolute(path) for name, path in config.engine.adapters.items()}
+        remote = config.engine.model_copy(update={"threads": remote_threads, "adapters": adapters})
+        self._remote_config = config.model_copy(update={"engine": remote})
         self.engines = EnginePool(replaces=True)
         self.evaluators = EnginePool(replaces=True) if config.evaluate.engines else None
         self.models = {name: EnginePool(replaces=True) for name in config.environment.models}
         """Models besides the policy, by name; their weights never change."""
         self._trainer = _TrainerReplica(
-            config,
-            launcher=launcher,
-            checkpoint=checkpoint,
-            version=version,
-            on_restored=on_restored,
+            prepared, start=self._start_trainer, on_restored=on_restored
         )
         self._rollout_engines: list[str] = []  # names
         self._numbers = itertools.count(config.engine.count + config.engine.remote)
@@ -74,8 +98,8 @@ class RunWorkers:
         """Engines of the rollouts, serving or restarting."""
         return list(self._rollout_engines)
 
-    async def start(self, *others: Awaitable[object]) -> None:
-        """Start all workers concurrently, and await `others` beside them."""
+    async def start(self, *others: Coroutine[Any, Any, object]) -> None:
+        """Start all workers concurrently, and run `others` beside them."""
         num_local, num_remote = self._config.engine.count, self._config.engine.remote
         add = self._worker_pool.add
         async with asyncio.TaskGroup() as starting:
@@ -93,7 +117,7 @@ class RunWorkers:
                     starting.create_task(add(self._model_engine(f"model-{model}-{i}", model)))
             starting.create_task(add(self._trainer))
             for other in others:
-                starting.create_task(_awaited(other))
+                starting.create_task(other)
 
     async def add_engine(self) -> str:
         """Start one more engine on this host; returns its name."""
@@ -117,42 +141,30 @@ class RunWorkers:
     def _engine(
         self, name: str, *, pool: EnginePool, is_remote: bool = False, joins_late: bool = False
     ) -> EngineReplica:
-        return self._replica(
-            name,
-            pool=pool,
-            start=partial(self._start_remote if is_remote else self._start_local, name),
-            load_newest=self._load_newest,
-            engine=self._config.engine,
-            joins_late=joins_late,
-        )
+        start = partial(self._start_remote if is_remote else self._start_local, name)
+        engine = self._config.engine
+        return self._replica(name, pool, start, engine, is_policy=True, joins_late=joins_late)
 
     def _model_engine(self, name: str, model: str) -> EngineReplica:
-        async def start(_is_late: bool) -> Worker:
-            return await self._launcher.start_model(name, model=model)
-
-        return self._replica(
-            name,
-            pool=self.models[model],
-            start=start,
-            load_newest=None,
-            engine=self._config.environment.models[model].engine,
-        )
+        start = partial(self._start_model, name, model)
+        engine = self._config.environment.models[model].engine
+        return self._replica(name, self.models[model], start, engine, is_policy=False)
 
     def _replica(
         self,
         name: str,
-        *,
         pool: EnginePool,
-        start: Callable[[bool], Awaitable[Worker]],
-        load_newest: Callable[[Engine], Awaitable[None]] | None,
+        start: Start,
         engine: EngineConfig,
+        *,
+        is_policy: bool,
         joins_late: bool = False,
     ) -> EngineReplica:
         return EngineReplica(
             name,
             pool=pool,
             start=start,
-            load_newest=load_newest,
+            load_newest=self._load_newest if is_policy else None,
             hang_timeout_s=self._config.supervision.hang_timeout_s,
             start_timeout_s=self._config.cluster.start_timeout_s,
             joins_late=joins_late,
@@ -160,11 +172,82 @@ class RunWorkers:
         )
 
     async def _start_local(self, name: str, is_late: bool) -> Worker:
-        return await self._launcher.start_engine(name, is_late=is_late)
+        placement = self._config.placement
+        role, _, index = name.rpartition("-")
+        device = (placement.evaluator if role == "evaluator" else placement.engine)(int(index))
+        start = self._start_engine(self._config.placed_on(device), is_late=is_late)
+        worker = await self._launch(name, "millrace.inference.worker", env=self._gpu_env)
+        return await self._load(worker, start)
 
     async def _start_remote(self, name: str, is_late: bool) -> Worker:
+        """Wait for an engine from another host: for a late one without limit."""
+        self._on_phase(name, "waiting for another host to join")
         timeout_s = None if is_late else self._config.cluster.join_timeout_s
-        return await self._launcher.await_engine(name, timeout_s=timeout_s, is_late=is_late)
+        worker = await self._hub.await_joined(name, timeout_s=timeout_s)
+        device = self._config.placement.engine(int(name.rpartition("-")[2]))
+        start = self._start_engine(self._remote_config.placed_on(device), is_late=is_late)
+        try:
+            return await self._load(worker, start)
+        except ConfigError as error:
+            raise ConfigError(f"On {worker.host}, for {name}: {error}") from error
+
+    async def _start_model(self, name: str, model: str, _is_late: bool) -> Worker:
+        settings = self._config.environment.models[model]
+        own = {
+            "model": settings.model,
+            "engine": settings.engine,
+            "lora": None,
+            "weights": WeightsConfig(),  # its weights never change
+        }
+        device = self._config.placement.model(model, int(name.rpartition("-")[2]))
+        config = self._config.model_copy(update=own).placed_on(device)
+        start = StartEngine(
+            config=config.model_dump(mode="json"), model_path=_absolute(settings.path), version=0
+        )
+        worker = await self._launch(name, "millrace.inference.worker", env=self._gpu_env)
+        try:
+            return await self._load(worker, start)
+        except ConfigError as error:
+            raise ConfigError(f"For environment.models.{model}: {error}") from error
+
+    async def _start_trainer(self, checkpoint: Path | None) -> Worker:
+        env = below_normal(self._gpu_env)
+        worker = await self._launch("trainer", "millrace.training.worker", env=env)
+        start = StartTrainer(
+            config=self._config.model_dump(mode="json"),
+            checkpoint=None if checkpoint is None else str(checkpoint),
+        )
+        return await self._load(worker, start)
+
+    def _start_engine(self, config: RunConfig, *, is_late: bool) -> StartEngine:
+        # A late engine gets the newest weights before it serves. The checkpoint that the run
+        # resumed from may be gone by then; the model never is.
+        prepared = self._prepared
+        adapter = None if is_late else prepared.adapter_path
+        return StartEngine(
+            config=config.model_dump(mode="json"),
+            model_path=_absolute(config.model.path if is_late else prepared.model_path),
+            version=0 if is_late else prepared.cursor.version,
+            adapter_path=None if adapter is None else _absolute(adapter),
+            records_routes=config.trainer.replay_routes,
+        )
+
+    async def _launch(self, name: str, module: str, *, env: Mapping[str, str]) -> Worker:
+        self._on_phase(name, "starting the process")
+        return await self._hub.launch(name, module, env=env)
+
+    async def _load(self, worker: Worker, start: Message) -> Worker:
+        self._on_phase(worker.name, "loading")
+        try:
+            await worker.call(start, timeout_s=self._config.cluster.start_timeout_s)
+        except ConfigError:
+            await worker.stop()  # the process is healthy; its settings are wrong
+            raise
+        except BaseException:
+            worker.kill()
+            raise
+        self._on_phase(worker.name, None)
+        return worker
 
     async def _load_newest(self, engine: Engine) -> None:
         while True:
@@ -182,13 +265,12 @@ class _TrainerReplica(WorkerReplica):
 
     def __init__(
         self,
-        config: RunConfig,
+        prepared: PreparedRun,
         *,
-        launcher: Launcher,
-        checkpoint: Path | None,
-        version: int,
+        start: Callable[[Path | None], Awaitable[Worker]],
         on_restored: Callable[[WeightUpdate], None],
     ) -> None:
+        config = prepared.config
         super().__init__(
             "trainer",
             hang_timeout_s=config.supervision.hang_timeout_s,
@@ -197,9 +279,9 @@ class _TrainerReplica(WorkerReplica):
         self._run_dir = Path(config.run_dir)
         # A run that may go without a step for longer has steps that take longer.
         self._step_timeout_s = max(MIN_STEP_TIMEOUT_S, config.cluster.stall_timeout_s)
-        self._launcher = launcher
-        self._checkpoint = checkpoint
-        self._version = version  # of the weights that the process has loaded
+        self._start = start
+        self._checkpoint = prepared.checkpoint
+        self._version = prepared.cursor.version  # of the weights that the process has loaded
         self._on_restored = on_restored
         self._trainer: TrainerGroup | None = None
 
@@ -214,7 +296,7 @@ class _TrainerReplica(WorkerReplica):
             found = await asyncio.to_thread(newest_checkpoint, self._run_dir)
             checkpoint = found.directory or self._checkpoint
             self._version = 0 if checkpoint is None else int(read_run_state(checkpoint)["version"])
-        return await self._launcher.start_trainer(checkpoint)
+        return await self._start(checkpoint)
 
     async def attach(self, worker: Worker, *, is_restart: bool) -> None:
         if is_restart:
@@ -231,5 +313,6 @@ class _TrainerReplica(WorkerReplica):
         self.trainer.lose()
 
 
-async def _awaited(work: Awaitable[object]) -> None:
-    await work
+def _absolute(model: str) -> str:
+    """A path that holds in any working directory; a name on the hub stays as it is."""
+    return str(Path(model).absolute()) if Path(model).exists() else model

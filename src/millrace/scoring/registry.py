@@ -60,6 +60,10 @@ class ScorerSpec:
         return isinstance(self.type, ProcessRewardModel) or not isinstance(self.type, known)
 
 
+def resolve_scorers(rows: Sequence[ScorerConfig]) -> list[ScorerSpec]:
+    return [resolve_scorer(row, section=f"scorers.{i}") for i, row in enumerate(rows)]
+
+
 def resolve_scorer(row: ScorerConfig, *, section: str) -> ScorerSpec:
     """Resolve one [[scorers]] table; raises ConfigError."""
     if row.function is not None:

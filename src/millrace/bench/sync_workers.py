@@ -1,7 +1,9 @@
-"""The trainer process of `millrace bench sync`.
+"""The engine and the trainer processes of `millrace bench sync`.
 
-It changes and publishes its weights for each step, and trains nothing. The publisher and its
-transport are the real ones.
+An engine is the real one, with random weights of a known shape. They are drawn on its device:
+writing a model and reading it again would take minutes before the first token. The trainer changes
+and publishes its weights for each step, and trains nothing; the publisher and its transport are the
+real ones.
 """
 
 import time
@@ -10,11 +12,22 @@ from collections.abc import Mapping
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.bench.shapes import shape_named
-from millrace.cluster.link import Link, WorkerCall, run_worker
-from millrace.cluster.messages import Published, Release, StartTrainer, Stepped, TrainStep
+from millrace.bench.shapes import make_model, shape_named
+from millrace.cluster.link import Link, run_worker
+from millrace.cluster.messages import (
+    Published,
+    Release,
+    StartEngine,
+    StartTrainer,
+    Stepped,
+    TrainStep,
+)
 from millrace.config import RunConfig
-from millrace.models.loading import resolve_device
+from millrace.core.spans import Timeline
+from millrace.inference.embedded.build import applied_adapters, engine_of
+from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
+from millrace.inference.worker import EngineWorker, wire
+from millrace.models.loading import resolve_device, resolve_dtype
 from millrace.models.lora.factors import adapter_of
 from millrace.training.build import build_sender
 from millrace.weights.publisher import Publisher
@@ -25,8 +38,14 @@ CHANGED_EVERY = 50  # with payload = "delta" every 50th value changes: 2 %
 def main(link: Link, name: str) -> None:
     call = link.receive(None)
     assert call is not None
-    assert isinstance(call.message, StartTrainer)
+    assert isinstance(call.message, StartEngine | StartTrainer)
     config = RunConfig.model_validate(call.message.config)
+    if isinstance(call.message, StartEngine):
+        torch.set_num_threads(config.engine.threads or 1)
+        worker = build_engine_worker(config, link=link, name=name)
+        call.reply()
+        worker.serve()
+        return
     torch.set_num_threads(config.trainer.threads or 1)
     weights = make_weights(config)
     publisher = Publisher(
@@ -34,9 +53,21 @@ def main(link: Link, name: str) -> None:
     )
     call.reply()
     try:
-        serve(link, publisher, weights=weights, config=config)
+        serve_trainer(link, publisher, weights=weights, config=config)
     finally:
         publisher.close()
+
+
+def build_engine_worker(config: RunConfig, *, link: Link, name: str) -> EngineWorker:
+    device = resolve_device(config.placement.engine(0))
+    dtype = resolve_dtype(config.engine.dtype, device)
+    path = config.model.path
+    model, tokenizer = make_model(path, dtype=dtype, device=device, attention=PAGED_ATTENTION)
+    merger, adapters = applied_adapters(model, config=config.engine, lora=config.lora)
+    engine = engine_of(
+        model, tokenizer, config=config.engine, version=0, merger=merger, adapters=adapters
+    )
+    return wire(engine, config, link=link, timeline=Timeline(name))
 
 
 def make_weights(config: RunConfig) -> dict[str, torch.Tensor]:
@@ -55,13 +86,13 @@ def make_weights(config: RunConfig) -> dict[str, torch.Tensor]:
     }
 
 
-def serve(
+def serve_trainer(
     link: Link, publisher: Publisher, *, weights: Mapping[str, torch.Tensor], config: RunConfig
 ) -> None:
-    """Answer until told to stop."""
+    """Publish new weights for each step, until Stop."""
     while True:
         publisher.check()
-        call: WorkerCall | None = link.receive(0.25)
+        call = link.receive(0.25)
         if call is None:
             continue
         match call.message:
@@ -94,8 +125,7 @@ def publish(
     started_s = time.monotonic()
     publisher.publish(version, weights)
     _wait_for_gpu()
-    stall_ms = (time.monotonic() - started_s) * 1000
-    return {"started_s": started_s, "stall_ms": stall_ms}
+    return {"started_s": started_s, "stall_ms": (time.monotonic() - started_s) * 1000}
 
 
 def _wait_for_gpu() -> None:
