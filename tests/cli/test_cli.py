@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from millrace.cli.commands import what_is_left
+from millrace.cli.commands import interrupted_state
 from millrace.cli.main import main, report, split_settings
 from millrace.cli.starter import write_starter
 from millrace.config import load_config
@@ -163,9 +163,9 @@ def test_a_failed_run_exits_with_1_and_a_wrong_setting_with_2(capsys):
 
 def test_an_interrupted_run_says_where_it_lies_and_how_to_go_on(tmp_path):
     run_dir = a_run(tmp_path / "x")
-    assert what_is_left(str(run_dir.path)).endswith("x; no checkpoint was written yet")
+    assert interrupted_state(str(run_dir.path)).endswith("x; no checkpoint was written yet")
     (run_dir.checkpoints / "step_20").mkdir()
-    assert what_is_left(str(run_dir.path)).endswith("x; --resume goes on from step_20")
+    assert interrupted_state(str(run_dir.path)).endswith("x; --resume continues from step_20")
 
 
 # Init

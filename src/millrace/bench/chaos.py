@@ -6,25 +6,28 @@ real. The promises are checked from the run directory, the process table and obs
 outside; a broken promise makes the exit code 1.
 """
 
+import json
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from millrace.bench import bench_parser, write_result
+from millrace.bench.faults.checker import RunChecker
 from millrace.bench.faults.injector import FaultInjector, Stuck
-from millrace.bench.faults.observed import ObservedRun
 from millrace.bench.faults.promises import (
     Promise,
     check_account,
     check_accuracy,
     check_kills,
+    check_leftovers,
     check_work,
 )
-from millrace.bench.faults.target_run import NUM_DIGITS
+from millrace.bench.faults.target_run import NUM_DIGITS, TargetRun
 from millrace.bench.faults.time_lost import Pace, TimeAccount, account
 
 MIN_STEPS, STEPS_PER_KILL = 200, 5  # with fewer steps, accuracy depends on chance
@@ -62,6 +65,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
 
 
+class ObservedRun:
+    """A target run from start to end, with a checker and a fault injector."""
+
+    def __init__(self, folder: Path, *, model: Path, steps: int, seed: int) -> None:
+        self._seed = seed
+        self.target = TargetRun(folder, model=model, steps=steps, seed=seed)
+        self.checker = RunChecker(self.target.run_dir)
+        self.injector = FaultInjector(self.target, self.checker)
+
+    def run(self, num_kills: int = 0, *, step_s: float = 0.0) -> None:
+        self.began_s = time.monotonic()
+        try:
+            self.target.start()
+            self.injector.inject(num_kills, step_s=step_s, seed=self._seed)
+            self.ended_s = time.monotonic()
+            self.checker.conclude()
+            self.leftovers = check_leftovers(self.target)
+        finally:
+            self.target.close()
+        self.summary = json.loads(self.target.run_dir.summary.read_text())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
     steps: int
@@ -77,17 +102,16 @@ def inject(folder: Path, *, num_kills: int, steps: int, seed: int) -> Result:
     from millrace.demo.model import make_model  # only now: it imports torch
 
     make_model(folder / "model", seed, num_examples=NUM_EXAMPLES, num_digits=NUM_DIGITS)
-    undisturbed = ObservedRun(
-        folder / "undisturbed", model=folder / "model", steps=steps, seed=seed
-    )
+    settings: dict[str, Any] = {"model": folder / "model", "steps": steps, "seed": seed}
+    undisturbed = ObservedRun(folder / "undisturbed", **settings)
     undisturbed.run()
     pace = Pace.of(
         undisturbed.checker.steps_seen, began_s=undisturbed.began_s, ended_s=undisturbed.ended_s
     )
     print(f"undisturbed: {steps} steps in {pace.wall_s:.0f} s, {pace.step_s:.2f} s each")
-    disturbed = ObservedRun(folder / "disturbed", model=folder / "model", steps=steps, seed=seed)
+    disturbed = ObservedRun(folder / "disturbed", **settings)
     disturbed.run(num_kills, step_s=pace.step_s)
-    books = account(
+    lost = account(
         disturbed.checker.steps_seen,
         disturbed.injector.kills,
         pace=pace,
@@ -99,30 +123,30 @@ def inject(folder: Path, *, num_kills: int, steps: int, seed: int) -> Result:
         *check_work(disturbed.target, disturbed.checker, summary=disturbed.summary),
         check_accuracy(undisturbed.summary["accuracy_after"], disturbed.summary["accuracy_after"]),
         disturbed.leftovers,
-        check_account(books),
+        check_account(lost),
     ]
     return Result(
         steps=steps,
         seed=seed,
         injector=disturbed.injector,
         pace=pace,
-        account=books,
+        account=lost,
         summaries={"undisturbed": undisturbed.summary, "disturbed": disturbed.summary},
         promises=promises,
     )
 
 
 def _table(result: Result) -> str:
-    books = result.account
+    lost = result.account
     lines = [f"\n{'seconds':<24}{'kills':>8}{'lost':>10}{'per kill':>10}{'redone':>10}"]
-    lines.append(f"{'undisturbed':<24}{'':>8}{books.undisturbed_s:10.1f}")
-    for role, loss in sorted(books.by_role.items()):
+    lines.append(f"{'undisturbed':<24}{'':>8}{lost.undisturbed_s:10.1f}")
+    for role, loss in sorted(lost.by_role.items()):
         mean_s = loss.seconds / loss.num_kills
         lines.append(
             f"{role:<24}{loss.num_kills:8}{loss.seconds:10.1f}{mean_s:10.1f}{loss.redo_s:10.1f}"
         )
-    lines.append(f"{'unexplained':<24}{'':>8}{books.rest_s:10.1f}")
-    lines.append(f"{'all':<24}{len(result.injector.kills):8}{books.wall_s:10.1f}\n")
+    lines.append(f"{'unexplained':<24}{'':>8}{lost.rest_s:10.1f}")
+    lines.append(f"{'all':<24}{len(result.injector.kills):8}{lost.wall_s:10.1f}\n")
     lines += [
         f"{'holds ' if promise.holds else 'BROKEN'}  {promise.what}\n        {promise.found}"
         for promise in result.promises
@@ -145,7 +169,3 @@ def _plain(result: Result) -> dict[str, Any]:
         "summaries": result.summaries,
         "promises": [asdict(promise) for promise in result.promises],
     }
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

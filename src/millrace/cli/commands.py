@@ -1,4 +1,4 @@
-"""What each command of the command line does, once its arguments are read; returns an exit code.
+"""The commands of the command line: each takes its parsed arguments and returns an exit code.
 
 Nothing heavy is imported before a command needs it.
 """
@@ -31,7 +31,7 @@ def init(args: argparse.Namespace) -> int:
     def make(directory: Path) -> None:
         from millrace.demo.model import make_model  # only now: it imports torch
 
-        print("Making a tiny model and teaching it the form of the answers, half a minute ...")
+        print("Making a tiny model and training it briefly on examples, half a minute ...")
         make_model(directory, SEED)
 
     for path in write_starter(args.directory, make_model=make, model=args.model):
@@ -56,7 +56,7 @@ def train(args: argparse.Namespace, settings: dict[str, str]) -> int:
     try:
         result = run.train(config, resume=args.resume)
     except KeyboardInterrupt:
-        print(f"interrupted; {what_is_left(config.run_dir)}", file=sys.stderr)
+        print(f"interrupted; {interrupted_state(config.run_dir)}", file=sys.stderr)
         return INTERRUPTED
     print(_outcome(result))
     return DONE
@@ -75,13 +75,13 @@ def serve(args: argparse.Namespace, settings: dict[str, str]) -> int:
     return DONE
 
 
-def what_is_left(run_dir: str) -> str:
-    """Where an interrupted run's files lie, and whether it can go on."""
+def interrupted_state(run_dir: str) -> str:
+    """Where the files of an interrupted run are, and whether it can be resumed."""
     from millrace.monitoring.run_dir import RunDir
 
     saved = RunDir(run_dir).checkpoint_paths
-    how = f"--resume goes on from {saved[-1].name}" if saved else "no checkpoint was written yet"
-    return f"metrics, trace and logs so far lie in {run_dir}; {how}"
+    how = f"--resume continues from {saved[-1].name}" if saved else "no checkpoint was written yet"
+    return f"metrics, trace and logs so far are in {run_dir}; {how}"
 
 
 def _outcome(result: "RunResult") -> str:
@@ -97,11 +97,11 @@ def _outcome(result: "RunResult") -> str:
 
 
 def join(args: argparse.Namespace) -> int:
-    from millrace.cluster.join import host as guests
+    from millrace.cluster.join import host
     from millrace.cluster.join.ticket import read_ticket
 
     ticket = read_ticket(args.ticket)
-    guests.join(ticket, module="millrace.inference.worker", count=args.count, log_dir=args.log_dir)
+    host.join(ticket, module="millrace.inference.worker", count=args.count, log_dir=args.log_dir)
     return DONE
 
 

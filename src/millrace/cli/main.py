@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments, settings = split_settings(arguments, only_dotted=True)
         args = _parser().parse_args(arguments)
         if args.command in ("train", "serve"):
-            return (run.train if args.command == "train" else run.serve)(args, settings)
+            return args.run(args, settings)
         return args.run(args)
     except MillraceError as error:
         return report(error)
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(error: MillraceError) -> int:
-    """Say on stderr what went wrong; returns the exit code."""
+    """Print an error to stderr; returns the exit code."""
     print(f"error: {error}", file=sys.stderr)
     if isinstance(error, WorkerError | RestartLimitExceeded) and error.traceback:
         print(f"\nFrom {error.worker}:\n{error.traceback.rstrip()}", file=sys.stderr)
@@ -157,8 +157,8 @@ def report(error: MillraceError) -> int:
 def split_settings(
     arguments: Sequence[str], *, only_dotted: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    """Take `--section.key value` and `--section.key=value` out of the arguments of train or serve;
-    all that begins with -- but --resume, or only what has a dot."""
+    """Split the arguments of train or serve into its own, and settings: `--section.key value` or
+    `--section.key=value`. With `only_dotted`, options without a dot are no settings."""
     rest: list[str] = []
     settings: dict[str, str] = {}
     remaining = iter(arguments)
@@ -181,45 +181,78 @@ def split_settings(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _new_parser(argparse.ArgumentParser, INTRODUCTION, START_HERE, prog="millrace")
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="millrace", description=INTRODUCTION, epilog=START_HERE, formatter_class=style
+    )
     parser.add_argument("--version", action="version", version=f"millrace {millrace.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    demo = _new_parser(commands.add_parser, DEMO, name="demo", help="train a tiny model, now")
+    def add(name: str, text: str, more: str = "", **settings: Any) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name, description=text, epilog=more, formatter_class=style, **settings
+        )
+        command.set_defaults(run=getattr(run, name))
+        return command
+
+    demo = add("demo", DEMO, help="train a tiny model, now")
     demo.add_argument("--run-dir", type=Path, default=Path("runs/demo"), metavar="DIR")
     demo.add_argument("--seed", type=int, default=0, help="another model, other tasks (default: 0)")
     demo.add_argument("--json", type=Path, metavar="FILE", help="also write the summary there")
-    demo.set_defaults(run=run.demo)
 
-    init = _new_parser(commands.add_parser, INIT, name="init", help="write a starter to build on")
+    init = add("init", INIT, help="write a starter to build on")
     init.add_argument("directory", type=Path, nargs="?", default=Path(), metavar="DIR")
     init.add_argument(
         "--model", metavar="PATH", help="train this model directory or hub model, and make none"
     )
-    init.set_defaults(run=run.init)
 
-    train = _new_parser(
-        commands.add_parser,
-        TRAIN,
-        TRAIN_MORE,
-        name="train",
-        help="train with the settings of a TOML file",
-        usage="millrace train RUN.toml [--resume] [--section.key value ...]",
-    )
+    usage = "millrace train RUN.toml [--resume] [--section.key value ...]"
+    text = "train with the settings of a TOML file"
+    train = add("train", TRAIN, TRAIN_MORE, help=text, usage=usage)
     train.add_argument("config", type=Path, metavar="RUN.toml")
     train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
 
-    serve = _new_parser(
-        commands.add_parser, SERVE, SERVE_MORE, name="serve", help="serve a model over HTTP"
+    add_arguments(add("serve", SERVE, SERVE_MORE, help="serve a model over HTTP"))
+    _add_cluster_arguments(
+        join=add("join", JOIN, JOIN_MORE, help="bring engines from another host"),
+        engines=add("engines", ENGINES, help="add engines to a running job, or remove some"),
     )
-    add_arguments(serve)
-
-    _add_join(commands)
-    _add_engines(commands)
-
-    inspect = _new_parser(
-        commands.add_parser, INSPECT, name="inspect", help="summarise a run and draw its plots"
+    _add_report_arguments(
+        inspect=add("inspect", INSPECT, help="summarise a run and draw its plots"),
+        replay=add("replay", REPLAY, REPLAY_MORE, help="read, play or score recorded episodes"),
     )
+
+    listed = "\n".join(f"  {name:<10} {what}" for name, what in BENCHES.items())
+    text = f"Measure on this machine.\n\n{listed}\n"
+    more = "`millrace bench NAME --help` lists the options of one.\n"
+    bench = add("bench", text, more, help=f"measure: {', '.join(BENCHES)}")
+    bench.add_argument("bench", choices=BENCHES, metavar="NAME")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[--json FILE] ...")
+    return parser
+
+
+def _add_cluster_arguments(
+    *, join: argparse.ArgumentParser, engines: argparse.ArgumentParser
+) -> None:
+    join.add_argument("ticket", type=Path, metavar="TICKET")
+    join.add_argument("--count", type=int, default=1, metavar="N", help="engines (default: 1)")
+    join.add_argument(
+        "--log-dir",
+        type=Path,
+        default=Path("logs"),
+        metavar="DIR",
+        help="folder for the output of the engines (default: logs)",
+    )
+    engines.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    engines.add_argument("--add", type=int, default=0, metavar="N", help="start N more")
+    engines.add_argument(
+        "--remove", action="append", default=[], metavar="NAME", help="by name; may be repeated"
+    )
+
+
+def _add_report_arguments(
+    *, inspect: argparse.ArgumentParser, replay: argparse.ArgumentParser
+) -> None:
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     inspect.add_argument("--no-plots", action="store_true", help="print the summary only")
     inspect.add_argument(
@@ -228,58 +261,12 @@ def _parser() -> argparse.ArgumentParser:
         help="account for every task instead: trained, dropped, failed or pending",
     )
     inspect.add_argument(
-        "--number", type=int, metavar="N", help="say what became of the task with this number only"
-    )
-    inspect.set_defaults(run=run.inspect)
-
-    _add_replay(commands)
-    _add_bench(commands)
-    return parser
-
-
-def _add_join(commands: Any) -> None:
-    join = _new_parser(
-        commands.add_parser, JOIN, JOIN_MORE, name="join", help="bring engines from another host"
-    )
-    join.add_argument("ticket", type=Path, metavar="TICKET")
-    join.add_argument("--count", type=int, default=1, metavar="N", help="engines (default: 1)")
-    join.add_argument(
-        "--log-dir",
-        type=Path,
-        default=Path("logs"),
-        metavar="DIR",
-        help="what the engines print (default: logs)",
-    )
-    join.set_defaults(run=run.join)
-
-
-def _add_engines(commands: Any) -> None:
-    engines = _new_parser(
-        commands.add_parser,
-        ENGINES,
-        name="engines",
-        help="add engines to a running job, or remove some",
-    )
-    engines.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    engines.add_argument("--add", type=int, default=0, metavar="N", help="start N more")
-    engines.add_argument(
-        "--remove", action="append", default=[], metavar="NAME", help="by name; may be repeated"
-    )
-    engines.set_defaults(run=run.engines)
-
-
-def _add_replay(commands: Any) -> None:
-    replay = _new_parser(
-        commands.add_parser,
-        REPLAY,
-        REPLAY_MORE,
-        name="replay",
-        help="read recorded episodes, play and score them again",
+        "--number", type=int, metavar="N", help="show the status of the task with this number only"
     )
     replay.add_argument("path", type=Path, metavar="FILE")
     replay.add_argument("--environment", metavar="MODULE:NAME", help="play them again with it")
     replay.add_argument(
-        "--model", metavar="DIR", help="whose tokenizer to use (default: the recorded one)"
+        "--model", metavar="DIR", help="model of the tokenizer (default: the recorded one)"
     )
     replay.add_argument(
         "--score",
@@ -287,7 +274,7 @@ def _add_replay(commands: Any) -> None:
         action="append",
         default=[],
         metavar="MODULE:NAME",
-        help="score them anew with a reward function, or a verifier by its type",
+        help="score them again with a reward function, or a verifier by its type",
     )
     replay.add_argument(
         "--config", type=Path, metavar="RUN.toml", help="score them with its [[scorers]] tables"
@@ -298,30 +285,10 @@ def _add_replay(commands: Any) -> None:
         action="append",
         default=[],
         metavar="N=TEXT",
-        help="let tool call N have returned this; without =TEXT, nothing",
+        help="replace the result of tool call N; without =TEXT, by an empty result",
     )
-    replay.add_argument("--reward", type=float, help="instead of the environment's")
-    replay.add_argument("--out", type=Path, metavar="FILE", help="write what came of it there")
-    replay.set_defaults(run=run.replay)
-
-
-def _add_bench(commands: Any) -> None:
-    listed = "\n".join(f"  {name:<10} {what}" for name, what in BENCHES.items())
-    bench = _new_parser(
-        commands.add_parser,
-        f"Measure on this machine.\n\n{listed}\n",
-        "`millrace bench NAME --help` lists the options of one.\n",
-        name="bench",
-        help=f"measure: {', '.join(BENCHES)}",
-    )
-    bench.add_argument("bench", choices=BENCHES, metavar="NAME")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[--json FILE] ...")
-    bench.set_defaults(run=run.bench)
-
-
-def _new_parser(make: Any, description: str, epilog: str = "", **settings: Any) -> Any:
-    style = argparse.RawDescriptionHelpFormatter
-    return make(description=description, epilog=epilog, formatter_class=style, **settings)
+    replay.add_argument("--reward", type=float, help="replace the environment's reward")
+    replay.add_argument("--out", type=Path, metavar="FILE", help="write the new episodes there")
 
 
 if __name__ == "__main__":

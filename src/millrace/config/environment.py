@@ -65,10 +65,10 @@ class RoleModelConfig(Section):
 
     @model_validator(mode="after")
     def _further_keys_are_of_an_engine(self) -> Self:
-        refused = {key: self.model_extra[key] for key in OF_POLICY if key in self.model_extra}
-        if refused:
+        further = self.model_extra or {}
+        if refused := {key: further[key] for key in OF_POLICY if key in further}:
             forbid(type(self).__name__, refused)
-        _RoleEngineConfig.model_validate(self.model_extra)
+        _RoleEngineConfig.model_validate(further)
         return self
 
 

@@ -53,17 +53,6 @@ class TaskPlace(Section):
             return subset or Path(name).name
         return Path(self.path).stem
 
-    def check(self, section: str) -> None:
-        """Raise ValueError unless it names at most one place, and its keys apply to it."""
-        if self.path is not None and self.generator is not None:
-            raise ValueError(f"{section}.path and {section}.generator are both set; keep one")
-        for key in ("prompt", "columns", "split"):
-            value = getattr(self, key)
-            if self.path is None and value != type(self).model_fields[key].default:
-                raise ValueError(
-                    f"{section}.{key} = {value!r} needs a path, and there is none; remove it"
-                )
-
 
 class TaskSourceConfig(TaskPlace):
     weight: PositiveFloat = 1.0

@@ -22,7 +22,7 @@ from millrace.controller.group_tracker import GroupTracker
 from millrace.controller.learner import Learner
 from millrace.controller.orders import build_sampler
 from millrace.controller.reporting import LearnerState, RunReporter
-from millrace.core.machine import REAL_CLOCK, Clock
+from millrace.core.machine import REAL_CLOCK
 from millrace.core.records import Task
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
@@ -41,7 +41,7 @@ from millrace.weights.http_notifier import HttpNotifier
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunParts:
-    """What a controller is made from."""
+    """What a controller is built from."""
 
     config: RunConfig
     tasks: TaskStream
@@ -63,22 +63,78 @@ class RunParts:
         return self.config.weights.interrupt == "barrier"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Flow:
     """The parts from task to batch."""
 
-    admission: Admission
-    barrier: SyncBarrier | None
-    tracker: GroupTracker
-    buffer: Buffer
-    batches: Batches
-    partials: PartialRollouts
-    dispatcher: Dispatcher
+    def __init__(self, run: RunParts) -> None:
+        config, limit = run.config, run.config.buffer.limit
+        self._build_tracker(run)
+        self.barrier = None
+        if run.is_synchronous:
+            self.barrier = SyncBarrier(self.admission, together=run.engines.together)
+        self.buffer = Buffer(
+            capacity=config.buffer.capacity,
+            limit=limit,
+            sampler=build_sampler(config.buffer.order),
+            on_drop=self.tracker.expired_in_buffer,
+            clock=REAL_CLOCK,
+        )
+        self.batches = Batches(
+            config,
+            buffer=self.buffer,
+            admission=self.admission,
+            tracker=self.tracker,
+            in_batch=run.scorers.in_batch,
+            journal=run.journal,
+        )
+        # A synchronous run starts whole groups only, so that it is reproducible.
+        has_partials = config.journal.enabled and not run.is_synchronous
+        every_s = config.journal.partial_every_s if has_partials else 0
+        self.partials = PartialRollouts(run.journal, every_s=every_s)
+        self.dispatcher = Dispatcher(
+            tasks=run.tasks,
+            player=run.player,
+            scorers=run.scorers,
+            buffer=self.buffer,
+            admission=self.admission,
+            tracker=self.tracker,
+            partials=self.partials,
+            engines=run.engines,
+            limit=limit,
+            group_size=config.rollout.group_size + config.rollout.oversample,
+            barrier=self.barrier,
+        )
+
+    def _build_tracker(self, run: RunParts) -> None:
+        config, cursor, ledger = run.config, run.cursor, run.journal.ledger
+        begun = ledger.redone(after=cursor.version)
+        next_take = max(cursor.version, ledger.last_step)
+        self.admission = Admission(
+            groups_per_step=config.trainer.groups_per_step,
+            limit=config.buffer.limit,
+            max_running=config.rollout.max_running_groups,
+            version=cursor.version,
+            begun=len(begun),
+            clock=REAL_CLOCK,
+        )
+        self.admission.take_next(next_take)
+        self.tracker = GroupTracker(
+            tasks=run.tasks,
+            journal=run.journal,
+            admission=self.admission,
+            solved_at=config.evaluate.solved_at,
+            max_failure_share=config.rollout.max_failure_share,
+            warn=run.monitor.warn,
+            version=next_take,
+            next_number=cursor.next_number,
+            unfinished=cursor.unfinished,
+            begun=begun,
+        )
 
 
 def build_controller(run: RunParts) -> Controller:
     state = LearnerState(policy=run.cursor.policy, version=run.cursor.version)
-    flow = _build_flow(run)
+    flow = _Flow(run)
     if isinstance(run.journal, Journal):
         run.trainer.past = StepsOnRecord(flow.batches.redo, version=run.cursor.version)
     engine_versions = run.broadcaster.subscribe(run.engines.swap, on_version=flow.admission.advance)
@@ -89,16 +145,22 @@ def build_controller(run: RunParts) -> Controller:
         timeout_s = run.config.weights.timeout_s
         notifier = HttpNotifier(urls, timeout_s=timeout_s, warn=run.monitor.warn)
         notified_versions = run.broadcaster.subscribe(notifier.receive)
-    eval_set = EvalSet(
-        run.held_out,
-        config=run.config,
-        player=run.player,
-        engines=run.evaluators or run.engines,
-        scorers=run.scorers,
+    eval_set, eval_scheduler = _build_evaluation(run, engine_versions)
+    reporter = RunReporter(
+        run.config,
         monitor=run.monitor,
+        skipped=run.skipped,
+        state=state,
+        dispatcher=flow.dispatcher,
+        tracker=flow.tracker,
+        admission=flow.admission,
+        buffer=flow.buffer,
+        scorers=run.scorers,
+        engines=run.engines,
+        partials=flow.partials,
+        eval_set=eval_set,
+        notifier=notifier,
     )
-    eval_scheduler = _build_eval_scheduler(run, eval_set, engine_versions=engine_versions)
-    reporter = _build_reporter(run, flow, state=state, eval_set=eval_set, notifier=notifier)
     checkpoints = _build_checkpoints(run, flow)
     pools = [run.engines] if run.evaluators is None else [run.engines, run.evaluators]
     learner = Learner(
@@ -128,108 +190,6 @@ def build_controller(run: RunParts) -> Controller:
     )
 
 
-def _build_flow(run: RunParts) -> _Flow:
-    config, limit, clock = run.config, run.config.buffer.limit, REAL_CLOCK
-    admission, tracker = _build_tracker(run, clock=clock)
-    barrier = None
-    if run.is_synchronous:
-        barrier = SyncBarrier(admission, together=run.engines.together)
-    buffer = Buffer(
-        capacity=config.buffer.capacity,
-        limit=limit,
-        sampler=build_sampler(config.buffer.order),
-        on_drop=tracker.expired_in_buffer,
-        clock=clock,
-    )
-    batches = Batches(
-        config,
-        buffer=buffer,
-        admission=admission,
-        tracker=tracker,
-        in_batch=run.scorers.in_batch,
-        journal=run.journal,
-    )
-    # A synchronous run starts whole groups only, so that it comes out the same each time.
-    has_partials = config.journal.enabled and not run.is_synchronous
-    every_s = config.journal.partial_every_s if has_partials else 0
-    partials = PartialRollouts(run.journal, every_s=every_s)
-    dispatcher = Dispatcher(
-        tasks=run.tasks,
-        player=run.player,
-        scorers=run.scorers,
-        buffer=buffer,
-        admission=admission,
-        tracker=tracker,
-        partials=partials,
-        engines=run.engines,
-        limit=limit,
-        group_size=config.rollout.group_size + config.rollout.oversample,
-        barrier=barrier,
-    )
-    return _Flow(
-        admission=admission,
-        barrier=barrier,
-        tracker=tracker,
-        buffer=buffer,
-        batches=batches,
-        partials=partials,
-        dispatcher=dispatcher,
-    )
-
-
-def _build_tracker(run: RunParts, *, clock: Clock) -> tuple[Admission, GroupTracker]:
-    config, cursor, ledger = run.config, run.cursor, run.journal.ledger
-    begun = ledger.redone(after=cursor.version)
-    next_take = max(cursor.version, ledger.last_step)
-    admission = Admission(
-        groups_per_step=config.trainer.groups_per_step,
-        limit=config.buffer.limit,
-        max_running=config.rollout.max_running_groups,
-        version=cursor.version,
-        begun=len(begun),
-        clock=clock,
-    )
-    admission.take_next(next_take)
-    tracker = GroupTracker(
-        tasks=run.tasks,
-        journal=run.journal,
-        admission=admission,
-        solved_at=config.evaluate.solved_at,
-        max_failure_share=config.rollout.max_failure_share,
-        warn=run.monitor.warn,
-        version=next_take,
-        next_number=cursor.next_number,
-        unfinished=cursor.unfinished,
-        begun=begun,
-    )
-    return admission, tracker
-
-
-def _build_reporter(
-    run: RunParts,
-    flow: _Flow,
-    *,
-    state: LearnerState,
-    eval_set: EvalSet,
-    notifier: HttpNotifier | None,
-) -> RunReporter:
-    return RunReporter(
-        run.config,
-        monitor=run.monitor,
-        skipped=run.skipped,
-        state=state,
-        dispatcher=flow.dispatcher,
-        tracker=flow.tracker,
-        admission=flow.admission,
-        buffer=flow.buffer,
-        scorers=run.scorers,
-        engines=run.engines,
-        partials=flow.partials,
-        eval_set=eval_set,
-        notifier=notifier,
-    )
-
-
 def _build_checkpoints(run: RunParts, flow: _Flow) -> RunCheckpoints:
     version, warn = run.cursor.version, run.monitor.warn
     return RunCheckpoints(
@@ -245,9 +205,17 @@ def _build_checkpoints(run: RunParts, flow: _Flow) -> RunCheckpoints:
     )
 
 
-def _build_eval_scheduler(
-    run: RunParts, eval_set: EvalSet, *, engine_versions: Subscription
-) -> EvalScheduler:
+def _build_evaluation(
+    run: RunParts, engine_versions: Subscription
+) -> tuple[EvalSet, EvalScheduler]:
+    eval_set = EvalSet(
+        run.held_out,
+        config=run.config,
+        player=run.player,
+        engines=run.evaluators or run.engines,
+        scorers=run.scorers,
+        monitor=run.monitor,
+    )
     schedule: dict[str, Any] = {
         "evaluate": eval_set.evaluate,
         "every_steps": run.config.evaluate.every_steps,
@@ -256,7 +224,7 @@ def _build_eval_scheduler(
     }
     if run.evaluators is None:
         reached = engine_versions.reached if run.is_synchronous else None
-        return SharedEvalScheduler(reached=reached, **schedule)
+        return eval_set, SharedEvalScheduler(reached=reached, **schedule)
     pinned = PinnedEvalScheduler(swap=run.evaluators.swap, **schedule)
     run.broadcaster.subscribe(pinned.receive, wants=pinned.wants)
-    return pinned
+    return eval_set, pinned

@@ -7,7 +7,7 @@ imported where no file of a model is needed. Torch-free.
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from millrace.config import ReplayConfig, RunConfig
+from millrace.config import ReplayConfig, RunConfig, TaskPlace
 from millrace.core.errors import ConfigError, suggestion
 from millrace.core.records import Sampling
 from millrace.scoring.advantages.estimators import CRITIC, PAIRS
@@ -34,12 +34,10 @@ def check_settings(config: RunConfig) -> None:
 
 
 def _tasks(config: RunConfig) -> None:
-    tables = [("tasks", config.tasks), ("evaluate", config.evaluate)]
-    for section, place in [*tables, *(("tasks.source", row) for row in config.tasks.source)]:
-        try:
-            place.check(section)
-        except ValueError as error:
-            raise ConfigError(f"{error}.") from None
+    _task_place("tasks", config.tasks)
+    _task_place("evaluate", config.evaluate)
+    for row in config.tasks.source:
+        _task_place("tasks.source", row)
     if config.tasks.source and config.tasks.is_named:
         raise ConfigError(
             "tasks.source is set beside tasks.path or tasks.generator; make that one a"
@@ -47,6 +45,17 @@ def _tasks(config: RunConfig) -> None:
         )
     if not all(row.is_named for row in config.tasks.source):
         raise ConfigError("A [[tasks.source]] has neither a path nor a generator; set one of them.")
+
+
+def _task_place(section: str, place: TaskPlace) -> None:
+    if place.path is not None and place.generator is not None:
+        raise ConfigError(f"{section}.path and {section}.generator are both set; keep one.")
+    for key in ("prompt", "columns", "split"):
+        value = getattr(place, key)
+        if place.path is None and value != type(place).model_fields[key].default:
+            raise ConfigError(
+                f"{section}.{key} = {value!r} needs a path, and there is none; remove it."
+            )
 
 
 def _evaluation(config: RunConfig) -> None:
@@ -57,17 +66,13 @@ def _evaluation(config: RunConfig) -> None:
             " temperature, or set evaluate.samples to 1."
         )
     transport = config.weights.transport
-    if engines > 0 and _broadcasts(config):
+    is_broadcast = transport == "collective" or (transport == "auto" and config.engine.remote > 0)
+    if engines > 0 and is_broadcast:
         raise ConfigError(
             f"evaluate.engines = {engines} take single versions, but weights.transport ="
             f" {transport!r} broadcasts each version to the same engines; use another transport, or"
             " set evaluate.engines to 0."
         )
-
-
-def _broadcasts(config: RunConfig) -> bool:
-    transport = config.weights.transport
-    return transport == "collective" or (transport == "auto" and config.engine.remote > 0)
 
 
 def _steps(config: RunConfig) -> None:

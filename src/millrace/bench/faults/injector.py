@@ -112,10 +112,8 @@ class FaultInjector:
         def find() -> bool:
             if plan.signal == signal.SIGSTOP and not self._has_begun():
                 return False  # a worker that hangs during start-up ends the run, by design
-            for process in self._target.live_processes():
-                if process.role == plan.role and self._send_signal(process, plan.signal):
-                    return True
-            return False
+            found = [each for each in self._target.live_processes() if each.role == plan.role]
+            return any(self._send_signal(process, plan.signal) for process in found)
 
         return self._wait_until(find, what=f"a {plan.role}")
 
@@ -131,11 +129,10 @@ class FaultInjector:
         if process in self._hanging.values() or not send_signal(process, number):
             return False
         is_stop = number == signal.SIGSTOP
-        gone_s = (
-            self._wait_until_noticed(process)
-            if is_stop
-            else gone_after_s(process, timeout_s=KILL_TIMEOUT_S)
-        )
+        if is_stop:
+            gone_s = self._wait_until_noticed(process)
+        else:
+            gone_s = gone_after_s(process, timeout_s=KILL_TIMEOUT_S)
         kill = Kill(
             at_s=at_s,
             role=process.role,
@@ -152,7 +149,8 @@ class FaultInjector:
         what = f"{len(self.kills):3} {number.name} {process.name} (pid {process.pid})"
         self._log(f"{what} at step {step}: {after}")
         if process.role == CONTROLLER:
-            self._resume()
+            self._checker.look()
+            self._target.start()
         return True
 
     def _wait_until_noticed(self, process: TargetProcess) -> float | None:
@@ -172,10 +170,6 @@ class FaultInjector:
                 kill = self.kills[index]
                 self.kills[index] = replace(kill, gone_after_s=time.monotonic() - kill.at_s)
                 del self._hanging[index]
-
-    def _resume(self) -> None:
-        self._checker.look()
-        self._target.start()
 
     def _wait_until(self, is_due: Callable[[], bool], *, what: str) -> bool:
         """Wait until due; False if the run ends first. Raises Stuck if the run fails or stalls."""

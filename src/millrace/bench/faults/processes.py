@@ -1,5 +1,6 @@
 """Live worker processes of one controller, from the system's process table."""
 
+import contextlib
 import os
 import re
 import signal
@@ -34,17 +35,13 @@ def processes() -> dict[int, str]:
 
 
 def workers_of(*controllers: int) -> list[TargetProcess]:
-    """Processes that these started, or that say so."""
-    found: list[TargetProcess] = []
-    for pid, command in processes().items():
-        match = _WORKER.search(command)
-        if match is not None and int(match[3]) in controllers:
-            found.append(
-                TargetProcess(
-                    pid=pid, role=_ROLES.get(match[1], match[1]), name=match[2], command=command
-                )
-            )
-    return found
+    """Processes whose command line names one of these controllers as their parent."""
+    found = ((pid, command, _WORKER.search(command)) for pid, command in processes().items())
+    return [
+        TargetProcess(pid=pid, role=_ROLES.get(match[1], match[1]), name=match[2], command=command)
+        for pid, command, match in found
+        if match is not None and int(match[3]) in controllers
+    ]
 
 
 def is_alive(process: TargetProcess) -> bool:
@@ -54,13 +51,11 @@ def is_alive(process: TargetProcess) -> bool:
 
 def send_signal(process: TargetProcess, number: signal.Signals) -> bool:
     """False if the process was gone already."""
-    if not is_alive(process):
-        return False
-    try:
-        os.kill(process.pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+    with contextlib.suppress(ProcessLookupError):
+        if is_alive(process):
+            os.kill(process.pid, number)
+            return True
+    return False
 
 
 def gone_after_s(process: TargetProcess, *, timeout_s: float) -> float | None:

@@ -51,23 +51,14 @@ def settings_of(folder: Path, *, model: Path, steps: int, seed: int) -> dict[str
         "rollout": {"group_size": 8, "max_running_groups": 32},
         "buffer": {"max_staleness": MAX_STALENESS, "capacity": 4 * GROUPS_PER_STEP},
         "engine": {"count": 2, "threads": 1, "max_sequences": 64},
-        "trainer": {
-            "steps": steps,
-            "groups_per_step": GROUPS_PER_STEP,
-            "threads": 1,
-            "microbatch_tokens": 2048,
-        },
-        "optimizer": {
-            "learning_rate": 3e-4,
-            "schedule": "linear",  # small last steps end near the best accuracy
-            "warmup_steps": 5,
-        },
+        "trainer": {"steps": steps, "groups_per_step": GROUPS_PER_STEP, "threads": 1},
+        # Small last steps end near the best accuracy.
+        "optimizer": {"learning_rate": 3e-4, "schedule": "linear", "warmup_steps": 5},
         "scoring": {"workers": 1},
         "checkpoint": {"every_steps": 5, "keep": 2},
         "journal": {"max_bytes": 2**24, "partial_every_s": 0.25},
         "supervision": {"max_restarts": 1000, "hang_timeout_s": 10.0},
         "cluster": {"start_timeout_s": 60.0},
-        "weights": {"timeout_s": 60.0},
         # One sample of each group.
         "monitoring": {"progress": "lines", "samples_per_step": GROUPS_PER_STEP},
     }
@@ -84,9 +75,8 @@ class TargetRun:
         self.temp = Path(tempfile.mkdtemp(prefix="mr-chaos-"))
         self.controllers: list[int] = []  # pids of all controllers so far
         self._config = folder / "run.toml"
-        self._config.write_text(
-            tomli_w.dumps(settings_of(folder, model=model, steps=steps, seed=seed))
-        )
+        settings = settings_of(folder, model=model, steps=steps, seed=seed)
+        self._config.write_text(tomli_w.dumps(settings))
         self._process: subprocess.Popen[bytes] | None = None
         self.started_s = 0.0  # of the last start, on the monotonic clock
 
@@ -120,14 +110,11 @@ class TargetRun:
         """The controller and its workers that are alive."""
         if self.exit_code is not None:
             return []
-        pid = self.controllers[-1]
+        pid, role = self.controllers[-1], "controller"
         command = processes().get(pid)
-        controller = (
-            []
-            if command is None
-            else [TargetProcess(pid=pid, role="controller", name="controller", command=command)]
-        )
-        return [*controller, *workers_of(pid)]
+        if command is None:
+            return workers_of(pid)
+        return [TargetProcess(pid=pid, role=role, name=role, command=command), *workers_of(pid)]
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
