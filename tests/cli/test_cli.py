@@ -55,7 +55,7 @@ def test_every_command_has_a_help_text_that_fits_the_terminal(command):
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
-def test_bench_lists_its_measurements_and_not_the_processes_they_start():
+def test_bench_help_lists_the_measurements():
     done = millrace("bench", "--help")
     assert "pipeline" in done.stdout
     assert "publishing" not in done.stdout
@@ -111,7 +111,7 @@ def test_a_missing_ticket_is_one_sentence(tmp_path):
     assert "cannot be read: No such file" in sentence_of(done)
 
 
-def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
+def test_folder_without_a_run_is_one_sentence(tmp_path):
     assert "is not a run directory" in sentence_of(millrace("inspect", tmp_path))
 
 
@@ -145,7 +145,7 @@ def test_a_scorer_cannot_be_set_on_the_command_line():
 # How a run ends
 
 
-def test_a_failed_worker_is_told_with_its_traceback(capsys):
+def test_failed_worker_is_reported_with_its_traceback(capsys):
     error = WorkerError("engine-0 died.", worker="engine-0", traceback="Traceback:\n  boom\n")
     assert report(error) == 1
     assert (
@@ -161,7 +161,7 @@ def test_a_failed_run_exits_with_1_and_a_wrong_setting_with_2(capsys):
     )
 
 
-def test_an_interrupted_run_says_where_it_lies_and_how_to_go_on(tmp_path):
+def test_interrupted_run_reports_its_folder_and_how_to_resume(tmp_path):
     run_dir = a_run(tmp_path / "x")
     assert interrupted_state(str(run_dir.path)).endswith("x; no checkpoint was written yet")
     (run_dir.checkpoints / "step_20").mkdir()
@@ -285,7 +285,7 @@ sys.exit(code)
 
 @pytest.mark.parametrize("mistake", BAD_RUNS)
 def test_wrong_settings_are_reported_before_torch_is_imported(mistake, tmp_path):
-    table, said = BAD_RUNS[mistake]
+    table, message = BAD_RUNS[mistake]
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
     (tmp_path / "folder" / "model").mkdir(parents=True)
     (tmp_path / "folder" / "model" / "config.json").write_text("{}")
@@ -296,7 +296,7 @@ def test_wrong_settings_are_reported_before_torch_is_imported(mistake, tmp_path)
     )
     *errors, has_torch = done.stderr.strip().splitlines()
     assert done.returncode == 2, done.stderr
-    assert said in errors[-1]
+    assert message in errors[-1]
     assert has_torch == "False"
 
 

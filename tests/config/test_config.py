@@ -36,7 +36,7 @@ def sentence_of(table: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         ({"trainr": {}}, "Unknown setting 'trainr'; did you mean 'trainer'?"),
         ({"trainer": {"step": 3}}, "Unknown setting 'trainer.step'; did you mean 'steps'?"),
@@ -51,12 +51,12 @@ def sentence_of(table: dict[str, Any]) -> str:
         ({"tasks": {"source": [{"wight": 1}]}}, "'tasks.source.0.wight'; did you mean 'weight'?"),
     ],
 )
-def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
-    assert said in sentence_of(table)
+def test_unknown_key_is_reported_with_the_nearest_one(table, message):
+    assert message in sentence_of(table)
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         ({"trainer": {"steps": "many"}}, "Setting 'trainer.steps' = 'many': "),
         ({"trainer": {"steps": 1.5}}, "Setting 'trainer.steps' = 1.5: "),
@@ -101,8 +101,8 @@ def test_an_unknown_key_is_named_with_the_nearest_one(table, said):
         ),
     ],
 )
-def test_a_wrong_value_is_named_with_its_field(table, said):
-    assert said in sentence_of(table)
+def test_wrong_value_is_reported_with_its_field(table, message):
+    assert message in sentence_of(table)
 
 
 @pytest.mark.parametrize(
@@ -112,38 +112,38 @@ def test_a_wrong_value_is_named_with_its_field(table, said):
         ({"model": {}}, "model.path"),
     ],
 )
-def test_what_is_missing_is_named(table, field):
+def test_missing_setting_is_reported(table, field):
     with pytest.raises(ConfigError, match=rf"Setting '{re.escape(field)}.*' is missing"):
         load_config(table)
 
 
-def test_settings_that_contradict_each_other_are_refused():
-    said = sentence_of({"buffer": {"capacity": 4}, "trainer": {"groups_per_step": 8}})
-    assert "buffer.capacity = 4" in said
-    assert "trainer.groups_per_step = 8" in said
-    assert "raise buffer.capacity" in said
+def test_buffer_smaller_than_a_batch_is_refused():
+    message = sentence_of({"buffer": {"capacity": 4}, "trainer": {"groups_per_step": 8}})
+    assert "buffer.capacity = 4" in message
+    assert "trainer.groups_per_step = 8" in message
+    assert "raise buffer.capacity" in message
 
 
-def test_a_barrier_between_generation_and_training_needs_staleness_zero():
-    said = sentence_of({"weights": {"interrupt": "barrier"}, "buffer": {"max_staleness": 3}})
-    assert "weights.interrupt = 'barrier'" in said
-    assert "buffer.max_staleness = 3" in said
-    assert "set buffer.max_staleness to 0" in said
+def test_barrier_needs_a_staleness_limit_of_zero():
+    message = sentence_of({"weights": {"interrupt": "barrier"}, "buffer": {"max_staleness": 3}})
+    assert "weights.interrupt = 'barrier'" in message
+    assert "buffer.max_staleness = 3" in message
+    assert "set buffer.max_staleness to 0" in message
     load_config({"model": "m", "weights": {"interrupt": "barrier"}, "buffer": {"max_staleness": 0}})
 
 
-def test_several_adapters_cannot_be_merged_nor_be_called_base():
+def test_additional_adapters_cannot_be_merged_or_named_base():
     adapters = {"adapters": {"judge": "a/folder"}}
-    said = sentence_of({"engine": adapters, "lora": {"apply": "merged"}})
-    assert "lora.apply = 'merged'" in said
-    assert "(judge)" in said
+    message = sentence_of({"engine": adapters, "lora": {"apply": "merged"}})
+    assert "lora.apply = 'merged'" in message
+    assert "(judge)" in message
     for lora in ({"apply": "auto"}, {"apply": "unmerged"}, None):
         load_config({"model": "m", "engine": adapters, "lora": lora})
     assert "named 'base'" in sentence_of({"engine": {"adapters": {"base": "a/folder"}}})
 
 
 @pytest.mark.parametrize(
-    ("buffer", "said"),
+    ("buffer", "message"),
     [
         (
             {"staleness": "share"},
@@ -160,13 +160,13 @@ def test_several_adapters_cannot_be_merged_nor_be_called_base():
         ({"order": 3}, "Setting 'buffer.order' = 3"),
     ],
 )
-def test_what_a_buffer_cannot_be_is_refused_with_the_remedy(buffer, said):
+def test_impossible_buffer_is_refused_with_the_remedy(buffer, message):
     with pytest.raises(ConfigError) as caught:
         check_settings(load_config({"model": "m", "buffer": buffer}))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_barrier_leaves_nothing_to_replay():
+def test_barrier_refuses_replay():
     table = {
         "model": "m",
         "buffer": {"max_staleness": 0, "replay": {}},
@@ -176,25 +176,25 @@ def test_a_barrier_leaves_nothing_to_replay():
         check_settings(load_config(table))
 
 
-def test_an_order_may_be_just_its_name():
+def test_order_can_be_a_name_alone():
     config = load_config({"model": "m", "buffer": {"order": "freshest"}})
     assert config.buffer.order == {"type": "freshest"}
 
 
 def test_more_minibatches_than_groups_are_refused():
-    said = sentence_of({"trainer": {"groups_per_step": 2, "minibatches": 3}})
-    assert "trainer.minibatches = 3 is more than trainer.groups_per_step = 2" in said
-    assert said.endswith("lower it.")
+    message = sentence_of({"trainer": {"groups_per_step": 2, "minibatches": 3}})
+    assert "trainer.minibatches = 3 is more than trainer.groups_per_step = 2" in message
+    assert message.endswith("lower it.")
 
 
 @pytest.mark.parametrize("section", ["tasks", "evaluate"])
 def test_two_sources_of_tasks_are_refused(section):
-    said = sentence_of({section: {"path": "a", "generator": "b:c"}})
-    assert said == f"{section}.path and {section}.generator are both set; keep one."
+    message = sentence_of({section: {"path": "a", "generator": "b:c"}})
+    assert message == f"{section}.path and {section}.generator are both set; keep one."
 
 
 @pytest.mark.parametrize(
-    ("tasks", "said"),
+    ("tasks", "message"),
     [
         ({"path": "a", "source": [{"path": "b"}]}, "make that one a [[tasks.source]], too"),
         ({"source": [{"weight": 2.0}]}, "A [[tasks.source]] has neither a path nor a generator"),
@@ -202,38 +202,38 @@ def test_two_sources_of_tasks_are_refused(section):
         ({"source": [{"path": "a", "weight": 0.0}]}, "Setting 'tasks.source.0.weight' = 0.0"),
     ],
 )
-def test_sources_that_cannot_be_mixed_are_refused(tasks, said):
-    assert said in sentence_of({"tasks": tasks})
+def test_sources_that_cannot_be_mixed_are_refused(tasks, message):
+    assert message in sentence_of({"tasks": tasks})
 
 
-def test_a_selection_may_be_just_its_name():
+def test_selection_can_be_a_name_alone():
     config = load_config({"model": "m", "rollout": {"selection": "first"}})
     assert config.rollout.selection == {"type": "first"}
 
 
-def test_samples_of_an_evaluation_must_be_able_to_differ():
-    said = sentence_of({"evaluate": {"samples": 4, "temperature": 0.0}})
-    assert "evaluate.samples = 4 at evaluate.temperature = 0 are all the same" in said
+def test_several_greedy_samples_per_task_are_refused():
+    message = sentence_of({"evaluate": {"samples": 4, "temperature": 0.0}})
+    assert "evaluate.samples = 4 at evaluate.temperature = 0 are all the same" in message
 
 
-def test_engines_that_take_single_versions_are_not_reached_by_a_broadcast():
-    said = sentence_of({"evaluate": {"engines": 1}, "weights": {"transport": "collective"}})
-    assert "evaluate.engines = 1 take single versions" in said
+def test_evaluation_engines_refuse_a_broadcast_transport():
+    message = sentence_of({"evaluate": {"engines": 1}, "weights": {"transport": "collective"}})
+    assert "evaluate.engines = 1 take single versions" in message
     remote = {"remote": 1}
     cluster = {"address": "tcp://a:1", "ticket": "/elsewhere/t"}
-    said = sentence_of({"evaluate": {"engines": 1}, "engine": remote, "cluster": cluster})
-    assert "weights.transport = 'auto' broadcasts" in said
+    message = sentence_of({"evaluate": {"engines": 1}, "engine": remote, "cluster": cluster})
+    assert "weights.transport = 'auto' broadcasts" in message
     load_config({"model": "m", "evaluate": {"engines": 1}})
 
 
-def test_every_mistake_is_told_at_once():
-    said = sentence_of({"trainer": {"steps": -1}, "bufer": {}})
-    assert "'trainer.steps' = -1" in said
-    assert "'bufer'; did you mean 'buffer'?" in said
+def test_all_mistakes_are_reported_together():
+    message = sentence_of({"trainer": {"steps": -1}, "bufer": {}})
+    assert "'trainer.steps' = -1" in message
+    assert "'bufer'; did you mean 'buffer'?" in message
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         ({"trainer": {"learning_rate": 1e-5}}, "it is now 'optimizer.learning_rate'; rename it"),
         ({"trainer": {"min_learning_rate_share": 0}}, "it is now 'optimizer.min_lr_ratio'"),
@@ -256,11 +256,11 @@ def test_every_mistake_is_told_at_once():
         ({"critic": {"discount": 0.9}}, "it is now 'critic.gamma'"),
     ],
 )
-def test_a_key_of_an_earlier_version_is_answered_with_the_new_one(table, said):
-    assert said in sentence_of(table)
+def test_key_of_an_earlier_version_is_reported_with_its_replacement(table, message):
+    assert message in sentence_of(table)
 
 
-def test_every_old_key_is_refused_today_and_names_a_key_that_exists():
+def test_every_replacement_of_an_old_key_exists():
     known = set(all_keys(RunConfig))
     for old, replacement in OLD_KEYS.items():
         assert old.replace("*", "NAME") not in known
@@ -311,7 +311,7 @@ def descendants(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
 # A name alone stands for its table
 
 
-def test_a_loss_a_scorer_and_a_tracker_may_be_just_their_names():
+def test_loss_scorer_and_tracker_can_be_names_alone():
     config = load_config(
         {
             "model": "m",
@@ -332,7 +332,7 @@ def test_a_loss_a_scorer_and_a_tracker_may_be_just_their_names():
     assert load_config({"model": "m", "scorers": "exact"}).scorers[0].type == "exact"
 
 
-def test_an_override_within_a_table_keeps_the_name_that_stood_for_it():
+def test_override_within_a_table_keeps_its_name():
     table = {"model": "m", "loss": "grpo"}
     overrides = {"loss.high": 0.3, "model.trust_remote_code": True}
     config = load_config(table, overrides=overrides)
@@ -363,7 +363,7 @@ def test_engines_use_the_devices_of_a_list_in_turn():
 
 
 @pytest.mark.parametrize(
-    ("placement", "said"),
+    ("placement", "message"),
     [
         ({"trainer": "gpu"}, "Setting 'placement.trainer.0' = 'gpu'"),
         ({"trainer": ["cuda:0", "cuda:1"]}, "names 2 devices, and the trainer runs on one"),
@@ -371,21 +371,21 @@ def test_engines_use_the_devices_of_a_list_in_turn():
         ({"models": {"judg": "cpu"}}, "names none of environment.models; did you mean 'judge'?"),
     ],
 )
-def test_a_placement_that_cannot_be_is_refused(placement, said):
+def test_impossible_placement_is_refused(placement, message):
     models = {"models": {"judge": {"path": "j"}}}
-    assert said in sentence_of({"environment": models, "placement": placement})
+    assert message in sentence_of({"environment": models, "placement": placement})
 
 
-def test_the_learning_rate_follows_from_what_is_trained():
+def test_default_learning_rate_depends_on_lora():
     assert load_config({"model": "m"}).learning_rate == 1e-6
     assert load_config({"model": "m", "lora": {}}).learning_rate == 1e-4
     own = {"model": "m", "lora": {}, "optimizer": {"learning_rate": 3e-5}}
     assert load_config(own).learning_rate == 3e-5
 
 
-def test_only_an_optimizer_of_the_users_own_has_further_keys():
-    said = sentence_of({"optimizer": {"momentum": 0.9}})
-    assert said.startswith("Unknown setting 'optimizer.momentum'; valid here: type, ")
+def test_only_a_user_defined_optimizer_has_further_keys():
+    message = sentence_of({"optimizer": {"momentum": 0.9}})
+    assert message.startswith("Unknown setting 'optimizer.momentum'; valid here: type, ")
     assert "is not a built-in optimizer" in sentence_of({"optimizer": {"type": "adam"}})
     own = {"type": "torch.optim:SGD", "momentum": 0.9}
     assert load_config({"model": "m", "optimizer": own}).optimizer.own == {"momentum": 0.9}
@@ -394,24 +394,24 @@ def test_only_an_optimizer_of_the_users_own_has_further_keys():
 # Where settings come from
 
 
-def test_overrides_win_whether_dotted_or_nested():
+def test_dotted_and_nested_overrides_take_precedence():
     table = {"model": "m", "trainer": {"steps": 1}, "optimizer": {"schedule": "cosine"}}
     for overrides in ({"trainer.steps": 7}, {"trainer": {"steps": 7}}):
         config = load_config(table, overrides=overrides)
         assert (config.trainer.steps, config.optimizer.schedule) == (7, "cosine")
 
 
-def test_a_wrong_override_is_named_like_any_setting():
+def test_wrong_override_is_reported_like_any_setting():
     with pytest.raises(ConfigError, match=r"'trainer\.stepz'; did you mean 'steps'"):
         load_config({"model": "m"}, overrides={"trainer.stepz": 3})
 
 
-def test_a_model_may_be_just_its_path():
+def test_model_can_be_a_path_alone():
     assert load_config({"model": "some/model"}).model.path == "some/model"
     assert load_config(overrides={"model": "some/model"}).model.path == "some/model"
 
 
-def test_a_config_passes_through_unchanged():
+def test_loaded_config_is_returned_unchanged():
     config = load_config({"model": "m", "loss": {"type": "clipped", "high": 0.3}})
     assert load_config(config) == config
     assert isinstance(load_config(config), RunConfig)
@@ -430,7 +430,7 @@ def test_a_config_passes_through_unchanged():
         ("", ""),
     ],
 )
-def test_a_command_line_value_reads_as_toml_or_as_text(text, value):
+def test_command_line_value_is_toml_or_text(text, value):
     assert parse_override("trainer.steps", text) == value
 
 
@@ -470,7 +470,7 @@ def test_paths_in_a_toml_start_from_its_folder(tmp_path):
     ]
 
 
-def test_a_verifiers_own_keys_stand_in_its_table_and_survive_a_round_trip(tmp_path):
+def test_keys_of_a_verifier_survive_a_round_trip(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
         'model = "m"\n[[scorers]]\ntype = "json_schema"\npath = "schema.json"\nweight = 2.0\n'
@@ -494,7 +494,7 @@ def test_a_missing_toml_points_to_init(tmp_path):
         load_config(tmp_path / "run.toml")
 
 
-def test_a_broken_toml_is_named_with_the_place(tmp_path):
+def test_invalid_toml_is_reported_with_its_position(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("[trainer]\nsteps = \n")
     with pytest.raises(ConfigError, match=r"run\.toml is not valid TOML: .*line 2"):
@@ -522,12 +522,12 @@ def test_a_plugin_is_its_own_config():
     assert plugin(type="clipped", high=0.28) == Clipped(high=0.28)
 
 
-def test_a_plugin_may_be_anything_callable():
+def test_plugin_can_be_any_callable():
     assert plugin(type="builtins:dict", a=1) == {"a": 1}
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         ({"type": 3}, "Setting 'loss.type' = 3 is not a name; built in: clipped."),
         ({"type": "cliped"}, "'loss.type' = 'cliped' is not known; did you mean 'clipped'?"),
@@ -539,10 +539,10 @@ def test_a_plugin_may_be_anything_callable():
         ({"type": "json:JSONDecoder", "zzz": 1}, "Section 'loss' does not fit: "),
     ],
 )
-def test_a_wrong_plugin_is_told_in_a_sentence(table, said):
+def test_wrong_plugin_is_reported_in_one_sentence(table, message):
     with pytest.raises(ConfigError) as caught:
         plugin(**table)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 # References
@@ -565,7 +565,7 @@ def test_files_of_one_name_in_two_folders_do_not_clash(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reference", "said"),
+    ("reference", "message"),
     [
         ("json", "'json' is not a reference; write 'package.module:Name' or 'file.py:Name'"),
         (":dumps", "':dumps' is not a reference"),
@@ -575,10 +575,10 @@ def test_files_of_one_name_in_two_folders_do_not_clash(tmp_path):
         ("nowhere.py:f", "No file '"),
     ],
 )
-def test_a_wrong_reference_is_told_in_a_sentence(reference, said):
+def test_wrong_reference_is_reported_in_one_sentence(reference, message):
     with pytest.raises(ConfigError) as caught:
         load_reference(reference)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_missing_import_inside_user_code_is_not_blamed_on_the_reference(tmp_path: Path):
@@ -597,7 +597,7 @@ JOINABLE = {
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"engine": {"remote": -1}}, "Setting 'engine.remote' = -1: "),
         ({"engine": {"count": 0}}, "engine.count = 0 and engine.remote = 0 leave no engine"),
@@ -611,16 +611,16 @@ JOINABLE = {
         ({"cluster": {"join_timeout_s": 0}}, "Setting 'cluster.join_timeout_s' = 0: "),
     ],
 )
-def test_what_keeps_engines_of_other_hosts_out_is_one_sentence(change, said):
-    assert said in sentence_of({**JOINABLE, **change})
+def test_settings_that_keep_remote_engines_out_are_refused(change, message):
+    assert message in sentence_of({**JOINABLE, **change})
 
 
-def test_all_engines_may_be_on_other_hosts():
+def test_all_engines_can_be_remote():
     config = load_config({"model": "m", **JOINABLE, "engine": {"count": 0, "remote": 2}})
     assert (config.engine.count, config.engine.remote) == (0, 2)
 
 
-def test_models_of_roles_have_the_settings_of_an_engine_but_none_of_its_weights(tmp_path):
+def test_role_models_take_engine_settings_except_those_of_the_policy(tmp_path):
     (tmp_path / "judge").mkdir()
     (tmp_path / "run.toml").write_text(
         'model = "m"\n[environment.models.judge]\npath = "judge"\ncount = 2\nmax_sequences = 4\n'

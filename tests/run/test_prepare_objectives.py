@@ -44,7 +44,7 @@ def test_a_recipe_brings_its_own_advantages(model, loss, expected):
     assert result.config.scoring.advantages["type"] != "auto"
 
 
-def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
+def test_explicit_advantages_override_those_of_the_recipe(model):
     result = prepared(
         model, loss={"type": "rloo"}, scoring={"advantages": {"type": "group", "epsilon": 0.5}}
     )
@@ -52,7 +52,7 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"loss": {"type": "grpo", "kl": 0.1}}, "loss.kl = 0.1 compares with a reference model"),
         (
@@ -104,13 +104,13 @@ def test_advantages_that_are_set_win_over_those_of_the_recipe(model):
         ),
     ],
 )
-def test_what_cannot_work_is_refused_at_the_start(model, settings, said):
+def test_impossible_combination_is_refused_before_the_start(model, settings, message):
     with pytest.raises(ConfigError) as caught:
         prepared(model, **settings)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_with_a_critic_the_objective_is_ppo_and_advantages_are_left_to_the_critic(model):
+def test_critic_implies_ppo_and_gae(model):
     result = prepared(model, critic={"gae_lambda": 0.95})
     assert result.advantages == CriticAdvantages()
     assert result.config.scoring.advantages == {"type": "gae"}
@@ -122,7 +122,7 @@ def test_with_a_critic_the_objective_is_ppo_and_advantages_are_left_to_the_criti
     assert prepare(again, tasks=[{"prompt": "1"}], scorers=[length]).config == result.config
 
 
-def test_a_critic_that_cannot_read_what_the_policy_writes_is_refused(model, tmp_path):
+def test_critic_with_fewer_tokens_or_context_is_refused(model, tmp_path):
     short = make_tiny_model(tmp_path / "short", max_context=64)
     with pytest.raises(ConfigError, match="reads 64 tokens, but sequences may have 128; lower"):
         prepared(model, critic={"path": str(short)})

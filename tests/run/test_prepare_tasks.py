@@ -47,7 +47,7 @@ def sources(folder: Path) -> list[dict]:
     ]
 
 
-def test_sources_are_mixed_by_weight_and_tasks_know_where_they_come_from(folder):
+def test_sources_are_mixed_by_weight_and_tasks_name_their_source(folder):
     stream = prepared(folder, tasks={"source": sources(folder), "order": "sequential"}).tasks
     drawn = [stream.task(number) for number in range(8)]
     assert [task.source for task in drawn] == ["sums", "sums", "products", "sums"] * 2
@@ -55,7 +55,7 @@ def test_sources_are_mixed_by_weight_and_tasks_know_where_they_come_from(folder)
     assert drawn[2].prompt == "0*1="
 
 
-def test_sources_need_names_of_their_own(folder):
+def test_sources_of_the_same_name_are_refused(folder):
     twice = [{"path": str(folder / "sums.jsonl")}] * 2
     with pytest.raises(ConfigError, match="are named 'sums'; give one another name"):
         prepared(folder, tasks={"source": twice})
@@ -70,7 +70,7 @@ def test_tasks_from_python_do_not_mix_with_sources(folder):
         )
 
 
-def test_an_only_task_list_has_no_source_and_any_order(folder):
+def test_single_task_list_has_no_source_name(folder):
     path = {"path": str(folder / "sums.jsonl")}
     stream = prepared(folder, tasks={**path, "order": "sequential"}).tasks
     assert [stream.task(number).prompt for number in range(2)] == ["0+1=", "1+1="]
@@ -78,7 +78,7 @@ def test_an_only_task_list_has_no_source_and_any_order(folder):
     assert isinstance(prepared(folder, tasks={**path, "order": "curriculum"}).tasks, Curriculum)
 
 
-def test_servers_alone_are_an_environment_that_somebody_must_judge(folder):
+def test_mcp_servers_alone_are_an_environment_that_needs_a_scorer(folder):
     pytest.importorskip("mcp")
     config = {
         "model": str(folder / "model"),
@@ -102,12 +102,12 @@ def test_servers_alone_are_an_environment_that_somebody_must_judge(folder):
         ),
     ],
 )
-def test_a_typo_in_what_shapes_data_costs_no_start_up(folder, settings, sentence):
+def test_typo_in_data_shaping_is_reported_before_the_start(folder, settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
         prepared(folder, tasks={"path": str(folder / "sums.jsonl")}, **settings)
 
 
-def test_a_resumed_run_goes_on_with_the_tasks_and_solve_rates_of_its_checkpoint(folder, tmp_path):
+def test_resumed_run_restores_tasks_and_solve_rates_of_its_checkpoint(folder, tmp_path):
     tasks = {"source": sources(folder), "order": "curriculum"}
     first = prepared(folder, tasks=tasks).tasks
     for number in range(40):
@@ -127,7 +127,7 @@ def test_a_resumed_run_goes_on_with_the_tasks_and_solve_rates_of_its_checkpoint(
     assert [resumed.tasks.task(n) for n in range(42, 80)] == [first.task(n) for n in range(42, 80)]
 
 
-def test_a_resumed_run_passes_over_damaged_checkpoints_and_says_so(folder, tmp_path):
+def test_resumed_run_skips_damaged_checkpoints_with_a_warning(folder, tmp_path):
     config = load_config(
         {
             "model": str(folder / "model"),
@@ -150,13 +150,13 @@ def test_a_resumed_run_passes_over_damaged_checkpoints_and_says_so(folder, tmp_p
         prepare(config, scorers=[length], resume=True)
 
 
-def test_engines_that_only_evaluate_need_tasks_for_it(folder):
+def test_evaluation_engines_need_held_out_tasks(folder):
     path = {"path": str(folder / "sums.jsonl")}
     with pytest.raises(ConfigError, match=r"evaluate\.engines = 1 have no tasks to evaluate"):
         prepared(folder, tasks=path, evaluate={"engines": 1})
 
 
-def test_what_is_solved_is_the_same_for_selection_as_for_evaluation(folder):
+def test_selection_and_evaluation_share_the_solved_score(folder):
     path = {"path": str(folder / "sums.jsonl")}
     half = prepared(folder, tasks=path, evaluate={"solved_at": 0.5}).shaping
     assert half.selection == RocSelection(solved_at=0.5)

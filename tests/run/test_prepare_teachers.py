@@ -47,7 +47,7 @@ def prepared(folder: Path, *scorers: dict, reward=length, held_out=None, **setti
 TEACHER = {"type": "teacher", "model": "teacher"}
 
 
-def test_a_teachers_table_says_how_it_is_learned_from(folder):
+def test_settings_of_a_teacher_become_settings_of_the_loss(folder):
     table = {**TEACHER, "loss": "jsd", "beta": 0.2, "weight": 0.3, "top_k": 5}
     loss = prepared(folder, table).config.loss
     assert loss == {
@@ -58,7 +58,7 @@ def test_a_teachers_table_says_how_it_is_learned_from(folder):
     }
 
 
-def test_what_loss_says_wins_over_the_teachers_table(folder):
+def test_loss_settings_override_those_of_the_teacher(folder):
     settings = {"loss": {"distil": "reverse_kl", "distil_weight": 2.0}}
     loss = prepared(folder, {**TEACHER, "loss": "forward_kl", "top_k": 3}, **settings).config.loss
     assert (loss["distil"], loss["distil_weight"]) == ("reverse_kl", 2.0)
@@ -74,13 +74,13 @@ def test_several_teachers_share_the_tasks(folder):
     ]
 
 
-def test_a_reference_serves_the_divergence_from_it(folder):
+def test_reference_scorer_enables_the_kl_term(folder):
     settings = {"loss": {"kl": 0.1}}
     assert prepared(folder, {"type": "reference"}, **settings).config.loss["kl"] == 0.1
 
 
 @pytest.mark.parametrize(
-    ("scorers", "settings", "said"),
+    ("scorers", "settings", "message"),
     [
         ([{"type": "teacher", "model": "stranger"}], {}, "for example in 'a'"),
         ([{"type": "teacher", "model": "nothing"}], {}, "does not exist"),
@@ -129,14 +129,14 @@ def test_a_reference_serves_the_divergence_from_it(folder):
         ),
     ],
 )
-def test_what_cannot_work_is_refused_at_the_start(folder, scorers, settings, said):
+def test_impossible_combination_is_refused_before_the_start(folder, scorers, settings, message):
     with pytest.raises(ConfigError) as caught:
         prepared(folder, *scorers, **settings)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"rollout": {"filter": [{"type": "zero_variance"}]}}, "would drop every group"),
         ({"critic": {}}, "[critic] would learn that every value is 0"),
@@ -144,14 +144,14 @@ def test_what_cannot_work_is_refused_at_the_start(folder, scorers, settings, sai
         ({"scoring": {"advantages": {"type": "best_worst"}}}, "would find no pairs"),
     ],
 )
-def test_what_lives_by_scores_is_refused_where_only_a_teacher_is(folder, settings, said):
+def test_settings_that_need_scores_are_refused_with_only_a_teacher(folder, settings, message):
     with pytest.raises(ConfigError) as caught:
         prepared(folder, TEACHER, reward=None, **settings)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     prepared(folder, TEACHER, reward=None)
 
 
-def test_held_out_tasks_need_somebody_who_gives_scores(folder):
+def test_held_out_tasks_need_a_scorer_that_gives_scores(folder):
     held_out = [{"prompt": "2+2=", "answer": "4", "kind": "sum"}]
     with pytest.raises(ConfigError, match="no scorer that says whether they are solved"):
         prepared(folder, TEACHER, reward=None, held_out=held_out)

@@ -73,9 +73,9 @@ def test_ask_refuses_a_folder_without_an_active_run(tmp_path):
 
 
 async def test_run_continues_without_a_socket_if_its_path_is_too_long(tmp_path):
-    private, said = tmp_path / ("long" * 30), []
+    private, message = tmp_path / ("long" * 30), []
     workers, pointer = FakeWorkers(), tmp_path / CONTROL
-    async with scaling_server(workers, pointer=pointer, private=private, warn=said.append):  # pyright: ignore
+    async with scaling_server(workers, pointer=pointer, private=private, warn=message.append):  # pyright: ignore
         assert not pointer.exists()
-    (sentence,) = said
+    (sentence,) = message
     assert "set TMPDIR to a shorter folder" in sentence
