@@ -325,7 +325,7 @@ def test_loss_scorer_and_tracker_can_be_names_alone():
     assert config.loss == {"type": "grpo"}
     assert [scorer.type for scorer in config.scorers] == ["exact", None, "numeric"]
     assert config.scorers[1].function == "rewards.py:digits"
-    assert config.tracker[0].own == {"type": "tensorboard"}
+    assert config.tracker[0].type_settings == {"type": "tensorboard"}
     assert config.scoring.advantages == {"type": "group"}
     assert config.scoring.penalty == ({"type": "linear"},)
     assert config.rollout.filter == ({"type": "zero_variance"},)
@@ -388,7 +388,9 @@ def test_only_a_user_defined_optimizer_has_further_keys():
     assert message.startswith("Unknown setting 'optimizer.momentum'; valid here: type, ")
     assert "is not a built-in optimizer" in sentence_of({"optimizer": {"type": "adam"}})
     own = {"type": "torch.optim:SGD", "momentum": 0.9}
-    assert load_config({"model": "m", "optimizer": own}).optimizer.own == {"momentum": 0.9}
+    assert load_config({"model": "m", "optimizer": own}).optimizer.type_arguments == {
+        "momentum": 0.9
+    }
 
 
 # Where settings come from

@@ -62,8 +62,8 @@ class TrackerConfig(Section):
     Further arguments are keys of the same table."""
 
     @property
-    def own(self) -> dict[str, Any]:
-        """The table of its type: the name of that, and its own keys."""
+    def type_settings(self) -> dict[str, Any]:
+        """The name and the keys of the type."""
         return {"type": self.type, **(self.model_extra or {})}
 
     @model_validator(mode="before")

@@ -45,56 +45,56 @@ class RunConfig(Section):
     seed: Int = 0
     """Seed of the task order and of all sampling."""
     model: ModelConfig
-    """The model to train. A path alone stands for this table."""
+    """Model to train. A path alone stands for this table."""
     tasks: TasksConfig = TasksConfig()
-    """The tasks to train on."""
+    """Tasks to train on."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """How episodes are played."""
+    """Environment that plays episodes: its function or program, tools, limits and other models."""
     sampling: SamplingConfig = SamplingConfig()
-    """How completions are sampled."""
+    """Sampling of completions."""
     scorers: tuple[ScorerConfig, ...] = ()
-    """What scores episodes. The weighted scores add up. A name alone stands for a table: "exact"
+    """Scorers of episodes. Their weighted scores add up. A name alone stands for a table: "exact"
     for a built-in type, "rewards.py:NAME" for a function."""
     scoring: ScoringConfig = ScoringConfig()
-    """How scores become advantages."""
+    """Advantages, length penalties, and the processes that run reward functions."""
     rollout: RolloutConfig = RolloutConfig()
-    """How groups of episodes are generated and filtered."""
+    """Groups of episodes: their size, selection and filters."""
     buffer: BufferConfig = BufferConfig()
-    """How groups wait for the trainer, and how stale they may be."""
+    """Buffer of groups that wait for the trainer, and the limit of their staleness."""
     trainer: TrainerConfig = TrainerConfig()
-    """How the model is trained."""
+    """Training steps: their number, batches, data type and memory."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """How gradients change the weights."""
+    """Optimizer, its learning rate, and gradient clipping."""
     loss: Plugin = Field(default={"type": "clipped"})
     """Objective: the name of a built-in ("clipped", "grpo", "dapo", "gspo", ...) or "module:Name",
     alone or in a table with its own keys. With [critic] the default is "ppo"; see
     docs/reference/losses.md."""
     critic: CriticConfig | None = None
-    """A critic that estimates the value of each token, instead of comparing the episodes of a
+    """Critic that estimates the value of each token, instead of comparing the episodes of a
     group; see docs/reference/losses.md."""
     lora: LoraConfig | None = None
     """Training of a LoRA adapter instead of all weights. It needs the extra millrace[lora]."""
     engine: EngineConfig = EngineConfig()
-    """The processes that generate."""
+    """Engines: the processes that generate."""
     weights: WeightsConfig = WeightsConfig()
-    """How new weights reach the engines."""
+    """Weight updates from the trainer to the engines."""
     placement: PlacementConfig = PlacementConfig()
-    """Which device each worker uses: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"."""
+    """Device of each worker: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N"."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When checkpoints are written."""
+    """Checkpoints: their interval and number."""
     journal: JournalConfig = JournalConfig()
-    """The log from which an interrupted run resumes."""
+    """Journal from which an interrupted run resumes."""
     evaluate: EvaluateConfig = EvaluateConfig()
-    """Held-out tasks, and when they are evaluated."""
+    """Evaluation on held-out tasks."""
     monitoring: MonitoringConfig = MonitoringConfig()
-    """What the run shows and records."""
+    """Progress display, and records of episodes."""
     tracker: tuple[TrackerConfig, ...] = ()
     """Further destinations of the metrics, besides metrics.jsonl. A name alone stands for a
     table."""
     cluster: ClusterConfig = ClusterConfig()
-    """How workers connect, start and share a GPU."""
+    """Workers: their connections, start and sharing of a GPU."""
     supervision: SupervisionConfig = SupervisionConfig()
-    """When a worker counts as hung, and how often it is restarted."""
+    """Supervision of workers: detection of hung ones, and the limit of restarts."""
 
     @property
     def learning_rate(self) -> float:

@@ -127,8 +127,8 @@ class OptimizerConfig(Section):
     """Maximum norm of the gradient, above 0. Larger gradients are scaled down."""
 
     @property
-    def own(self) -> dict[str, Any]:
-        """Further arguments of an optimizer class of the user's own."""
+    def type_arguments(self) -> dict[str, Any]:
+        """Further arguments of a user-defined optimizer class."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")

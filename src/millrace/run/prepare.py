@@ -122,7 +122,7 @@ def prepare(
     config = _resolve_objective(config, specs)
     advantages = build_advantages(config.scoring.advantages)
     shaping = _shaping(config, scorers=[spec.name for spec in specs])
-    trackers = build_trackers([table.own for table in config.tracker])
+    trackers = build_trackers([table.type_settings for table in config.tracker])
     recipe = resolve_recipe(config, specs)
     capabilities = load_backend(config.engine).capabilities
     # Files of the model are read from here on, which imports torch.

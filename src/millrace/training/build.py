@@ -90,7 +90,7 @@ def train_settings(config: RunConfig) -> TrainSettings:
     settings, optimizer = config.trainer, config.optimizer
     return TrainSettings(
         optimizer=optimizer.type,
-        optimizer_options=optimizer.own,
+        optimizer_options=optimizer.type_arguments,
         betas=optimizer.betas,
         weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm,
