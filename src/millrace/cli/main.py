@@ -61,7 +61,8 @@ TRAIN = """\
 Train with the settings of a TOML file.
 
 Any setting can be overridden: --section.key value.
-Values are read as TOML (12, 3e-5, true, [0.9, 0.95]); anything else is a string.
+Values are read as TOML (12, 3e-5, true, [0.9, 0.95]); anything else is a string. The value none
+removes an optional setting or table (--lora none).
 Relative paths in the file start from the folder of the file; paths given here start from the
 working directory.
 """

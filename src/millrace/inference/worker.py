@@ -55,7 +55,7 @@ from millrace.weights.receiver import make_receiver
 PROGRESS_S = 0.25
 # Interval of the coalesced token reports. If an engine dies, its sequences resume elsewhere from
 # the last report. A run that saves tokens more often than this gets reports as often.
-REPORT_S = 2.0
+REPORT_S, MIN_REPORT_S = 2.0, 0.05
 STAGING_POLL_S = 0.002  # how often an idle engine checks for staged weights
 
 
@@ -107,7 +107,7 @@ def wire(
         timeline=timeline,
         interrupt=config.weights.interrupt,
         capabilities=load_backend(config.engine).capabilities,
-        report_s=min(REPORT_S, config.journal.partial_every_s or REPORT_S),
+        report_s=min(REPORT_S, max(MIN_REPORT_S, config.journal.partial_every_s or REPORT_S)),
     )
 
 

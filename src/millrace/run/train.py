@@ -55,10 +55,16 @@ class RunResult:
     steps: int
     episodes: int  # trained on, in this call
     seconds: float
-    accuracy_before: float | None
-    accuracy_after: float | None
     before: Evaluation | None = None  # every held-out episode, before the first step
-    after: Evaluation | None = None  # and after the last
+    after: Evaluation | None = None  # every held-out episode, after the last step
+
+    @property
+    def accuracy_before(self) -> float | None:
+        return self.before.accuracy if self.before else None
+
+    @property
+    def accuracy_after(self) -> float | None:
+        return self.after.accuracy if self.after else None
 
 
 def train(
@@ -354,8 +360,6 @@ class _Run:
             steps=outcome.steps,
             episodes=self._monitor.episodes,
             seconds=seconds,
-            accuracy_before=before.accuracy if before else None,
-            accuracy_after=after.accuracy if after else None,
             before=before,
             after=after,
         )
