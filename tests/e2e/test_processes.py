@@ -86,7 +86,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_processes(start):
     run.process.send_signal(signal.SIGINT)
     code, _, stderr = run.finish()
     assert code == 130
-    assert "--resume goes on from step_" in stderr
+    assert "--resume continues from step_" in stderr
     run.assert_left_nothing()
     assert shared_memory() <= before
 

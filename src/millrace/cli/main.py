@@ -18,43 +18,43 @@ from millrace.core.errors import ConfigError, MillraceError, RestartLimitExceede
 from millrace.serving.options import SERVE, SERVE_MORE, add_arguments
 
 INTRODUCTION = """\
-Asynchronous reinforcement-learning post-training of language models: engines generate
-without pause, the trainer steps without waiting, and every token says which weights
-sampled it.
+Asynchronous reinforcement-learning post-training of language models. Engines generate
+without stopping, the trainer steps without waiting, and every token records the version
+of the weights that sampled it.
 """
 
 START_HERE = """\
 start here:
-  millrace demo                    see it work: trains a tiny model on this machine
+  millrace demo                    train a tiny model on this machine, to see that it works
   millrace init my-run             write settings, a reward function, tasks and a tiny model
                                    (--model PATH: use your own model instead)
-  millrace train my-run/run.toml   train it
-  millrace inspect my-run/run      see what happened, with plots
+  millrace train my-run/run.toml   train with these settings
+  millrace inspect my-run/run      show a summary and draw plots
 
 exit codes:
-  0 done   1 the run failed   2 wrong setting, argument or input   130 interrupted
+  0 success   1 the run failed   2 wrong setting, argument or input   130 interrupted
 """
 
 DEMO = """\
-Make a small transformer that sorts digits, badly, and train it with reinforcement learning,
-asynchronously, on the CPU, until it sorts well. Nothing is downloaded; it takes a few minutes.
-Ends with held-out accuracy before and after, and with where everything lies.
-An earlier demo in the same run directory is replaced.
+Make a small transformer that sorts digits badly, and train it with asynchronous reinforcement
+learning on the CPU until it sorts well. The demo takes a few minutes and downloads nothing. At the
+end it prints the held-out accuracy before and after, and where to find the results. It replaces an
+earlier demo in the same run directory.
 """
 
 INIT = """\
-Write a starter into DIR (default: this folder):
+Write a project into DIR (default: this folder) that trains as it is:
 
-  run.toml        settings, with comments; every section a newcomer would touch
-  rewards.py      a reward function, to be replaced by yours
-  tasks.jsonl     tasks to train on, one a line: a prompt, and columns for the reward function
-  heldout.jsonl   tasks to measure accuracy on
-  model/          a tiny model and its tokenizer, so that everything runs as it is
+  run.toml        the settings that you are likely to change, with comments
+  rewards.py      an example of a reward function
+  tasks.jsonl     tasks to train on, one per line: a prompt, and columns for the reward function
+  heldout.jsonl   tasks to measure accuracy
+  model/          a tiny model and its tokenizer
 
-With --model PATH, run.toml names that model (a directory or a hub model), and none is made.
-
-Then: millrace train DIR/run.toml
+With --model PATH, run.toml names that model (a directory or a hub name), and no model is made.
 Existing files are never overwritten.
+
+Then run: millrace train DIR/run.toml
 """
 
 TRAIN = """\
@@ -77,7 +77,7 @@ examples:
 files in the run directory (setting run_dir):
   config.toml         all settings of the run
   metrics.jsonl       one object per step
-  trace.json          what every worker did and waited for: open it in ui.perfetto.dev
+  trace.json          activity of every worker, for ui.perfetto.dev
   rollouts/           some episodes of every step, for reading
   checkpoints/step_N  Hugging Face model directories, with the trainer's state
   logs/               output of the workers
@@ -101,24 +101,24 @@ example:
 """
 
 ENGINES = """\
-Change the engines of a running job, on the machine of its controller, and list the engines that it
-has then. A new engine serves once it has the newest weights; a removed engine finishes its
+Add engines to a running job, remove some, and list its engines. Run this command on the machine of
+the controller. A new engine serves once it has the newest weights. A removed engine finishes its
 sequences first.
 """
 
 INSPECT = """\
-Summarise a run from its directory, whether it has finished, still runs, or was killed: reward,
-accuracy, speed, staleness, how busy every worker was and what it waited for, and what was dropped.
-Draws reward.png, staleness.png and timeline.png into RUN_DIR/plots, and parts.png if rewards have
-several. With --ledger, accounts for every task that was issued, from the journal, and fails if the
-account does not add up; with --number, shows one task.
+Summarise a finished, running or killed run: reward, accuracy, speed, staleness, how busy every
+worker was and what it waited for, and dropped groups. Draws reward.png, staleness.png and
+timeline.png into RUN_DIR/plots, and parts.png if rewards have several parts. With --ledger, prints
+the status of all issued tasks from the journal, and fails if they are inconsistent. With --number,
+prints the status of one task.
 """
 
 
 REPLAY = """\
 Read episodes that a run recorded (setting monitoring.record_episodes), without an engine. With
---environment, play them again on the recorded replies and tool results; the output says where the
-environment now asks something else. Prints one line of JSON per episode.
+--environment, replay them with the recorded replies and tool results; the output says where the
+environment now behaves differently. Prints one line of JSON per episode.
 """
 
 REPLAY_MORE = """\
@@ -172,11 +172,11 @@ def split_settings(
         if not equals:
             value = next(remaining, "--")
             if value.startswith("--"):
-                hint = "" if only_dotted else "; without one there is only --resume"
+                hint = "" if only_dotted else "; the only option without a value is --resume"
                 raise ConfigError(f"--{key} needs a value{hint}.")
         table = key.partition(".")[0]
         if table in ("scorers", "tracker") and table != key:
-            raise ConfigError(f"--{key} cannot be given here; edit the [[{table}]] table instead.")
+            raise ConfigError(f"--{key} cannot be set here; edit the [[{table}]] table instead.")
         settings[key.replace("-", "_")] = value
     return rest, settings
 
@@ -196,16 +196,14 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=getattr(run, name))
         return command
 
-    demo = add("demo", DEMO, help="train a tiny model, now")
+    demo = add("demo", DEMO, help="train a tiny model now")
     demo.add_argument("--run-dir", type=Path, default=Path("runs/demo"), metavar="DIR")
-    demo.add_argument("--seed", type=int, default=0, help="another model, other tasks (default: 0)")
-    demo.add_argument("--json", type=Path, metavar="FILE", help="also write the summary there")
+    demo.add_argument("--seed", type=int, default=0, help="of model, tasks and run (default: 0)")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="write the summary here, too")
 
-    init = add("init", INIT, help="write a starter to build on")
+    init = add("init", INIT, help="write a project to start from")
     init.add_argument("directory", type=Path, nargs="?", default=Path(), metavar="DIR")
-    init.add_argument(
-        "--model", metavar="PATH", help="train this model directory or hub model, and make none"
-    )
+    init.add_argument("--model", metavar="PATH", help="directory or hub name of the model to train")
 
     usage = "millrace train RUN.toml [--resume] [--section.key value ...]"
     text = "train with the settings of a TOML file"
@@ -215,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_arguments(add("serve", SERVE, SERVE_MORE, help="serve a model over HTTP"))
     _add_cluster_arguments(
-        join=add("join", JOIN, JOIN_MORE, help="bring engines from another host"),
+        join=add("join", JOIN, JOIN_MORE, help="add engines of this host to a run"),
         engines=add("engines", ENGINES, help="add engines to a running job, or remove some"),
     )
     _add_report_arguments(
@@ -245,9 +243,13 @@ def _add_cluster_arguments(
         help="folder for the output of the engines (default: logs)",
     )
     engines.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    engines.add_argument("--add", type=int, default=0, metavar="N", help="start N more")
+    engines.add_argument("--add", type=int, default=0, metavar="N", help="start N engines")
     engines.add_argument(
-        "--remove", action="append", default=[], metavar="NAME", help="by name; may be repeated"
+        "--remove",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="remove this engine; may be repeated",
     )
 
 
@@ -259,13 +261,13 @@ def _add_report_arguments(
     inspect.add_argument(
         "--ledger",
         action="store_true",
-        help="account for every task instead: trained, dropped, failed or pending",
+        help="count all tasks instead: trained, dropped, failed or pending",
     )
     inspect.add_argument(
         "--number", type=int, metavar="N", help="show the status of the task with this number only"
     )
     replay.add_argument("path", type=Path, metavar="FILE")
-    replay.add_argument("--environment", metavar="MODULE:NAME", help="play them again with it")
+    replay.add_argument("--environment", metavar="MODULE:NAME", help="replay with this function")
     replay.add_argument(
         "--model", metavar="DIR", help="model of the tokenizer (default: the recorded one)"
     )
@@ -278,7 +280,7 @@ def _add_report_arguments(
         help="score them again with a reward function, or a verifier by its type",
     )
     replay.add_argument(
-        "--config", type=Path, metavar="RUN.toml", help="score them with its [[scorers]] tables"
+        "--config", type=Path, metavar="RUN.toml", help="rescore with the [[scorers]] of this file"
     )
     replay.add_argument(
         "--tool-result",

@@ -1,4 +1,4 @@
-"""What `millrace init` writes: a folder that trains as it is, to be changed piece by piece.
+"""The project that `millrace init` writes; it trains as it is.
 
 Promise: nothing that exists is overwritten, and an interrupted init can be repeated.
 """
@@ -61,7 +61,7 @@ def _for_model(text: str, model: str) -> str:
 
 
 def _make_aside(path: Path, make_model: Callable[[Path], None]) -> None:
-    """Half a model must not look like one, whenever this is interrupted."""
+    """Make the model under another name first, so that an interrupted init leaves no half model."""
     partial = path.with_name(path.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
