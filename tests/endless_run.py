@@ -20,7 +20,6 @@ from millrace.cluster.messages import (
 )
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import RunConfig, load_config
-from millrace.controller.controller import Cursor
 from millrace.core.records import Completion, Group, Sampling, ScorerResult, Task, WeightUpdate
 from millrace.core.spans import Span
 from millrace.environments.rollouts.player import Player
@@ -28,6 +27,7 @@ from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.rollouts.single_turn import SingleTurn
 from millrace.inference.pool import EnginePool
 from millrace.journal import Journal, JournalHistory, Ledger
+from millrace.journal.resuming import Cursor
 from millrace.monitoring.files.skipped_steps import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir

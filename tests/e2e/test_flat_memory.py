@@ -4,7 +4,6 @@ import asyncio
 import gc
 import sys
 import time
-import weakref
 from collections import deque
 from typing import Any
 
@@ -15,7 +14,6 @@ from project import Command, make_project
 
 WARM_UP, STEPS = 210, 330  # bounded windows of the past (200 marks, 1024 lengths) are full by then
 NUM_SAMPLES = 8  # at consecutive steps, because the work in flight varies
-MAX_CURSORS = 250
 LAST_SAMPLES = STEPS - 10
 
 
@@ -41,7 +39,6 @@ class MemoryInspector:
         """Return the remembered containers that grew by this many entries, and forget them all.
 
         Timers do not count, because the event loop removes cancelled ones only when there are many.
-        Neither does sqlite3's list of weak references to cursors, which it prunes after every 200.
         """
         containers, self._containers = self._containers, ()
         return [
@@ -49,7 +46,6 @@ class MemoryInspector:
             for one, length in containers
             if len(one) >= length + by and one is not exempt
             if not isinstance(next(iter(one)), asyncio.TimerHandle)
-            if not (isinstance(next(iter(one)), weakref.ref) and len(one) <= MAX_CURSORS)
         ]
 
 

@@ -35,7 +35,7 @@ from millrace.core.records import Completion, Group, Request, Sampling, Task
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.replaying_engine import ReplayingEngine
 from millrace.journal import Journal, read_journal
-from millrace.journal.resuming import CheckpointState, resume_history
+from millrace.journal.resuming import Cursor, resume_history
 from millrace.tasks.curriculum import Curriculum
 
 GROUPS = 2  # of a step
@@ -137,14 +137,14 @@ class Process(FakeScorers):
         saved = Trainer() if checkpoint is None else checkpoint.trainer
         self.trainer = saved.copy()
         version = self.visible = self.trainer.version
-        at = CheckpointState(
+        at = Cursor(
             version=version,
             next_number=state.get("next_number", 0),
             unfinished=state.get("unfinished", ()),
-            position=state.get("journal"),
+            journal=state.get("journal"),
         )
         history, self.warnings = resume_history(disk.folder, at)
-        self.covered = (version, at.position)
+        self.covered = (version, at.journal)
         self.tasks = Curriculum(TASKS, seed=0, target=0.5, explore_share=0.2)
         self.tasks.restore(state.get("tasks", {}))
         for number in history.ledger.open & history.ledger.draws.keys():

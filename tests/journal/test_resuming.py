@@ -6,10 +6,9 @@ import pytest
 from fakes import make_group
 from journals import open_journal, read_history
 
-from millrace.controller.controller import Cursor
 from millrace.core.errors import JournalError
 from millrace.core.records import Task
-from millrace.journal.resuming import CheckpointState, resume_history
+from millrace.journal.resuming import Cursor, resume_history
 from millrace.run.resume import advance_cursor
 from millrace.tasks.curriculum import Curriculum
 
@@ -17,7 +16,7 @@ TASKS = [Task(prompt=str(n)) for n in range(9)]
 
 
 @pytest.fixture
-async def checkpoint(tmp_path) -> CheckpointState:
+async def checkpoint(tmp_path) -> Cursor:
     """Of version 1, in the middle of a run that then had numbers 0 to 7 and versions 2 and 3."""
     journal = open_journal(tmp_path)
     for number in range(8):
@@ -33,9 +32,7 @@ async def checkpoint(tmp_path) -> CheckpointState:
     journal.finish_step(2, was_skipped=False)
     await journal.begin_step(3, fresh=[5, 4])
     await journal.close()
-    return CheckpointState(
-        version=1, next_number=8, unfinished=(2, 3, 4, 5, 6, 7), position=position
-    )
+    return Cursor(version=1, next_number=8, unfinished=(2, 3, 4, 5, 6, 7), journal=position)
 
 
 async def test_steps_after_the_checkpoint_are_redone_and_other_groups_wait_or_run(
@@ -58,7 +55,7 @@ async def test_a_curriculum_learns_again_the_solve_rates_since_the_checkpoint(tm
         if number == 1:
             resumed.restore(undisturbed.state())
     history, _ = resume_history(tmp_path, checkpoint)
-    cursor = Cursor(version=1, journal=checkpoint.position)
+    cursor = Cursor(version=1, journal=checkpoint.journal)
     cursor = advance_cursor(cursor, history.ledger, resumed)
     assert [resumed.solve_rate(n) for n in range(9)] == [
         undisturbed.solve_rate(n) for n in range(9)
@@ -71,8 +68,8 @@ async def test_a_curriculum_learns_again_the_solve_rates_since_the_checkpoint(tm
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"position": None}, "made without a journal"),
-        ({"position": 1000}, "ends before the newest checkpoint"),
+        ({"journal": None}, "made without a journal"),
+        ({"journal": 1000}, "ends before the newest checkpoint"),
         ({"version": 9}, "ends before the newest checkpoint"),
     ],
 )
@@ -90,7 +87,7 @@ async def test_a_journal_that_does_not_match_the_checkpoint_is_replaced_with_a_w
     assert again.ledger.check() == []
     assert again.closed == {"unknown": [0, 1]}
     resumed, warnings = resume_history(tmp_path, checkpoint)
-    assert resumed.is_new == bool(warnings) == (change == {"position": None})
+    assert resumed.is_new == bool(warnings) == (change == {"journal": None})
 
 
 async def test_a_journal_that_begins_after_an_old_checkpoint_is_replaced(tmp_path, checkpoint):

@@ -14,8 +14,9 @@ from millrace.core.errors import JournalError
 
 FORMAT_VERSION = 2  # 1 was a folder of *.log files
 NAME = "journal.db"
-PAGE_BYTES = 8192
-CHECKPOINT_PAGES = 2048  # the write-ahead log is copied into the database beyond this, 16 MiB
+PAGE_BYTES = 32768  # payloads span many pages, and each page costs time
+CHECKPOINT_PAGES = 512  # the write-ahead log is copied into the database beyond this, 16 MiB
+CACHE_KIB = 16384  # holds a large commit; beyond it, SQLite writes pages early
 BUSY_TIMEOUT_S = 5.0
 
 SCHEMA = """
@@ -97,6 +98,7 @@ def open_writer(folder: Path, *, connect: Connect = connect_file) -> sqlite3.Con
                 f"the file system allows no write-ahead log, only {mode}"
             )
         db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         db.execute("PRAGMA secure_delete = OFF")  # a default of some builds; it writes zeros
         db.execute(f"PRAGMA journal_size_limit = {CHECKPOINT_PAGES * PAGE_BYTES}")
         # One sync per commit: what is committed survives a loss of power.

@@ -113,11 +113,11 @@ class Journal:
             return
         self._has_partials.add(number)
 
-        def insert(db: sqlite3.Connection) -> None:
+        def insert(cursor: sqlite3.Cursor) -> None:
             for one in tokens:
                 payload = encode_completion(one.part)
                 row = (number, one.request, one.digest, one.member, one.start)
-                db.execute(
+                cursor.execute(
                     "INSERT INTO partials (number, request, digest, member, start, num_tokens,"
                     " payload, checksum) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                     (*row, len(one.part.tokens), payload, checksum(payload)),
@@ -138,14 +138,14 @@ class Journal:
         self._has_partials.discard(number)
         admitted = self._position + 1
 
-        def insert(db: sqlite3.Connection) -> None:
+        def insert(cursor: sqlite3.Cursor) -> None:
             payload = encode_group(group)
-            db.execute(
+            cursor.execute(
                 "INSERT OR REPLACE INTO groups VALUES (?, ?, ?)",
                 (number, payload, checksum(payload)),
             )
-            db.execute("DELETE FROM partials WHERE number = ?", (number,))
-            db.execute(
+            cursor.execute("DELETE FROM partials WHERE number = ?", (number,))
+            cursor.execute(
                 "UPDATE tasks SET status = 'waiting', admitted = ? WHERE number = ?",
                 (admitted, number),
             )
@@ -165,7 +165,7 @@ class Journal:
     def close_task(self, number: int, *, outcome: Outcome, reason: str) -> None:
         """The task will not be trained."""
         if not self.ledger.close(number, f"{outcome}: {reason}"):
-            self._append(lambda db: None)  # records the problem
+            self._append(lambda cursor: None)  # records the problem
             return
         self._discard(
             number,
@@ -181,10 +181,10 @@ class Journal:
         step = LedgerStep(version=version, fresh=tuple(fresh), replayed=tuple(replayed))
         self.ledger.begin_step(step)
 
-        def insert(db: sqlite3.Connection) -> None:
-            _insert_step(db, step)
+        def insert(cursor: sqlite3.Cursor) -> None:
+            _insert_step(cursor, step)
             rows = [(number,) for number in step.fresh]
-            db.executemany("UPDATE tasks SET status = 'training' WHERE number = ?", rows)
+            cursor.executemany("UPDATE tasks SET status = 'training' WHERE number = ?", rows)
 
         await asyncio.wrap_future(self._append(insert))
 
@@ -192,7 +192,7 @@ class Journal:
         """The trainer has reached `version`."""
         if self.ledger.finish_step(version, was_skipped=was_skipped):
             step = self.ledger.steps[version]
-            self._append(lambda db: _finish_step(db, step))
+            self._append(lambda cursor: _finish_step(cursor, step))
 
     async def read_groups(self, numbers: Sequence[int]) -> list[Group]:
         """Groups as they were admitted."""
@@ -214,14 +214,14 @@ class Journal:
         kept = [step for v, step in self.ledger.steps.items() if v <= version]
         covered_version = self.ledger.covered_version
 
-        def delete(db: sqlite3.Connection) -> None:
-            set_meta(db, "covered_version", covered_version)
-            db.execute("DELETE FROM observations WHERE position <= ?", (position,))
-            db.execute("DELETE FROM steps WHERE version <= ?", (version,))
-            db.execute("DELETE FROM step_groups WHERE version <= ?", (version,))
+        def delete(cursor: sqlite3.Cursor) -> None:
+            set_meta(cursor, "covered_version", covered_version)
+            cursor.execute("DELETE FROM observations WHERE position <= ?", (position,))
+            cursor.execute("DELETE FROM steps WHERE version <= ?", (version,))
+            cursor.execute("DELETE FROM step_groups WHERE version <= ?", (version,))
             for step in kept:
-                _insert_step(db, step)
-            db.execute(
+                _insert_step(cursor, step)
+            cursor.execute(
                 "DELETE FROM groups WHERE number NOT IN (SELECT number FROM step_groups UNION ALL"
                 " SELECT number FROM tasks WHERE status = 'waiting')"
             )
@@ -232,16 +232,16 @@ class Journal:
         await self._writer.close()
 
     def _execute(self, sql: str, row: Sequence[object]) -> None:
-        self._append(lambda db: db.execute(sql, row))
+        self._append(lambda cursor: cursor.execute(sql, row))
 
     def _discard(self, number: int, sql: str, row: Sequence[object]) -> None:
         """Change the status of a task whose group and tokens are not needed any more."""
         self._has_partials.discard(number)
 
-        def change(db: sqlite3.Connection) -> None:
-            db.execute(sql, row)
-            db.execute("DELETE FROM groups WHERE number = ?", (number,))
-            db.execute("DELETE FROM partials WHERE number = ?", (number,))
+        def change(cursor: sqlite3.Cursor) -> None:
+            cursor.execute(sql, row)
+            cursor.execute("DELETE FROM groups WHERE number = ?", (number,))
+            cursor.execute("DELETE FROM partials WHERE number = ?", (number,))
 
         self._append(change)
 
@@ -258,15 +258,15 @@ class Journal:
         self._num_problems += len(new)
         rows = [(self._position, text) for text in new]
 
-        def both(db: sqlite3.Connection) -> None:
-            change(db)
-            db.executemany("INSERT INTO problems VALUES (?, ?)", rows)
+        def both(cursor: sqlite3.Cursor) -> None:
+            change(cursor)
+            cursor.executemany("INSERT INTO problems VALUES (?, ?)", rows)
 
         return both
 
 
 class NoJournal:
-    """Stands in for the journal of a run that has none: records nothing, and has no past."""
+    """Replaces the journal of a run that has none: records nothing, and has no past."""
 
     is_too_large = False
     position = None  # so that no checkpoint is paired with a journal
@@ -274,40 +274,20 @@ class NoJournal:
     def __init__(self) -> None:
         self.ledger = Ledger.begin()
 
-    def issue_task(self, number: int, *, draw: int | None) -> None: ...
+    def _record(self, *_args: object, **_kwargs: object) -> None: ...
 
-    def record_solve_rate(self, number: int, *, solve_rate: float, draw: int | None) -> None: ...
+    issue_task = record_solve_rate = reopen_task = close_task = finish_step = _record
 
-    async def append_tokens(
-        self, number: int, *, tries: int, tokens: Sequence[StreamedTokens]
-    ) -> None: ...
+    async def _commit(self, *_args: object, **_kwargs: object) -> None: ...
+
+    append_tokens = admit_group = begin_step = discard_covered = flush = close = _commit
 
     async def read_tokens(self, number: int) -> list[StreamedTokens]:
         return []
 
-    async def admit_group(self, group: Group) -> None: ...
-
-    def reopen_task(self, number: int) -> None: ...
-
-    def close_task(self, number: int, *, outcome: Outcome, reason: str) -> None: ...
-
-    async def begin_step(
-        self, version: int, *, fresh: Iterable[int], replayed: Iterable[int] = ()
-    ) -> None: ...
-
-    def finish_step(self, version: int, *, was_skipped: bool) -> None: ...
-
     async def read_groups(self, numbers: Sequence[int]) -> list[Group]:
         assert not numbers, "nothing was recorded"
         return []
-
-    async def flush(self) -> None: ...
-
-    async def discard_covered(
-        self, version: int, *, position: int | None, keep: Collection[int] = ()
-    ) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 def _begin(history: JournalHistory) -> Change:
@@ -320,29 +300,29 @@ def _begin(history: JournalHistory) -> Change:
         for number in range(ledger.next_number if history.is_new else 0)
     ]
 
-    def write(db: sqlite3.Connection) -> None:
+    def write(cursor: sqlite3.Cursor) -> None:
         if history.is_new:
             for table in TABLES:
-                db.execute(f"DELETE FROM {table}")
-            set_meta(db, "format_version", FORMAT_VERSION)
-            set_meta(db, "covered_version", version)
-            db.executemany("INSERT INTO tasks (number, status) VALUES (?, ?)", tasks)
+                cursor.execute(f"DELETE FROM {table}")
+            set_meta(cursor, "format_version", FORMAT_VERSION)
+            set_meta(cursor, "covered_version", version)
+            cursor.executemany("INSERT INTO tasks (number, status) VALUES (?, ?)", tasks)
         for step in proven:
-            _finish_step(db, step)
+            _finish_step(cursor, step)
 
     return write
 
 
-def _insert_step(db: sqlite3.Connection, step: LedgerStep) -> None:
-    db.execute("INSERT INTO steps VALUES (?, ?)", (step.version, step.status))
+def _insert_step(cursor: sqlite3.Cursor, step: LedgerStep) -> None:
+    cursor.execute("INSERT INTO steps VALUES (?, ?)", (step.version, step.status))
     rows = (
         (step.version, place, number, number in step.replayed)
         for place, number in enumerate(step.numbers)
     )
-    db.executemany("INSERT INTO step_groups VALUES (?, ?, ?, ?)", rows)
+    cursor.executemany("INSERT INTO step_groups VALUES (?, ?, ?, ?)", rows)
 
 
-def _finish_step(db: sqlite3.Connection, step: LedgerStep) -> None:
-    db.execute("UPDATE steps SET status = ? WHERE version = ?", (step.status, step.version))
+def _finish_step(cursor: sqlite3.Cursor, step: LedgerStep) -> None:
+    cursor.execute("UPDATE steps SET status = ? WHERE version = ?", (step.status, step.version))
     rows = [(TRAINED, step.version, number) for number in step.fresh]
-    db.executemany("UPDATE tasks SET status = ?, version = ? WHERE number = ?", rows)
+    cursor.executemany("UPDATE tasks SET status = ?, version = ? WHERE number = ?", rows)

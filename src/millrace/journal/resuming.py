@@ -4,25 +4,28 @@ The checkpoint holds the state of the trainer; the journal what came after it. W
 belong together, the checkpoint alone counts: its open tasks are issued again, with a warning.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from millrace.core.records import DEFAULT_POLICY
 from millrace.journal.ledger import Ledger
 from millrace.journal.reading import JournalHistory, read_journal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointState:
-    """What a checkpoint says about the run."""
+class Cursor:
+    """Where a run stands: what a checkpoint holds besides the trainer's own state."""
 
-    version: int = 0
-    next_number: int = 0
-    unfinished: Iterable[int] = ()
-    position: int | None = None  # of the journal; None = the run had no journal
+    version: int = 0  # of the policy; = finished steps
+    policy: str = DEFAULT_POLICY
+    next_number: int = 0  # first task number that was never issued
+    unfinished: tuple[int, ...] = ()  # issued, and neither trained nor dropped nor failed
+    tasks: dict[str, Any] = field(default_factory=dict[str, Any])  # state of the task stream
+    journal: int | None = None  # position of the journal; None = the run had no journal
 
 
-def resume_history(folder: Path, checkpoint: CheckpointState) -> tuple[JournalHistory, list[str]]:
+def resume_history(folder: Path, checkpoint: Cursor) -> tuple[JournalHistory, list[str]]:
     """The history to continue from, and a warning for each problem."""
     history = read_journal(folder, verify=True)
     if history is None:
@@ -40,12 +43,12 @@ def resume_history(folder: Path, checkpoint: CheckpointState) -> tuple[JournalHi
     return history, []
 
 
-def _mismatch(history: JournalHistory, checkpoint: CheckpointState) -> str | None:
+def _mismatch(history: JournalHistory, checkpoint: Cursor) -> str | None:
     """Why the two do not belong together; continues a sentence that begins "The journal"."""
     ledger, version = history.ledger, checkpoint.version
-    if version > 0 and checkpoint.position is None:
+    if version > 0 and checkpoint.journal is None:
         return "does not know the newest checkpoint, which was made without a journal"
-    if history.position < (checkpoint.position or 0) or ledger.last_step < version:
+    if history.position < (checkpoint.journal or 0) or ledger.last_step < version:
         return "ends before the newest checkpoint"
     if version < ledger.covered_version:
         return f"begins after step {ledger.covered_version}, and that checkpoint is gone"
@@ -54,12 +57,12 @@ def _mismatch(history: JournalHistory, checkpoint: CheckpointState) -> str | Non
     return None
 
 
-def _from_checkpoint(checkpoint: CheckpointState) -> JournalHistory:
+def _from_checkpoint(checkpoint: Cursor) -> JournalHistory:
     return JournalHistory(
         ledger=Ledger.begin(
             version=checkpoint.version,
             next_number=checkpoint.next_number,
             unfinished=checkpoint.unfinished,
         ),
-        position=checkpoint.position or 0,
+        position=checkpoint.journal or 0,
     )

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from millrace.core.errors import JournalError
 
-Change = Callable[[sqlite3.Connection], object]  # executes SQL within the open transaction
+Change = Callable[[sqlite3.Cursor], object]  # executes SQL within the open transaction
 
 COMMIT_INTERVAL_S = 0.005  # how long a change waits for others that share its commit
-VACUUM_PAGES = 512  # freed per commit at most, so that no commit takes long
-MIN_FREE_PAGES = 16
+VACUUM_PAGES = 128  # freed per commit at most, so that no commit takes long
+MIN_FREE_PAGES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,6 +39,8 @@ class JournalWriter:
         self, db: sqlite3.Connection, *, folder: Path, commit_interval_s: float = COMMIT_INTERVAL_S
     ) -> None:
         self._db = db
+        # One for all statements: a connection keeps a list of all cursors that it ever made.
+        self._cursor = db.cursor()
         self._folder = folder
         self._commit_interval_s = commit_interval_s
         self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
@@ -98,40 +100,38 @@ class JournalWriter:
             pending.done.set_result(None)
 
     def _apply(self, batch: Sequence[_Pending]) -> None:
-        db = self._db
-        db.execute("BEGIN IMMEDIATE")
+        cursor = self._cursor.execute("BEGIN IMMEDIATE")
         try:
             for pending in batch:
-                pending.change(db)
-            set_meta(db, "position", batch[-1].position)
+                pending.change(cursor)
+            set_meta(cursor, "position", batch[-1].position)
             self._shrink()
-            db.commit()
+            self._db.commit()
         except BaseException:
-            if db.in_transaction:  # SQLite itself has rolled back after some errors
-                db.rollback()
+            if self._db.in_transaction:  # SQLite itself has rolled back after some errors
+                self._db.rollback()
             raise
         self.num_commits += 1
         self._measure()
 
     def _shrink(self) -> None:
         """Return free pages to the file system once they are more than those in use."""
-        pages, free = _pragma(self._db, "page_count"), _pragma(self._db, "freelist_count")
+        pages, free = self._pragma("page_count"), self._pragma("freelist_count")
         if 2 * free > pages and free > MIN_FREE_PAGES:
             # Python executes the first step of this statement only, which frees one page.
             for _ in range(min(free, VACUUM_PAGES)):
-                self._db.execute("PRAGMA incremental_vacuum(1)")
+                self._cursor.execute("PRAGMA incremental_vacuum(1)")
 
     def _measure(self) -> None:
-        used = _pragma(self._db, "page_count") - _pragma(self._db, "freelist_count")
-        self.num_bytes = used * _pragma(self._db, "page_size")
+        used = self._pragma("page_count") - self._pragma("freelist_count")
+        self.num_bytes = used * self._pragma("page_size")
+
+    def _pragma(self, name: str) -> int:
+        return self._cursor.execute(f"PRAGMA {name}").fetchone()[0]
 
 
-def set_meta(db: sqlite3.Connection, key: str, value: int) -> None:
-    db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
-
-
-def _pragma(db: sqlite3.Connection, name: str) -> int:
-    return db.execute(f"PRAGMA {name}").fetchone()[0]
+def set_meta(cursor: sqlite3.Cursor, key: str, value: int) -> None:
+    cursor.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
 
 def write_failure(error: Exception, folder: Path) -> JournalError:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from millrace.config import RunConfig
-from millrace.controller.controller import Cursor
 from millrace.controller.orders import check_room
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.machine import available_cores
@@ -24,6 +23,7 @@ from millrace.environments.other_models import OtherModel
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.inference.backend import check_capabilities, load_backend, seed_warnings
 from millrace.journal import JournalHistory
+from millrace.journal.resuming import Cursor
 from millrace.models.directory import context_length, has_experts, load_tokenizer, text_config
 from millrace.monitoring.trackers import Tracker, build_trackers
 from millrace.run.checks import (

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.config import RunConfig
-from millrace.controller.controller import Cursor
 from millrace.core.errors import CheckpointError, ConfigError
 from millrace.core.records import DEFAULT_POLICY
 from millrace.journal import JournalHistory, Ledger
-from millrace.journal.resuming import CheckpointState, resume_history
+from millrace.journal.resuming import Cursor, resume_history
 from millrace.monitoring.run_dir import RunDir
 from millrace.tasks.streams import TaskStream
 from millrace.training.checkpoints.directory import (
@@ -87,13 +86,7 @@ def _journal_history(
         return None, ()
     if not resume:
         return JournalHistory(ledger=Ledger.begin()), ()
-    checkpoint = CheckpointState(
-        version=cursor.version,
-        next_number=cursor.next_number,
-        unfinished=cursor.unfinished,
-        position=cursor.journal,
-    )
-    history, warnings = resume_history(RunDir(config.run_dir).journal, checkpoint)
+    history, warnings = resume_history(RunDir(config.run_dir).journal, cursor)
     return history, tuple(warnings)
 
 
