@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_model import make_tiny_model
 
-from millrace.cluster.fork_server import is_supported, shared_fork_server
+from millrace.cluster.fork_server import shared_fork_server
 from millrace.environments.loop_thread import LoopThread
 from millrace.run.workers import PRELOAD
 
@@ -24,9 +24,6 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def warm_fork_server(tmp_path_factory) -> Iterator[None]:
     """The fork server of all runs in this process; without it, each run imports torch anew."""
-    if not is_supported():
-        yield
-        return
     with shared_fork_server(PRELOAD, log=tmp_path_factory.mktemp("fork_server") / "log"):
         yield
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millrace.cluster.fork_server import TITLE_BYTES
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.ticket import ticket_file
 
@@ -23,6 +24,11 @@ def outside_address() -> str:
             if address.family == socket.AF_INET and not address.address.startswith("127."):
                 return address.address
     pytest.skip("this machine has no network interface but loopback")
+
+
+def is_forked(pid: int | None) -> bool:
+    """The command line of a forked worker is written over the longer one of its server."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"\0" * (TITLE_BYTES // 2))
 
 
 def write_ticket(hub: Hub, path: Path) -> Path:
@@ -58,8 +64,9 @@ class Host:
     def workers(self) -> list[psutil.Process]:
         """Its worker processes, by name."""
         children = psutil.Process(self.process.pid).children()
+        workers = [child for child in children if "--name" in child.cmdline()]
         return sorted(
-            children, key=lambda child: child.cmdline()[child.cmdline().index("--name") + 1]
+            workers, key=lambda child: child.cmdline()[child.cmdline().index("--name") + 1]
         )
 
     async def finish(self, timeout_s: float = 20) -> tuple[int, str, str]:

@@ -11,6 +11,12 @@ from millrace.core.errors import MillraceError
 path, count, *module = sys.argv[1:]
 try:
     ticket = read_ticket(Path(path))
-    join(ticket, module=[*module, "echo_worker"][0], count=int(count), log_dir=Path("logs"))
+    join(
+        ticket,
+        module=[*module, "echo_worker"][0],
+        count=int(count),
+        log_dir=Path("logs"),
+        preload=["numpy"],
+    )
 except MillraceError as error:
     sys.exit(report(error))

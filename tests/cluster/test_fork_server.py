@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 from echo_worker import answer, ask
+from hosts import is_forked
 
 from millrace.cluster.fork_server import (
-    TITLE_BYTES,
     ForkServer,
     is_supported,
     shared_fork_server,
@@ -36,11 +36,6 @@ async def hub(tmp_path: Path) -> AsyncIterator[Hub]:
         preload=["numpy"],
     ) as hub:
         yield hub
-
-
-def is_forked(pid: int | None) -> bool:
-    """The command line of a forked worker is written over the longer one of its server."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"\0" * (TITLE_BYTES // 2))
 
 
 def server_of(pid: int) -> psutil.Process:

@@ -14,9 +14,10 @@ import psutil
 import pytest
 import zmq
 from echo_worker import ask
-from hosts import HERE, Host, outside_address, write_ticket
+from hosts import HERE, Host, is_forked, outside_address, write_ticket
 
 from millrace.cluster.address import connect
+from millrace.cluster.fork_server import is_supported
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.joined_process import JoinedProcess
 from millrace.cluster.join.registry import host_identity
@@ -140,6 +141,21 @@ async def test_joined_worker_answers_calls_until_the_run_ends(
     if listen != "ipv6":
         assert f"Joined the run at tcp://{outside}:" in stdout
     await wait_until_dead(*processes)
+
+
+@pytest.mark.skipif(not is_supported(), reason="the fork server needs Linux")
+@pytest.mark.parametrize("count", [1, 2])
+async def test_host_forks_its_workers_if_there_are_several(
+    hub: Hub, tmp_path: Path, hosts: list[Host], count: int
+):
+    host, workers = await joined(hub, tmp_path, hosts, count=count)
+    assert [is_forked(process.pid) for process in host.workers()] == [count > 1] * count
+    (failure,) = await failures_of(workers[0], ask("exit 3"))
+    assert "'echo-0' exited with code 3" in failure
+    for other in workers[1:]:
+        await other.stop()
+    code, _, stderr = await host.finish()
+    assert (code, "exited with code 3" in stderr) == (1, True)
 
 
 async def test_hosts_with_copies_of_one_ticket_get_different_slots(

@@ -100,8 +100,13 @@ def join(args: argparse.Namespace) -> int:
     from millrace.cluster.join import host
     from millrace.cluster.join.ticket import read_ticket
 
-    ticket = read_ticket(args.ticket)
-    host.join(ticket, module="millrace.inference.worker", count=args.count, log_dir=args.log_dir)
+    host.join(
+        read_ticket(args.ticket),
+        module="millrace.inference.worker",
+        count=args.count,
+        log_dir=args.log_dir,
+        preload=("torch", "transformers", "millrace.inference.worker"),
+    )
     return DONE
 
 

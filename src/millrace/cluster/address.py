@@ -106,16 +106,9 @@ class TokenAuthenticator:
 
     async def run(self) -> None:
         while True:
-            (
-                version,
-                request,
-                _domain,
-                _address,
-                _identity,
-                mechanism,
-                *client_key,
-            ) = await self._socket.recv_multipart()
-            is_valid = mechanism == b"CURVE" and client_key == [self._key]
+            # Frames 2 to 4 are the domain, the address and the routing id.
+            version, request, *_, mechanism, client_key = await self._socket.recv_multipart()
+            is_valid = mechanism == b"CURVE" and client_key == self._key
             self.num_rejected += not is_valid
             status = [b"200", b"OK"] if is_valid else [b"400", b"unknown key"]
             await self._socket.send_multipart([version, request, *status, b"", b""])

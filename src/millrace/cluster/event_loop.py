@@ -8,6 +8,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ def run_on_own_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return _run_here(make)
-    return _run_in_thread(make)
+    return ThreadPoolExecutor(1, thread_name_prefix="millrace-run").submit(_run_here, make).result()
 
 
 def _run_here(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -46,21 +47,3 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-def _run_in_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            outcome.append(_run_here(make))
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            failure.append(error)
-
-    thread = threading.Thread(target=body, name="millrace-run")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]

@@ -2,18 +2,17 @@
 
 Importing torch and transformers takes seconds at each start of a worker; a fork takes milliseconds.
 
-Promise: a forked worker is a child of the controller, as one that was started directly: exit
-status, signals and parent death work alike, and it survives the fork server. Its command line reads
-`python -m MODULE ...`. If a worker cannot be forked, fork() returns None and the caller starts it
-directly.
+Promise: a forked worker is a child of its parent, the controller or `millrace join`, like one that
+was started directly: exit status, signals and parent death work alike, and it survives the fork
+server. Its command line reads `python -m MODULE ...`. If a worker cannot be forked, fork() returns
+None and the caller starts it directly.
 
-How a worker becomes a child of the controller: the server forks twice, and the process in between
-exits at once. The kernel gives the orphan to the nearest subreaper, which the controller is for
-that moment.
+How a worker becomes a child of the parent: the server forks twice, and the process in between exits
+at once. The kernel gives the orphan to the nearest subreaper, which the parent is for that moment.
 
 The server creates no thread of its own and does not load the CUDA driver, so forking is safe; if an
-import loads the driver, the server ends and workers are started directly. The controller's side
-runs on its event loop; this module, run as a program, is the server.
+import loads the driver, the server ends and workers are started directly. The parent's side runs on
+its event loop; this module, run as a program, is the server.
 
 Hubs that are open at the same time share a server. Hold `shared_fork_server()` open around several
 runs of one process, and only the first of them waits for the imports.
@@ -95,7 +94,7 @@ def _exit_code(pid: int) -> int:
 
 
 class ForkServer:
-    """The controller's side. Start it early: its imports overlap with other work."""
+    """The parent's side. Start it early: its imports overlap with other work."""
 
     def __init__(self, preload: Sequence[str], *, log: Path) -> None:
         """`preload`: names of the modules to import."""
@@ -184,8 +183,12 @@ class _SharedServers:
         self._servers: dict[tuple[str, ...], tuple[ForkServer, int]] = {}
 
     @contextlib.contextmanager
-    def __call__(self, preload: Sequence[str], *, log: Path) -> Iterator[ForkServer]:
-        """The server with these imports; it ends with its last user."""
+    def __call__(self, preload: Sequence[str], *, log: Path) -> Iterator[ForkServer | None]:
+        """The server with these imports, which ends with its last user; None without any imports,
+        or if this system does not support it."""
+        if not preload or not is_supported():
+            yield None
+            return
         key = tuple(preload)
         with self._lock:
             server, users = self._servers.get(key, (None, 0))
@@ -290,7 +293,7 @@ def _become_worker(request: dict[str, Any], *, middle: int, writer: int) -> None
     try:
         while os.getppid() == middle:
             time.sleep(0.0005)
-        set_parent_death_signal(request["parent"])  # exits unless the controller is the parent
+        set_parent_death_signal(request["parent"])  # exits unless that is the parent now
         os.setsid()
         os.chdir(request["folder"])
         log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

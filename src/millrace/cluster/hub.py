@@ -23,7 +23,7 @@ import zmq.asyncio
 
 from millrace.cluster import address as addresses
 from millrace.cluster.address import Credentials, RunKeys, TokenAuthenticator
-from millrace.cluster.fork_server import ForkServer, is_supported, shared_fork_server
+from millrace.cluster.fork_server import ForkServer, shared_fork_server
 from millrace.cluster.join.registry import JoinRegistry
 from millrace.cluster.join.ticket import JoinTicket
 from millrace.cluster.link import EVENT_ID, identity_of, read_frames
@@ -89,10 +89,8 @@ class Hub:
             folder = stack.enter_context(private_folder(self._runtime_parent))
             if self.address == "auto":
                 self.address = _local(folder)
-            if self._preload and is_supported():
-                log = self._log_dir / "fork_server.log"
-                server = shared_fork_server(self._preload, log=log)
-                self._fork_server = stack.enter_context(server)
+            server = shared_fork_server(self._preload, log=self._log_dir / "fork_server.log")
+            self._fork_server = stack.enter_context(server)
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
             if self._keys is not None:

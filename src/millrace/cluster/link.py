@@ -219,7 +219,6 @@ class WorkerLoop(Protocol):
 
     def serve(self) -> None:
         """Answer calls until Stop."""
-        ...
 
 
 def serve(

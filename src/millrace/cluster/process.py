@@ -62,9 +62,8 @@ class Process:
 
     async def exited(self) -> ProcessExit:
         code = await self.wait()
-        reason = f"{describe_exit(code)}; its log is {self.log}"
         return ProcessExit(
-            reason=reason,
+            reason=f"{describe_exit(code)}; its log is {self.log}",
             log_tail=self.log_tail(),
             may_have_sent=code >= 0,
             was_killed=code < 0,

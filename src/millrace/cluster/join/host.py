@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +19,7 @@ import zmq.asyncio
 from millrace.cluster import address as addresses
 from millrace.cluster.address import Credentials, connect
 from millrace.cluster.event_loop import run_on_own_loop
+from millrace.cluster.fork_server import ForkServer, shared_fork_server
 from millrace.cluster.join.registry import host_identity
 from millrace.cluster.join.ticket import JoinTicket
 from millrace.cluster.link import EVENT_ID, read_frames
@@ -43,26 +44,36 @@ REPLY_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 5.0
 FLUSH_TIMEOUT_S = 2.0
 
-Log = Callable[[str], None]
 
-
-def join(ticket: JoinTicket, *, module: str, count: int, log_dir: Path, log: Log = print) -> None:
+def join(
+    ticket: JoinTicket,
+    *,
+    module: str,
+    count: int,
+    log_dir: Path,
+    preload: Sequence[str] = (),
+    log: Callable[[str], None] = print,
+) -> None:
     """Start `count` workers of `python -m module` here; returns when the run has stopped them.
 
+    `preload`: modules that a fork server imports once for all workers, if there are several.
     Raises ConfigError if the run does not admit them, RunFailed if one of them ends otherwise.
     """
     if count < 1:
         raise ConfigError(f"--count = {count} starts no worker; give 1 or more.")
-    run_on_own_loop(lambda: _join(ticket, module=module, count=count, log_dir=log_dir, log=log))
 
+    async def serve() -> None:
+        await _check_reachable(ticket)
+        async with _connected(ticket) as connection:
+            slots = await connection.join(count)
+            log(f"Joined the run at {ticket.address} with {', '.join(s.name for s in slots)}.")
+            modules = preload if count > 1 else ()
+            with shared_fork_server(modules, log=log_dir / "fork_server.log") as server:
+                workers = _HostWorkers(connection, ticket=ticket, fork_server=server)
+                await workers.serve(slots, module=module, log_dir=log_dir)
+            log("The run has ended.")
 
-async def _join(ticket: JoinTicket, *, module: str, count: int, log_dir: Path, log: Log) -> None:
-    await _check_reachable(ticket)
-    async with _connected(ticket) as connection:
-        slots = await connection.join(count)
-        log(f"Joined the run at {ticket.address} with {', '.join(s.name for s in slots)}.")
-        await _HostWorkers(connection, ticket=ticket).serve(slots, module=module, log_dir=log_dir)
-        log("The run has ended.")
+    run_on_own_loop(serve)
 
 
 async def _check_reachable(ticket: JoinTicket) -> None:
@@ -131,9 +142,12 @@ class _HubConnection:
 class _HostWorkers:
     """The worker processes of this host."""
 
-    def __init__(self, connection: _HubConnection, *, ticket: JoinTicket) -> None:
+    def __init__(
+        self, connection: _HubConnection, *, ticket: JoinTicket, fork_server: ForkServer | None
+    ) -> None:
         self._connection = connection
         self._ticket = ticket
+        self._fork_server = fork_server
         self._processes: dict[str, Process] = {}
         self._exits: dict[str, asyncio.Task[int]] = {}  # exit codes, once they are reported
         self._dumping: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
@@ -165,6 +179,7 @@ class _HostWorkers:
             credentials=Credentials(token=slot.token, keys=self._ticket.keys),
             log=log,
             heartbeat_timeout_s=self._ticket.heartbeat_timeout_s,
+            fork_server=self._fork_server,
         )
         self._processes[slot.name] = process
         self._exits[slot.name] = asyncio.create_task(self._report_exit(slot.name, process))

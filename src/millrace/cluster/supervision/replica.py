@@ -25,23 +25,18 @@ class Replica(Protocol):
         Raises MillraceError or OSError if it does not come up, and RunFailed if a further attempt
         would fail as well.
         """
-        ...
 
     async def health(self) -> Exception:
         """Wait until the process has died or hangs; returns the reason."""
-        ...
 
     def kill(self) -> None:
         """End the process now."""
-        ...
 
     async def stop(self) -> None:
         """End the process in order; it is supervised no longer."""
-        ...
 
     def give_up(self, error: Exception) -> None:
         """Fail whatever waits for this replica: it will not be started again."""
-        ...
 
 
 class WorkerReplica:
