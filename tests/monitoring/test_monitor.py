@@ -12,8 +12,9 @@ from millrace.core.spans import Span
 from millrace.monitoring.catalog import unknown_metrics
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.monitoring.files.trace import read_trace
-from millrace.monitoring.monitor import RunGauges, RunMonitor
+from millrace.monitoring.monitor import RunMonitor
 from millrace.monitoring.run_dir import RunDir
+from millrace.monitoring.terminal.snapshot import RunGauges
 
 
 def make_monitor(tmp_path, *, resume_from=None, progress="off", trackers=()):

@@ -12,31 +12,40 @@ from millrace.monitoring.terminal.progress import (
     make_progress,
     progress_line,
 )
-from millrace.monitoring.terminal.snapshot import RunSnapshot
+from millrace.monitoring.terminal.snapshot import RunGauges, RunSnapshot
 from millrace.monitoring.terminal.view import RunView
 
 ENGINE = Shares(busy=0.94, doing={"generate": 0.94}, waiting={"staleness limit": 0.06})
 TRAINER = Shares(busy=0.41, doing={"step": 0.41}, waiting={"generation": 0.55, "scores": 0.04})
+GAUGES = RunGauges(
+    version=78,
+    buffer_depth=6,
+    groups_running=32,
+    groups_dropped={"too stale": 3},
+    groups_failed={"reward raised": 1},
+)
 SNAPSHOT = RunSnapshot(
     run_dir="runs/demo",
-    step=78,
+    gauges=GAUGES,
     steps=120,
-    version=78,
     elapsed_s=83,
     eta_s=42,
     rewards=tuple(step / 100 for step in range(78)),
     accuracies=(0.34, 0.88),
     samples_per_s=812,
     tokens_per_s=10234,
-    buffer_depth=6,
     buffer_capacity=64,
-    groups_running=32,
     staleness_mean=1.13,
     staleness_max=2,
     workers={"engine-0": ENGINE, "trainer": TRAINER},
-    dropped={"too stale": 3},
-    failed={"reward raised": 1},
 )
+
+
+EMPTY = RunSnapshot(run_dir="x", gauges=RunGauges(version=0), steps=9, elapsed_s=0)
+
+
+def with_gauges(**changes) -> RunSnapshot:
+    return replace(SNAPSHOT, gauges=replace(GAUGES, **changes))
 
 
 class Clock:
@@ -54,7 +63,7 @@ def drawn(snapshot: RunSnapshot, *, width: int) -> list[str]:
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_run_view_keeps_its_frame_at_every_width(width):
-    for snapshot in (SNAPSHOT, RunSnapshot(run_dir="x", step=0, steps=9, version=0, elapsed_s=0)):
+    for snapshot in (SNAPSHOT, EMPTY):
         lines = drawn(snapshot, width=width)
         assert {len(line) for line in lines} == {width}
         assert lines[0].startswith("╭─ millrace ")
@@ -81,7 +90,7 @@ def test_at_80_columns_nothing_is_cut_short():
 
 
 def test_wasted_tokens_are_shown_as_a_share():
-    wasteful = replace(SNAPSHOT, tokens_generated=2000, tokens_wasted=30)
+    wasteful = replace(with_gauges(tokens_wasted={"dropped": 30}), tokens_generated=2000)
     assert any("tokens/s · 1.5% of them wasted" in line for line in drawn(wasteful, width=80))
     assert not any("wasted" in line for line in drawn(SNAPSHOT, width=80))
 
@@ -110,7 +119,7 @@ def test_live_redraws_at_most_four_times_a_second_and_ends_on_the_last_state():
     live.start()
     for step in range(100):
         clock.now_s = step / 50  # two seconds in all
-        live.show(replace(SNAPSHOT, step=step))
+        live.show(with_gauges(version=step))
     redrawn = out.getvalue().count("╭─")
     assert 6 <= redrawn <= 8
     live.note("checkpoint written")
@@ -125,8 +134,8 @@ def test_lines_come_at_most_every_other_second_and_for_the_last_step():
     lines.start()
     for step in range(1, 121):
         clock.now_s = step / 10  # twelve seconds in all
-        lines.show(replace(SNAPSHOT, step=step))
-        lines.show(replace(SNAPSHOT, step=step))
+        lines.show(with_gauges(version=step))
+        lines.show(with_gauges(version=step))
     lines.stop()
     printed = out.getvalue().splitlines()
     assert [line.split(" |")[0] for line in printed] == [
@@ -140,7 +149,7 @@ def test_lines_have_a_heartbeat_while_no_step_completes():
     lines.start()
     for second in range(70):
         clock.now_s = float(second)
-        lines.show(replace(SNAPSHOT, step=0))
+        lines.show(with_gauges(version=0))
     assert out.getvalue().count("step 0/120") == 2
 
 
@@ -148,7 +157,7 @@ def test_the_last_line_is_printed_when_a_run_stops_early():
     clock, out = Clock(), io.StringIO()
     lines = LineProgress(Console(file=out), now=clock)
     lines.start()
-    lines.show(replace(SNAPSHOT, step=5))
+    lines.show(with_gauges(version=5))
     assert out.getvalue() == ""
     lines.stop()
     assert out.getvalue().startswith("step 5/120 |")
@@ -164,7 +173,7 @@ def test_line_has_all_facts():
 
 
 def test_skipped_steps_are_shown_if_there_are_any():
-    shot = replace(SNAPSHOT, steps_skipped=2)
+    shot = with_gauges(steps_skipped=2)
     assert "steps skipped 2" in progress_line(shot)
     out = io.StringIO()
     for one in (SNAPSHOT, shot):
@@ -208,7 +217,7 @@ def test_live_startup_view_makes_room_for_the_run():
 
 
 def test_evaluation_progress_is_shown():
-    shot = replace(SNAPSHOT, step=0, evaluating=(12, 256))
+    shot = with_gauges(version=0, evaluating=(12, 256))
     assert progress_line(shot).startswith("step 0/120 | evaluating 12/256 |")
     assert any("evaluating 12/256" in line for line in drawn(shot, width=80))
     clock, out = Clock(), io.StringIO()

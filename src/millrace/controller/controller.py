@@ -11,9 +11,8 @@ is a call to a worker. run/build.py makes the parts.
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from millrace.controller.batches import Batches
 from millrace.controller.checkpointing import RunCheckpoints
@@ -22,22 +21,9 @@ from millrace.controller.eval_schedule import EvalScheduler
 from millrace.controller.evaluation import Evaluation
 from millrace.controller.learner import Learner
 from millrace.controller.reporting import LearnerState, RunReporter
-from millrace.core.records import DEFAULT_POLICY
-from millrace.monitoring.monitor import RunGauges
+from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.training.group import TrainerGroup
 from millrace.weights.broadcaster import Subscription, VersionBroadcaster
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cursor:
-    """Where a run stands: what a checkpoint holds besides the trainer's own state."""
-
-    version: int = 0  # of the policy; = finished steps
-    policy: str = DEFAULT_POLICY
-    next_number: int = 0  # first task number that was never issued
-    unfinished: tuple[int, ...] = ()  # issued, and neither trained nor dropped nor failed
-    tasks: dict[str, Any] = field(default_factory=dict[str, Any])  # state of the task stream
-    journal: int | None = None  # last record at the time; None = without a journal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

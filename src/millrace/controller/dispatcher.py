@@ -9,7 +9,7 @@ number.
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -37,35 +37,22 @@ class _Running:
     is_expired: bool = False  # cancelled for its staleness, not because the run ends
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class Dispatcher:
-    def __init__(
-        self,
-        *,
-        tasks: TaskStream,
-        player: Player,
-        scorers: ScorerPool,
-        buffer: Buffer,
-        admission: Admission,
-        tracker: GroupTracker,
-        partials: PartialRollouts,
-        engines: EnginePool,
-        limit: StalenessLimit,
-        group_size: int,
-        barrier: SyncBarrier | None = None,
-    ) -> None:
-        """`group_size`: episodes that are begun for each group."""
-        self._tasks = tasks
-        self._player = player
-        self._scorers = scorers
-        self._buffer = buffer
-        self._admission = admission
-        self._tracker = tracker
-        self._partials = partials
-        self._engines = engines
-        self._limit = limit
-        self._group_size = group_size
-        self._barrier = barrier
-        self._running: dict[int, _Running] = {}  # by number
+    """The parts that a group passes through."""
+
+    tasks: TaskStream
+    player: Player
+    scorers: ScorerPool
+    buffer: Buffer
+    admission: Admission
+    tracker: GroupTracker
+    partials: PartialRollouts
+    engines: EnginePool
+    limit: StalenessLimit
+    group_size: int  # episodes started for each group
+    barrier: SyncBarrier | None = None
+    _running: dict[int, _Running] = field(default_factory=dict[int, _Running])  # by number
 
     @property
     def generating(self) -> int:
@@ -79,24 +66,24 @@ class Dispatcher:
         """Start groups until cancelled; raises RunFailed after too many failures. `waiting`: groups
         that were complete before a crash and return to the buffer."""
         async with asyncio.TaskGroup() as groups:
-            groups.create_task(self._partials.run())
-            if self._barrier is not None:
-                groups.create_task(self._barrier.run())
+            groups.create_task(self.partials.run())
+            if self.barrier is not None:
+                groups.create_task(self.barrier.run())
             for group in waiting:
-                self._start(self._tracker.readmit(group.number), groups, admitted=group)
+                self._start(self.tracker.readmit(group.number), groups, admitted=group)
             while True:
-                await self._admission.enter()
-                self._start(self._tracker.issue(), groups)
+                await self.admission.enter()
+                self._start(self.tracker.issue(), groups)
 
     async def expire(self, version: int) -> None:
         """Cancel groups that cannot be trained at `version`, which is the next take's, or later."""
-        self._admission.take_next(version)
-        self._tracker.version = version
+        self.admission.take_next(version)
+        self.tracker.version = version
         for running in self._running.values():
             if self._is_ruled_out(running) and not running.is_expired:
                 running.is_expired = running.task.cancel()
-        if self._limit.one_token_decides:
-            await self._engines.expire(self._limit.oldest_at(version))
+        if self.limit.one_token_decides:
+            await self.engines.expire(self.limit.oldest_at(version))
 
     def _start(
         self, attempt: Attempt, groups: asyncio.TaskGroup, *, admitted: Group | None = None
@@ -111,44 +98,44 @@ class Dispatcher:
             if admitted is None:
                 group = await self._generate_and_score(running)
                 running.stage = "waiting"
-                await self._tracker.admitted(group)
+                await self.tracker.admitted(group)
             else:
                 group = admitted
                 running.stage = "waiting"
                 self._check_staleness(group, running)
-            await self._buffer.admit(group)
+            await self.buffer.admit(group)
         except (TaskError, ScoreError) as error:
-            self._tracker.failed(attempt, error)
+            self.tracker.failed(attempt, error)
         except Filtered as filtered:
-            self._tracker.filtered(attempt.number, reason=filtered.reason)
+            self.tracker.filtered(attempt.number, reason=filtered.reason)
         except Expired:
-            self._tracker.expired(attempt, stage=running.stage)
+            self.tracker.expired(attempt, stage=running.stage)
         except asyncio.CancelledError:
             if not running.is_expired:
                 raise
-            self._tracker.expired(attempt, stage=running.stage)
+            self.tracker.expired(attempt, stage=running.stage)
         finally:
-            self._tracker.count_unused(attempt)
+            self.tracker.count_unused(attempt)
             del self._running[attempt.number]
-            self._admission.leave()
+            self.admission.leave()
 
     async def _generate_and_score(self, running: _Running) -> Group:
         attempt = running.attempt
-        task = self._tasks.task(attempt.number)
-        async with self._partials.open(attempt, is_trainable=self._may_be_trained):
-            with self._scorers.open(number=attempt.number, task=task) as scoring:
-                if self._barrier is not None:
-                    await self._barrier.wait()
-                group = await self._player.try_group(
-                    task, attempt=attempt, group_size=self._group_size, scoring=scoring
+        task = self.tasks.task(attempt.number)
+        async with self.partials.open(attempt, is_trainable=self._may_be_trained):
+            with self.scorers.open(number=attempt.number, task=task) as scoring:
+                if self.barrier is not None:
+                    await self.barrier.wait()
+                group = await self.player.try_group(
+                    task, attempt=attempt, group_size=self.group_size, scoring=scoring
                 )
-                self._tracker.waste.add(REDUNDANT, attempt.given_up, version=self._tracker.version)
+                self.tracker.waste.add(REDUNDANT, attempt.given_up, version=self.tracker.version)
                 self._check_staleness(group, running)
-                self._tracker.cancellations.learn(attempt.finished)
+                self.tracker.cancellations.learn(attempt.finished)
                 running.stage = "scoring"
-                group = await self._scorers.score(group, scoring)
-                self._tracker.observe(group)
-                group = await self._scorers.shape(group)
+                group = await self.scorers.score(group, scoring)
+                self.tracker.observe(group)
+                group = await self.scorers.shape(group)
         running.stamps = Stamps.of_group(group)  # shaping may have masked some tokens
         return group
 
@@ -160,14 +147,14 @@ class Dispatcher:
 
     def _is_ruled_out(self, running: _Running) -> bool:
         """True if the limit will certainly not allow it any more."""
-        if running.stamps is None and not self._limit.one_token_decides:
+        if running.stamps is None and not self.limit.one_token_decides:
             return False  # tokens to come may lower its mean or its share of stale tokens
         stamps = running.attempt.known if running.stamps is None else running.stamps
-        return not self._limit.allows(stamps, version=self._tracker.version)
+        return not self.limit.allows(stamps, version=self.tracker.version)
 
     def _may_be_trained(self, versions: np.ndarray) -> bool:
         """False if tokens of these versions certainly rule their group out."""
-        is_decided = self._limit.one_token_decides
-        return not is_decided or self._limit.allows(
-            Stamps.of(versions), version=self._tracker.version
+        is_decided = self.limit.one_token_decides
+        return not is_decided or self.limit.allows(
+            Stamps.of(versions), version=self.tracker.version
         )

@@ -5,14 +5,16 @@ controller's event loop.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from millrace.controller.evaluation import Evaluation
 from millrace.core.records import WeightUpdate
 from millrace.weights.broadcaster import Receive
 
-Evaluate = Callable[[int], Awaitable[Evaluation | None]]  # after a step; None = no held-out tasks
+# Called after a step; returns None without held-out tasks.
+Evaluate = Callable[[int], Coroutine[Any, Any, Evaluation | None]]
 
 
 class EvalScheduler(Protocol):
@@ -21,61 +23,47 @@ class EvalScheduler(Protocol):
 
     async def begin(self, activities: asyncio.TaskGroup) -> None:
         """Called before anything is generated for training."""
-        ...
 
     async def after_step(self, version: int) -> None:
         """Called after each step but the last."""
-        ...
 
     async def finish(self) -> None:
         """Returns when the last version, which all engines hold, is evaluated."""
-        ...
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class SharedEvalScheduler:
     """Evaluates on the rollout engines, beside their other work, with the versions they hold."""
 
-    def __init__(
-        self,
-        *,
-        evaluate: Evaluate,
-        every_steps: int,
-        steps: int,
-        version: int,
-        reached: Callable[[int], Awaitable[None]] | None = None,
-    ) -> None:
-        """`reached` waits until the engines hold a version. If it is given, after_step() waits for
-        it and for the evaluation."""
-        self._evaluate = evaluate
-        self._every_steps = every_steps
-        self._steps = steps
-        self._version = version
-        self._reached = reached
-        self._activities: asyncio.TaskGroup | None = None
-        self.before: Evaluation | None = None
-        self.after: Evaluation | None = None
+    evaluate: Evaluate
+    every_steps: int
+    steps: int
+    version: int
+    # Waits until the engines hold a version. With it, after_step() waits for that and evaluates.
+    reached: Callable[[int], Awaitable[None]] | None = None
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    _activities: asyncio.TaskGroup | None = None
 
     async def begin(self, activities: asyncio.TaskGroup) -> None:
         self._activities = activities
-        self.before = await self._evaluate(self._version)
+        self.before = await self.evaluate(self.version)
 
     async def after_step(self, version: int) -> None:
-        if not self._every_steps or version % self._every_steps:
+        if not self.every_steps or version % self.every_steps:
             return
-        if self._reached is None:
+        if self.reached is None:
             assert self._activities is not None, "begin() comes first"
-            self._activities.create_task(self._evaluate_beside(version))
+            self._activities.create_task(self.evaluate(version))
         else:
-            await self._reached(version)
-            await self._evaluate(version)
+            await self.reached(version)
+            await self.evaluate(version)
 
     async def finish(self) -> None:
-        self.after = await self._evaluate(self._steps)
-
-    async def _evaluate_beside(self, version: int) -> None:
-        await self._evaluate(version)
+        self.after = await self.evaluate(self.steps)
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class PinnedEvalScheduler:
     """Evaluates on engines that do nothing else; a subscriber of the version broadcast.
 
@@ -86,37 +74,33 @@ class PinnedEvalScheduler:
     the room.
     """
 
-    def __init__(
-        self, *, swap: Receive, evaluate: Evaluate, every_steps: int, steps: int, version: int
-    ) -> None:
-        """`swap` loads a version into the evaluation engines, which hold `version` now."""
-        self._swap = swap
-        self._evaluate = evaluate
-        self._every_steps = every_steps
-        self._steps = steps
-        self._received = version  # newest version that receive() was called with
-        self._idle = asyncio.Event()  # set while there is nothing to evaluate
-        self._loaded: asyncio.Queue[int] = asyncio.Queue(maxsize=1)  # version to evaluate next
-        self._running: asyncio.Task[None] | None = None
-        self.before: Evaluation | None = None
-        self.after: Evaluation | None = None
+    swap: Receive  # loads a version into the evaluation engines
+    evaluate: Evaluate
+    every_steps: int
+    steps: int
+    version: int  # newest that receive() was called with; at first, the one the engines hold
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)  # set if there is nothing to do
+    _loaded: asyncio.Queue[int] = field(default_factory=lambda: asyncio.Queue(maxsize=1))
+    _running: asyncio.Task[None] | None = None
 
     async def begin(self, activities: asyncio.TaskGroup) -> None:
-        self._running = activities.create_task(self._run(self._received))
+        self._running = activities.create_task(self._run(self.version))
 
     def wants(self, version: int) -> bool:
         """True for the last version, and if an evaluation is due and none is running."""
-        every = self._every_steps
-        is_due = every > 0 and version // every > self._received // every
-        return version == self._steps or (is_due and self._idle.is_set())
+        every = self.every_steps
+        is_due = every > 0 and version // every > self.version // every
+        return version == self.steps or (is_due and self._idle.is_set())
 
     async def receive(self, update: WeightUpdate) -> int:
         """Returns when the engines hold this version or, if one of them was lost, a newer one."""
         await self._idle.wait()
         self._idle.clear()
-        self._received = update.version
+        self.version = update.version
         try:
-            version = await self._swap(update)
+            version = await self.swap(update)
         except BaseException:
             self._idle.set()
             raise
@@ -131,8 +115,8 @@ class PinnedEvalScheduler:
         await self._running
 
     async def _run(self, version: int) -> None:
-        self.before = self.after = await self._evaluate(version)
-        while version < self._steps:
+        self.before = self.after = await self.evaluate(version)
+        while version < self.steps:
             self._idle.set()
             version = await self._loaded.get()
-            self.after = await self._evaluate(version)
+            self.after = await self.evaluate(version)

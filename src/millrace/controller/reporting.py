@@ -18,8 +18,9 @@ from millrace.core.records import Group
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.inference.pool import EnginePool
 from millrace.monitoring.files.skipped_steps import SkippedSteps
-from millrace.monitoring.monitor import SCORES, RunGauges, RunMonitor
+from millrace.monitoring.monitor import SCORES, RunMonitor
 from millrace.monitoring.scorer_load import queue_text
+from millrace.monitoring.terminal.snapshot import RunGauges
 from millrace.monitoring.terminal.text import counts
 from millrace.scoring.pool import ScorerPool
 from millrace.training.packing.packer import minibatches_of
@@ -35,62 +36,46 @@ class LearnerState:
     awaits_batch: bool = False  # the trainer is idle
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunReporter:
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        monitor: RunMonitor,
-        skipped: SkippedSteps,
-        state: LearnerState,
-        dispatcher: Dispatcher,
-        tracker: GroupTracker,
-        admission: Admission,
-        buffer: Buffer,
-        scorers: ScorerPool,
-        engines: EnginePool,
-        partials: PartialRollouts,
-        eval_set: EvalSet,
-        notifier: HttpNotifier | None,
-    ) -> None:
-        self._config = config
-        self.monitor = monitor
-        self._skipped = skipped
-        self._state = state
-        self._dispatcher = dispatcher
-        self._tracker = tracker
-        self._admission = admission
-        self._buffer = buffer
-        self._scorers = scorers
-        self._engines = engines
-        self._partials = partials
-        self._eval_set = eval_set
-        self._notifier = notifier
+    config: RunConfig
+    monitor: RunMonitor
+    skipped: SkippedSteps
+    state: LearnerState
+    dispatcher: Dispatcher
+    tracker: GroupTracker
+    admission: Admission
+    buffer: Buffer
+    scorers: ScorerPool
+    engines: EnginePool
+    partials: PartialRollouts
+    eval_set: EvalSet
+    notifier: HttpNotifier | None
 
     async def run(self) -> None:
         """Keep the progress view up to date until cancelled."""
         await self.monitor.run(self.gauges)
 
     def gauges(self) -> RunGauges:
-        tracker = self._tracker
+        tracker = self.tracker
         return RunGauges(
-            version=self._state.version,
-            buffer_depth=self._buffer.depth,
-            groups_running=self._admission.running,
+            version=self.state.version,
+            buffer_depth=self.buffer.depth,
+            groups_running=self.admission.running,
             groups_dropped=dict(tracker.dropped),
             groups_cancelled=dict(tracker.cancellations.by_reason),
-            tokens_wasted={**tracker.waste.tokens, **self._scorers.tokens_wasted},
+            tokens_wasted={**tracker.waste.tokens, **self.scorers.tokens_wasted},
             wasted_staleness=tracker.waste.staleness_means,
             tokens_saved=round(tracker.cancellations.tokens_saved),
             groups_failed=dict(tracker.failures.by_reason),
-            steps_skipped=self._skipped.num_steps,
+            steps_skipped=self.skipped.num_steps,
             last_failure=tracker.failures.last_error,
             engine_waits_for=self._engine_waits_for(),
             trainer_waits_for=self._trainer_waits_for(),
-            scorers=self._scorers.loads(),
-            sequences_continued=self._engines.resumed.sequences,
-            resumed_tokens=self._partials.num_resumed,
-            evaluating=self._eval_set.progress,
+            scorers=self.scorers.loads(),
+            sequences_continued=self.engines.resumed.sequences,
+            resumed_tokens=self.partials.num_resumed,
+            evaluating=self.eval_set.progress,
         )
 
     async def record(self, stepped: Stepped, taken: Taken) -> None:
@@ -98,19 +83,19 @@ class RunReporter:
         await self._save_skipped(stepped, taken.groups)
         metrics = {
             **stepped.metrics,
-            "buffer/wait_s": self._buffer.wait_s,
-            "buffer/admission_held_s": sum(self._admission.held_s.values()),
+            "buffer/wait_s": self.buffer.wait_s,
+            "buffer/admission_held_s": sum(self.admission.held_s.values()),
         }
-        if self._notifier is not None:
-            metrics["weights/notify_failures"] = float(self._notifier.num_failed)
+        if self.notifier is not None:
+            metrics["weights/notify_failures"] = float(self.notifier.num_failed)
         self.monitor.step(
             self.gauges(), groups=taken.groups, replayed=taken.replayed, trainer_metrics=metrics
         )
-        self._skipped.check(stepped.metrics)
+        self.skipped.check(stepped.metrics)
 
     def warn_of_failed_posts(self) -> None:
-        if self._notifier is not None and self._notifier.num_failed:
-            self.monitor.warn(f"{self._notifier.num_failed} posts to weights.notify failed.")
+        if self.notifier is not None and self.notifier.num_failed:
+            self.monitor.warn(f"{self.notifier.num_failed} posts to weights.notify failed.")
 
     def standstill(self) -> str:
         """Why nothing moves, for a warning."""
@@ -126,14 +111,14 @@ class RunReporter:
 
     async def _save_skipped(self, stepped: Stepped, groups: list[Group]) -> None:
         if not stepped.skipped:
-            self._skipped.went_well()
+            self.skipped.went_well()
             return
-        trainer = self._config.trainer
+        trainer = self.config.trainer
         parts = minibatches_of(groups, num_minibatches=trainer.minibatches)
         num_updates = len(parts) * trainer.epochs
         bad = sorted({index % len(parts) for index in stepped.skipped})
         groups = [group for index in bad for group in parts[index]]
-        path = await asyncio.to_thread(self._skipped.write, stepped.version, groups)
+        path = await asyncio.to_thread(self.skipped.write, stepped.version, groups)
         which = f" ({len(stepped.skipped)} of its {num_updates} updates)" if num_updates > 1 else ""
         self.monitor.warn(
             f"step {stepped.version}{which} was skipped: its loss or gradient is not finite; its"
@@ -141,18 +126,18 @@ class RunReporter:
         )
 
     def _engine_waits_for(self) -> str:
-        if self._buffer.depth >= self._buffer.capacity:
+        if self.buffer.depth >= self.buffer.capacity:
             return "buffer full"
-        is_scoring = self._dispatcher.scoring > 0
-        if self._admission.held_by == STALENESS:
+        is_scoring = self.dispatcher.scoring > 0
+        if self.admission.held_by == STALENESS:
             # The trainer may itself wait for groups that are still being judged.
-            is_behind = is_scoring and self._state.awaits_batch
+            is_behind = is_scoring and self.state.awaits_batch
             return SCORES if is_behind else "staleness limit"
-        if self._admission.held_by == RUNNING:
+        if self.admission.held_by == RUNNING:
             return SCORES if is_scoring else "max_running_groups"
         return "tasks"
 
     def _trainer_waits_for(self) -> str:
-        if self._dispatcher.scoring > self._dispatcher.generating:
+        if self.dispatcher.scoring > self.dispatcher.generating:
             return SCORES
-        return "generation" if self._dispatcher.generating else "next batch"
+        return "generation" if self.dispatcher.generating else "next batch"

@@ -19,7 +19,6 @@ def available_cores() -> int:
 class Clock(Protocol):
     def now(self) -> float:
         """Seconds since a fixed but arbitrary moment; never goes back."""
-        ...
 
     async def sleep(self, seconds: float) -> None: ...
 

@@ -61,7 +61,6 @@ class SupportsGenerate(Protocol):
         and `on_completion` receives each completion once, as soon as it has ended. An exception
         raised by either callback ends the request and is raised here.
         """
-        ...
 
 
 class SupportsScore(Protocol):
@@ -69,7 +68,6 @@ class SupportsScore(Protocol):
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         """Score all requests with one version of the policy: the version served now."""
-        ...
 
 
 class Engine(SupportsGenerate, SupportsScore, Protocol):
@@ -78,30 +76,24 @@ class Engine(SupportsGenerate, SupportsScore, Protocol):
     @property
     def capabilities(self) -> frozenset[Capability]:
         """What this engine offers beyond the core protocol."""
-        ...
 
     async def swap(self, update: WeightUpdate) -> int:
         """Make `update` visible between two forward passes; returns the version now visible."""
-        ...
 
     async def abort(self, ids: Sequence[str]) -> None:
         """End these requests now. Their generate() returns the tokens sampled so far, with finish =
         "abort". Unknown ids are ignored."""
-        ...
 
     async def expire(self, before: int) -> None:
         """End every request with `expires` set that holds a token older than version `before`.
         Its generate() returns the tokens sampled so far, with finish = "expire"."""
-        ...
 
     async def pause(self) -> None:
         """Stop generating until resume(). Requests, swaps and aborts are still accepted. Returns
         once the forward pass in progress has finished."""
-        ...
 
     async def resume(self) -> None:
         """Undo pause(); no error if the engine is not paused."""
-        ...
 
 
 class Scorer(Protocol):
@@ -112,7 +104,6 @@ class Scorer(Protocol):
 
     async def score(self, group: Group) -> list[ScorerResult]:
         """Return one result per episode, in order. Raises ScoreError."""
-        ...
 
 
 @runtime_checkable
@@ -124,7 +115,6 @@ class StreamingScorer(Protocol):
 
     def stream_callback(self, request: Request, *, task: Task) -> OnTokens | None:
         """Return the receiver of the tokens of `request`, or None to skip the request."""
-        ...
 
 
 @runtime_checkable
@@ -133,11 +123,9 @@ class StartableScorer(Protocol):
 
     async def start(self) -> None:
         """Raises MillraceError if the scorer cannot be used."""
-        ...
 
     async def close(self) -> None:
         """Also called after a failed start()."""
-        ...
 
 
 @runtime_checkable
@@ -166,7 +154,6 @@ class VersionSubscriber(Protocol):
 
     async def swap(self, update: WeightUpdate) -> int:
         """Return the version in use once the bytes of this update may be reused."""
-        ...
 
 
 class ScoringSession(Protocol):
@@ -179,19 +166,15 @@ class ScoringSession(Protocol):
     @property
     def takes_episodes(self) -> bool:
         """True if some scorer takes an episode while others of its group are being generated."""
-        ...
 
     def add(self, index: int, episode: Episode) -> None:
         """Start to score a finished episode; `index` is its position in the group."""
-        ...
 
     def stream_callback(self, request: Request) -> OnTokens | None:
         """Return the receiver of the tokens of `request`, or None if no scorer streams."""
-        ...
 
     async def token_rewards(self, index: int) -> list[np.ndarray]:
         """Return the token rewards of an added episode, as Policy.token_rewards does."""
-        ...
 
 
 class Advantages(Protocol):
@@ -199,7 +182,6 @@ class Advantages(Protocol):
 
     def __call__(self, group: Group) -> Sequence[float] | Sequence[np.ndarray] | np.ndarray:
         """Return a number per episode, or an array [L] per rollout."""
-        ...
 
 
 @runtime_checkable
@@ -208,7 +190,6 @@ class AdvantagesOverBatch(Protocol):
 
     def over_batch(self, groups: Sequence[Group]) -> Sequence[Any]:
         """Return for each group what __call__ would return."""
-        ...
 
 
 @runtime_checkable
@@ -223,7 +204,6 @@ class Selection(Protocol):
 
     def __call__(self, group: Group, *, keep: int, rng: np.random.Generator) -> Sequence[int]:
         """Return `keep` different episode indices."""
-        ...
 
 
 class Filter(Protocol):
@@ -231,7 +211,6 @@ class Filter(Protocol):
 
     def __call__(self, group: Group) -> Group | None:
         """Return the group, possibly with fewer tokens in its masks; None drops it."""
-        ...
 
 
 class Sampler(Protocol):
@@ -241,12 +220,10 @@ class Sampler(Protocol):
     def num_needed(self, n: int) -> int:
         """Groups that must be able to wait at once for a choice of n to make sense; a run in which
         there never can be so many does not start."""
-        ...
 
     def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
         """Indices of n different ones. `waiting` holds n at least, in the order of their admission,
         all fit to be trained at `version` of the trainer."""
-        ...
 
 
 @runtime_checkable
@@ -270,7 +247,6 @@ class Policy(Protocol):
     @property
     def name(self) -> str:
         """Of the group, for messages."""
-        ...
 
     @property
     def sampling(self) -> Sampling: ...
@@ -281,17 +257,14 @@ class Policy(Protocol):
     @property
     def seed(self) -> int:
         """That all draws of the group depend on."""
-        ...
 
     @property
     def is_trained(self) -> bool:
         """True if what is sampled is for training."""
-        ...
 
     async def complete(self, prompt: Prompt, n: int, *, on_reply: OnReply) -> None:
         """n whole episodes of one turn; they share the prompt's prefill. `on_reply` is told each of
         them once before this returns: as soon as it has ended, if somebody cares."""
-        ...
 
     async def sample(
         self,
@@ -311,24 +284,19 @@ class Policy(Protocol):
         """One turn of one episode; with `partial` it begins with these tokens. `model`: who takes
         it, if that is not the policy; its tokens are of that model, and never trained. If routes
         are replayed, those from position `routes_from` on come with it."""
-        ...
 
     async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:  # [L] each
         """In nats, of what each of their sampled tokens would be drawn from now; 0.0 elsewhere."""
-        ...
 
     async def token_rewards(self, index: int) -> list[np.ndarray]:  # [L] for each rollout
         """What scorers say about single tokens of an episode that is over; 0.0 where they say
         nothing. Raises TaskError if none of them may, and ScoreError if one fails."""
-        ...
 
     def finished(self, index: int, episode: Episode) -> None:
         """This one of the group's episodes is over; the others may go on."""
-        ...
 
     def gave_up(self, index: int) -> None:
         """This one will not be part of the group: what was sampled for it is wasted."""
-        ...
 
 
 class WeightSender(Protocol):
@@ -338,7 +306,6 @@ class WeightSender(Protocol):
 
     def release(self, version: int) -> None:
         """No engine reads this version any more; its bytes may be reused."""
-        ...
 
     def close(self) -> None: ...
 
@@ -348,6 +315,5 @@ class WeightReceiver(Protocol):
 
     def stage(self, update: WeightUpdate) -> Mapping[str, Any]:
         """The complete, verified tensors of this update by name; raises WeightError otherwise."""
-        ...
 
     def close(self) -> None: ...

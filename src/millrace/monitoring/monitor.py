@@ -7,13 +7,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from millrace.config import RunConfig
-from millrace.core import files as storage
+from millrace.core.files import reason as failure_reason
 from millrace.core.records import Group
-from millrace.core.spans import ScorerLoad, Span
+from millrace.core.spans import Span
 from millrace.monitoring.activity import STARTING, Activity, mean_by_role, role_of
 from millrace.monitoring.files.episodes import EpisodeLog, SampleLog
 from millrace.monitoring.files.metrics import MetricsLog, flatten, read_metrics
@@ -22,35 +22,12 @@ from millrace.monitoring.group_metrics import group_metrics
 from millrace.monitoring.run_dir import RunDir, to_json
 from millrace.monitoring.scorer_load import ScorerRates, limit_text
 from millrace.monitoring.terminal.progress import ProgressDisplay, make_progress
-from millrace.monitoring.terminal.snapshot import DownsampledSeries, RunSnapshot
+from millrace.monitoring.terminal.snapshot import DownsampledSeries, RunGauges, RunSnapshot
 from millrace.monitoring.throughput import Throughput, run_rates
 from millrace.monitoring.trackers import Tracker
 
 REFRESH_S = 0.25
 SCORES = "scores"  # the wait reason of the trainer and the engines when scoring is behind
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunGauges:
-    """The controller's state at one moment."""
-
-    version: int
-    buffer_depth: int
-    groups_running: int
-    groups_dropped: dict[str, int]  # so far, by reason
-    groups_cancelled: dict[str, int]  # attempts that became too stale, by what they were doing
-    tokens_saved: int  # estimate: tokens that the cancelled attempts would still have generated
-    tokens_wasted: dict[str, int]  # generated and never trained, by reason
-    wasted_staleness: dict[str, float]  # mean staleness of the wasted tokens, by reason
-    groups_failed: dict[str, int]  # by reason
-    steps_skipped: int  # so far: steps with an update that was not finite
-    last_failure: str  # sentence of the newest failure, or ""
-    engine_waits_for: str  # why an idle engine has no work
-    trainer_waits_for: str
-    scorers: dict[str, ScorerLoad]
-    sequences_continued: int = 0  # so far: sequences resumed on another engine after a crash
-    resumed_tokens: int = 0  # so far: journaled tokens reused after a crash of the controller
-    evaluating: tuple[int, int] | None = None  # tasks done and in total, during an evaluation
 
 
 class RunMonitor:
@@ -96,7 +73,7 @@ class RunMonitor:
         self._new_evaluation: dict[str, Any] = {}  # not yet in a row
         self._has_shown_failure = False
         self._gauges: Callable[[], RunGauges] | None = None
-        self._restarts: Counter[str] = Counter()  # by worker
+        self.restarts: Counter[str] = Counter()  # so far, by worker
         self._phases: dict[str, str] = {}  # by worker, while it starts
 
     def starting(self, worker: str, phase: str | None) -> None:
@@ -182,12 +159,8 @@ class RunMonitor:
 
     def restarted(self, worker: str, reason: str) -> None:
         """A worker died, and a new one is started in its place."""
-        self._restarts[worker] += 1
-        self.warn(f"{reason} (restart {self._restarts[worker]} of {worker})")
-
-    def restarts(self) -> dict[str, int]:
-        """Restarts so far, by worker."""
-        return dict(self._restarts)
+        self.restarts[worker] += 1
+        self.warn(f"{reason} (restart {self.restarts[worker]} of {worker})")
 
     def run_rates(self) -> dict[str, float]:
         """Mean samples/s and tokens/s of the run so far; {} before the first step."""
@@ -215,7 +188,7 @@ class RunMonitor:
         except OSError as error:
             self._trace = None
             self.warn(
-                f"trace.json cannot be written any more ({storage.reason(error)}); the run"
+                f"trace.json cannot be written any more ({failure_reason(error)}); the run"
                 " continues without it."
             )
 
@@ -241,7 +214,7 @@ class RunMonitor:
             },
             "sequences": {"resumed": gauges.sequences_continued},
             "scorer": self._scorer_rates.row(gauges.scorers),
-            "restarts": self.restarts(),
+            "restarts": dict(self.restarts),
         }
 
     def _show(self, gauges: RunGauges) -> None:
@@ -256,30 +229,21 @@ class RunMonitor:
         self._progress.show(
             RunSnapshot(
                 run_dir=str(self._run_dir.path),
-                step=gauges.version,
+                gauges=gauges,
                 steps=self._steps,
-                version=gauges.version,
                 elapsed_s=time.monotonic() - self._started_s,
                 eta_s=self._throughput.eta_s(self._steps - gauges.version),
                 rewards=self._rewards.values,
                 accuracies=self._accuracies.values,
-                evaluating=gauges.evaluating,
                 **self._throughput.current(),
-                tokens_wasted=sum(gauges.tokens_wasted.values()),
                 tokens_generated=self._throughput.tokens,
-                buffer_depth=gauges.buffer_depth,
                 buffer_capacity=self._capacity,
-                groups_running=gauges.groups_running,
                 staleness_mean=self._last_row.get("staleness/mean", 0.0),
                 staleness_max=self._last_row.get("staleness/max", 0),
                 workers=workers,
                 phases=self._phases,
-                dropped=gauges.groups_dropped,
-                cancelled=gauges.groups_cancelled,
-                failed=gauges.groups_failed,
-                steps_skipped=gauges.steps_skipped,
                 scoring=limit_text(gauges.scorers, waited=waited),
-                restarts=self.restarts(),
+                restarts=dict(self.restarts),
             )
         )
 

@@ -21,15 +21,12 @@ class Tracker(Protocol):
 
         `resume_from` is the step that a resumed run starts from; later steps are written again.
         """
-        ...
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of one step by name, such as `reward/mean`; all values are finite."""
-        ...
 
     def close(self) -> None:
         """The run is over; called once, also when the run failed."""
-        ...
 
 
 class TensorBoardTracker:

@@ -9,8 +9,8 @@ from millrace.config import RunConfig
 from millrace.controller.admission import Admission, SyncBarrier
 from millrace.controller.batches import Batches
 from millrace.controller.buffer import Buffer
-from millrace.controller.checkpointing import RunCheckpoints
-from millrace.controller.controller import Controller, Cursor
+from millrace.controller.checkpointing import Covered, RunCheckpoints
+from millrace.controller.controller import Controller
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.eval_schedule import (
     EvalScheduler,
@@ -28,6 +28,7 @@ from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
 from millrace.inference.pool import EnginePool
 from millrace.journal import Journal, NoJournal
+from millrace.journal.resuming import Cursor
 from millrace.monitoring.files.skipped_steps import SkippedSteps
 from millrace.monitoring.monitor import RunMonitor
 from millrace.scoring.pool import ScorerPool
@@ -147,7 +148,7 @@ def build_controller(run: RunParts) -> Controller:
         notified_versions = run.broadcaster.subscribe(notifier.receive)
     eval_set, eval_scheduler = _build_evaluation(run, engine_versions)
     reporter = RunReporter(
-        run.config,
+        config=run.config,
         monitor=run.monitor,
         skipped=run.skipped,
         state=state,
@@ -164,7 +165,7 @@ def build_controller(run: RunParts) -> Controller:
     checkpoints = _build_checkpoints(run, flow)
     pools = [run.engines] if run.evaluators is None else [run.engines, run.evaluators]
     learner = Learner(
-        run.config,
+        config=run.config,
         state=state,
         batches=flow.batches,
         trainer=run.trainer,
@@ -193,15 +194,14 @@ def build_controller(run: RunParts) -> Controller:
 def _build_checkpoints(run: RunParts, flow: _Flow) -> RunCheckpoints:
     version, warn = run.cursor.version, run.monitor.warn
     return RunCheckpoints(
-        run.config,
+        config=run.config,
         writer=Checkpointing(run.trainer, folder=run.checkpoints, version=version, warn=warn),
         journal=run.journal,
         batches=flow.batches,
         tracker=flow.tracker,
         tasks=run.tasks,
         policy=run.cursor.policy,
-        version=version,
-        position=run.cursor.journal,
+        covered=Covered(version=version, position=run.cursor.journal),
     )
 
 

@@ -375,7 +375,7 @@ class _Run:
                 "steps": result.steps,
                 "checkpoint": str(result.checkpoint),
                 "run_dir": str(result.run_dir),
-                "restarts": self._monitor.restarts(),
+                "restarts": dict(self._monitor.restarts),
                 "sequences_resumed": outcome.gauges.sequences_continued,
                 "resumed_tokens": outcome.gauges.resumed_tokens,
             }

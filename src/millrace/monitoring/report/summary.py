@@ -43,16 +43,11 @@ class RunSummary:
     workers: dict[str, Shares | None]  # None = never finished its start-up
     dropped: dict[str, int]  # groups, by reason
     cancelled: dict[str, int]  # attempts that became too stale, by what they were doing
-    tokens_saved: int  # estimate: tokens not generated because of these cancellations
-    tokens_wasted: dict[str, int]  # generated and never trained, by reason
-    wasted_staleness: dict[str, float]  # mean staleness of the wasted tokens, by reason
     replayed: int  # groups trained on again
     failed: dict[str, int]
     steps_skipped: int  # steps with an update that was not finite
-    restarts: dict[str, int]  # by worker
-    sequences_resumed: int  # on another engine, after theirs had died
-    resumed_tokens: int  # not generated again when the run was resumed
     scorers: dict[str, dict[str, float]]  # from the last row
+    last_row: dict[str, Any]  # of the metrics
     files: tuple[Path, ...]  # what the run directory holds
 
 
@@ -88,16 +83,11 @@ def summarise(path: str | Path) -> RunSummary:
         workers=activity.total(),
         dropped=table(last, "dropped"),
         cancelled=table(last, "cancelled"),
-        tokens_saved=last.get("tokens/saved", 0),
-        tokens_wasted=table(last, "tokens/wasted"),
-        wasted_staleness=table(last, "tokens/wasted_staleness"),
         replayed=sum(row.get("groups/replayed", 0) for row in rows),
         failed=table(last, "failed"),
         steps_skipped=sum(row.get("skipped/updates", 0) > 0 for row in rows),
-        restarts=table(last, "restarts"),
-        sequences_resumed=last.get("sequences/resumed", 0),
-        resumed_tokens=last.get("tokens/resumed", 0),
         scorers=_scorers(last),
+        last_row=last,
         files=tuple(_files(run_dir)),
     )
 
@@ -123,17 +113,13 @@ def _rows(run: RunSummary) -> Iterator[tuple[str, str]]:
     yield "steps", f"{run.steps}{time}"
     yield from _results(run)
     if run.samples_per_s is not None and run.tokens_per_s is not None:
-        yield (
-            "throughput",
-            f"{rate(run.samples_per_s)} samples/s, {rate(run.tokens_per_s)} tokens/s",
-        )
+        samples, tokens = rate(run.samples_per_s), rate(run.tokens_per_s)
+        yield "throughput", f"{samples} samples/s, {tokens} tokens/s"
     if run.staleness_mean is not None:
         yield "staleness", f"mean {run.staleness_mean:.2f}, max {run.staleness_max}"
     if run.rollout_spread is not None and run.group_spread is not None:
-        yield (
-            "version spread",
-            f"{run.rollout_spread:.2f} per rollout, {run.group_spread:.2f} per group",
-        )
+        of_rollout, of_group = f"{run.rollout_spread:.2f}", f"{run.group_spread:.2f}"
+        yield "version spread", f"{of_rollout} per rollout, {of_group} per group"
     for worker, shares in run.workers.items():
         yield worker, "never started serving" if shares is None else _worker(shares)
     trainer = run.workers.get("trainer")
@@ -165,19 +151,21 @@ def _losses(run: RunSummary) -> Iterator[tuple[str, str]]:
     yield "groups failed", counts(run.failed)
     if run.steps_skipped:
         yield "steps skipped", f"{run.steps_skipped}, because the loss or gradient was not finite"
-    if run.restarts:
-        resumed = f"; {run.sequences_resumed} sequences resumed on another engine"
-        yield "workers restarted", counts(run.restarts) + (resumed if run.sequences_resumed else "")
-    if run.resumed_tokens:
-        yield "resumed", f"{run.resumed_tokens} tokens of groups in flight were reused"
+    row = run.last_row
+    if restarts := table(row, "restarts"):
+        sequences = row.get("sequences/resumed")
+        resumed = f"; {sequences} sequences resumed on another engine" if sequences else ""
+        yield "workers restarted", counts(restarts) + resumed
+    if tokens := row.get("tokens/resumed"):
+        yield "resumed", f"{tokens} tokens of groups in flight were reused"
     if run.replayed:
         yield "groups replayed", str(run.replayed)
-    yield "tokens wasted", counts(run.tokens_wasted)
-    if run.wasted_staleness:
-        means = (f"{reason} {mean:.2f}" for reason, mean in run.wasted_staleness.items())
+    yield "tokens wasted", counts(table(row, "tokens/wasted"))
+    if staleness := table(row, "tokens/wasted_staleness"):
+        means = (f"{reason} {mean:.2f}" for reason, mean in staleness.items())
         yield "", f"mean staleness: {', '.join(means)}"
     if any(run.cancelled.values()):
-        yield "", f"cancelling saved about {run.tokens_saved} tokens"
+        yield "", f"cancelling saved about {row['tokens/saved']} tokens"
 
 
 def _worker(shares: Shares) -> str:

@@ -20,21 +20,17 @@ from millrace.monitoring.terminal.view import RunView, StartupView
 class ProgressDisplay(Protocol):
     def starting(self, worker: str, phase: str) -> None:
         """A worker, or the run itself, enters a phase of its start-up. May come before start()."""
-        ...
 
     def start(self) -> None:
         """Snapshots follow."""
-        ...
 
     def show(self, snapshot: RunSnapshot) -> None: ...
 
     def note(self, line: str) -> None:
         """Print a line that stays on the screen: an evaluation, a checkpoint, a failure."""
-        ...
 
     def stop(self) -> None:
         """Leave the last state on the screen. Safe to call twice, or without start()."""
-        ...
 
 
 def make_progress(
@@ -114,9 +110,10 @@ class LineProgress:
     def show(self, snapshot: RunSnapshot) -> None:
         self._last = snapshot
         since_s = self._now() - self._printed_s
-        new_step = snapshot.step != self._printed_step and snapshot.step > 0
-        last_step = new_step and snapshot.step == snapshot.steps
-        limit_s = self.HEARTBEAT_S if snapshot.evaluating is None else self.EVALUATION_S
+        step = snapshot.gauges.version
+        new_step = step != self._printed_step and step > 0
+        last_step = new_step and step == snapshot.steps
+        limit_s = self.HEARTBEAT_S if snapshot.gauges.evaluating is None else self.EVALUATION_S
         if last_step or (new_step and since_s >= self.LINE_S) or since_s >= limit_s:
             self._print(snapshot)
 
@@ -124,38 +121,30 @@ class LineProgress:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
-        if self._last is not None and self._last.step not in (self._printed_step, 0):
+        if self._last is not None and self._last.gauges.version not in (self._printed_step, 0):
             self._print(self._last)
 
     def _print(self, snapshot: RunSnapshot) -> None:
-        self._printed_s, self._printed_step = self._now(), snapshot.step
+        self._printed_s, self._printed_step = self._now(), snapshot.gauges.version
         self.note(progress_line(snapshot))
 
 
 class NoProgress:
     """For progress = "off": the run directory still has everything."""
 
-    def starting(self, worker: str, phase: str) -> None:
-        """Print nothing."""
-
-    def start(self) -> None:
-        """Open nothing."""
-
-    def show(self, snapshot: RunSnapshot) -> None:
-        """Draw nothing."""
-
-    def note(self, line: str) -> None:
-        """Print nothing."""
-
-    def stop(self) -> None:
-        """Close nothing."""
+    def starting(self, worker: str, phase: str) -> None: ...
+    def start(self) -> None: ...
+    def show(self, snapshot: RunSnapshot) -> None: ...
+    def note(self, line: str) -> None: ...
+    def stop(self) -> None: ...
 
 
 def progress_line(shot: RunSnapshot) -> str:
     """A snapshot in one line of plain text."""
-    parts = [f"step {shot.step}/{shot.steps}"]
-    if shot.evaluating is not None:
-        parts.append("evaluating {}/{}".format(*shot.evaluating))
+    gauges = shot.gauges
+    parts = [f"step {gauges.version}/{shot.steps}"]
+    if gauges.evaluating is not None:
+        parts.append("evaluating {}/{}".format(*gauges.evaluating))
     if shot.rewards:
         parts.append(f"reward {shot.rewards[-1]:.3f}")
     if shot.accuracies:
@@ -163,22 +152,22 @@ def progress_line(shot: RunSnapshot) -> str:
     parts += [
         f"{rate(shot.samples_per_s)} samples/s",
         f"{rate(shot.tokens_per_s)} tokens/s",
-        f"buffer {shot.buffer_depth}/{shot.buffer_capacity}",
+        f"buffer {gauges.buffer_depth}/{shot.buffer_capacity}",
         f"staleness {shot.staleness_mean:.2f} (max {shot.staleness_max})",
     ]
     for role, shares in mean_by_role(shot.workers).items():
         wait = f" (waits: {shares.top_wait})" if shares.top_wait and shares.busy < 0.9 else ""
         parts.append(f"{role} {shares.busy:.0%} busy{wait}")
-    if any(shot.dropped.values()):
-        parts.append(f"dropped {counts(shot.dropped)}")
-    if any(shot.cancelled.values()):
-        parts.append(f"cancelled {counts(shot.cancelled)}")
-    if any(shot.failed.values()):
-        parts.append(f"failed {counts(shot.failed)}")
-    if shot.steps_skipped:
-        parts.append(f"steps skipped {shot.steps_skipped}")
-    if shot.restarts:
-        parts.append(f"restarts {counts(shot.restarts)}")
+    for name, reasons in (
+        ("dropped", gauges.groups_dropped),
+        ("cancelled", gauges.groups_cancelled),
+        ("failed", gauges.groups_failed),
+        ("restarts", shot.restarts),
+    ):
+        if any(reasons.values()):
+            parts.append(f"{name} {counts(reasons)}")
+    if gauges.steps_skipped:
+        parts.append(f"steps skipped {gauges.steps_skipped}")
     if shot.scoring:
         parts.append(shot.scoring)
     left = "" if shot.eta_s is None else f", {duration(shot.eta_s)} left"

@@ -1,8 +1,36 @@
-"""One moment of a run, as every progress view shows it."""
+"""One moment of a run, as the controller reports it and as every progress view shows it."""
 
 from dataclasses import dataclass, field
 
+from millrace.core.spans import ScorerLoad
 from millrace.monitoring.activity import Shares
+
+Counts = dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunGauges:
+    """The controller's state at one moment; totals are since the start of the run."""
+
+    version: int  # of the trainer; = steps done
+    buffer_depth: int = 0  # groups that wait for the trainer
+    groups_running: int = 0  # groups that are being generated or scored
+    groups_dropped: Counts = field(default_factory=Counts)  # by reason
+    groups_cancelled: Counts = field(default_factory=Counts)
+    """Attempts that became too stale, by what they were doing."""
+    groups_failed: Counts = field(default_factory=Counts)  # by reason
+    tokens_saved: int = 0  # estimate: tokens that cancelled attempts would still have generated
+    tokens_wasted: Counts = field(default_factory=Counts)  # never trained, by reason
+    wasted_staleness: dict[str, float] = field(default_factory=dict[str, float])
+    """Mean staleness of the wasted tokens, by reason."""
+    steps_skipped: int = 0  # steps whose loss or gradient was not finite
+    last_failure: str = ""  # sentence of the newest failure
+    engine_waits_for: str = ""  # why an idle engine has no work
+    trainer_waits_for: str = ""
+    scorers: dict[str, ScorerLoad] = field(default_factory=dict[str, ScorerLoad])
+    sequences_continued: int = 0  # sequences resumed on another engine after a crash
+    resumed_tokens: int = 0  # journaled tokens reused after a crash of the controller
+    evaluating: tuple[int, int] | None = None  # tasks done and in total, during an evaluation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -10,31 +38,22 @@ class RunSnapshot:
     """Filled by the monitor a few times a second; views only read it."""
 
     run_dir: str
-    step: int  # steps done
-    steps: int  # steps in total
-    version: int
+    gauges: RunGauges
+    steps: int  # in total
     elapsed_s: float  # since the run started
     eta_s: float | None = None  # None before the first step
     rewards: tuple[float, ...] = ()  # mean reward of each step so far, downsampled
     accuracies: tuple[float, ...] = ()  # of the evaluations so far, downsampled
-    evaluating: tuple[int, int] | None = None  # tasks done and in total, during an evaluation
     samples_per_s: float = 0.0
     tokens_per_s: float = 0.0
     tokens_generated: int = 0  # so far
-    tokens_wasted: int = 0  # of these, tokens that will never be trained
-    buffer_depth: int = 0  # groups that wait for the trainer
     buffer_capacity: int = 1
-    groups_running: int = 0  # groups that are being generated or scored
     staleness_mean: float = 0.0  # of the tokens of the last step
     staleness_max: int = 0
     workers: dict[str, Shares | None] = field(default_factory=dict)  # None = starting
     phases: dict[str, str] = field(default_factory=dict)  # by worker, while it starts
-    dropped: dict[str, int] = field(default_factory=dict)  # groups, by reason
-    cancelled: dict[str, int] = field(default_factory=dict)  # attempts, by what they were doing
-    failed: dict[str, int] = field(default_factory=dict)  # groups, by reason
-    steps_skipped: int = 0  # steps whose loss or gradient was not finite
     scoring: str = ""  # a warning while scoring limits the run
-    restarts: dict[str, int] = field(default_factory=dict)  # by worker
+    restarts: Counts = field(default_factory=Counts)  # by worker
 
 
 class DownsampledSeries:

@@ -72,10 +72,11 @@ class RunView:
 
 def _steps(shot: RunSnapshot, width: int) -> Text:
     left = "" if shot.eta_s is None else f" · {duration(shot.eta_s)} left"
-    busy = "" if shot.evaluating is None else " · evaluating {}/{}".format(*shot.evaluating)
-    note = f"  {shot.step}/{shot.steps}  {duration(shot.elapsed_s)}{left}{busy}"
+    step, evaluating = shot.gauges.version, shot.gauges.evaluating
+    busy = "" if evaluating is None else " · evaluating {}/{}".format(*evaluating)
+    note = f"  {step}/{shot.steps}  {duration(shot.elapsed_s)}{left}{busy}"
     columns = max(width - len(note), MIN_BAR_COLUMNS)
-    bar = _bar(shot.step / shot.steps, columns=columns, colour=DONE)
+    bar = _bar(step / shot.steps, columns=columns, colour=DONE)
     return Text.assemble(_label("step"), bar, note)
 
 
@@ -126,30 +127,32 @@ def _waits(shares: Shares) -> str:
 
 
 def _buffer(shot: RunSnapshot, columns: int) -> Text:
-    bar = _bar(shot.buffer_depth / shot.buffer_capacity, columns=columns, colour="magenta")
-    note = f"  {shot.buffer_depth}/{shot.buffer_capacity} groups, {shot.groups_running} running"
+    depth, capacity = shot.gauges.buffer_depth, shot.buffer_capacity
+    bar = _bar(depth / capacity, columns=columns, colour="magenta")
+    note = f"  {depth}/{capacity} groups, {shot.gauges.groups_running} running"
     return Text.assemble(_label("buffer"), bar, note)
 
 
 def _numbers(shot: RunSnapshot) -> Iterator[Text]:
     speed = f"{rate(shot.samples_per_s)} samples/s · {rate(shot.tokens_per_s)} tokens/s"
-    if shot.tokens_wasted and shot.tokens_generated:
-        speed += f" · {shot.tokens_wasted / shot.tokens_generated:.1%} of them wasted"
+    gauges, wasted = shot.gauges, sum(shot.gauges.tokens_wasted.values())
+    if wasted and shot.tokens_generated:
+        speed += f" · {wasted / shot.tokens_generated:.1%} of them wasted"
     staleness = f"mean {shot.staleness_mean:.2f} · max {shot.staleness_max}"
     yield Text.assemble(_label("speed"), speed)
-    yield Text.assemble(_label("staleness"), f"{staleness} · version {shot.version}")
+    yield Text.assemble(_label("staleness"), f"{staleness} · version {gauges.version}")
     for name, reasons, colour in (
-        ("dropped", shot.dropped, WAITING),
-        ("cancelled", shot.cancelled, WAITING),
-        ("failed", shot.failed, BAD),
+        ("dropped", gauges.groups_dropped, WAITING),
+        ("cancelled", gauges.groups_cancelled, WAITING),
+        ("failed", gauges.groups_failed, BAD),
     ):
         yield Text.assemble(_label(name), (counts(reasons), colour if reasons else "dim"))
     if shot.scoring:
         yield Text.assemble(_label("scoring"), (shot.scoring, WAITING))
     if shot.restarts:
         yield Text.assemble(_label("restarts"), (counts(shot.restarts), WAITING))
-    if shot.steps_skipped:
-        yield Text.assemble(_label("skipped"), (f"steps {shot.steps_skipped} (not finite)", BAD))
+    if gauges.steps_skipped:
+        yield Text.assemble(_label("skipped"), (f"steps {gauges.steps_skipped} (not finite)", BAD))
 
 
 def _label(name: str) -> Text:
