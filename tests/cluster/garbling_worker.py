@@ -23,6 +23,6 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.send_multipart(frames)
     socket.send_multipart([EVENT_ID, *encode(Hello(worker=name, pid=os.getpid()))])
     call_id, *_ = socket.recv_multipart()
-    socket.send_multipart([b"\x01" * 8, *encode(Done())])  # answers what nobody asked
+    socket.send_multipart([b"\x01" * 8, *encode(Done())])  # a reply to no call
     socket.send_multipart([call_id, *encode(Done())])
     socket.recv()

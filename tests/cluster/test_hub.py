@@ -76,14 +76,14 @@ async def test_events_arrive_in_the_order_they_were_emitted(hub: Hub, events: Ev
 
 async def test_parts_of_an_answer_arrive_in_order_before_it_and_at_their_own_call(hub: Hub):
     worker = await hub.launch("echo-0", "echo_worker")
-    heard: dict[int, list[int]] = {3: [], 3000: []}  # more than all queues on the way hold
+    received: dict[int, list[int]] = {3: [], 3000: []}  # more than all queues on the way hold
 
     def listen(count: int):
-        return lambda part: heard[count].extend(piece.member for piece in part.pieces)
+        return lambda part: received[count].extend(piece.member for piece in part.pieces)
 
-    calls = [worker.call(ask(f"tell {count}"), on_part=listen(count)) for count in heard]
+    calls = [worker.call(ask(f"tell {count}"), on_part=listen(count)) for count in received]
     await asyncio.gather(*calls)
-    assert heard == {count: list(range(count)) for count in heard}
+    assert received == {count: list(range(count)) for count in received}
 
 
 async def test_error_in_a_part_callback_ends_that_call_only(hub: Hub):
@@ -96,7 +96,7 @@ async def test_error_in_a_part_callback_ends_that_call_only(hub: Hub):
     with pytest.raises(ValueError, match="enough"):
         await worker.call(ask("tell 3"), on_part=refuse)
     assert tokens_of(await other).size == 4
-    await worker.call(ask("tell 2"))  # nobody listens: counted
+    await worker.call(ask("tell 2"))  # without a listener, parts are counted
     assert hub.num_unclaimed == 2 + 3  # and of the first, two parts and the reply
 
 
@@ -155,7 +155,7 @@ async def test_invalid_messages_and_unknown_senders_are_counted_and_dropped(hub:
         hello = encode(Hello(worker="echo-0", pid=1))
         for frames in ([b""], [b"\xff" * 100], [bytes(8), *hello], [b"x"] * 50):
             stranger.send_multipart(frames)
-        while hub.num_invalid < 4:  # noqa: ASYNC110 - the hub tells nobody, it only counts
+        while hub.num_invalid < 4:  # noqa: ASYNC110 - the hub only counts them
             await asyncio.sleep(0.01)
     assert tokens_of(await worker.call(ask("echo"))).size == 4
 

@@ -271,7 +271,7 @@ async def test_joined_worker_that_is_stopped_fails_its_calls_and_is_killed(
 async def test_a_host_that_vanishes_fails_the_calls_of_its_workers(
     hub: Hub, tmp_path: Path, hosts: list[Host]
 ):
-    """All of it stands still: nobody is left there to say so, and no connection is closed."""
+    """All of its processes are stopped: none reports it, and no connection is closed."""
     host, (worker,) = await joined(hub, tmp_path, hosts)
     processes = [psutil.Process(host.process.pid), *host.workers()]
     for process in processes:
@@ -364,7 +364,7 @@ async def test_a_controller_that_was_busy_does_not_take_joined_workers_for_dead(
     joined.on_message()
     ended = asyncio.create_task(joined.exited())
     await asyncio.sleep(0.05)
-    time.sleep(1.0)  # noqa: ASYNC251 - nothing is read meanwhile, whoever speaks
+    time.sleep(1.0)  # noqa: ASYNC251 - nothing is read meanwhile
     await asyncio.sleep(0.5)
     assert not ended.done()
     joined.on_exit(ProcessExit(reason="was stopped"))

@@ -97,13 +97,13 @@ def test_many_threads_may_emit_at_once(controller: Controller, link: Link):
     threads = [threading.Thread(target=emit, args=[index]) for index in range(8)]
     for thread in threads:
         thread.start()
-    heard: dict[str, list[float]] = {str(index): [] for index in range(8)}
+    received: dict[str, list[float]] = {str(index): [] for index in range(8)}
     for _ in range(800):
         _, message = controller.hear()
         assert isinstance(message, WorkerProgress)
         ((thread, number),) = message.counters.items()
-        heard[thread].append(number)
-    assert all(numbers == list(range(100)) for numbers in heard.values())
+        received[thread].append(number)
+    assert all(numbers == list(range(100)) for numbers in received.values())
     for thread in threads:
         thread.join()
 

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 class Machine:
-    """A machine with a GPU and the stand-in on PATH; its temp dir is nobody else's."""
+    """A machine with a GPU and the stand-in on PATH; no other test uses its temp dir."""
 
     def __init__(self, folder: Path, *, temp: Path) -> None:
         self.gpu = folder / "nvidiactl"

@@ -23,8 +23,8 @@ async def test_stall_is_reported_ever_more_rarely_and_then_ends_the_run():
     rig = Rig(limit_s=0.1)
     with pytest.raises(RunFailed, match=r"No step completed for 0.1 s .*waits for generation"):
         await rig.stalls.until(asyncio.Event().wait())
-    told = [warning.partition(":")[0] for warning in rig.warnings]
-    assert told == [f"No step completed for {s} s" for s in (0.02, 0.04, 0.08)]
+    reported = [warning.partition(":")[0] for warning in rig.warnings]
+    assert reported == [f"No step completed for {s} s" for s in (0.02, 0.04, 0.08)]
 
 
 async def test_other_signs_of_progress_restart_the_clock():

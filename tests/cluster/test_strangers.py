@@ -1,4 +1,4 @@
-"""Who gets in over TCP, with real sockets: holders of the run's keys, and nobody else."""
+"""Over TCP, only holders of the run's keys can send messages. Tests use real sockets."""
 
 import asyncio
 import socket
@@ -101,7 +101,7 @@ async def test_with_the_runs_keys_but_no_token_messages_are_counted_and_dropped(
                 stranger.connect(hub.address)
                 stranger.send_multipart([EVENT_ID, *encode(Hello(worker="echo-0", pid=1))])
         async with asyncio.timeout(10):
-            while hub.num_invalid < 4:  # noqa: ASYNC110 - the hub tells nobody, it only counts
+            while hub.num_invalid < 4:  # noqa: ASYNC110 - the hub only counts them
                 await asyncio.sleep(0.01)
     await assert_answers(worker)
     assert len(events) == 1
@@ -118,7 +118,7 @@ async def test_bytes_of_another_protocol_do_no_harm(hub: Hub):
 
 
 def test_worker_sends_nothing_to_a_server_without_the_hub_key():
-    """Not even its token: whoever takes over a freed port learns nothing."""
+    """Not even its token: a process that takes over a freed port learns nothing."""
     keys, impostor_keys = RunKeys.make().client, RunKeys.make()
     with (
         zmq.Context() as context,

@@ -118,6 +118,6 @@ async def test_tasks_without_a_score_in_time_are_counted():
     await asyncio.sleep(0)
     assert (result.num_failed, result.num_unscored, result.accuracy) == (4, 4, 1 / 5)
     assert result.metrics()["eval/unscored"] == 4
-    assert asked == [0, 1, 2], "once it is clear that nobody answers, nobody is asked"
+    assert asked == [0, 1, 2], "once no scorer answers, none is called"
     assert sorted(given_up) == [1, 2]
     assert str(tally) == "the evaluation of step 9 has generated 5 of 5 tasks and scored 5."

@@ -69,6 +69,6 @@ def test_order_that_never_has_enough_groups_is_refused():
         ({"type": "difficulty", "solved": 1}, "did you mean 'solved_at'"),
     ],
 )
-def test_a_typo_is_named(table, hint):
+def test_misspelled_order_is_an_error_with_a_suggestion(table, hint):
     with pytest.raises(ConfigError, match=hint):
         build_sampler(table)

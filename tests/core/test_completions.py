@@ -26,7 +26,7 @@ def make(num_tokens, *, kept):
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("bounds", [(0, 7), (0, 0, 7), (0, 3, 7), (0, 1, 2, 6, 7)])
-def test_a_completion_that_was_cut_is_itself_when_it_is_joined(bounds, kept):
+def test_joining_the_cuts_of_a_completion_restores_it(bounds, kept):
     whole = make(7, kept=kept)
     parts = [cut(whole, a, b) for a, b in itertools.pairwise(bounds)]
     again = joined(parts, truncates=kept)
@@ -40,13 +40,13 @@ def test_a_completion_that_was_cut_is_itself_when_it_is_joined(bounds, kept):
     assert (again.finish, again.text) == ("interrupt", "")
 
 
-def test_nothing_joined_is_a_completion_that_has_not_begun():
+def test_joining_no_parts_is_an_empty_completion():
     nothing = joined([], truncates=True)
     assert nothing.kept is not None
     assert (len(nothing.tokens), nothing.kept.offsets.tolist()) == (0, [0])
 
 
-def test_what_a_completion_begins_with_has_the_routes_of_all_but_its_last_token():
+def test_first_tokens_of_a_completion_have_routes_of_all_but_the_last():
     routes = cut(make(7, kept=False), 0, 3).routes
     assert routes is not None
     assert routes.ravel().tolist() == list(range(NUM_PROMPT + 3 - 1))

@@ -33,7 +33,7 @@ def test_folder_is_private_and_removed_on_exit(tmp_path):
 
 
 def test_folders_of_killed_processes_are_removed_and_those_of_live_ones_are_not(tmp_path):
-    other = tmp_path / "millrace-of-somebody-else"  # who does not lock it
+    other = tmp_path / "millrace-of-another-program"  # which does not lock it
     other.mkdir()
     living, kept = start_owner(tmp_path)
     dead, left = start_owner(tmp_path)

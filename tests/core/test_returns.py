@@ -47,7 +47,7 @@ def test_gae_without_decay_is_returns_minus_values(rewards, discount, seed):
 
 
 @given(NUMBERS, st.floats(0.1, 1.0), st.floats(0.0, 1.0))
-def test_a_critic_that_is_never_surprised_gives_no_advantage(rewards, discount, decay):
+def test_exact_values_give_zero_advantages(rewards, discount, decay):
     values = discounted_returns(rewards, discount=discount)
     found = gae(rewards, values, discount=discount, decay=decay)
     np.testing.assert_allclose(found, 0.0, atol=1e-9)

@@ -242,7 +242,7 @@ async def test_a_full_disk_fails_every_caller_with_one_sentence_and_the_run_resu
     await again.close()
 
 
-async def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
+async def test_unwritable_folder_raises_one_sentence(tmp_path):
     (tmp_path / "journal").write_text("a file")
     with pytest.raises(JournalError, match="could not be written"):
         open_journal(tmp_path / "journal" / "below")

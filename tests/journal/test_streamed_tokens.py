@@ -113,7 +113,7 @@ async def test_checkpoints_spare_groups_whose_admission_is_under_way(tmp_path):
     await journal.close()
 
 
-def test_tokens_that_follow_nothing_known_are_left_out():
+def test_tokens_without_their_predecessors_are_left_out():
     parts = [
         streamed("ab"),
         streamed("c", start=5),

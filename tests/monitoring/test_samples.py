@@ -3,7 +3,7 @@ import json
 import numpy as np
 
 from millrace.core.records import Episode, Group, Rollout, Sampling, Score, Task, Turn
-from millrace.monitoring.files.episodes import SampleLog
+from millrace.monitoring.files.episodes import StepLog, sample_row
 
 
 def episode(completion: str, *, versions: list[int]) -> Episode:
@@ -37,7 +37,7 @@ def read(path) -> list[dict]:
 
 
 def test_an_episode_is_readable(tmp_path):
-    SampleLog(tmp_path, per_step=1).write(7, [group(12)])
+    StepLog(tmp_path, per_step=1, row=sample_row).write(7, [group(12)])
     assert read(tmp_path / "step_7.jsonl") == [
         {
             "group": 12,
@@ -55,21 +55,21 @@ def test_an_episode_is_readable(tmp_path):
 
 
 def test_different_groups_come_before_more_of_one_group(tmp_path):
-    SampleLog(tmp_path, per_step=3).write(1, [group(1), group(2)])
+    StepLog(tmp_path, per_step=3, row=sample_row).write(1, [group(1), group(2)])
     found = [(row["group"], row["completion"]) for row in read(tmp_path / "step_1.jsonl")]
     assert found == [(1, "4"), (2, "4"), (1, "vier")]
 
 
 def test_step_with_few_episodes_writes_all_of_them(tmp_path):
-    SampleLog(tmp_path, per_step=10).write(1, [group(1)])
+    StepLog(tmp_path, per_step=10, row=sample_row).write(1, [group(1)])
     assert len(read(tmp_path / "step_1.jsonl")) == 2
 
 
 def test_zero_per_step_writes_no_file(tmp_path):
-    SampleLog(tmp_path, per_step=0).write(1, [group(1)])
+    StepLog(tmp_path, per_step=0, row=sample_row).write(1, [group(1)])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_column_without_json_form_is_shown_as_its_repr(tmp_path):
-    SampleLog(tmp_path, per_step=1).write(1, [group(1, answer={1, 2})])
+    StepLog(tmp_path, per_step=1, row=sample_row).write(1, [group(1, answer={1, 2})])
     assert read(tmp_path / "step_1.jsonl")[0]["columns"] == {"answer": "{1, 2}"}

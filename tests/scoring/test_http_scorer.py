@@ -250,7 +250,7 @@ async def test_secrets_come_from_the_environment_and_appear_nowhere(service, tmp
         ({"url": "http://h", "header": {}}, "'scorers.0.header' of 'http'; did you mean 'headers'"),
         ({"url": "http://h", "headers": {"X": "env:NO_SUCH"}}, "environment variable 'NO_SUCH'"),
         ({"url": "http://h", "headers": {"authorization": "s3"}}, "'authorization' header in the"),
-        ({"url": "http://h", "headers": {"X": 3}}, "a header 'X' that is no text"),
+        ({"url": "http://h", "headers": {"X": 3}}, "a header 'X' that is not text"),
     ],
 )
 def test_invalid_settings_are_refused_before_anything_is_sent(settings, sentence):

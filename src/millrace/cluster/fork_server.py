@@ -84,13 +84,9 @@ class ForkedChild:
                 loop.remove_reader(pidfd)
         finally:
             os.close(pidfd)
-        self.returncode = _exit_code(self.pid)
+        _, status = os.waitpid(self.pid, 0)  # noqa: ASYNC222 - it has ended
+        self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
-
-
-def _exit_code(pid: int) -> int:
-    """Reap a child that has ended."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 class ForkServer:
@@ -144,7 +140,13 @@ class ForkServer:
     async def _fork(
         self, arguments: Sequence[str], *, env: Mapping[str, str], log: Path
     ) -> ForkedChild | None:
-        request = _request(arguments, env=env, log=log)
+        request = {
+            "arguments": list(arguments),
+            "env": dict(env),
+            "folder": str(Path.cwd()),
+            "log": str(log.absolute()),  # noqa: ASYNC240 - reads no disk
+            "parent": os.getpid(),
+        }
         pid = await asyncio.to_thread(self._ask, request)
         return ForkedChild(pid) if pid else None
 
@@ -215,16 +217,6 @@ class _SharedServers:
 shared_fork_server = _SharedServers()  # a worker's parent is the process, so they are its own
 
 
-def _request(arguments: Sequence[str], *, env: Mapping[str, str], log: Path) -> dict[str, Any]:
-    return {
-        "arguments": list(arguments),
-        "env": dict(env),
-        "folder": str(Path.cwd()),
-        "log": str(log.absolute()),
-        "parent": os.getpid(),
-    }
-
-
 def _kill_result(task: "asyncio.Task[ForkedChild | None]") -> None:
     """The launch was cancelled: end the worker that was forked meanwhile."""
     if not task.cancelled() and task.exception() is None and (child := task.result()) is not None:
@@ -280,7 +272,8 @@ def main() -> None:
                 os._exit(0)
             os.close(reader)
             _become_worker(request, middle=middle, writer=writer)
-            _run_worker(request["arguments"])
+            sys.argv = request["arguments"]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
             return
         os.close(writer)
         os.waitpid(middle, 0)
@@ -323,11 +316,6 @@ def _set_command_line(command: list[str]) -> None:
     line = b"\0".join(os.fsencode(each) for each in command)[: end - start - 1]
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, line, len(line))
-
-
-def _run_worker(arguments: list[str]) -> None:
-    sys.argv = arguments
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -60,10 +60,8 @@ class Hub:
         preload: Sequence[str] = (),
     ) -> None:
         """With "auto" the socket is in a private folder in `runtime_dir`, by default the temp dir.
-
         `advertise` is the name by which other hosts reach this one. `preload`: modules that a fork
-        server imports once for all workers; without any, each worker imports its own.
-        """
+        server imports once for all workers; without any, each worker imports its own."""
         self.num_invalid = 0  # messages of unknown senders, and bytes that are no message
         self.num_unclaimed = 0  # replies to calls that had ended
         self.address = address if address == "auto" else addresses.to_bind(address)
@@ -119,10 +117,8 @@ class Hub:
     async def launch(
         self, name: str, module: str, *, env: Mapping[str, str] | None = None
     ) -> Worker:
-        """Start `python -m module` as the worker `name` and wait for its Hello.
-
-        The name of a dead worker can be used again.
-        """
+        """Start `python -m module` as the worker `name`, which may be the name of a dead one, and
+        wait for its Hello."""
         check_file_name(name, of="A worker")
         token = secrets.token_hex(16)
         async with self._registered(name, identity=identity_of(name, token=token)) as worker:
@@ -140,10 +136,8 @@ class Hub:
         return worker
 
     async def await_joined(self, name: str, *, timeout_s: float | None) -> Worker:
-        """Wait for a host that joins with the worker `name`, and for its Hello.
-
-        Without `timeout_s` it waits without limit.
-        """
+        """Wait for a host that joins with the worker `name`, and for its Hello. Without `timeout_s`
+        it waits without limit."""
         token = secrets.token_hex(16)
         identity = identity_of(name, token=token)
         async with self._registered(name, identity=identity) as worker:

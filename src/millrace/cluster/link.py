@@ -57,10 +57,8 @@ def identity_of(name: str, *, token: str) -> bytes:
 
 
 def read_frames(frames: list[zmq.Frame]) -> list[Frame]:
-    """Received frames, ready to decode: large ones as they are, small ones copied.
-
-    A small zmq frame is an unaligned slice of a receive buffer and would keep that buffer alive.
-    """
+    """Received frames, ready to decode. Small ones are copied: a small zmq frame is an unaligned
+    slice of a receive buffer and would keep that buffer alive."""
     return [frame.buffer if len(frame) >= zmq.COPY_THRESHOLD else frame.bytes for frame in frames]
 
 
@@ -228,10 +226,8 @@ def serve(
     message: type[StartMessage],
     start: Callable[[StartMessage, Link, Timeline], WorkerLoop],
 ) -> None:
-    """Wait for the start message, load, and serve until Stop.
-
-    `start` is called with each message of this type until one does not fail.
-    """
+    """Wait for the start message, load, and serve until Stop. `start` is called with each message
+    of this type until one does not fail."""
     timeline = Timeline(name, name="load", busy=True)
     while True:
         timeline.enter("no work", busy=False)

@@ -1,7 +1,7 @@
 """Every message between processes. One tagged union; anything else on a socket is refused.
 
 Arrays inside (numpy) travel as raw frames beside the message, uncopied; see wire.py. A call has one
-reply: the message behind its arrow, or an Error; parts may precede it. An event is neither.
+reply: the message after its arrow, or an Error; parts may precede it. An event is neither.
 """
 
 from typing import Any, Union

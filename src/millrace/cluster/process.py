@@ -80,10 +80,8 @@ class Process:
             self._signal_session(signal.SIGKILL)
 
     async def dump_stacks(self) -> tuple[str, str]:
-        """Have the process write the stacks of its threads to its log.
-
-        Returns the outcome, with the path of the log, and the end of the log.
-        """
+        """Have the process write the stacks of its threads to its log; returns the outcome, with
+        the path of the log, and the end of the log."""
         return f"{await self._dump_stacks()}, {self.log.absolute()}", self.log_tail()
 
     async def _dump_stacks(self) -> str:

@@ -149,10 +149,7 @@ class Worker:
             await self.is_gone_within(None)
 
     async def fail_hung(self, reason: str) -> None:
-        """Kill a worker that hangs, after it has dumped its stacks.
-
-        `reason` continues the sentence "Worker 'engine-0' ...".
-        """
+        """Kill a hung worker after it has dumped its stacks; `reason` follows "Worker 'NAME'"."""
         if self.dead.done():
             return
         self._is_hung = True

@@ -39,21 +39,16 @@ class Evaluation:
 
     def metrics(self) -> dict[str, Any]:
         """Columns of a metrics row."""
-        several = {
-            f"eval/mean@{self.samples}": self.accuracy,
-            **{f"eval/pass@{k}": share for k, share in self.pass_at.items()},
-        }
-        return {
-            "eval/accuracy": self.accuracy,
-            **(several if self.samples > 1 else {}),
-            "eval/step": self.step,
-            **(
-                {"eval/version_min": min(self.versions), "eval/version_max": max(self.versions)}
-                if self.versions
-                else {}
-            ),
-            **({"eval/unscored": self.num_unscored} if self.num_unscored else {}),
-        }
+        metrics: dict[str, Any] = {"eval/accuracy": self.accuracy, "eval/step": self.step}
+        if self.samples > 1:
+            metrics[f"eval/mean@{self.samples}"] = self.accuracy
+            metrics |= {f"eval/pass@{k}": share for k, share in self.pass_at.items()}
+        if self.versions:
+            metrics["eval/version_min"] = min(self.versions)
+            metrics["eval/version_max"] = max(self.versions)
+        if self.num_unscored:
+            metrics["eval/unscored"] = self.num_unscored
+        return metrics
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,9 +7,9 @@ Promise: a typo, or an order that would never have enough groups, fails before a
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from millrace.core.errors import ConfigError
 from millrace.core.plugins import build_plugin
@@ -20,57 +20,61 @@ SECTION = "buffer.order"
 DEFAULT = "oldest"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
+class _ByKey:
+    """Takes the groups with the lowest keys; among equal keys, the first admitted."""
+
+    batches_needed: ClassVar[int] = 2  # a single batch leaves no choice
+
+    def num_needed(self, n: int) -> int:
+        return self.batches_needed * n
+
+    def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
+        keys = [self.key(one, version=version) for one in waiting]
+        return sorted(range(len(waiting)), key=lambda index: keys[index])[:n]
+
+    def key(self, one: Waiting, *, version: int) -> Any:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready(_ByKey):
     """First admitted, first trained."""
 
-    def num_needed(self, n: int) -> int:
-        return n
+    batches_needed: ClassVar[int] = 1
 
-    def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
-        return range(n)
+    def key(self, one: Waiting, *, version: int) -> int:
+        return 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Oldest:
+@dataclass(frozen=True, kw_only=True)
+class Oldest(_ByKey):
     """The group with the oldest token first, as it would be the next to be dropped."""
 
-    def num_needed(self, n: int) -> int:
-        return n
+    batches_needed: ClassVar[int] = 1
 
-    def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
-        return _first(waiting, n, key=lambda one: _oldest(one, version=version))
+    def key(self, one: Waiting, *, version: int) -> int:
+        return version if one.stamps.oldest is None else one.stamps.oldest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Freshest:
+@dataclass(frozen=True, kw_only=True)
+class Freshest(_ByKey):
     """The group with the lowest mean staleness first; others may become too stale."""
 
-    def num_needed(self, n: int) -> int:
-        return 2 * n  # a single batch leaves no choice
-
-    def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
-        return _first(waiting, n, key=lambda one: _mean_staleness(one, version=version))
+    def key(self, one: Waiting, *, version: int) -> float:
+        return one.stamps.total_staleness(version) / max(one.stamps.num_tokens, 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difficulty:
+@dataclass(frozen=True, kw_only=True)
+class Difficulty(_ByKey):
     """The group nearest to half solved first, as a policy learns most from it; then the oldest."""
 
     solved_at: float = 1.0
     """An episode counts as solved when its score reaches this."""
 
-    def num_needed(self, n: int) -> int:
-        return 2 * n
-
-    def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
-        return _first(
-            waiting, n, key=lambda one: (self._distance(one), _oldest(one, version=version))
-        )
-
-    def _distance(self, one: Waiting) -> float:
-        scores = one.group.scores
-        return abs(sum(score.total >= self.solved_at for score in scores) / len(scores) - 0.5)
+    def key(self, one: Waiting, *, version: int) -> tuple[float, int]:
+        num_solved = sum(score.total >= self.solved_at for score in one.group.scores)
+        distance = abs(num_solved / len(one.group.scores) - 0.5)
+        return distance, Oldest().key(one, version=version)
 
 
 ORDERS: Mapping[str, type] = {
@@ -103,16 +107,3 @@ def check_room(
             f"{order}, which would become staler than buffer.max_staleness = {max_staleness}; raise"
             f" it to {math.ceil(needed / groups_per_step) + 1}, or set the order to 'oldest'."
         )
-
-
-def _first(waiting: Sequence[Waiting], n: int, *, key: Callable[[Waiting], Any]) -> Sequence[int]:
-    """Indices of the lowest keys; among equal keys, the first admitted."""
-    return sorted(range(len(waiting)), key=lambda index: key(waiting[index]))[:n]
-
-
-def _oldest(one: Waiting, *, version: int) -> int:
-    return version if one.stamps.oldest is None else one.stamps.oldest
-
-
-def _mean_staleness(one: Waiting, *, version: int) -> float:
-    return one.stamps.total_staleness(version) / max(one.stamps.num_tokens, 1)

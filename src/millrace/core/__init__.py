@@ -1,2 +1,1 @@
-"""Records, protocols, errors, spans: the words every stage shares. Torch-free; imports nothing of
-ours."""
+"""Records, protocols, errors and spans that all packages share. Torch-free."""

@@ -23,14 +23,17 @@ from millrace.core.records import Completion, CompletionChunk, Finish, Kept, Req
 
 
 def joined(parts: Sequence[Completion | CompletionChunk], *, truncates: bool) -> Completion:
-    """One behind the other. `truncates`: whether kept ids belong to their tokens."""
-    none = np.empty(0, dtype=np.int32)
+    """The parts in order, as one completion to be resumed, without text and KV origin.
+
+    `truncates`: sampling truncates, so the tokens have kept ids.
+    """
+    no_ids, no_logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
     return Completion(
-        tokens=np.concatenate([none, *(part.tokens for part in parts)]),
+        tokens=np.concatenate([no_ids, *(part.tokens for part in parts)]),
         logprobs=np.concatenate(
-            [none.astype(np.float32), *(part.logprobs for part in parts)], dtype=np.float32
+            [no_logprobs, *(part.logprobs for part in parts)], dtype=np.float32
         ),
-        versions=np.concatenate([none, *(part.versions for part in parts)]),
+        versions=np.concatenate([no_ids, *(part.versions for part in parts)]),
         kept=_joined_kept([part.kept for part in parts if part.kept]) if truncates else None,
         routes=_last_routes(parts),
         finish="interrupt",
@@ -39,8 +42,9 @@ def joined(parts: Sequence[Completion | CompletionChunk], *, truncates: bool) ->
 
 
 def cut(completion: Completion, begin: int, end: int | None = None) -> Completion:
-    """Its tokens from `begin` up to `end`, by default the last. Its routes are those of all that
-    was fed before the last of these: they begin in the prompt."""
+    """The tokens from `begin` to `end`, by default to the last, as one completion to be resumed.
+
+    Routes begin in the prompt, so they are cut at the end only."""
     stop = len(completion.tokens) if end is None else end
     return Completion(
         tokens=completion.tokens[begin:stop],
@@ -56,7 +60,7 @@ def cut(completion: Completion, begin: int, end: int | None = None) -> Completio
 def chunk_of(
     completion: Completion, *, member: int, finish: Finish | None = None
 ) -> CompletionChunk:
-    """All of its tokens, as who listens is told them."""
+    """All tokens of a completion, as its stream callback receives them."""
     return CompletionChunk(
         member=member,
         tokens=completion.tokens,
@@ -82,9 +86,9 @@ def _cut_kept(kept: Kept, begin: int, end: int) -> Kept:
 
 
 def _last_routes(parts: Sequence[Completion | CompletionChunk]) -> np.ndarray | None:
-    """Those of the last part that has any: each has all that were known by then."""
-    told = [part.routes for part in parts if isinstance(part, Completion)]
-    return next((routes for routes in reversed(told) if routes is not None), None)
+    """The routes of the last part that has any: they include those of all earlier parts."""
+    found = [part.routes for part in parts if isinstance(part, Completion)]
+    return next((routes for routes in reversed(found) if routes is not None), None)
 
 
 def _cut_routes(completion: Completion, end: int) -> np.ndarray | None:
@@ -95,7 +99,7 @@ def _cut_routes(completion: Completion, end: int) -> np.ndarray | None:
 
 
 def unknown_id(dtype: np.dtype) -> int:
-    """What stands in every place of a row that is not known."""
+    """The expert id that fills the rows of tokens with unknown routes."""
     return int(np.iinfo(dtype).max)
 
 
@@ -104,7 +108,7 @@ def unknown_routes(num_rows: int, *, like: np.ndarray) -> np.ndarray:  # [num_ro
 
 
 def padded(routes: np.ndarray, num_rows: int) -> np.ndarray:  # [num_rows, layers, top_k]
-    """With rows that are not known behind those there are."""
+    """Append rows of unknown routes."""
     return np.concatenate([routes, unknown_routes(num_rows - len(routes), like=routes)])
 
 
@@ -131,8 +135,8 @@ class TokenLog:
         digest: str = "",
         save: Callable[[StreamedTokens], None] | None = None,
     ) -> None:
-        """`known`: each completion as far as it was saved before. `save` receives all tokens that
-        are not among them, with the `digest` of the request."""
+        """`known`: the saved part of each completion. `save` receives all other tokens, with the
+        `digest` of the request."""
         self.known = [None] * request.n if known is None else known
         self._request = request
         self._digest = digest
@@ -155,8 +159,8 @@ class TokenLog:
             self._save_part(chunk.member, self._joined(parts if is_first else [chunk]))
 
     def finish(self, member: int, completion: Completion) -> None:
-        """Record the end of a completion, with tokens that were not streamed. Only the first call
-        for a completion has an effect."""
+        """Record the end of a completion and tokens that were not streamed; later calls for the
+        same completion have no effect."""
         if member in self._ended:
             return
         self._ended[member] = completion
@@ -178,15 +182,11 @@ class TokenLog:
 
     def _save_part(self, member: int, part: Completion) -> None:
         assert self._save is not None
-        start = self._saved[member]
+        request, start = self._request.id, self._saved[member]
         self._saved[member] += len(part.tokens)
         self._save(
             StreamedTokens(
-                request=self._request.id,
-                digest=self._digest,
-                member=member,
-                start=start,
-                part=part,
+                request=request, digest=self._digest, member=member, start=start, part=part
             )
         )
 
@@ -208,8 +208,8 @@ def resume_request(request: Request, *, member: int, known: Completion | None) -
 
 
 def request_digest(request: Request, *, model: str | None) -> str:
-    """A digest of everything that the answer depends on: a resumed environment may ask something
-    else under the same id. `model`: the model that answers, if it is not the policy."""
+    """A digest of everything that the completions depend on: a resumed environment may send
+    another request under the same id. `model`: the model that answers, if it is not the policy."""
     sampled = (request.sampling, request.seed, request.index, request.adapter)
     settings = (*sampled, request.routes_from, model)
     digest = xxhash.xxh3_128(msgspec.json.encode(settings))

@@ -18,28 +18,27 @@ class ConfigError(MillraceError):
 
 
 class TaskError(MillraceError):
-    """One task cannot be played; costs that group only."""
+    """One task cannot be played; only its group fails."""
 
 
 class ScoreError(MillraceError):
-    """A scorer raised, hung, or returned something that is not a score; costs that group only."""
+    """A scorer raised, hung, or returned something that is not a score; only its group fails."""
 
 
 class TransientScoreError(ScoreError):
-    """A scorer could not answer, and may do so when asked again."""
+    """A scorer could not answer; a retry may succeed."""
 
     def __init__(
         self, message: str, *, is_down: bool = False, retry_after_s: float | None = None
     ) -> None:
-        """`is_down`: nobody there can be asked now, whatever about. `retry_after_s`: what it said
-        itself."""
+        """`is_down`: the service as a whole does not answer. `retry_after_s`: as it asks for."""
         super().__init__(message)
         self.is_down = is_down
         self.retry_after_s = retry_after_s
 
 
 class Filtered(Exception):
-    """A filter dropped a scored group. No error: it is counted, and another takes its place."""
+    """A filter dropped a scored group. This is not an error: another group takes its place."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -47,16 +46,15 @@ class Filtered(Exception):
 
 
 class WeightError(MillraceError):
-    """A weight update is incomplete, corrupt, or does not fit the model; nothing of it was
-    applied."""
+    """A weight update is incomplete, corrupt, or does not fit the model; it was not applied."""
 
 
 class CheckpointError(MillraceError):
-    """A checkpoint could not be written or read; what was there before is untouched."""
+    """A checkpoint could not be written or read; earlier checkpoints are untouched."""
 
 
 class JournalError(MillraceError):
-    """The journal could not be written or read; what it was known to hold is untouched."""
+    """The journal could not be written or read; acknowledged changes are untouched."""
 
 
 class WorkerError(MillraceError):
@@ -88,8 +86,7 @@ class RunFailed(MillraceError):
 
 
 class RestartLimitExceeded(RunFailed):
-    """A worker failed more often than supervision.max_restarts allows; `traceback` is of the last
-    failure."""
+    """A worker failed more often than supervision.max_restarts allows; `traceback` is the last."""
 
     def __init__(self, message: str, *, worker: str, traceback: str = "") -> None:
         super().__init__(message)

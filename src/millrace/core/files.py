@@ -22,29 +22,25 @@ MAX_BYTES = 200  # a file system allows 255, and endings are added
 
 
 def check_file_name(name: str, *, of: str) -> None:
-    """`of`: whose name it is, to begin the sentence with."""
-    reason = _flaw(name)
-    if reason is not None:
-        raise ConfigError(
-            f"{of} has the name {name!r:.80}, which {reason}; files of the run are called by it,"
-            " so use letters, digits, '_', '-' and '.'."
-        )
-
-
-def _flaw(name: str) -> str | None:
+    """Raise ConfigError unless it is a file name. `of`: owner of the name, such as "A worker"."""
     if not name or name in (".", ".."):
-        return "is no name of a file"
-    if "/" in name or "\\" in name:
-        return "leads to another folder"
-    if not name.isprintable():
-        return "holds characters that cannot be shown"
-    if len(name.encode()) > MAX_BYTES:
-        return "is too long"
-    return None
+        flaw = "is not a file name"
+    elif "/" in name or "\\" in name:
+        flaw = "leads to another folder"
+    elif not name.isprintable():
+        flaw = "has unprintable characters"
+    elif len(name.encode()) > MAX_BYTES:
+        flaw = "is too long"
+    else:
+        return
+    raise ConfigError(
+        f"{of} has the name {name!r:.80}, which {flaw}; files of the run are named after it, so use"
+        " letters, digits, '_', '-' and '.'."
+    )
 
 
 def sync(path: Path) -> None:
-    """Returns when it is on the disk: a file's bytes, or the names in a folder."""
+    """Return when the bytes of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -59,17 +55,17 @@ def sync_all(folder: Path) -> None:
 
 
 def is_full(error: OSError) -> bool:
-    """True if there was no room for what was to be written."""
+    """True if the disk or its quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def reason(error: BaseException) -> str:
-    """What the system said, if it is anywhere behind the error; else the error's first line."""
-    behind: BaseException | None = error
-    while behind is not None:
-        if isinstance(behind, OSError) and behind.strerror:
-            return behind.strerror.lower()
-        behind = behind.__context__
+    """The operating system's words from the error or its context; else its first line."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror.lower()
+        cause = cause.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 

@@ -19,7 +19,7 @@ from millrace.core.errors import ConfigError, suggestion
 
 
 def load_reference(reference: str) -> Any:
-    """Import what a reference names. A relative file starts from the working directory."""
+    """Import the object. The path of a file is relative to the working directory."""
     module_name, separator, attribute = reference.rpartition(":")
     if not separator or not module_name or not attribute:
         raise ConfigError(
@@ -46,7 +46,7 @@ def _load_module(name: str) -> ModuleType:
             ) from None
     path = Path(name).resolve()
     if not path.is_file():
-        raise ConfigError(f"No file {str(path)!r}; in a TOML, files are named from its own folder.")
+        raise ConfigError(f"No file {str(path)!r}; paths in a TOML are relative to its folder.")
     # The name must be the same in every process, and free of clashes between folders.
     module_name = f"millrace_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
@@ -59,7 +59,7 @@ def _load_module(name: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[module_name]  # half a module must not be found by the next import
+        del sys.modules[module_name]  # the next import must not find half a module
         raise
     return module
 
@@ -67,7 +67,7 @@ def _load_module(name: str) -> ModuleType:
 def build_plugin(
     table: Mapping[str, Any], *, builtins: Mapping[str, type], default: str, section: str
 ) -> Any:
-    """The object a table like {type = "clipped", high = 0.28} describes."""
+    """Build the object that a table such as {type = "clipped", high = 0.28} describes."""
     settings = dict(table)
     name = settings.pop("type", default)
     if not isinstance(name, str):
@@ -98,8 +98,8 @@ def build_callable(
     section: str,
     keywords: Sequence[str] = (),
 ) -> Any:
-    """As build_plugin, but the type may also be "module:function", which is given the other keys
-    with every call, beside its one argument and these keywords."""
+    """As build_plugin, but the type may also be "module:function". It gets the other keys of the
+    table with every call, in addition to its one argument and these keywords."""
     name = table.get("type", default)
     if not isinstance(name, str) or ":" not in name:
         return build_plugin(table, builtins=builtins, default=default, section=section)

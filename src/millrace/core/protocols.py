@@ -214,16 +214,16 @@ class Filter(Protocol):
 
 
 class Sampler(Protocol):
-    """Chooses which of the waiting groups are trained next. Called from the controller's event
-    loop, so it is quick."""
+    """Chooses which of the waiting groups are trained next. It must be quick: the controller's
+    event loop calls it."""
 
     def num_needed(self, n: int) -> int:
-        """Groups that must be able to wait at once for a choice of n to make sense; a run in which
-        there never can be so many does not start."""
+        """Waiting groups among which a choice of n makes sense. A run that can never have that many
+        does not start."""
 
     def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
-        """Indices of n different ones. `waiting` holds n at least, in the order of their admission,
-        all fit to be trained at `version` of the trainer."""
+        """Return n different indices of `waiting`, which holds at least n groups in the order of
+        admission. All of them may be trained at trainer version `version`."""
 
 
 @runtime_checkable
@@ -235,18 +235,17 @@ class NeedsColumns(Protocol):
 
 
 class Environment(Protocol):
-    """Plays one task: n episodes of it, through the policy it is given."""
+    """Plays n episodes of a task with the given policy."""
 
     async def play(self, task: Task, policy: "Policy", n: int) -> list[Episode]: ...
 
 
 class Policy(Protocol):
-    """The model as the environment of one group sees it. Called from the controller's event
-    loop."""
+    """The model as the environment of one group sees it; used on the controller's event loop."""
 
     @property
     def name(self) -> str:
-        """Of the group, for messages."""
+        """Name of the group, for messages."""
 
     @property
     def sampling(self) -> Sampling: ...
@@ -256,21 +255,21 @@ class Policy(Protocol):
 
     @property
     def seed(self) -> int:
-        """That all draws of the group depend on."""
+        """Seed of all draws of the group."""
 
     @property
     def is_trained(self) -> bool:
-        """True if what is sampled is for training."""
+        """True if the sampled tokens are for training."""
 
     async def complete(self, prompt: Prompt, n: int, *, on_reply: OnReply) -> None:
-        """n whole episodes of one turn; they share the prompt's prefill. `on_reply` is told each of
-        them once before this returns: as soon as it has ended, if somebody cares."""
+        """Sample n episodes of one turn, which share the prompt's prefill. `on_reply` receives each
+        of them once before this returns: as soon as it has ended if a scorer takes it then."""
 
     async def sample(
         self,
         prompt: np.ndarray,  # [P] int32
         *,
-        episode: int,  # which of the group; draws depend on it and on the call's number
+        episode: int,  # index in the group; draws depend on it and on the number of the call
         call: int,
         sampling: Sampling,
         session: str,  # unique within the group, see Request
@@ -281,22 +280,22 @@ class Policy(Protocol):
         partial: Completion | None = None,
         routes_from: int = 0,
     ) -> Completion:
-        """One turn of one episode; with `partial` it begins with these tokens. `model`: who takes
-        it, if that is not the policy; its tokens are of that model, and never trained. If routes
-        are replayed, those from position `routes_from` on come with it."""
+        """Sample one turn of one episode, after the tokens of `partial` if given. `model`: another
+        model that samples it; its tokens are never trained. If routes are replayed, the completion
+        has those from position `routes_from` on."""
 
     async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:  # [L] each
-        """In nats, of what each of their sampled tokens would be drawn from now; 0.0 elsewhere."""
+        """Entropies of the current policy at each sampled token, in nats; 0.0 elsewhere."""
 
     async def token_rewards(self, index: int) -> list[np.ndarray]:  # [L] for each rollout
-        """What scorers say about single tokens of an episode that is over; 0.0 where they say
-        nothing. Raises TaskError if none of them may, and ScoreError if one fails."""
+        """Token rewards of a finished episode; 0.0 where scorers give none. Raises TaskError if no
+        scorer gives token rewards, and ScoreError if one fails."""
 
     def finished(self, index: int, episode: Episode) -> None:
-        """This one of the group's episodes is over; the others may go on."""
+        """Report a finished episode; others of the group may still run."""
 
     def gave_up(self, index: int) -> None:
-        """This one will not be part of the group: what was sampled for it is wasted."""
+        """Report an episode that will not be part of the group; its tokens are wasted."""
 
 
 class WeightSender(Protocol):
@@ -305,7 +304,7 @@ class WeightSender(Protocol):
     def publish(self, version: int, tensors: Mapping[str, Any]) -> WeightUpdate: ...
 
     def release(self, version: int) -> None:
-        """No engine reads this version any more; its bytes may be reused."""
+        """Allow the bytes of this version to be reused: no engine reads them any more."""
 
     def close(self) -> None: ...
 
@@ -314,6 +313,6 @@ class WeightReceiver(Protocol):
     """Engine side of a transport."""
 
     def stage(self, update: WeightUpdate) -> Mapping[str, Any]:
-        """The complete, verified tensors of this update by name; raises WeightError otherwise."""
+        """Return the complete, verified tensors by name; raises WeightError otherwise."""
 
     def close(self) -> None: ...

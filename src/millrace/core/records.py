@@ -14,12 +14,10 @@ DEFAULT_POLICY = "policy"  # name of the model in training, where there is one
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as in chat templates
 Prompt = str | list[Message]
 Finish = Literal["stop", "length", "abort", "interrupt", "expire"]
-"""How a completion ended: by itself ("stop", "length"); because its caller wanted it ("abort");
-because new weights came, to be resumed elsewhere ("interrupt"); because it can no longer be trained
-within the staleness limit ("expire")."""
+"""How a completion ended: by itself ("stop", "length"), aborted by its caller ("abort"), to be
+resumed elsewhere ("interrupt"), or beyond the staleness limit ("expire")."""
 Ending = Literal["done", "length", "turns", "timeout", "crash"]
-"""How an episode ended: its environment was through with it; or the context was full, its turns or
-its time were used up before; or the program that played it crashed."""
+"""How an episode ended: finished by its environment, out of context, turns or time, or crashed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +31,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are drawn: temperature first, then top-k, top-p and min-p, each on what is
-    left."""
+    """How tokens are drawn: temperature, then top-k, top-p and min-p, each on the remaining ids."""
 
     max_new_tokens: int = 256
     temperature: float = 1.0  # 0 = greedy
@@ -42,22 +39,19 @@ class Sampling:
     top_p: float = 1.0  # 1 = off
     min_p: float = 0.0  # 0 = off
     stop: tuple[str, ...] = ()  # strings; the eos token always stops
-    grammar: str | None = None  # that completions follow; see models/grammars.py
+    grammar: str | None = None  # completions follow it; see models/grammars.py
 
     @property
     def truncates(self) -> bool:
-        """True if the ids that are left must travel with the tokens. A grammar alone may leave
-        most of the vocabulary, so what is sampled with nothing else cannot be trained."""
+        """True if tokens need their kept ids. A grammar alone may keep most of the vocabulary, so
+        tokens sampled with a grammar and without truncation cannot be trained."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Kept:
-    """Token ids that survived truncation at each position, as CSR: row i is
-    ids[offsets[i]:offsets[i+1]].
-
-    An empty row means that nothing was ruled out at that position.
-    """
+    """Token ids that truncation kept at each position, as CSR: row i is
+    ids[offsets[i]:offsets[i+1]]; an empty row means that all ids were kept."""
 
     ids: np.ndarray  # [sum of row sizes] int32
     offsets: np.ndarray  # [rows + 1] int64
@@ -68,10 +62,10 @@ class KVOrigin:
     """Which weights computed the KV that a completion was sampled with."""
 
     spans: tuple[tuple[int, int], ...]  # (first token, Version), ascending; the first begins at 0
-    block_tokens: int  # of what an engine shares between sequences: whole blocks
+    block_tokens: int  # engines share KV between sequences in blocks of this size
 
     def num_other(self, other: "KVOrigin", *, num_tokens: int) -> int:
-        """Of the first `num_tokens`, those whose KV another version computed there."""
+        """How many of the first `num_tokens` have KV of different versions in the two."""
         return int((self.versions(num_tokens) != other.versions(num_tokens)).sum())
 
     def versions(self, num_tokens: int) -> np.ndarray:  # [num_tokens] int64
@@ -82,7 +76,7 @@ class KVOrigin:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Completion:
-    """What an engine sampled after a prompt; may carry several versions."""
+    """Tokens that an engine sampled after a prompt, possibly with several versions."""
 
     tokens: np.ndarray  # [N] int32
     logprobs: np.ndarray  # [N] float32; after temperature and truncation
@@ -94,16 +88,15 @@ class Completion:
     routes: np.ndarray | None = None
     finish: Finish
     text: str  # decoded tokens, without the eos token and without the matched stop string
-    kv: KVOrigin | None = None  # of prompt and completion; None = its engine does not say
-    num_shared: int = 0  # tokens at its beginning that another episode has, too, and trains
+    kv: KVOrigin | None = None  # of prompt and completion; None = its engine does not report it
+    num_shared: int = 0  # first tokens that another episode has, too, and trains
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CompletionChunk:
-    """What one completion of a request has sampled since its last piece; M = tokens in it.
+    """The M tokens that one completion of a request sampled since its last chunk.
 
-    The pieces of a completion, joined, are its tokens; of one that goes on from a partial, those
-    behind it.
+    All chunks together are the tokens of the completion, without those of its partial.
     """
 
     member: int  # which of the n completions
@@ -111,15 +104,15 @@ class CompletionChunk:
     logprobs: np.ndarray  # [M] float32
     versions: np.ndarray  # [M] int32
     kept: Kept | None = None  # rows = M; present when sampling truncates
-    finish: Finish | None = None  # its last piece says how it ended
+    finish: Finish | None = None  # in the last chunk of a completion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Request:
     """n completions of one prompt; they share the prompt's prefill.
 
-    The draw of token i depends only on (seed, completion index, i), so a completion does not change
-    with the batch it runs in, and an aborted one resumes on any engine as if nothing had happened.
+    The draw of token i depends only on (seed, completion index, i), so a completion does not depend
+    on its batch, and an aborted one resumes on any engine with the same tokens.
     """
 
     id: str
@@ -129,18 +122,17 @@ class Request:
     seed: int = 0
     partial: Completion | None = None  # with n = 1: continue after these tokens
     index: int = 0  # completion index of the first of the n
-    # Turns of one conversation name the same: they go to the engine that has their KV, and with
-    # kv = "keep" go on from it even if weights have changed since.
+    # Turns of one conversation share a session: they go to the engine that has their KV, and with
+    # kv = "keep" they reuse it even if the weights have changed since.
     session: str | None = None
-    pinned: bool = False  # stays with that engine however loaded it is
-    expires: bool = False  # its tokens are for training: worthless once they are too old
-    priority: int = 0  # requests that came before it, if they wait when it comes
-    min_chunk_tokens: int = 1  # if it streams: of a Piece at least, unless the completion ends
-    # If it streams: a Piece now and then will do, and none for what its answer is about to say.
-    coalesce: bool = False
+    pinned: bool = False  # stays with the engine of its session, whatever the load
+    expires: bool = False  # for training, so it ends once its tokens are too stale
+    priority: int = 0  # number of queued requests that it may skip
+    min_chunk_tokens: int = 1  # if it streams: of a chunk, unless the completion ends
+    coalesce: bool = False  # if it streams: few chunks are enough, and none just before the end
     # None = the policy; else one of engine.adapters, or "base" = without the adapter in training.
     adapter: str | None = None
-    # Position of the first token whose routes are wanted, where the model has any; None = none are.
+    # Position of the first token to record routes for, if the model has any; None = no routes.
     routes_from: int | None = None
 
 
@@ -168,13 +160,13 @@ class Rollout:
     # one; present for a mixture of experts whose routes are replayed.
     routes: np.ndarray | None = None
     rewards: np.ndarray | None = None  # [L] float32; of single tokens, besides the episode's score
-    reference_logprobs: np.ndarray | None = None  # [L] float32; of a model to stay close to
+    reference_logprobs: np.ndarray | None = None  # [L] float32; of the reference model
     teacher: TeacherLogprobs | None = None
-    agent: str = ""  # that sampled it, where an episode has several
-    # [L] int32; how many tokens its episode had sampled before each sampled one, -1 elsewhere. Of
-    # episodes that are branches of one another.
+    agent: str = ""  # that sampled it, if the episode has several agents
+    # [L] int32; tokens that the episode had sampled before each sampled token, -1 elsewhere; for
+    # episodes of a tree.
     places: np.ndarray | None = None
-    policy: str = DEFAULT_POLICY  # whose `versions` these are
+    policy: str = DEFAULT_POLICY  # that `versions` belong to
 
     @property
     def oldest_version(self) -> int:
@@ -186,7 +178,7 @@ class Rollout:
 
     @property
     def num_generated(self) -> int:
-        """Also what a filter has masked since."""
+        """Includes tokens that a filter has masked."""
         return int((self.versions >= 0).sum())
 
 
@@ -197,16 +189,16 @@ class Turn:
     prompt: Prompt
     completion: str
     finish: Finish
-    agent: str = ""  # whose, where an episode has several
+    agent: str = ""  # if the episode has several agents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branching:
-    """Where an episode hangs in the tree that it is a leaf of."""
+    """The position of an episode in the tree of its group."""
 
-    number: int  # its own, within the group
+    number: int  # of the episode within the group
     parent: int | None = None  # number of the episode that it branched off
-    place: int = 0  # after so many of the tokens that were sampled for that one; see Rollout.places
+    place: int = 0  # sampled tokens of the parent before the branch; see Rollout.places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -215,7 +207,7 @@ class Episode:
 
     turns: tuple[Turn, ...]
     rollouts: tuple[Rollout, ...]
-    # Given by its environment, to all agents or to each of them; a part of its score.
+    # From its environment, for all agents or for each of them; a part of its score.
     reward: float | dict[str, float] | None = None
     ending: Ending = "done"
     counts: dict[str, int] = field(default_factory=dict[str, int])  # what happened, by name
@@ -224,7 +216,7 @@ class Episode:
 
     @property
     def was_cut(self) -> bool:
-        """It would have gone on, had there been room for more."""
+        """True if a limit ended it."""
         is_last_cut = bool(self.turns) and self.turns[-1].finish == "length"
         return self.ending not in ("done", "crash") or is_last_cut
 
@@ -275,8 +267,8 @@ class Group:
     scores: tuple[Score, ...] = ()  # one per episode, once scored
     advantages: np.ndarray | None = None  # [episodes] float32, once scored
     token_advantages: tuple[np.ndarray, ...] | None = None
-    """[L] float32 for each of `rollouts`, where tokens of an episode differ: what is trained on
-    then, and `advantages` are their means."""
+    """[L] float32 for each of `rollouts`, if tokens of an episode differ. Training uses these, and
+    `advantages` are their means."""
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:

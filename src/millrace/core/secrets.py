@@ -1,7 +1,7 @@
 """Secrets by the name of an environment variable: `Authorization = "Bearer env:JUDGE_KEY"`.
 
-Promise: settings hold names only, so that config dumps, logs and run directories do, too; and what
-is said about a service, also by itself, is shown without the values.
+Promise: settings hold names only, and so do config dumps, logs and run directories. Messages about
+a service, and its own messages, are shown without the values.
 """
 
 import os
@@ -11,19 +11,17 @@ from collections.abc import Mapping
 from millrace.core.errors import ConfigError
 
 VARIABLE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
-# Their values are secrets, and a setting is no place for one.
 SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
 
 
 class Secrets:
-    """The values behind the names in someone's settings."""
+    """The values of the variables that a table of settings names."""
 
     def __init__(self, settings: Mapping[str, str], *, owner: str) -> None:
-        """`owner` needs them, as "Scorer 'judge'". Raises ConfigError for a variable that is not
-        set."""
+        """Raises ConfigError for a variable that is not set. `owner`: such as "Scorer 'judge'"."""
         self._values: dict[str, str] = {}
         for name in (name for text in settings.values() for name in VARIABLE.findall(text)):
-            value = os.environ.get(name, "").strip()  # a newline at its end is no part of a key
+            value = os.environ.get(name, "").strip()  # without a trailing newline
             if not value:
                 raise ConfigError(
                     f"{owner} needs the environment variable {name!r}, which is not set;"
@@ -35,7 +33,7 @@ class Secrets:
         return VARIABLE.sub(lambda found: self._values[found[1]], text)
 
     def hidden(self, text: str) -> str:
-        """Without any of the values, whoever wrote them there."""
+        """Replace the values by the names of their variables."""
         for name, value in self._values.items():
             text = text.replace(value, f"<{name}>")
         return text
@@ -44,9 +42,9 @@ class Secrets:
 def check_headers(headers: Mapping[str, str], *, owner: str) -> None:
     for name, value in headers.items():
         if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"{owner} has a header {name!r} that is no text.")
+            raise ConfigError(f"{owner} has a header {name!r} that is not text.")
         if name.lower() in SECRET_HEADERS and not VARIABLE.search(value):
             raise ConfigError(
-                f"{owner} has its {name!r} header in the settings, which are kept with"
-                " the run; put the value into an environment variable and write 'env:NAME'."
+                f"{owner} has its {name!r} header in the settings, which the run saves; put the"
+                " value into an environment variable and write 'env:NAME'."
             )

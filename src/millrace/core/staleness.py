@@ -5,6 +5,7 @@ A token's staleness is the trainer's version of its policy minus the version tha
 only grows, so a group that is too stale for its earliest take stays too stale.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,12 +50,11 @@ class Stamps:
     @classmethod
     def joined(cls, parts: Iterable["Stamps"]) -> Self:
         """Of one policy: versions of different ones cannot be compared."""
-        counts: dict[int, int] = {}
+        counts: Counter[int] = Counter()
         policies: set[str] = set()
         for part in parts:
             policies.add(part.policy)
-            for version, count in part.counts.items():
-                counts[version] = counts.get(version, 0) + count
+            counts.update(part.counts)
         assert len(policies) <= 1, f"tokens of {sorted(policies)} are counted together"
         policy = next(iter(policies), DEFAULT_POLICY)
         return cls(counts=dict(sorted(counts.items())), policy=policy)

@@ -5,7 +5,7 @@ before it are committed. One commit serves all changes that have gathered meanwh
 failure nothing is written any more: all later changes fail with the same sentence.
 
 append() and close() are called from one event loop; encoding and SQL run in the thread. Its queue
-is bounded by its callers, because whoever appends a group or tokens awaits the commit.
+is bounded by its callers, because callers that append a group or tokens await the commit.
 """
 
 import asyncio
@@ -104,8 +104,8 @@ class JournalWriter:
         try:
             for pending in batch:
                 pending.change(cursor)
-            set_meta(cursor, "position", batch[-1].position)
             self._shrink()
+            set_meta(cursor, "position", batch[-1].position)
             self._db.commit()
         except BaseException:
             if self._db.in_transaction:  # SQLite itself has rolled back after some errors
@@ -118,7 +118,8 @@ class JournalWriter:
         """Return free pages to the file system once they are more than those in use."""
         pages, free = self._pragma("page_count"), self._pragma("freelist_count")
         if 2 * free > pages and free > MIN_FREE_PAGES:
-            # Python executes the first step of this statement only, which frees one page.
+            # Python executes the first step of this statement only, which frees one page. The last
+            # one ends with the next statement of the cursor; until then, no commit is possible.
             for _ in range(min(free, VACUUM_PAGES)):
                 self._cursor.execute("PRAGMA incremental_vacuum(1)")
 

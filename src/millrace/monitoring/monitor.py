@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from millrace.config import RunConfig
@@ -15,7 +16,7 @@ from millrace.core.files import reason as failure_reason
 from millrace.core.records import Group
 from millrace.core.spans import Span
 from millrace.monitoring.activity import STARTING, Activity, mean_by_role, role_of
-from millrace.monitoring.files.episodes import EpisodeLog, SampleLog
+from millrace.monitoring.files.episodes import StepLog, recording_row, sample_row
 from millrace.monitoring.files.metrics import MetricsLog, flatten, read_metrics
 from millrace.monitoring.files.trace import TraceWriter
 from millrace.monitoring.group_metrics import group_metrics
@@ -50,9 +51,10 @@ class RunMonitor:
         self._trace: TraceWriter | None = TraceWriter(
             run_dir.trace, earlier=run_dir.earlier_trace, resume=resume_from is not None
         )
-        self._samples = SampleLog(run_dir.rollouts, per_step=config.monitoring.samples_per_step)
-        self._recordings = EpisodeLog(
-            run_dir.episodes, per_step=config.monitoring.record_episodes, model=config.model.path
+        settings, record = config.monitoring, partial(recording_row, model=config.model.path)
+        self._episode_logs = (
+            StepLog(run_dir.rollouts, per_step=settings.samples_per_step, row=sample_row),
+            StepLog(run_dir.episodes, per_step=settings.record_episodes, row=record),
         )
         self._trackers = trackers
         for tracker in trackers:
@@ -140,8 +142,8 @@ class RunMonitor:
         self._last_row = row
         self._rewards.add(row["reward/mean"])
         self._metrics.write(row)
-        self._samples.write(step, fresh)
-        self._recordings.write(step, fresh)
+        for log in self._episode_logs:
+            log.write(step, fresh)
         numbers = {name: float(value) for name, value in row.items() if value is not None}
         for tracker in self._trackers:
             tracker.write(step, numbers)

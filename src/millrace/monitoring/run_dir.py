@@ -28,9 +28,7 @@ class RunDir:
         self.config = self.path / "config.toml"  # resolved: trains the same run from anywhere
         self.metrics = self.path / "metrics.jsonl"  # one object per step
         self.trace = self.path / "trace.json"  # Chrome/Perfetto events
-        self.earlier_trace = (
-            self.path / "earlier_trace.json"
-        )  # the part of a long trace before trace.json
+        self.earlier_trace = self.path / "earlier_trace.json"  # the part before trace.json
         self.summary = self.path / "summary.json"  # only once the run has finished
         self.checkpoints = self.path / "checkpoints"  # step_N/
         self.rollouts = self.path / "rollouts"  # step_N.jsonl, for reading
@@ -150,10 +148,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """`value` with JSON types only: NaN and infinity become null.
-
-    Raises TypeError for a value without a JSON form.
-    """
+    """Convert to JSON types; NaN and infinity become null. Raises TypeError for other values."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Integral):

@@ -5,6 +5,7 @@ Called from the controller's event loop.
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from millrace.core.spans import ScorerLoad
@@ -33,27 +34,17 @@ def _rates(load: ScorerLoad, last: ScorerLoad | None, seconds: float) -> dict[st
     busy_s = load.busy_s - (last.busy_s if last else 0.0)
     waiting_s = load.waiting_s - (last.waiting_s if last else 0.0)
     num_scored = load.episodes - (last.episodes if last else 0)
+    left_out = ("busy_s", "waiting_s", "is_held")
     return {
-        "waiting": load.waiting,
-        "in_flight": load.in_flight,
-        "concurrency": load.concurrency,
+        **{name: value for name, value in asdict(load).items() if name not in left_out},
         "busy": busy_s / (seconds * load.concurrency),
         "wait_s": waiting_s / max(num_scored, 1),  # mean over episodes
-        "episodes": load.episodes,
-        "calls": load.calls,
-        "retries": load.retries,
-        "failures": load.failures,
-        "skipped": load.skipped,
-        "breaker_opened": load.breaker_opened,
-        "lost": load.lost,
     }
 
 
 def limit_text(loads: Mapping[str, ScorerLoad], *, waited: float) -> str:
-    """A warning while scoring limits the run; otherwise "".
-
-    `waited` is the share of its recent time that the trainer spent waiting for scores.
-    """
+    """A warning while scoring limits the run; otherwise "". `waited`: the share of its recent time
+    that the trainer spent waiting for scores."""
     if waited < MIN_SHARE:
         return ""
     text = f"scoring limits the run: the trainer spends {waited:.0%} of its time waiting for scores"

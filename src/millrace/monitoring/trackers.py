@@ -17,10 +17,8 @@ from millrace.core.plugins import build_plugin
 
 class Tracker(Protocol):
     def open(self, run_dir: Path, *, settings: Mapping[str, Any], resume_from: int | None) -> None:
-        """The run begins. `settings` are those of the whole run.
-
-        `resume_from` is the step that a resumed run starts from; later steps are written again.
-        """
+        """The run begins, with these settings. `resume_from`: the step that a resumed run starts
+        from; later steps are written again."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of one step by name, such as `reward/mean`; all values are finite."""

@@ -20,11 +20,8 @@ class Replica(Protocol):
     def name(self) -> str: ...
 
     async def start(self, *, is_restart: bool) -> None:
-        """Start a process; returns once it serves.
-
-        Raises MillraceError or OSError if it does not come up, and RunFailed if a further attempt
-        would fail as well.
-        """
+        """Start a process; returns once it serves. Raises MillraceError or OSError if it does not
+        come up, and RunFailed if a further attempt would fail as well."""
 
     async def health(self) -> Exception:
         """Wait until the process has died or hangs; returns the reason."""
@@ -40,10 +37,7 @@ class Replica(Protocol):
 
 
 class WorkerReplica:
-    """A replica whose process is a worker of the hub.
-
-    Subclasses say how it is launched, and connect and disconnect those who call it.
-    """
+    """A worker of the hub. Subclasses launch it, and connect and disconnect its callers."""
 
     def __init__(
         self,
@@ -52,10 +46,8 @@ class WorkerReplica:
         hang_timeout_s: float | None = None,
         first_hang_timeout_s: float = 0.0,
     ) -> None:
-        """`hang_timeout_s`: longest time without progress while a call expects some.
-
-        `first_hang_timeout_s`: the same until the first progress; kernels may compile first.
-        """
+        """`hang_timeout_s`: longest time without progress while a call expects some;
+        `first_hang_timeout_s`: the same until the first progress, as kernels may compile first."""
         self.name = name
         self.num_deaths = 0  # serving processes that died or were killed
         self._hang_timeout_s = hang_timeout_s

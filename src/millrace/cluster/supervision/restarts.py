@@ -37,10 +37,8 @@ class RestartHistory:
         self._recent: deque[float] = deque()  # times of failures, by the clock
 
     def add(self, error: Exception) -> float:
-        """Record a death or a failed start; returns the wait before the next start, in seconds.
-
-        Raises RestartLimitExceeded if there were too many within the window.
-        """
+        """Record a death or a failed start; returns the seconds to wait before the next start.
+        Raises RestartLimitExceeded if there were too many within the window."""
         now_s = self._clock()
         self._recent.append(now_s)
         while now_s - self._recent[0] > self._policy.window_s:

@@ -46,10 +46,8 @@ class ProgressWatchdog:
             self._moved_s = self._clock()
 
     def stalled_s(self, *, timeout_s: float, first_timeout_s: float) -> float | None:
-        """Seconds without progress if that is too long, else None.
-
-        `first_timeout_s` also applies until the first progress, because kernels may compile first.
-        """
+        """Seconds without progress if that is too long, else None; `first_timeout_s` applies until
+        the first progress."""
         if self._num_calls == 0:
             return None
         limit_s = timeout_s if self._has_begun else max(timeout_s, first_timeout_s)
@@ -72,11 +70,8 @@ class StallWatchdog:
         warn: Callable[[str], None],
         what: str = "No step completed",
     ) -> None:
-        """`what`: beginning of the sentence that says what does not happen.
-
-        `explain` says which stage waits for which. `moved` counts other signs of progress: the
-        time starts anew when it changes.
-        """
+        """`what` begins the warning, and `explain` ends it. `moved` counts other signs of progress:
+        the time starts anew when it changes."""
         self._warn_after_s = warn_after_s
         self._limit_s = limit_s
         self._explain = explain

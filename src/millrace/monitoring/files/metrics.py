@@ -41,7 +41,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text().split("\n")
     rows: list[dict[str, Any]] = []
-    # The text behind the last newline is empty, or a row that is still being written.
+    # The text after the last newline is empty, or a row that is still being written.
     for number, line in enumerate(lines[:-1], start=1):
         try:
             rows.append(json.loads(line))
@@ -68,10 +68,8 @@ def flatten(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(row: Mapping[str, Any], prefix: str, *, suffix: str = "") -> dict[str, Any]:
-    """The values under `prefix`/, by the rest of their keys; the reverse of flatten().
-
-    With a `suffix`, only keys that end with it count: table(row, "rewards", suffix="/mean").
-    """
+    """The values under `prefix`/, by the rest of their keys; the reverse of flatten(). With a
+    `suffix`, only keys that end with it count: table(row, "rewards", suffix="/mean")."""
     start = f"{prefix}/"
     return {
         key.removeprefix(start).removesuffix(suffix): value

@@ -75,10 +75,7 @@ def _draw(path: Path, plot: Callable[..., None], *data: Any) -> Path:
 
 def _reward(figure: "Figure", rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     axes = figure.subplots()
-    points = [(row["step"], row["reward/mean"]) for row in rows if row["reward/mean"] is not None]
-    steps, rewards = [step for step, _ in points], [reward for _, reward in points]
-    axes.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1.0)
-    axes.plot(steps, _smooth(rewards), color=BLUE, linewidth=2.0, label="mean reward (smoothed)")
+    steps = _draw_smoothed(axes, rows, "reward/mean", label="mean reward (smoothed)", color=BLUE)
     accuracy = accuracy_by_step(rows)
     if summary.get("accuracy_before") is not None:
         accuracy[0] = summary["accuracy_before"]
@@ -103,16 +100,20 @@ def _reward(figure: "Figure", rows: list[dict[str, Any]], summary: dict[str, Any
 def _parts(figure: "Figure", rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """A line for each scorer, penalty, or role of an episode with several agents."""
     axes = figure.subplots()
-    for name in names:
-        points = [
-            (row["step"], score)
-            for row in rows
-            if (score := row.get(f"rewards/{name}/mean")) is not None
-        ]
-        steps, scores = [step for step, _ in points], [score for _, score in points]
-        (line,) = axes.plot(steps, _smooth(scores), linewidth=2.0, label=name)
-        axes.plot(steps, scores, color=line.get_color(), alpha=0.3, linewidth=1.0)
+    for number, name in enumerate(names):
+        _draw_smoothed(axes, rows, f"rewards/{name}/mean", label=name, color=f"C{number}")
     _over_steps(axes, title="Parts of the reward")
+
+
+def _draw_smoothed(
+    axes: "Axes", rows: Sequence[dict[str, Any]], key: str, *, label: str, color: str
+) -> list[int]:
+    """Draw a metric and its moving average; returns the steps that have it."""
+    points = {row["step"]: row[key] for row in rows if row.get(key) is not None}
+    steps, values = list(points), list(points.values())
+    axes.plot(steps, values, color=color, alpha=0.3, linewidth=1.0)
+    axes.plot(steps, _smooth(values), color=color, linewidth=2.0, label=label)
+    return steps
 
 
 def _over_steps(axes: "Axes", *, title: str) -> None:

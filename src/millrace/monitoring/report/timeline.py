@@ -37,7 +37,7 @@ def draw_timeline(figure: "Figure", spans: Sequence[Span]) -> None:
     spans = _from_first_work(_joined(spans))
     workers = in_order({span.worker for span in spans})
     tracks = _tracks(workers)
-    examples = _examples(workers)
+    examples = _examples(tracks)
     colours = _colours(spans)
     end_s = max(span.end_s for span in spans)
     window_s = end_s * min(1.0, SPANS_IN_CLOSE_UP / _num_spans_of_main_worker(spans))
@@ -54,12 +54,8 @@ def draw_timeline(figure: "Figure", spans: Sequence[Span]) -> None:
         _draw_shares(whole, spans, tracks, colours, np.linspace(0.0, end_s, BINS + 1))
         _set_axes(whole, list(tracks), 0.0, end_s)
         whole.set_xlabel("")
-        title = (
-            f"Close-up of {duration(window_s)}"
-            if window_s >= 10
-            else f"Close-up of {window_s:.1f} s"
-        )
-        close_up.set_title(_title(title, workers, examples))
+        length = duration(window_s) if window_s >= 10 else f"{window_s:.1f} s"
+        close_up.set_title(_title(f"Close-up of {length}", workers, examples))
         _draw_spans(close_up, spans, examples, colours)
         _set_axes(close_up, examples, (end_s - window_s) / 2, (end_s + window_s) / 2)
     _add_legend(figure, colours)
@@ -90,13 +86,10 @@ def _tracks(workers: Sequence[str]) -> dict[str, list[str]]:
     }
 
 
-def _examples(workers: Sequence[str]) -> list[str]:
-    """The workers whose single spans are drawn: about equally many of each role."""
-    roles = _tracks(workers).values()
-    if len(workers) <= MAX_TRACKS:
-        return list(workers)
-    per_role = max(MAX_TRACKS // len(roles), 1)
-    return [worker for members in roles for worker in members[:per_role]]
+def _examples(tracks: Mapping[str, list[str]]) -> list[str]:
+    """The workers whose single spans are drawn: about equally many of each track."""
+    per_track = max(MAX_TRACKS // len(tracks), 1)
+    return [worker for members in tracks.values() for worker in members[:per_track]]
 
 
 def _title(text: str, workers: Sequence[str], shown: Sequence[str]) -> str:
@@ -107,16 +100,20 @@ def _title(text: str, workers: Sequence[str], shown: Sequence[str]) -> str:
 def _draw_spans(
     axes: "Axes", spans: Sequence[Span], workers: Sequence[str], colours: dict[Activity, str]
 ) -> None:
-    places: dict[tuple[str, Activity], list[tuple[float, float]]] = {}
-    for span in spans:
-        places.setdefault((span.worker, (span.name, span.busy)), []).append(
-            (span.start_s, span.end_s - span.start_s)
-        )
+    grouped = _by_worker_and_activity(spans)
     for track, worker in enumerate(workers):
         for activity, colour in colours.items():
-            ranges = places.get((worker, activity), [])
+            own = grouped[worker, activity]
+            ranges = [(span.start_s, span.end_s - span.start_s) for span in own]
             bounds = (track - TRACK_HEIGHT / 2, TRACK_HEIGHT)
             axes.broken_barh(ranges, bounds, facecolors=colour, linewidth=0)
+
+
+def _by_worker_and_activity(spans: Sequence[Span]) -> dict[tuple[str, Activity], list[Span]]:
+    grouped: dict[tuple[str, Activity], list[Span]] = defaultdict(list)
+    for span in spans:
+        grouped[span.worker, (span.name, span.busy)].append(span)
+    return grouped
 
 
 def _draw_shares(
@@ -127,13 +124,11 @@ def _draw_shares(
     edges_s: np.ndarray,  # [BINS + 1]
 ) -> None:
     """One column per bin, filled from below with the share of each activity, work first."""
-    places: dict[tuple[str, Activity], list[Span]] = {}
-    for span in spans:
-        places.setdefault((span.worker, (span.name, span.busy)), []).append(span)
+    grouped = _by_worker_and_activity(spans)
     for track, workers in enumerate(tracks.values()):
         top = np.full(len(edges_s) - 1, track + TRACK_HEIGHT / 2)  # the axis points down
         for activity, colour in colours.items():
-            shares = [_share_per_bin(places.get((w, activity), []), edges_s) for w in workers]
+            shares = [_share_per_bin(grouped[worker, activity], edges_s) for worker in workers]
             bottom, top = top, top - TRACK_HEIGHT * np.mean(shares, axis=0)
             axes.fill_between(
                 np.repeat(edges_s, 2)[1:-1],

@@ -7,7 +7,7 @@ import pytest
 from millrace.core import files as storage
 
 
-def test_the_reason_is_the_systems_wherever_it_is_behind_the_error():
+def test_reason_is_the_message_of_the_operating_system_in_the_context():
     error = RuntimeError("unexpected pos 64 vs 0")
     error.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert storage.reason(error) == "no space left on device"
@@ -21,11 +21,11 @@ def test_the_reason_is_the_systems_wherever_it_is_behind_the_error():
         (RuntimeError(), "RuntimeError"),
     ],
 )
-def test_else_the_reason_is_the_errors_first_line(error: BaseException, reason: str):
+def test_reason_without_one_is_the_first_line_of_the_error(error: BaseException, reason: str):
     assert storage.reason(error) == reason
 
 
-def test_what_cannot_be_synced_is_an_error(tmp_path: Path):
+def test_sync_of_a_missing_path_raises(tmp_path: Path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("here")
     storage.sync_all(tmp_path)
