@@ -108,8 +108,8 @@ def find_url(log: Path) -> str | None:
 
 def find_engine(server: int) -> int:
     """The process id of the server's engine."""
-    for child in psutil.Process(server).children(recursive=True):
-        if "engine-0" in child.cmdline():
+    for child in psutil.process_iter(["cmdline", "ppid"]):
+        if child.info["ppid"] == server and "engine-0" in (child.info["cmdline"] or []):
             return child.pid
     raise RuntimeError(f"Process {server} has no engine.")
 

@@ -12,7 +12,6 @@ from tiny_model import make_tiny_model
 
 from millrace.cluster.fork_server import shared_fork_server
 from millrace.environments.loop_thread import LoopThread
-from millrace.run.workers import PRELOAD
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +21,9 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def warm_fork_server(tmp_path_factory) -> Iterator[None]:
+def warm_fork_server() -> Iterator[None]:
     """The fork server of all runs in this process; without it, each run imports torch anew."""
-    with shared_fork_server(PRELOAD, log=tmp_path_factory.mktemp("fork_server") / "log"):
+    with shared_fork_server():
         yield
 
 

@@ -14,8 +14,8 @@ The server creates no thread of its own and does not load the CUDA driver, so fo
 import loads the driver, the server ends and workers are started directly. The parent's side runs on
 its event loop; this module, run as a program, is the server.
 
-Hubs that are open at the same time share a server. Hold `shared_fork_server()` open around several
-runs of one process, and only the first of them waits for the imports.
+Hubs that are open at the same time share a server. Enter `shared_fork_server()` early, so that its
+imports overlap with other work, or around several runs of one process, so that they share it.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -38,6 +39,17 @@ from typing import Any
 
 from millrace.cluster.parent_death import set_parent_death_signal, with_parent_death_signal
 
+# What workers import; the server does it for them.
+PRELOAD = (
+    "torch",
+    "transformers",
+    "millrace.inference.worker",
+    "millrace.training.worker",
+    "millrace.scoring.functions.worker",
+    "millrace.scoring.reward_models.worker",
+    "millrace.scoring.teachers.worker",
+)
+LOG_NAME = "fork_server.log"  # beside the logs of workers, if the server cannot fork them
 TITLE_BYTES = 2048  # room for the command line of a worker
 # Variables that no import reads: workers may differ in them. (pytest sets its own for each phase.)
 LATE_VARIABLES = (
@@ -90,23 +102,22 @@ class ForkedChild:
 
 
 class ForkServer:
-    """The parent's side. Start it early: its imports overlap with other work."""
+    """The parent's side."""
 
-    def __init__(self, preload: Sequence[str], *, log: Path) -> None:
+    def __init__(self, preload: Sequence[str]) -> None:
         """`preload`: names of the modules to import."""
         self._env = dict(os.environ)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - its stderr; closed in close()
         command = [sys.executable, "-m", __name__, " " * TITLE_BYTES]
-        log.parent.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
-        with log.open("ab") as file:
-            self._process = subprocess.Popen(
-                with_parent_death_signal(command),
-                env={**self._env, **SERVER_ENV, "PYTHONPATH": path},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                start_new_session=True,
-            )
+        self._process = subprocess.Popen(
+            with_parent_death_signal(command),
+            env={**self._env, **SERVER_ENV, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,
+        )
         self._is_ready = False
         self._lock = threading.Lock()  # one request at a time
         self._send(list(preload))
@@ -132,7 +143,7 @@ class ForkServer:
         """End the server; its workers live on."""
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
@@ -156,6 +167,8 @@ class ForkServer:
             if not self._is_ready:
                 self._is_ready = self._receive() == READY
             if not self._is_ready:
+                self._errors.seek(0)
+                Path(request["log"]).with_name(LOG_NAME).write_bytes(self._errors.read())
                 return 0
             with _subreaper():
                 self._send(request)
@@ -185,9 +198,8 @@ class _SharedServers:
         self._servers: dict[tuple[str, ...], tuple[ForkServer, int]] = {}
 
     @contextlib.contextmanager
-    def __call__(self, preload: Sequence[str], *, log: Path) -> Iterator[ForkServer | None]:
-        """The server with these imports, which ends with its last user; None without any imports,
-        or if this system does not support it."""
+    def __call__(self, preload: Sequence[str] = PRELOAD) -> Iterator[ForkServer | None]:
+        """The server with these imports; it ends with its last user. None where it cannot run."""
         if not preload or not is_supported():
             yield None
             return
@@ -195,7 +207,7 @@ class _SharedServers:
         with self._lock:
             server, users = self._servers.get(key, (None, 0))
             if server is None or not server.is_alive:
-                server, users = ForkServer(key, log=log), 0
+                server, users = ForkServer(key), 0
             self._servers[key] = (server, users + 1)
         try:
             yield server

@@ -87,8 +87,7 @@ class Hub:
             folder = stack.enter_context(private_folder(self._runtime_parent))
             if self.address == "auto":
                 self.address = _local(folder)
-            server = shared_fork_server(self._preload, log=self._log_dir / "fork_server.log")
-            self._fork_server = stack.enter_context(server)
+            self._fork_server = stack.enter_context(shared_fork_server(self._preload))
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
             if self._keys is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from millrace.cluster.fork_server import shared_fork_server
 from millrace.config import load_config
 from millrace.controller.evaluation import Evaluation
 from millrace.core.records import Group
@@ -26,10 +27,11 @@ def run_demo(run_dir: str | Path = "runs/demo", *, seed: int = 0) -> RunResult:
     directory.remove_run()
     model = directory.path / "model"
     console.print("[bold]Millrace demo[/]: a 1M-parameter model learns to sort digits.\n")
-    _warm_up(console, model, seed=seed)
-    console.print("[bold]2.[/] Reinforcement learning: generation and training side by side.\n")
-    overrides = {"model": str(model), "run_dir": str(run_dir), "seed": seed}
-    result = train(load_config(SETTINGS, overrides=overrides))
+    with shared_fork_server():  # it imports torch for the workers during the warm start
+        _warm_up(console, model, seed=seed)
+        console.print("[bold]2.[/] Reinforcement learning: generation and training side by side.\n")
+        overrides = {"model": str(model), "run_dir": str(run_dir), "seed": seed}
+        result = train(load_config(SETTINGS, overrides=overrides))
     seconds = time.monotonic() - start_s
     summary = json.loads(directory.summary.read_text())
     directory.write_summary({**summary, "seconds": seconds, "training_seconds": result.seconds})

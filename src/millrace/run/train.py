@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.cluster.event_loop import run_on_own_loop
+from millrace.cluster.fork_server import PRELOAD, shared_fork_server
 from millrace.cluster.hub import Hub
 from millrace.cluster.join.ticket import ticket_file
 from millrace.cluster.messages import Message, Published, WorkerProgress
@@ -40,7 +41,7 @@ from millrace.run.checks import local_devices
 from millrace.run.environment import open_environment
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.run.scaling import scaling_server
-from millrace.run.workers import PRELOAD, RunWorkers
+from millrace.run.workers import RunWorkers
 from millrace.scoring.pool import ScorerPool, build_scorer_pool
 from millrace.tasks.lengths import LengthPredictor
 from millrace.weights.broadcaster import VersionBroadcaster
@@ -93,15 +94,17 @@ def train(
     progress = make_progress(settled.monitoring.progress)
     progress.starting("run", "reading the model's settings and the tasks")
     try:
-        prepared = prepare(
-            settled,
-            tasks=tasks,
-            eval_tasks=eval_tasks,
-            scorers=functions,
-            environment=play,
-            resume=resume,
-        )
-        return _train(prepared, threads=settled.engine.threads, resume=resume, progress=progress)
+        with shared_fork_server():  # it imports torch while this process prepares the run
+            prepared = prepare(
+                settled,
+                tasks=tasks,
+                eval_tasks=eval_tasks,
+                scorers=functions,
+                environment=play,
+                resume=resume,
+            )
+            threads = settled.engine.threads
+            return _train(prepared, threads=threads, resume=resume, progress=progress)
     finally:
         progress.stop()
 

@@ -33,16 +33,6 @@ from millrace.training.checkpoints.directory import newest_checkpoint, read_run_
 from millrace.training.group import TrainerGroup
 from millrace.training.past_steps import StepsInMemory
 
-# Imported once, by the fork server. Workers of other kinds start from the same imports.
-PRELOAD = (
-    "torch",
-    "transformers",
-    "millrace.inference.worker",
-    "millrace.training.worker",
-    "millrace.scoring.functions.worker",
-    "millrace.scoring.reward_models.worker",
-    "millrace.scoring.teachers.worker",
-)
 MIN_STEP_TIMEOUT_S = 3600.0  # a trainer that hangs is found earlier, by supervision.hang_timeout_s
 SAVE_TIMEOUT_S = 1800.0  # until a checkpoint is on the disk, which may be a slow network disk
 OPEN_TO_HOSTS = "Another host can take its place: run `millrace join` there."

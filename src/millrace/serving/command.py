@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from millrace.cluster.event_loop import run_on_own_loop
+from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
 from millrace.cluster.messages import Message, StartTeacher, WorkerProgress
 from millrace.cluster.supervision.pool import WorkerPool
@@ -30,7 +31,6 @@ from millrace.serving.served_model import ServedModel
 from millrace.serving.server import make_app
 from millrace.serving.settings import ServeSettings
 
-PRELOAD = ("torch", "transformers", "millrace.inference.worker", "millrace.scoring.teachers.worker")
 SCORE_TIMEOUT_S = 300.0  # per /score request
 
 

@@ -68,7 +68,7 @@ def join(
             slots = await connection.join(count)
             log(f"Joined the run at {ticket.address} with {', '.join(s.name for s in slots)}.")
             modules = preload if count > 1 else ()
-            with shared_fork_server(modules, log=log_dir / "fork_server.log") as server:
+            with shared_fork_server(modules) as server:
                 workers = _HostWorkers(connection, ticket=ticket, fork_server=server)
                 await workers.serve(slots, module=module, log_dir=log_dir)
             log("The run has ended.")
