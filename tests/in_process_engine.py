@@ -18,7 +18,7 @@ from millrace.inference.backend import (
     check_request,
 )
 from millrace.inference.interrupt import INTERRUPTS
-from millrace.weights.receiver import make_receiver
+from millrace.weights.transport import make_receiver
 
 
 class InProcessEngine:

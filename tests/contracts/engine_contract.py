@@ -32,7 +32,7 @@ from millrace.core.errors import TaskError, WeightError
 from millrace.core.protocols import Engine
 from millrace.core.records import Completion, Request
 from millrace.weights.send_backend import PackingSender
-from millrace.weights.sender import make_sender
+from millrace.weights.transport import make_sender
 
 MAX_CONTEXT = 256
 OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]

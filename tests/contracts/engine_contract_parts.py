@@ -80,21 +80,21 @@ class SeedsPart(EngineContract):
     capability = Capability.SEEDS
 
     async def test_each_completion_is_delivered_once_as_soon_as_it_has_ended(self, engine: Engine):
-        told: list[tuple[int, Completion]] = []
-        heard = asyncio.Event()
+        completed: list[tuple[int, Completion]] = []
+        is_completed = asyncio.Event()
 
-        def tell(member: int, completion: Completion) -> None:
-            told.append((member, completion))
-            heard.set()
+        def on_completion(member: int, completion: Completion) -> None:
+            completed.append((member, completion))
+            is_completed.set()
 
         # With this seed the second ends after a few tokens, and the first has many.
         request = make_request("pair", n=2, seed=1, max_new_tokens=MAX_CONTEXT)
-        generating = asyncio.create_task(engine.generate(request, on_completion=tell))
-        await heard.wait()
+        generating = asyncio.create_task(engine.generate(request, on_completion=on_completion))
+        await is_completed.wait()
         await engine.abort(["pair"])
         first, second = await generating
         assert (first.finish, second.finish) == ("abort", "stop")
-        assert told == [(1, second), (0, first)]
+        assert completed == [(1, second), (0, first)]
 
     async def test_a_completion_does_not_depend_on_its_batch(self, engine: Engine):
         request = make_request(n=2, seed=4)

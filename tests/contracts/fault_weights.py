@@ -1,5 +1,6 @@
-"""What the fault tests publish, of every kind of payload, and how an engine's weights are told
-apart: every version has a hash of its own, and a mixture of two has neither's."""
+"""Weights that the fault tests publish, for every kind of payload, and their hashes.
+
+Every version has another hash, and a mixture of two versions has the hash of neither."""
 
 from collections.abc import Mapping
 from typing import Literal

@@ -1,4 +1,4 @@
-"""A receiver in a process of its own, as the tests see it."""
+"""A receiver in its own process, as the tests use it."""
 
 import subprocess
 import sys
@@ -30,9 +30,9 @@ class RemoteReceiver:
         self.open(**arguments)
 
     def open(self, **arguments: Any) -> None:
-        """Begin anew, as a receiver with these arguments of make_receiver."""
+        """Replace the receiver by a new one with these arguments of make_receiver."""
         assert not self._is_opening
-        self._tell({"open": {"transport": self.transport, **arguments}})
+        self._send({"open": {"transport": self.transport, **arguments}})
         self._is_opening = True  # answered before the next answer: several start side by side
 
     def wait_open(self) -> None:
@@ -42,7 +42,7 @@ class RemoteReceiver:
             assert msgspec.json.decode(self.process.stdout.readline()) is None
 
     def begin_stage(self, update: WeightUpdate, *, want: str = "sums") -> None:
-        self._tell({"stage": update, "want": want})
+        self._send({"stage": update, "want": want})
 
     def answer(self) -> Any:
         """What the receiver made of it; or an error's sentence."""
@@ -61,7 +61,7 @@ class RemoteReceiver:
 
     def live_hash(self) -> str:
         """Of the weights it has."""
-        self._tell({"live": True})
+        self._send({"live": True})
         return self.answer()
 
     def stage(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
@@ -75,7 +75,7 @@ class RemoteReceiver:
         self.process.kill()
         self.process.communicate()
 
-    def _tell(self, command: dict[str, Any]) -> None:
+    def _send(self, command: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(command) + b"\n")
         self.process.stdin.flush()

@@ -1,6 +1,5 @@
 """The collective transport keeps the transport contract over gloo."""
 
-import dataclasses
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -17,9 +16,9 @@ from millrace.core.errors import WeightError
 from millrace.core.protocols import WeightReceiver
 from millrace.core.records import WeightUpdate
 from millrace.weights.publisher import Sender
-from millrace.weights.receiver import make_receiver as receiver_by_name
 from millrace.weights.send_backend import PackingSender
-from millrace.weights.sender import make_sender as sender_by_name
+from millrace.weights.transport import make_receiver as receiver_by_name
+from millrace.weights.transport import make_sender as sender_by_name
 from millrace.weights.transports.collective import CollectiveSendBackend
 
 
@@ -49,7 +48,7 @@ class TestCollective(DeltaContract, FaultContract, TransportContract):
 
     def corrupt(self, sender: Sender, update: WeightUpdate) -> None:
         assert isinstance(sender, PackingSender)
-        sender._held[update.version].payload.flat[0] ^= 1  # on its way, as it were
+        sender._held[update.version].payload.flat[0] ^= 1  # damaged in transit
 
     def damaged(
         self, sender: Sender, update: WeightUpdate, *, is_delta: bool, how: Damage
@@ -63,7 +62,7 @@ class TestCollective(DeltaContract, FaultContract, TransportContract):
             blob.flat[0] ^= 1
         else:
             shorter = backend._blob(blob.flat[: -(2**16)])
-            backend._offers[update.version] = dataclasses.replace(offer, **{field: shorter})
+            backend._offers[update.version] = offer._replace(**{field: shorter})
         return update
 
 

@@ -48,7 +48,7 @@ def sender(make_sender: Callable[..., PackingSender]) -> Iterator[PackingSender]
 
 @pytest.fixture
 def receiver() -> StagingReceiver:
-    return StagingReceiver(DiskRecvBackend(patience_s=0))
+    return StagingReceiver({"disk": lambda: DiskRecvBackend(patience_s=0)})
 
 
 class TestDisk(DeltaContract, FaultContract, TransportContract):
@@ -63,7 +63,9 @@ class TestDisk(DeltaContract, FaultContract, TransportContract):
     @pytest.fixture
     def make_receiver(self) -> Callable[..., StagingReceiver]:
         return lambda payload="full", **arguments: StagingReceiver(
-            DiskRecvBackend(patience_s=0), keep_base=payload == "delta", **arguments
+            {"disk": lambda: DiskRecvBackend(patience_s=0)},
+            keep_base=payload == "delta",
+            **arguments,
         )
 
     def corrupt(self, sender: Sender, update: WeightUpdate) -> None:

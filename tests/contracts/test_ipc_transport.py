@@ -14,7 +14,7 @@ from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
 from millrace.weights.publisher import Sender
 from millrace.weights.send_backend import PackingSender
-from millrace.weights.sender import make_sender as sender_by_name
+from millrace.weights.transport import make_sender as sender_by_name
 from millrace.weights.transports.ipc import SharedMemory
 
 

@@ -11,10 +11,9 @@ from transport_faults import Damage, FaultContract, location_of, with_location
 from millrace.core.protocols import WeightReceiver
 from millrace.core.records import WeightUpdate
 from millrace.weights.publisher import Sender
-from millrace.weights.receiver import make_receiver as receiver_by_name
 from millrace.weights.send_backend import PackingSender
-from millrace.weights.transports.segment import Segment
-from millrace.weights.transports.shm import ShmSendBackend
+from millrace.weights.transport import make_receiver as receiver_by_name
+from millrace.weights.transports.shm import Segment, ShmSendBackend
 
 
 class ShmContract(TransportContract):

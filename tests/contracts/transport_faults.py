@@ -1,7 +1,7 @@
 """What every transport promises, with every kind of payload, when something goes wrong.
 
-Real processes, real kills. An engine here is what transport_receiver.py is: it stages, and copies
-what is staged into weights of its own. After every fault these hash to exactly one published
+Real processes are killed. An engine is a process of transport_receiver.py: it stages an update and
+copies it into its own weights. After every fault their hash is that of exactly one published
 version.
 """
 
@@ -23,7 +23,7 @@ from millrace.core.records import WeightUpdate
 from millrace.weights.publisher import Sender
 
 Damage = Literal["corrupted", "truncated"]
-# A kill takes a process of its own.
+# Each kill costs a new process.
 KINDS_KILLED = pytest.mark.parametrize(
     "kind",
     ["full", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("delta", "adapter"))],
@@ -32,7 +32,7 @@ KINDS_KILLED = pytest.mark.parametrize(
 
 
 def payload_of(kind: Kind) -> dict[str, str]:
-    """weights.payload, as senders and receivers are given it."""
+    """The `payload` argument of senders and receivers."""
     return {"payload": "delta"} if kind == "delta" else {}
 
 
@@ -43,7 +43,7 @@ class FaultContract:
     receiver_settings: ClassVar[dict[str, Any]]
     # (sender, update, is_delta=, how=): damage the published bytes; the update that engines get.
     damaged: Callable[..., WeightUpdate]
-    outlives_trainer: ClassVar[bool] = True  # may what a dead trainer published be asked for
+    outlives_trainer: ClassVar[bool] = True  # engines may fetch what a dead trainer published
 
     @pytest.fixture(params=["full", "delta", "adapter"])
     def kind(self, request: pytest.FixtureRequest) -> Kind:
@@ -57,7 +57,7 @@ class FaultContract:
     @pytest.fixture(scope="class")
     @classmethod
     def processes(cls) -> Iterator[list[RemoteReceiver]]:
-        """Two engines, for one test after the other."""
+        """Two engines, shared by the tests of a class."""
         processes = [RemoteReceiver(cls.transport, **cls.receiver_settings) for _ in range(2)]
         for process in processes:
             process.wait_open()
@@ -99,12 +99,12 @@ class FaultContract:
         assert engine.hash(sender.publish(1, weights_of(1, kind))) == published_hash(1, kind)
         right = weights_of(2, kind)
         name = next(iter(right))
-        for wrong, said in (
+        for wrong, message in (
             ({**right, "another": torch.ones(2)}, "has 'another', which the model lacks"),
             ({n: t for n, t in right.items() if n != name}, f"lacks '{name}'"),
             ({**right, name: torch.ones(2, 3)}, f"'{name}' as [2, 3], and the model as"),
         ):
-            assert said in engine.hash(sender.publish(2, wrong))
+            assert message in engine.hash(sender.publish(2, wrong))
             assert engine.live_hash() == published_hash(1, kind)
             sender.release(2)
         other = make_sender_of(make_sender, torch.bfloat16, sender)

@@ -16,7 +16,7 @@ from fault_weights import hash_of
 
 from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
-from millrace.weights.receiver import make_receiver
+from millrace.weights.transport import make_receiver
 
 torch.set_num_threads(1)
 

@@ -1,6 +1,6 @@
 """The trainer's end of a transport as a process that publishes until it is killed.
 
-Prints each update as a line of JSON; what is in them is in fault_weights.py. Reads a line "N" when
+Prints each update as a line of JSON; fault_weights.py makes the weights. Reads a line "N" when
 version N can be released. Arguments: transport, kind of payload, directory.
 """
 
@@ -13,7 +13,7 @@ import msgspec
 import torch
 from fault_weights import weights_of
 
-from millrace.weights.sender import make_sender
+from millrace.weights.transport import make_sender
 
 torch.set_num_threads(1)
 transport, directory = sys.argv[1], Path(sys.argv[3])

@@ -20,8 +20,7 @@ from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.lora.trained import TrainedAdapter
-from millrace.weights.receiver import make_receiver
-from millrace.weights.sender import make_sender
+from millrace.weights.transport import make_receiver, make_sender
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 

@@ -39,7 +39,7 @@ from millrace.core.spans import Timeline
 from millrace.inference import worker as engine_worker
 from millrace.inference.worker import EngineWorker
 from millrace.weights.send_backend import PackingSender
-from millrace.weights.sender import make_sender
+from millrace.weights.transport import make_sender
 
 
 @pytest.fixture(scope="module")

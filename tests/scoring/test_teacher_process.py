@@ -31,7 +31,7 @@ from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.scoring.teachers import worker as teacher_worker
 from millrace.scoring.teachers.history import HistorySettings
 from millrace.scoring.teachers.settings import LogprobModelSettings
-from millrace.weights.sender import make_sender
+from millrace.weights.transport import make_sender
 
 NUM_PROMPT, NUM_SAMPLED = 8, 24
 

@@ -1,7 +1,7 @@
-"""One rank of a trainer whose weights are shards, as test_gathering.py asks for it.
+"""One rank of a trainer with sharded weights, for test_gathering.py.
 
-Arguments: rank, folder. Each line that all ranks read says what to do; meanwhile rank 0 prints each
-update as a line of JSON and goes on when it reads a line.
+Arguments: rank, folder. Each line that all ranks read is a command. Rank 0 prints each update as a
+line of JSON and continues when it reads a line.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
 from millrace.weights.gathering import GatheringSender
 from millrace.weights.publisher import Publisher
-from millrace.weights.sender import make_sender
+from millrace.weights.transport import make_sender
 
 NUM_RANKS = 2
 BUCKET_BYTES = 4096
@@ -32,7 +32,7 @@ NUM_RACED = 60
 
 
 def full_weights(version: int) -> dict[str, torch.Tensor]:
-    """What the shards make up; the same wherever it is called."""
+    """The unsharded weights of a version, equal in every process."""
     draw = torch.Generator().manual_seed(version)
     weights = {
         "rows": torch.randn(7, 5, generator=draw),  # 4 rows and 3
@@ -123,14 +123,14 @@ def gathering(transport: str, folder: Path, **arguments: Any) -> GatheringSender
     )
 
 
-def tell(update: WeightUpdate) -> None:
+def print_update(update: WeightUpdate) -> None:
     if dist.get_rank() == 0:
         print(msgspec.json.encode(update).decode(), flush=True)
 
 
 def publish_by_all_transports(folder: Path) -> None:
     for version, transport in enumerate(("shm", "disk", "collective"), start=1):
-        publisher = Publisher(gathering(transport, folder), emit=tell)
+        publisher = Publisher(gathering(transport, folder), emit=print_update)
         weights = sharded_weights(version)
         publisher.publish(version, weights)
         overwrite(weights)
@@ -155,8 +155,8 @@ def measure_what_is_gathered(folder: Path) -> None:
 
 
 def race(folder: Path) -> None:
-    """Publish at a pace of each rank's own; every value of version N is N."""
-    publisher = Publisher(gathering("shm", folder), emit=tell)
+    """Each rank publishes at its own pace; every value of version N is N."""
+    publisher = Publisher(gathering("shm", folder), emit=print_update)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     weight = distribute_tensor(torch.zeros(101, 33), mesh, [Shard(0)])
     draw = torch.Generator().manual_seed(dist.get_rank())
@@ -174,14 +174,14 @@ def race(folder: Path) -> None:
 
 
 def publish_for_ever(folder: Path) -> None:
-    """Nearly all of the time a version is being gathered. Ends when a rank is lost."""
+    """Gather versions without a pause until a rank is lost."""
     sender = gathering("disk", folder)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     weight = distribute_tensor(torch.zeros(2000, 1000), mesh, [Shard(0)])
     try:
         for version in itertools.count(1):
             weight.to_local().fill_(version)
-            tell(sender.publish(version, {"weight": weight}))
+            print_update(sender.publish(version, {"weight": weight}))
             if version > 1:
                 sender.release(version - 1)
     except WeightError as error:

@@ -13,8 +13,7 @@ import sharded_trainer as trainer
 import torch
 
 from millrace.core.records import WeightUpdate
-from millrace.weights.receiver import make_receiver
-from millrace.weights.sender import make_sender
+from millrace.weights.transport import make_receiver, make_sender
 from millrace.weights.transports.disk import MARKER
 
 
@@ -33,25 +32,25 @@ class Ranks:
             for rank in range(trainer.NUM_RANKS)
         ]
 
-    def begin(self, deed: str) -> None:
+    def begin(self, command: str) -> None:
         for rank in range(trainer.NUM_RANKS):
-            self.tell(deed, rank=rank)
+            self.send(command, rank=rank)
 
-    def hear(self) -> bytes:
+    def read_line(self) -> bytes:
         assert self.processes[0].stdout is not None
         return self.processes[0].stdout.readline()
 
     def update(self) -> WeightUpdate:
-        return msgspec.json.decode(self.hear(), type=WeightUpdate)
+        return msgspec.json.decode(self.read_line(), type=WeightUpdate)
 
-    def tell(self, line: str = "", *, rank: int = 0) -> None:
+    def send(self, line: str = "", *, rank: int = 0) -> None:
         stdin = self.processes[rank].stdin
         assert stdin is not None
         stdin.write(f"{line}\n".encode())
         stdin.flush()
 
     def end(self) -> list[int]:
-        """How each of them ends when there is nothing left to do."""
+        """The exit code of each rank."""
         return [process.wait(20) for process in self.processes]
 
     def close(self) -> None:
@@ -62,7 +61,7 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> Iterator[Ranks]:
-    """For one test after the other."""
+    """One set of ranks, shared by the tests."""
     ranks = Ranks(tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.begin("")
@@ -85,13 +84,13 @@ def test_shards_arrive_as_the_full_weights(ranks):
         assert update.checksum == unsharded.publish(version, full).checksum
         unsharded.close()
         receiver.close()
-        ranks.tell()
+        ranks.send()
 
 
 def test_no_rank_holds_more_than_two_buckets(ranks):
     ranks.begin("measure_what_is_gathered")
-    for peak in msgspec.json.decode(ranks.hear(), type=list[int]):
-        # What ranks tell each other besides takes less than half a bucket.
+    for peak in msgspec.json.decode(ranks.read_line(), type=list[int]):
+        # Messages between ranks take less than half a bucket.
         assert trainer.BUCKET_BYTES < peak < 2.5 * trainer.BUCKET_BYTES
 
 
@@ -103,7 +102,7 @@ def test_ranks_that_race_publish_whole_versions_in_order_up_to_the_last(ranks):
         update = ranks.update()
         assert torch.all(receiver.stage(update)["weight"] == update.version)
         seen.append(update.version)
-        ranks.tell(str(update.version))
+        ranks.send(str(update.version))
     receiver.close()
     assert seen == sorted(set(seen))
 
@@ -114,12 +113,12 @@ def test_a_rank_killed_during_a_gather_is_named_and_only_whole_versions_are_left
         running.begin("publish_for_ever")
         updates = [running.update()]
         running.processes[1].kill()
-        while b"A rank of the trainer died" not in (line := running.hear()):
+        while b"A rank of the trainer died" not in (line := running.read_line()):
             updates.append(msgspec.json.decode(line, type=WeightUpdate))
         marked = sorted(path.parent.name for path in tmp_path.glob(f"weights/*/{MARKER}"))
         assert f"version_{updates[-1].version}" in marked
         received = make_receiver("disk").stage(updates[-1])["weight"]
         assert torch.all(received == float(updates[-1].version))
-        running.tell()  # it has noticed
-        running.tell()  # and there is nothing left to do
+        running.send()  # continues after the error
+        running.send()  # no further command: it exits
         assert running.end() == [0, -signal.SIGKILL]

@@ -10,13 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from millrace.core.errors import ConfigError, WeightError
 from millrace.core.records import WeightUpdate
 from millrace.weights.publisher import Publisher, WeightSnapshot
-from millrace.weights.receiver import make_receiver
 from millrace.weights.send_backend import NoSpace
-from millrace.weights.sender import make_sender
+from millrace.weights.transport import make_receiver, make_sender
 
 
 class SlowSender:
-    """Publishes when told to; keeps what it was given."""
+    """Publishes when `may_publish` is set, and keeps copies of the tensors."""
 
     def __init__(self, *, num_slots: int = 1) -> None:
         self.dtype = torch.bfloat16
@@ -140,13 +139,13 @@ def test_an_error_in_the_thread_is_raised_by_the_next_call(
 
 def test_an_error_of_emit_is_raised_by_the_next_call(slow: SlowSender):
     def refuse(update: WeightUpdate) -> None:
-        raise ConnectionError(f"nobody takes version {update.version}")
+        raise ConnectionError(f"no engine takes version {update.version}")
 
     slow.may_publish.set()
     publisher = Publisher(slow, emit=refuse)
     publisher.publish(1, weights(1))
     publisher._thread.join(5)
-    with pytest.raises(ConnectionError, match="nobody takes version 1"):
+    with pytest.raises(ConnectionError, match="no engine takes version 1"):
         publisher.close()
 
 
@@ -174,7 +173,7 @@ def test_close_finishes_the_version_being_sent_and_drops_the_pending_one(
 
 
 class FullSender(SlowSender):
-    """Has no space until told otherwise."""
+    """Raises NoSpace until the test makes space."""
 
     def __init__(self) -> None:
         super().__init__(num_slots=9)

@@ -5,13 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
 from millrace.core.errors import WeightError
-from millrace.weights.transports.segment import Backing, Segment, SegmentReader, default_backing
+from millrace.weights.transports.shm import DEFAULT_BACKING, Backing, Segment, SegmentReader
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
 BACKINGS = [pytest.param("memfd", marks=linux), "file"]
@@ -20,11 +19,11 @@ BACKINGS = [pytest.param("memfd", marks=linux), "file"]
 @pytest.mark.parametrize("backing", BACKINGS)
 def test_reader_sees_what_the_owner_writes(backing: Backing):
     segment, reader = Segment(100, backing=backing), SegmentReader(keep=2)
-    segment.payload[:] = bytes(range(100))
-    buffer = reader.map(segment.location, num_bytes=100)
-    assert bytes(buffer) == bytes(range(100))
-    segment.payload[0] = 7
-    assert bytes(reader.map(segment.location, num_bytes=100))[0] == 7
+    segment.flat[:] = torch.arange(100)
+    mapped = reader.map(segment.location, num_bytes=100)
+    assert mapped.tolist() == list(range(100))
+    segment.flat[0] = 7
+    assert reader.map(segment.location, num_bytes=100)[0] == 7
     segment.close()
     reader.close()
 
@@ -32,10 +31,8 @@ def test_reader_sees_what_the_owner_writes(backing: Backing):
 @pytest.mark.parametrize("backing", BACKINGS)
 def test_tensors_outlive_reader_and_owner(backing: Backing):
     segment, reader = Segment(4000, backing=backing), SegmentReader(keep=1)
-    np.frombuffer(segment.payload, dtype=np.float32)[:] = 2.5
-    buffer = reader.map(segment.location, num_bytes=4000)
-    tensor = torch.frombuffer(buffer, dtype=torch.float32)[10:20]
-    del buffer
+    segment.flat.view(torch.float32)[:] = 2.5
+    tensor = reader.map(segment.location, num_bytes=4000).view(torch.float32)[10:20]
     reader.close()
     segment.close()
     gc.collect()
@@ -99,8 +96,8 @@ def test_private_files_are_private_and_removed():
 def test_killed_owner_leaves_nothing_behind(tmp_path: Path):
     script = (
         "import sys, time\n"
-        "from millrace.weights.transports.segment import Segment, default_backing\n"
-        "segment = Segment(1000, backing=default_backing())\n"
+        "from millrace.weights.transports.shm import Segment\n"
+        "segment = Segment(1000)\n"
         "print(segment.location, flush=True)\n"
         "time.sleep(3600)\n"
     )
@@ -112,7 +109,7 @@ def test_killed_owner_leaves_nothing_behind(tmp_path: Path):
         assert owner.stdout is not None
         location = owner.stdout.readline().strip()
         reader = SegmentReader(keep=1)
-        assert bytes(reader.map(location, num_bytes=1000)) == bytes(1000)
+        assert reader.map(location, num_bytes=1000).tolist() == [0] * 1000
         owner.send_signal(signal.SIGKILL)
     assert not Path(location).exists()
     assert not list(tmp_path.iterdir())
@@ -120,4 +117,4 @@ def test_killed_owner_leaves_nothing_behind(tmp_path: Path):
 
 
 def test_linux_uses_anonymous_files():
-    assert default_backing() == ("memfd" if sys.platform == "linux" else "file")
+    assert ("memfd" if sys.platform == "linux" else "file") == DEFAULT_BACKING

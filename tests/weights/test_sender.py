@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from millrace.weights.sender import resolve_address, resolve_transport
+from millrace.weights.transport import resolve_address, resolve_transport
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

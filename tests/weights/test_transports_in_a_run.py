@@ -35,9 +35,9 @@ def test_run_notifies_an_external_engine_of_every_version_and_survives_an_unreac
     assert engine.versions == sorted(set(engine.versions))
     assert all(engine.had_marker)
     assert "weights/notify_failures" in read_metrics(result.run_dir / "metrics.jsonl")[-1]
-    said = "".join(capfd.readouterr())
-    assert f"warning: {gone.url} could not be notified" in said
-    assert "posts to weights.notify failed" in said
+    output = "".join(capfd.readouterr())
+    assert f"warning: {gone.url} could not be notified" in output
+    assert "posts to weights.notify failed" in output
 
 
 def run_over(model: Path, tmp_path: Path, *, weights: dict[str, Any]) -> mr.RunResult:

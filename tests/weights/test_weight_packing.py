@@ -39,7 +39,7 @@ def test_packed_tensors_are_aligned_disjoint_and_unpack_unchanged(named: dict[st
     assert num_bytes % ALIGN_BYTES == 0
     assert 0 <= num_bytes - end < ALIGN_BYTES
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    pack(named, specs, into=payload)
+    pack(named, specs, payload)
     for name, tensor in unpack(specs, payload).items():
         sent = named[name]
         assert tensor.dtype == (torch.bfloat16 if sent.is_floating_point() else sent.dtype)
@@ -50,7 +50,7 @@ def test_the_checksum_covers_every_byte():
     named = {"a": torch.ones(3), "b": torch.ones(5)}
     specs, num_bytes = lay_out(named, dtype=torch.float32)
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    pack(named, specs, into=payload)
+    pack(named, specs, payload)
     sound = checksum(payload)
     for position in range(num_bytes):
         payload[position] ^= 1

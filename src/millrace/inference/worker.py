@@ -50,7 +50,7 @@ from millrace.inference.backend import (
 )
 from millrace.inference.interrupt import INTERRUPTS
 from millrace.models.loading import resolve_device, resolve_dtype
-from millrace.weights.receiver import make_receiver
+from millrace.weights.transport import make_receiver
 
 PROGRESS_S = 0.25
 # Interval of the coalesced token reports. If an engine dies, its sequences resume elsewhere from

@@ -12,28 +12,24 @@ from millrace.config import CriticConfig, RunConfig
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
 from millrace.models.lora.trained import TrainedAdapter
-from millrace.models.moe.router_search import check_replay, find_routing
-from millrace.models.moe.routing import RouteReplay
+from millrace.models.routing import RouteReplay, check_replay, find_routing
 from millrace.training.critic import Critic, GaeEstimator
 from millrace.training.losses.recipes import build_loss
 from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.policy_model import PolicyModel
 from millrace.training.trainer import Trainer
 from millrace.weights.publisher import Sender
-from millrace.weights.sender import make_sender, resolve_address, resolve_transport
+from millrace.weights.transport import make_sender, resolve_address, resolve_transport
 
 
 def build_trainer(
     config: RunConfig, *, path: str, on_forward: Callable[[], None] = lambda: None
 ) -> Trainer:
     """The trainer with the weights at `path`."""
-    optimizer = config.optimizer
-    critic = None
-    if config.critic is not None:
-        critic = build_critic(config, config.critic, on_forward=on_forward)
+    optimizer, critic = config.optimizer, config.critic
     return Trainer(
         build_policy(config, path=path, on_forward=on_forward),
-        critic=critic,
+        critic=critic and build_critic(config, critic, on_forward=on_forward),
         loss=build_loss(config.loss, max_new_tokens=config.sampling.max_new_tokens),
         schedule=Schedule(
             learning_rate=config.learning_rate,
@@ -48,13 +44,10 @@ def build_trainer(
 
 def build_policy(config: RunConfig, *, path: str, on_forward: Callable[[], None]) -> PolicyModel:
     model = _load(config, path=path)
-    adapter = None
-    if config.lora is not None:
-        adapter = TrainedAdapter(model, config.lora, model_path=path)
     return PolicyModel(
         model,
         settings=train_settings(config),
-        adapter=adapter,
+        adapter=config.lora and TrainedAdapter(model, config.lora, model_path=path),
         replay=build_replay(model) if config.trainer.replay_routes else None,
         on_forward=on_forward,
     )
@@ -101,7 +94,6 @@ def train_settings(config: RunConfig) -> TrainSettings:
 
 
 def build_sender(config: RunConfig) -> Sender:
-    """The trainer's end of the weight transport."""
     weights, engine = config.weights, config.engine
     device = resolve_device(config.placement.trainer[0])
     is_one_host = engine.remote == 0

@@ -28,13 +28,9 @@ OnVersion = Callable[[int], None]
 
 
 class VersionSource(Protocol):
-    """The trainer, which owns the memory of the versions."""
-
     async def release(self, update: WeightUpdate) -> None: ...
 
-    async def is_lost(self, update: WeightUpdate) -> bool:
-        """True if the trainer that published it is dead."""
-        ...
+    async def is_lost(self, update: WeightUpdate) -> bool: ...
 
     async def borrow(self) -> WeightUpdate:
         """The newest version; readable until it is released. Waits while the trainer restarts."""
@@ -63,17 +59,17 @@ class Subscription:
         self._pending: _Shared | None = None  # the newest version that it has not begun to receive
         self._is_busy = False
         self._arrived = asyncio.Event()  # set = a version is pending
-        self._received = asyncio.Condition()
+        self._received = asyncio.Event()  # set and replaced with each version that it has received
 
     async def reached(self, version: int) -> None:
         """Wait until the subscriber holds this version or a newer one."""
-        async with self._received:
-            await self._received.wait_for(lambda: self.version >= version)
+        while self.version < version:
+            await self._received.wait()
 
     async def idle(self) -> None:
         """Wait until the subscriber is done with everything that was offered to it."""
-        async with self._received:
-            await self._received.wait_for(lambda: self._pending is None and not self._is_busy)
+        while self._pending is not None or self._is_busy:
+            await self._received.wait()
 
     def offer(self, shared: _Shared) -> _Shared | None:
         """Returns the version that it replaces, if one was pending."""
@@ -83,7 +79,6 @@ class Subscription:
         return superseded
 
     async def take(self) -> _Shared:
-        """Wait for the next version to receive."""
         await self._arrived.wait()
         self._arrived.clear()
         taken, self._pending = self._pending, None
@@ -91,13 +86,13 @@ class Subscription:
         self._is_busy = True
         return taken
 
-    async def finish(self, version: int) -> None:
+    def finish(self, version: int) -> None:
         """The subscriber holds `version` and needs the bytes of no update."""
         self.version = version
         self._is_busy = False
         self.on_version(version)
-        async with self._received:
-            self._received.notify_all()
+        self._received.set()
+        self._received = asyncio.Event()
 
 
 class VersionBroadcaster:
@@ -155,7 +150,7 @@ class VersionBroadcaster:
             else:  # a restarted trainer's newest version has overtaken it
                 self._done(shared)
                 version = subscription.version
-            await subscription.finish(version)
+            subscription.finish(version)
 
     async def _receive(
         self, subscription: Subscription, shared: _Shared, source: VersionSource

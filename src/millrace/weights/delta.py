@@ -35,7 +35,6 @@ def find(
 
 
 def blob_bytes(num_changed: int, *, num_bytes: int, word_bytes: int) -> int:
-    """Size of the blob of a delta on a payload of num_bytes."""
     return num_changed * (_index_dtype(num_bytes // word_bytes).itemsize + word_bytes)
 
 

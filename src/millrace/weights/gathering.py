@@ -15,22 +15,99 @@ Used by one thread of each rank: the publisher's, then the one that closes it.
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from datetime import timedelta
+from itertools import groupby, islice
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import torch.distributed as dist
 import xxhash
 
 from millrace.core.errors import WeightError
 from millrace.core.records import TensorSpec, WeightUpdate
 from millrace.weights import packing
-from millrace.weights.ranks import RankLost, Ranks
 from millrace.weights.send_backend import NoSpace, PackingSender, Superseded
 from millrace.weights.shards import Box, ShardPiece, box_of, local_part, plan
 
 _CLOSING = 2**62  # the version that ranks agree on when they close
+_UNLIMITED = timedelta(days=365)
+
+
+class RankLost(WeightError):
+    """A rank of the trainer died, or hung in a collective."""
+
+
+class Ranks:
+    """Communication between the ranks of one trainer, in a separate gloo group.
+
+    Nothing here mixes with the collectives of a training step, and nothing is unpickled. If a rank
+    dies, all others raise RankLost at once. A wait for another rank's next step has no limit; when
+    all ranks are known to take part, timeout_s is the limit. All ranks make the same calls in the
+    same order.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        """torch.distributed must be initialized; all of its ranks take part."""
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._is_broken = False
+        with self._detecting_loss():
+            self._group: Any = dist.new_group(backend="gloo", timeout=_UNLIMITED)
+
+    def all_max(self, numbers: Sequence[int]) -> list[int]:
+        """Elementwise maximum over all ranks; waits for them without limit."""
+        most = torch.tensor(numbers, dtype=torch.int64)
+        with self._detecting_loss():
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        return most.tolist()
+
+    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank; all pass equally many."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        theirs = [torch.empty_like(mine) for _ in range(self.count)]
+        with self._detecting_loss():
+            work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
+            assert work is not None
+            work.wait(self._timeout)
+        return [numbers.tolist() for numbers in theirs]
+
+    def broadcast(self, message: bytes = b"") -> bytes:
+        """Send rank 0's message to all others, which wait for it without limit and return it."""
+        size = torch.tensor(len(message))
+        with self._detecting_loss():
+            dist.broadcast(size, src=0, group=self._group)
+            content = torch.frombuffer(bytearray(message or int(size)), dtype=torch.uint8)
+            dist.broadcast(content, src=0, group=self._group)
+        return content.numpy().tobytes()
+
+    def begin_send(self, buffer: torch.Tensor, *, number: int) -> Any:
+        """Send to rank 0, which receives under the same number; both finish() the result."""
+        with self._detecting_loss():
+            return dist.isend(buffer, dst=0, group=self._group, tag=number)
+
+    def begin_receive(self, buffer: torch.Tensor, *, source: int, number: int) -> Any:
+        with self._detecting_loss():
+            return dist.irecv(buffer, src=source, group=self._group, tag=number)
+
+    def finish(self, work: Any) -> None:
+        with self._detecting_loss():
+            work.wait(self._timeout)
+
+    @contextlib.contextmanager
+    def _detecting_loss(self) -> Iterator[None]:
+        if self._is_broken:
+            raise RankLost("A rank of the trainer was lost earlier.")
+        try:
+            yield
+        except RuntimeError as error:  # gloo raises nothing else
+            self._is_broken = True
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise RankLost(
+                "A rank of the trainer died, or hung for weights.timeout_s ="
+                f" {self._timeout.total_seconds():g}, while weights were gathered ({reason});"
+                " engines keep the weights they have. Resume the run from its last checkpoint."
+            ) from error
 
 
 class RankMessage(msgspec.Struct, kw_only=True, frozen=True):
@@ -43,8 +120,7 @@ class RankMessage(msgspec.Struct, kw_only=True, frozen=True):
     failure: str = ""  # publishing failed
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Transfer:
+class _Transfer(NamedTuple):
     """One rank's part of a bucket, during its transfer."""
 
     pieces: Sequence[ShardPiece]
@@ -81,12 +157,17 @@ class GatheringSender:
         """Returns the same update on all ranks."""
         specs, _ = packing.lay_out(tensors, dtype=self.dtype)
         self._agree(version, specs)
-        if self._sender is None:
-            return self._follow(tensors, specs)
-        with self._report_failures():
-            update = self._sender.publish(version, tensors, pack=self._pack)
-        self._send_message(RankMessage(update=update))
-        return update
+        if self._sender is not None:
+            with self._report_failures():
+                update = self._sender.publish(version, tensors, pack=self._gather)
+            self._send_message(RankMessage(update=update))
+            return update
+        message = self._receive_message()
+        if message.gathers:
+            self._gather(tensors, specs, payload=None)
+            message = self._receive_message()
+        assert message.update is not None
+        return message.update
 
     def release(self, version: int) -> None:
         if self._sender is not None:
@@ -115,34 +196,15 @@ class GatheringSender:
                 " types; pass the same parameters in the same order on all ranks."
             )
 
-    def _follow(
-        self, tensors: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]
-    ) -> WeightUpdate:
-        message = self._receive_message()
-        if message.gathers:
-            self._gather(tensors, specs, payload=None)
-            message = self._receive_message()
-        assert message.update is not None
-        return message.update
-
-    def _pack(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        specs: Sequence[TensorSpec],
-        *,
-        into: torch.Tensor,
-    ) -> None:
-        """Replaces packing.pack() on rank 0."""
-        self._send_message(RankMessage(gathers=True))
-        self._gather(tensors, specs, payload=into)
-
     def _gather(
         self,
         tensors: Mapping[str, torch.Tensor],
         specs: Sequence[TensorSpec],
-        *,
         payload: torch.Tensor | None,  # filled by rank 0; None on all others
     ) -> None:
+        """Replaces packing.pack() on rank 0."""
+        if payload is not None:
+            self._send_message(RankMessage(gathers=True))
         here = {name: local_part(tensor).detach() for name, tensor in tensors.items()}
         boxes = self._all_boxes([box_of(name, tensor) for name, tensor in tensors.items()])
         origins = {s.name: b.offset for s, b in zip(specs, boxes[self._ranks.rank], strict=True)}
@@ -166,7 +228,11 @@ class GatheringSender:
     def _all_boxes(self, boxes: Sequence[Box]) -> list[list[Box]]:
         """The boxes of all ranks, which have as many dimensions as ours."""
         numbers = [number for box in boxes for number in (*box.offset, *box.shape)]
-        return [_boxes(theirs, like=boxes) for theirs in self._ranks.all_gather(numbers)]
+        dims = [len(box.shape) for box in boxes]
+        return [
+            [Box(offset=tuple(islice(found, n)), shape=tuple(islice(found, n))) for n in dims]
+            for found in map(iter, self._ranks.all_gather(numbers))
+        ]
 
     def _transfers(
         self,
@@ -189,21 +255,21 @@ class GatheringSender:
                 for piece, place in _places(pieces, buffer):
                     place.copy_(part(piece))
                 work = self._ranks.begin_send(buffer, number=number)
-            yield _Transfer(pieces=pieces, buffer=buffer, work=work)
+            yield _Transfer(pieces, buffer, work)
 
     def _finish(self, transfers: Sequence[_Transfer], views: Mapping[str, torch.Tensor]) -> None:
-        for transfer in transfers:
-            self._ranks.finish(transfer.work)
+        for pieces, buffer, work in transfers:
+            self._ranks.finish(work)
             if self._ranks.rank == 0:
-                for piece, place in _places(transfer.pieces, transfer.buffer):
+                for piece, place in _places(pieces, buffer):
                     piece.box.within(views[piece.spec.name]).copy_(place)
 
     def _send_message(self, message: RankMessage) -> None:
-        self._ranks.send_to_all(msgspec.json.encode(message))
+        self._ranks.broadcast(msgspec.json.encode(message))
 
     def _receive_message(self) -> RankMessage:
         """Raises the error of rank 0, if it failed."""
-        message = msgspec.json.decode(self._ranks.receive_from_first(), type=RankMessage)
+        message = msgspec.json.decode(self._ranks.broadcast(), type=RankMessage)
         if message.no_space:
             raise NoSpace(message.no_space)
         if message.failure:
@@ -212,7 +278,6 @@ class GatheringSender:
 
     @contextlib.contextmanager
     def _report_failures(self) -> Iterator[None]:
-        """Report errors of rank 0 to the others."""
         try:
             yield
         except RankLost:
@@ -223,16 +288,6 @@ class GatheringSender:
         except Exception as error:
             self._send_message(RankMessage(failure=str(error) or type(error).__name__))
             raise
-
-
-def _boxes(numbers: Sequence[int], *, like: Sequence[Box]) -> list[Box]:
-    boxes: list[Box] = []
-    at = 0
-    for box in like:
-        middle, end = at + len(box.offset), at + 2 * len(box.offset)
-        boxes.append(Box(offset=tuple(numbers[at:middle]), shape=tuple(numbers[middle:end])))
-        at = end
-    return boxes
 
 
 def _places(

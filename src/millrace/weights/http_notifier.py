@@ -11,10 +11,11 @@ Runs on the controller's event loop.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
+
+import aiohttp
 
 from millrace.core.records import WeightUpdate
 
@@ -42,57 +43,32 @@ class HttpNotifier:
 
     async def receive(self, update: WeightUpdate) -> int:
         """Returns when every URL has answered or failed."""
-        await asyncio.gather(*(self._notify(url, update) for url in self._urls))
+        body = {"version": update.version, "path": str(Path(update.location).parent)}
+        await asyncio.gather(*(self._notify(url, body) for url in self._urls))
         return update.version
 
-    async def _notify(self, url: str, update: WeightUpdate) -> None:
-        folder = str(Path(update.location).parent)
-        body = json.dumps({"version": update.version, "path": folder}).encode()
+    async def _notify(self, url: str, body: dict[str, Any]) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._post_with_retries(url, body)
-        except (OSError, ValueError) as error:  # TimeoutError is an OSError
+            async with asyncio.timeout(self._timeout_s), aiohttp.ClientSession() as session:
+                await self._post(session, url, body)
+        except (OSError, ValueError, aiohttp.ClientError) as error:  # TimeoutError is an OSError
             self.num_failed += 1
             if url not in self._warned:
                 self._warned.add(url)
                 reason = str(error) or f"no answer in weights.timeout_s = {self._timeout_s:g}"
                 self._warn(
-                    f"{url} could not be notified of version {update.version} ({reason}); the run"
+                    f"{url} could not be notified of version {body['version']} ({reason}); the run"
                     " continues, and later failures are only counted (notify_failures)."
                 )
 
-    async def _post_with_retries(self, url: str, body: bytes) -> None:
+    async def _post(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                await _post(url, body)
+                async with session.post(url, json=body, allow_redirects=False) as answer:
+                    if answer.status // 100 != 2:
+                        raise ValueError(f"it answered '{answer.status} {answer.reason}'")
                 return
-            except (OSError, ValueError):
+            except (OSError, ValueError, aiohttp.ClientError):
                 if attempt == ATTEMPTS:
                     raise
                 await asyncio.sleep(self._retry_s)
-
-
-async def _post(url: str, body: bytes) -> None:
-    """Returns on a 2xx answer. A raw connection, as a request in a thread cannot be cancelled."""
-    parts = urlsplit(url)
-    is_tls = parts.scheme == "https"
-    reader, writer = await asyncio.open_connection(
-        parts.hostname, parts.port or (443 if is_tls else 80), ssl=is_tls or None
-    )
-    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    lines = (
-        f"POST {target} HTTP/1.1",
-        f"Host: {parts.netloc.rpartition('@')[2]}",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-        "Connection: close",
-        "\r\n",
-    )
-    try:
-        writer.write("\r\n".join(lines).encode() + body)
-        await writer.drain()
-        answer = (await reader.readline()).decode("latin-1").split(maxsplit=1)
-    finally:
-        writer.close()
-    if len(answer) < 2 or not answer[1].startswith("2"):
-        raise ValueError(f"it answered {answer[1].strip()!r}" if len(answer) > 1 else "no answer")

@@ -17,20 +17,9 @@ from millrace.core.errors import WeightError
 from millrace.core.records import TensorSpec
 
 ALIGN_BYTES = 64  # a cache line, and enough for any vector load
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
+_FLOATS, _INTEGERS = "float64 float32 bfloat16 float16", "int64 int32 int16 int8 uint8 bool"
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in f"{_FLOATS} {_INTEGERS}".split()
 }
 
 
@@ -61,14 +50,14 @@ def lay_out(
 
 
 def pack(
-    tensors: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], *, into: torch.Tensor
+    tensors: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec], payload: torch.Tensor
 ) -> None:
     """Copy the tensors, cast as their specs say, into a payload."""
     if sharded := [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]:
         raise WeightError(
             f"{sharded[0]!r} is sharded over several ranks; publish it with a GatheringSender."
         )
-    views = unpack(specs, into)
+    views = unpack(specs, payload)
     if not views:
         return
     with torch.no_grad():
@@ -79,13 +68,17 @@ def pack(
 
 def unpack(specs: Iterable[TensorSpec], payload: torch.Tensor) -> dict[str, torch.Tensor]:
     """Views of a payload by name; they keep the payload alive."""
-    return {spec.name: _view(spec, payload) for spec in specs}
+    views: dict[str, torch.Tensor] = {}
+    for spec in specs:
+        dtype = DTYPES[spec.dtype]
+        end = spec.offset + math.prod(spec.shape) * dtype.itemsize
+        views[spec.name] = payload[spec.offset : end].view(dtype).view(spec.shape)
+    return views
 
 
 def check_manifest(specs: Sequence[TensorSpec], *, num_bytes: int) -> None:
     """Refuse a manifest whose tensors do not fill its payload exactly."""
-    names = {spec.name for spec in specs}
-    if len(names) != len(specs):
+    if len({spec.name for spec in specs}) != len(specs):
         raise WeightError("A weight update names a tensor twice; publish it again.")
     end = 0
     for spec in specs:
@@ -110,31 +103,23 @@ def check_fits(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Refuse an update whose tensors are not exactly the expected ones."""
-    shapes = {spec.name: tuple(spec.shape) for spec in specs}
-    for name, shape in expected.items():
-        if name not in shapes:
-            raise WeightError(f"The weight update lacks {name!r}, which the model has.")
-        if shapes[name] != tuple(shape):
+    if missing := expected.keys() - {spec.name for spec in specs}:
+        raise WeightError(f"The weight update lacks {min(missing)!r}, which the model has.")
+    for spec in specs:
+        shape = expected.get(spec.name)
+        if shape is None:
+            raise WeightError(f"The weight update has {spec.name!r}, which the model lacks.")
+        if tuple(spec.shape) != tuple(shape):
             raise WeightError(
-                f"The weight update has {name!r} as {list(shapes[name])},"
+                f"The weight update has {spec.name!r} as {list(spec.shape)},"
                 f" and the model as {list(shape)}."
             )
-    for name in shapes:
-        if name not in expected:
-            raise WeightError(f"The weight update has {name!r}, which the model lacks.")
-    for spec in specs:
         if dtype not in (None, DTYPES[spec.dtype]) and DTYPES[spec.dtype].is_floating_point:
             raise WeightError(
                 f"The weight update has {spec.name!r} as {spec.dtype}, and the engine computes in"
                 f" {str(dtype).removeprefix('torch.')}; give trainer and engines the same"
                 " engine.dtype."
             )
-
-
-def _view(spec: TensorSpec, payload: torch.Tensor) -> torch.Tensor:
-    dtype = DTYPES[spec.dtype]
-    end = spec.offset + math.prod(spec.shape) * dtype.itemsize
-    return payload[spec.offset : end].view(dtype).view(spec.shape)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -137,8 +137,7 @@ class Publisher:
         the publisher's thread. Each loan needs its own release()."""
         with self._changed:
             self.check()
-            ready = self._ready.get(version)
-            if ready is not None:
+            if (ready := self._ready.get(version)) is not None:
                 self._holders[version] += 1
             else:
                 self._borrowers.append(answer)
@@ -153,12 +152,11 @@ class Publisher:
     ) -> None:
         with self._changed:
             self.check()
-            snapshot = self._pending
+            snapshot, self._pending = self._pending, None  # ours while it is filled
             if snapshot is None:
                 snapshot = self._spare.pop()
             else:
                 self.superseded += snapshot.is_announced
-            self._pending = None  # ours while it is filled
         snapshot.is_announced = is_announced
         try:
             snapshot.fill(version, tensors, dtype=self._sender.dtype)
@@ -174,7 +172,6 @@ class Publisher:
             self._changed.notify()
 
     def release(self, version: int) -> None:
-        """One reader of this version is done with it."""
         with self._changed:
             self.check()
             self._holders[version] -= 1
@@ -224,25 +221,25 @@ class Publisher:
         return None
 
     def _send(self, snapshot: WeightSnapshot) -> None:
+        update = None
         try:
             with snapshot.reading():
                 update = self._sender.publish(snapshot.version, snapshot.tensors)
+            self._no_space_since_s = None
         except NoSpace as error:
             self._try_later(snapshot, error)
             return
         except Superseded:
-            with self._changed:
-                self._sending = None
-                self._spare.append(snapshot)
-                self.superseded += 1
-            return
-        self._no_space_since_s = None
+            pass  # another rank of the trainer has a newer version
         with self._changed:
             self._sending = None
+            self._spare.append(snapshot)
+            if update is None:
+                self.superseded += 1
+                return
             borrowers, self._borrowers = self._borrowers, []
             self._ready[update.version] = update
             self._holders[update.version] = len(borrowers) + snapshot.is_announced
-            self._spare.append(snapshot)
         for answer in borrowers:
             answer(update)
         if snapshot.is_announced:

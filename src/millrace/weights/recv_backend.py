@@ -4,15 +4,11 @@ Promise: all or nothing. stage() returns the complete, verified tensors of one v
 WeightError and keeps what it holds. The tensors of a stage() are valid until the version is
 released or two more were staged.
 
-A RecvBackend is what differs between transports: how the bytes arrive. It fetches the full payload
-or, if the engine holds its base, the delta.
-
 Used by one thread of the engine, beside the one that decodes.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -22,8 +18,7 @@ from millrace.weights import delta, packing
 from millrace.weights.checksum import checksum
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Fetched:
+class Fetched(NamedTuple):
     flat: torch.Tensor  # [num_bytes] uint8
     kind: Literal["mapped", "staged", "delta"]
     """mapped: the payload in the sender's memory; staged: in memory from Staging.take()."""
@@ -33,27 +28,21 @@ class Staging:
     """Memory for two payloads, filled in turn, so that the newest stays untouched."""
 
     def __init__(self) -> None:
+        self.newest: torch.Tensor | None = None
+        self._checksum: int | None = None  # of the newest
         self._layout: tuple[TensorSpec, ...] = ()
         self._spare: list[torch.Tensor] = []
-        self._newest: torch.Tensor | None = None
-        self._checksum: int | None = None  # of the newest
 
     def base_for(self, update: WeightUpdate) -> int | None:
         """Checksum of the newest payload, if it has the layout of this update."""
         return self._checksum if update.tensors == self._layout else None
 
-    @property
-    def newest(self) -> torch.Tensor:
-        assert self._newest is not None
-        return self._newest
-
     def take(self, update: WeightUpdate, *, device: torch.device | None = None) -> torch.Tensor:
         """Memory for its payload; zero between the tensors, undefined in them. `device`: of new
         memory; the same in all calls, the host if not given."""
         if update.tensors != self._layout:
+            self.clear()
             self._layout = update.tensors
-            self._spare.clear()
-            self._newest = self._checksum = None
         if not self._spare:
             flat = torch.zeros(update.num_bytes, dtype=torch.uint8, device=device)
             self._spare.append(flat)
@@ -62,45 +51,48 @@ class Staging:
     def keep(self, checksum: int) -> None:
         """The memory of the last take() now holds a payload, verified by this checksum."""
         flat = self._spare.pop()
-        if self._newest is not None:
-            self._spare.append(self._newest)
-        self._newest, self._checksum = flat, checksum
+        if self.newest is not None:
+            self._spare.append(self.newest)
+        self.newest, self._checksum = flat, checksum
 
     def clear(self) -> None:
         self._spare.clear()
-        self._newest = self._checksum = None
+        self.newest = self._checksum = None
         self._layout = ()
 
 
-class RecvBackend(Protocol):
-    transport: str
+class RecvBackend:
+    """How the bytes of an update arrive; what differs between transports."""
 
     def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
         """The payload, in the backend's memory or in that of `staging`; or the delta, if `base` is
         its base. The caller verifies it."""
-        ...
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free all memory and connections; fetch() may be called again."""
 
 
 class StagingReceiver:
     def __init__(
         self,
-        backend: RecvBackend,
+        backends: Mapping[str, Callable[[], RecvBackend]],
         *,
         expected: Mapping[str, tuple[int, ...]] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         keep_base: bool = False,
     ) -> None:
-        """`expected`: shapes by name that updates must have exactly. `dtype`: required type of
-        floating-point tensors. `device`: where the engine computes. `keep_base`: keep a copy of the
-        newest payload, to apply deltas to."""
-        self._backend = backend
+        """`backends`: the transports that it accepts, by name. `expected`: shapes by name that
+        updates must have exactly. `dtype`: required type of floating-point tensors. `device`: where
+        the engine computes. `keep_base`: keep a copy of the newest payload, to apply deltas to."""
+        self._backends = backends
         self._expected = expected
         self._dtype = dtype
         self._keep_base = keep_base
         self._staging = Staging()
+        self._transport: str | None = None
+        self._backend: RecvBackend | None = None  # of that transport
         # On a GPU, staging runs beside decoding, which uses the device's default stream.
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
@@ -114,34 +106,41 @@ class StagingReceiver:
         return tensors
 
     def close(self) -> None:
-        self._backend.close()
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
         self._staging.clear()
 
     def _stage(self, update: WeightUpdate) -> dict[str, torch.Tensor]:
+        if self._backend is None or update.transport != self._transport:
+            self.close()
+            self._transport, self._backend = update.transport, self._backends[update.transport]()
         base = self._staging.base_for(update) if self._keep_base else None
-        fetched = self._backend.fetch(update, base=base, staging=self._staging)
-        payload = fetched.flat
-        if fetched.kind == "delta":
+        payload, kind = self._backend.fetch(update, base=base, staging=self._staging)
+        is_staged = kind != "mapped" or self._keep_base
+        if kind == "delta":
+            blob, newest = payload, self._staging.newest
             assert update.delta is not None
-            newest = self._staging.newest
+            assert newest is not None
             payload = self._staging.take(update, device=newest.device)
-            delta.apply(fetched.flat, update, delta=update.delta, base=newest, into=payload)
-        elif fetched.kind == "mapped" and self._keep_base:
-            payload = self._staging.take(update).copy_(fetched.flat)
+            delta.apply(blob, update, delta=update.delta, base=newest, into=payload)
+        elif kind == "mapped" and self._keep_base:
+            payload = self._staging.take(update).copy_(payload)
         if checksum(payload) != update.checksum:
             raise WeightError(
                 f"The bytes of version {update.version} do not match their checksum;"
                 " the engine keeps the weights it has."
             )
-        if payload is not fetched.flat or fetched.kind == "staged":
+        if is_staged:
             self._staging.keep(update.checksum)
         return packing.unpack(update.tensors, payload)
 
     def _check(self, update: WeightUpdate) -> None:
-        if update.transport != self._backend.transport:
+        if update.transport not in self._backends:
+            known = " or ".join(repr(name) for name in self._backends)
             raise WeightError(
                 f"Version {update.version} uses the transport {update.transport!r}, but this engine"
-                f" uses {self._backend.transport!r}; give all workers the same weights.transport."
+                f" uses {known}; give all workers the same weights.transport."
             )
         packing.check_manifest(update.tensors, num_bytes=update.num_bytes)
         if update.delta is not None:

@@ -1,18 +1,17 @@
 """The trainer's end of every transport: packs each version and hands it to a SendBackend.
 
 Promise: publish() returns when engines can fetch the complete version. Its memory is not written
-again before the version is released. At most `max_held` versions are held at a time.
+again before the version is released. At most MAX_HELD versions are held at a time.
 
-A SendBackend is what differs between transports: whose memory it is, and how engines reach it. With
-payload = "delta" the newest payload is kept, so that the next version can also be sent as its
+With payload = "delta" the newest payload is kept, so that the next version can also be sent as its
 difference. The full payload is always available, for an engine that holds another version.
 
 Used by one thread.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -21,7 +20,10 @@ from millrace.core.records import Delta, TensorSpec, WeightUpdate
 from millrace.weights import delta, packing
 from millrace.weights.checksum import checksum
 
+MAX_HELD = 3
 Payload = Literal["full", "delta"]
+# packing.pack(), or its replacement if the tensors are sharded over ranks.
+Pack = Callable[[Mapping[str, torch.Tensor], Sequence[TensorSpec], torch.Tensor], None]
 
 
 class NoSpace(WeightError):
@@ -32,55 +34,37 @@ class Superseded(WeightError):
     """A newer version is sent instead; this one may be dropped."""
 
 
-class Pack(Protocol):
-    """packing.pack(), or its replacement where the tensors are sharded over ranks."""
+class Memory:
+    """Memory for a payload or a delta, zeros at first. This one is torch's own."""
 
-    def __call__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        specs: Sequence[TensorSpec],
-        *,
-        into: torch.Tensor,
-    ) -> None: ...
-
-
-class Memory(Protocol):
-    """Memory of a SendBackend; zeros at first."""
-
-    @property
-    def flat(self) -> torch.Tensor: ...  # [num_bytes] uint8
-
-    def close(self) -> None: ...
-
-
-class SendBackend(Protocol):
-    """Makes payloads reachable for engines."""
-
-    transport: str
-
-    def allocate(self, num_bytes: int, *, device: torch.device) -> Memory:
-        """Memory for a payload whose tensors are on `device`."""
-        ...
-
-    def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
-        """Make it available to engines; returns the update with its locations filled in."""
-        ...
-
-    def withdraw(self, version: int) -> None:
-        """No engine will request it again; returns when none reads it any more."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class TensorMemory:
-    """Memory that torch allocated."""
+    location = ""  # where engines find it, in the transport's own format
 
     def __init__(self, num_bytes: int, *, device: torch.device) -> None:
         self.flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
         self.flat = self.flat[:0].clone()
+
+
+class SendBackend:
+    """Makes payloads reachable for engines; what differs between transports."""
+
+    transport: str
+
+    def allocate(self, num_bytes: int, *, device: torch.device) -> Memory:
+        """Memory for a payload whose tensors are on `device`."""
+        raise NotImplementedError
+
+    def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
+        """Make it available to engines; returns the update, with locations if the memory has
+        none."""
+        return update
+
+    def withdraw(self, version: int) -> None:
+        """No engine will request it again; returns when none reads it any more."""
+
+    def close(self) -> None:
+        """Free everything except the memory that it allocated."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -109,22 +93,20 @@ class PackingSender:
         self,
         backend: SendBackend,
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype,  # of floating-point weights during the transfer
         payload: Payload = "full",
-        max_held: int = 3,
     ) -> None:
         self.dtype = dtype
         self._backend = backend
         self._payload = payload
-        self._max_held = max_held
         self._free: list[_PayloadSlot] = []
         self._held: dict[int, _PayloadSlot] = {}  # by version
         self._newest: _PayloadSlot | None = None  # base of the next delta, released or not
 
     @property
     def has_room(self) -> bool:
-        """False while max_held versions are not released."""
-        return len(self._held) < self._max_held
+        """False while MAX_HELD versions are not released."""
+        return len(self._held) < MAX_HELD
 
     def publish(
         self, version: int, tensors: Mapping[str, torch.Tensor], *, pack: Pack = packing.pack
@@ -133,21 +115,21 @@ class PackingSender:
             raise WeightError(f"Version {version} is already published.")
         if not self.has_room:
             raise WeightError(
-                f"Versions {sorted(self._held)} fill all {self._max_held} slots;"
+                f"Versions {sorted(self._held)} fill all {MAX_HELD} slots;"
                 " release one before publishing the next."
             )
         specs, num_bytes = packing.lay_out(tensors, dtype=self.dtype)
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         slot = self._take(specs, num_bytes, device=device)
         try:
-            pack(tensors, specs, into=slot.payload.flat)
+            pack(tensors, specs, slot.payload.flat)
             update = WeightUpdate(
                 version=version,
                 tensors=specs,
                 num_bytes=num_bytes,
                 checksum=checksum(slot.payload.flat),
                 transport=self._backend.transport,
-                location="",
+                location=slot.payload.location,
                 delta=self._find_delta(slot),
             )
             update = self._backend.offer(update, payload=slot.payload, delta=slot.delta)
@@ -172,10 +154,8 @@ class PackingSender:
 
     def close(self) -> None:
         self._backend.close()
-        newest = (
-            [] if self._newest is None or self._newest.version in self._held else [self._newest]
-        )
-        for slot in (*self._free, *self._held.values(), *newest):
+        slots = {*self._free, *self._held.values(), *([self._newest] if self._newest else [])}
+        for slot in slots:
             slot.close()
         self._free.clear()
         self._held.clear()
@@ -185,8 +165,8 @@ class PackingSender:
         self, layout: tuple[TensorSpec, ...], num_bytes: int, *, device: torch.device
     ) -> _PayloadSlot:
         """A free slot of this layout. Slots of another layout are closed: the model changed."""
-        for slot in [*self._free]:
-            self._free.remove(slot)
+        while self._free:
+            slot = self._free.pop(0)
             if slot.layout == layout:
                 return slot
             slot.close()
@@ -210,7 +190,7 @@ class PackingSender:
             num_changed=num_changed,
             word_bytes=word_bytes,
             num_bytes=num_bytes,
-            location="",
+            location=slot.delta.location,
         )
 
     def _recycle(self, slot: _PayloadSlot | None) -> None:

@@ -75,17 +75,14 @@ class ShardPiece:
 
     @property
     def room_bytes(self) -> int:
-        """Its size in a bucket."""
         return -(-self.num_bytes // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that is on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def box_of(name: str, tensor: torch.Tensor) -> Box:
-    """The box of this rank's part."""
     if not isinstance(tensor, DTensor):
         return Box(offset=(0,) * tensor.dim(), shape=tuple(tensor.shape))
     if any(placement.is_partial() for placement in tensor.placements):

@@ -27,8 +27,7 @@ from millrace.models.loading import (
 )
 from millrace.models.lora.factors import Adapter, adapter_of
 from millrace.models.lora.folders import read_checkpoint, read_resident
-from millrace.models.moe.router_search import find_routing
-from millrace.models.moe.routing import Routing
+from millrace.models.routing import Routing, find_routing
 
 _CPU_KV_BYTES = 2**30
 _GPU_KV_SHARE = 0.4  # of the free memory; a trainer may want the rest

@@ -46,7 +46,7 @@ from millrace.inference.embedded.scoring import ScoringEngine, num_rows
 from millrace.models.grammars import GrammarCompiler
 from millrace.models.logprobs import final_logits
 from millrace.models.lora.factors import Adapter
-from millrace.models.moe.routing import Routing
+from millrace.models.routing import Routing
 
 
 class EmbeddedEngine:

@@ -19,7 +19,7 @@ from millrace.inference.embedded.runner import ModelRunner
 from millrace.inference.embedded.scheduling.batch_slots import BatchSlots
 from millrace.inference.embedded.scheduling.scheduler import Scheduler
 from millrace.models.lora.factors import Adapter
-from millrace.models.moe.routing import Routing
+from millrace.models.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

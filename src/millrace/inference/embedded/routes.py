@@ -19,7 +19,7 @@ from torch import Tensor
 
 from millrace.inference.embedded.decode.attention import define_operator
 from millrace.inference.embedded.kv.cache import KVCache
-from millrace.models.moe.routing import Routing
+from millrace.models.routing import Routing
 
 
 class RoutesPool:

@@ -49,7 +49,7 @@ class ScoringEngine:
             self._model,
             input_ids=torch.from_numpy(packed.tokens).to(device)[None],
             position_ids=torch.from_numpy(packed.positions).to(device)[None],
-            layout=PackedLayout.of(packed.lengths, parents=packed.parents, device=device),
+            layout=PackedLayout(packed.lengths, parents=packed.parents, device=device),
         )
         scores = self._score_rows(hidden, packed.predictors, requests)
         ends = np.cumsum([len(request.positions) for request in requests])

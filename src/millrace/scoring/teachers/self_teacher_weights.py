@@ -29,7 +29,7 @@ from millrace.scoring.teachers.history import (
     LaggedWeights,
     VersionedTensors,
 )
-from millrace.weights.receiver import make_receiver
+from millrace.weights.transport import make_receiver
 
 SAVE_EVERY_S = 60.0  # writing a copy of all weights is expensive
 

@@ -8,10 +8,11 @@ closed, which makes all other members fail at once, too.
 Rank 0 is the trainer. gloo sends host memory; NCCL sends GPU memory and needs a GPU per member.
 """
 
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,18 @@ PrefixStore: Any = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 TCPStore: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 Gloo: Any = dist.ProcessGroupGloo
 
-Backend = Literal["gloo", "nccl"]
-
 
 class BroadcastFailed(Exception):
     """The group lost a member or exceeded its timeout."""
+
+
+@contextlib.contextmanager
+def _reporting_failures() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BroadcastFailed(reason) from error
 
 
 def open_store(address: str, *, timeout_s: float) -> Any:
@@ -45,37 +53,32 @@ def open_store(address: str, *, timeout_s: float) -> Any:
 
 
 def join_store(address: str, port: int, *, timeout_s: float) -> Any:
-    """The store that the trainer opened."""
-    try:
+    with _reporting_failures():
         return TCPStore(address, port, timeout=timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise BroadcastFailed(_first_line(error)) from error
 
 
 class BroadcastGroup:
-    """Used by one thread."""
+    """One member's side of the present group. Used by one thread."""
 
-    def __init__(
-        self,
-        store: Any,
-        *,
-        number: int,  # no two groups of a store have the same
-        rank: int,
-        size: int,
-        backend: Backend,
-        host: str,  # this member's own address, for the others to connect to
-        device: torch.device,
-        timeout_s: float,
-    ) -> None:
-        """Returns when all members have joined."""
+    def __init__(self, *, device: torch.device, timeout_s: float) -> None:
+        """`device` of the payloads; of the same type in all members."""
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        try:
+        self._group: Any = None
+        self._number = 0  # of the group; 0 = none
+
+    def join(self, store: Any, *, number: int, rank: int, size: int, host: str) -> None:
+        """Replace the group, unless it has this number already; returns when all members have
+        joined. Numbers of one store are above 0 and not used again. `host`: this member's own
+        address, for the others to connect to."""
+        if number == self._number:
+            return
+        self.close()
+        with _reporting_failures():
             store = PrefixStore(f"group/{number}", store)
-            self._group = _form(store, rank, size, backend, host, self._timeout)
-        except RuntimeError as error:
-            raise BroadcastFailed(_first_line(error)) from error
+            self._group = _form(store, rank, size, self._device, host, self._timeout)
+        self._number = number
 
     def broadcast(
         self,
@@ -85,43 +88,38 @@ class BroadcastGroup:
         on_bucket: Callable[[int, torch.Tensor], None] = lambda number, bucket: None,
     ) -> None:
         """`on_bucket` is called with every finished bucket, in order."""
-        in_flight: deque[tuple[int, torch.Tensor, Any]] = deque()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        try:
-            with torch.cuda.stream(self._stream):  # does nothing without one
-                for number, bucket in enumerate(payload.split(bucket_bytes)):
-                    in_flight.append((number, bucket, self._send(bucket)))
-                    if len(in_flight) == 2:
-                        self._finish(*in_flight.popleft(), on_bucket)
-                while in_flight:
-                    self._finish(*in_flight.popleft(), on_bucket)
-            if self._stream is not None:
-                self._stream.synchronize()
-        except RuntimeError as error:
-            raise BroadcastFailed(_first_line(error)) from error
-
-    def close(self) -> None:
-        self._group.abort()
-
-    def _send(self, bucket: torch.Tensor) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return self._group.broadcast([bucket], options)
+        in_flight: deque[tuple[int, torch.Tensor, Any]] = deque()
 
-    def _finish(
-        self,
-        number: int,
-        bucket: torch.Tensor,
-        work: Any,
-        on_bucket: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        work.wait(self._timeout)
-        on_bucket(number, bucket)
+        def finish_first() -> None:
+            number, bucket, work = in_flight.popleft()
+            work.wait(self._timeout)
+            on_bucket(number, bucket)
+
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with _reporting_failures():
+            with torch.cuda.stream(self._stream):  # does nothing without one
+                for number, bucket in enumerate(payload.split(bucket_bytes)):
+                    in_flight.append((number, bucket, self._group.broadcast([bucket], options)))
+                    if len(in_flight) == 2:
+                        finish_first()
+                while in_flight:
+                    finish_first()
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group, self._number = None, 0
 
 
-def _form(store: Any, rank: int, size: int, backend: Backend, host: str, timeout: timedelta) -> Any:
-    if backend == "nccl":
+def _form(
+    store: Any, rank: int, size: int, device: torch.device, host: str, timeout: timedelta
+) -> Any:
+    if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
@@ -129,7 +127,3 @@ def _form(store: Any, rank: int, size: int, backend: Backend, host: str, timeout
     gloo._devices = [Gloo.create_device(hostname=host)]
     gloo._timeout = timeout
     return Gloo(store, rank, size, gloo)
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

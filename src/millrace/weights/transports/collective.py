@@ -11,11 +11,10 @@ a group, not authenticated: use it in a trusted network.
 """
 
 import math
-import secrets
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -23,10 +22,9 @@ import torch
 from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
 from millrace.weights.checksum import checksum
-from millrace.weights.recv_backend import Fetched, Staging
-from millrace.weights.send_backend import Memory, TensorMemory
+from millrace.weights.recv_backend import Fetched, RecvBackend, Staging
+from millrace.weights.send_backend import Memory, SendBackend
 from millrace.weights.transports.broadcast import (
-    Backend,
     BroadcastFailed,
     BroadcastGroup,
     join_store,
@@ -40,7 +38,6 @@ from millrace.weights.transports.rendezvous import (
     TransferRequest,
 )
 
-TRANSPORT = "collective"
 _ATTEMPTS = 3  # per engine and version: two peers may fail meanwhile
 
 
@@ -51,26 +48,24 @@ class CollectiveEndpoint(msgspec.Struct, kw_only=True, frozen=True):
     port: int  # of the RendezvousServer
     store_port: int  # of the store in which the members of a group find each other
     token: str
-    backend: Backend
+    on_gpu: bool  # NCCL broadcasts between GPUs; otherwise gloo between hosts
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Blob:
+class _Blob(NamedTuple):
     flat: torch.Tensor
     checksums: list[int]  # of each bucket
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Offer:
+class _Offer(NamedTuple):
     payload: _Blob
     delta: _Blob | None
     base: int | None  # of the delta
 
 
-class CollectiveSendBackend:
+class CollectiveSendBackend(SendBackend):
     """Trainer side. Its methods are called by the publisher's thread."""
 
-    transport = TRANSPORT
+    transport = "collective"
 
     def __init__(
         self,
@@ -82,21 +77,15 @@ class CollectiveSendBackend:
         device: torch.device,  # of the payload while it is sent
     ) -> None:
         self._bucket_bytes = math.ceil(bucket_bytes / 4) * 4  # whole words: see checksum.py
-        self._timeout_s = timeout_s
         self._device = device
-        self._server = RendezvousServer(
-            address=address,
-            token=secrets.token_hex(16),
-            num_engines=num_engines,
-            timeout_s=timeout_s,
-        )
+        self._server = RendezvousServer(address, num_engines=num_engines, timeout_s=timeout_s)
         self._store = open_store(address, timeout_s=timeout_s)
         self._endpoint = CollectiveEndpoint(
             host=address,
             port=self._server.port,
             store_port=self._store.port,
             token=self._server.token,
-            backend="nccl" if device.type == "cuda" else "gloo",
+            on_gpu=device.type == "cuda",
         )
         self._changed = threading.Condition()
         # Guarded by the condition.
@@ -105,14 +94,14 @@ class CollectiveSendBackend:
         self._is_closing = False
         self._error: BaseException | None = None
         # The thread's own.
-        self._group: BroadcastGroup | None = None
+        self._group = BroadcastGroup(device=device, timeout_s=timeout_s)
         self._group_number = 0
         self._members: list[RendezvousCaller] = []
         self._thread = threading.Thread(target=self._serve, name="broadcast", daemon=True)
         self._thread.start()
 
-    def allocate(self, num_bytes: int, *, device: torch.device) -> TensorMemory:
-        return TensorMemory(num_bytes, device=self._device)
+    def allocate(self, num_bytes: int, *, device: torch.device) -> Memory:
+        return Memory(num_bytes, device=self._device)
 
     def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
         offer = _Offer(
@@ -140,10 +129,9 @@ class CollectiveSendBackend:
         del self._store
 
     def _blob(self, flat: torch.Tensor) -> _Blob:
-        return _Blob(flat=flat, checksums=[checksum(b) for b in flat.split(self._bucket_bytes)])
+        return _Blob(flat, [checksum(bucket) for bucket in flat.split(self._bucket_bytes)])
 
     def _serve(self) -> None:
-        """Body of the broadcast thread."""
         try:
             while not self._is_closing:
                 if callers := self._server.poll():
@@ -165,11 +153,10 @@ class CollectiveSendBackend:
             for caller in callers:
                 caller.answer(TransferAdmission(refusal=f"version {version} was released"))
             return
-        has_base = all(request.base == offer.base for request in requests)
-        is_delta = offer.delta is not None and has_base
-        blob = offer.delta if is_delta and offer.delta is not None else offer.payload
+        have_base = all(request.base == offer.base for request in requests)
+        delta = offer.delta if have_base else None
         try:
-            self._send(callers, blob, is_delta=is_delta)
+            self._send(callers, delta or offer.payload, is_delta=delta is not None)
         except BroadcastFailed:
             self._drop_group()  # the remaining engines notice it and request again
         finally:
@@ -178,45 +165,32 @@ class CollectiveSendBackend:
                 self._changed.notify_all()
 
     def _send(self, callers: list[RendezvousCaller], blob: _Blob, *, is_delta: bool) -> None:
-        is_new = self._group is None or {*map(id, callers)} != {*map(id, self._members)}
-        if is_new:
+        if {*map(id, callers)} != {*map(id, self._members)}:
             self._drop_group()
             self._group_number += 1
             self._members = callers
+        number, size = self._group_number, len(self._members) + 1
         for rank, caller in enumerate(self._members, start=1):
             admission = TransferAdmission(
-                group=self._group_number,
+                group=number,
                 rank=rank,
-                size=len(self._members) + 1,
+                size=size,
                 is_delta=is_delta,
                 bucket_bytes=self._bucket_bytes,
                 checksums=blob.checksums,
             )
             if not caller.answer(admission):
                 raise BroadcastFailed("an engine left before the broadcast began")
-        if self._group is None:
-            self._group = BroadcastGroup(
-                self._store,
-                number=self._group_number,
-                rank=0,
-                size=len(self._members) + 1,
-                backend=self._endpoint.backend,
-                host=self._endpoint.host,
-                device=self._device,
-                timeout_s=self._timeout_s,
-            )
+        self._group.join(self._store, number=number, rank=0, size=size, host=self._endpoint.host)
         self._group.broadcast(blob.flat, bucket_bytes=self._bucket_bytes)
 
     def _drop_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group, self._members = None, []
+        self._group.close()
+        self._members = []
 
 
-class CollectiveRecvBackend:
+class CollectiveRecvBackend(RecvBackend):
     """Engine side."""
-
-    transport = TRANSPORT
 
     def __init__(self, *, device: torch.device, timeout_s: float) -> None:
         self._engine_device = device
@@ -225,7 +199,6 @@ class CollectiveRecvBackend:
         self._client: RendezvousClient | None = None
         self._store: Any = None
         self._group: BroadcastGroup | None = None
-        self._group_number = 0
 
     def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
         endpoint = msgspec.json.decode(update.location, type=CollectiveEndpoint)
@@ -258,32 +231,42 @@ class CollectiveRecvBackend:
         staging: Staging,
     ) -> Fetched:
         device = self._device(endpoint)
-        client = self._connect(endpoint)
-        admission = client.request(
-            TransferRequest(token=endpoint.token, version=update.version, base=base)
-        )
+        client, group = self._connect(endpoint, device=device)
+        request = TransferRequest(token=endpoint.token, version=update.version, base=base)
+        admission = client.request(request)
         if admission.refusal:
             raise WeightError(f"The trainer refuses to send: {admission.refusal}.")
-        group = self._join(admission, endpoint=endpoint, host=client.own_host, device=device)
+        if self._store is None:
+            self._store = join_store(endpoint.host, endpoint.store_port, timeout_s=self._timeout_s)
+        group.join(
+            self._store,
+            number=admission.group,
+            rank=admission.rank,
+            size=admission.size,
+            host=client.own_host,
+        )
         if admission.is_delta:
             assert update.delta is not None
             flat = torch.empty(update.delta.num_bytes, dtype=torch.uint8, device=device)
         else:
             flat = staging.take(update, device=device)
         try:
-            _check_count(admission, version=update.version, num_bytes=len(flat))
-            group.broadcast(
-                flat,
-                bucket_bytes=admission.bucket_bytes,
-                on_bucket=partial(_verify, version=update.version, checksums=admission.checksums),
-            )
+            num_buckets = max(1, math.ceil(len(flat) / admission.bucket_bytes))  # 1 if it is empty
+            if len(admission.checksums) != num_buckets:
+                raise WeightError(
+                    f"The trainer sends {len(admission.checksums)} buckets of version"
+                    f" {update.version}, which has {num_buckets}; the engine keeps the weights it"
+                    " has."
+                )
+            verify = partial(_verify, version=update.version, checksums=admission.checksums)
+            group.broadcast(flat, bucket_bytes=admission.bucket_bytes, on_bucket=verify)
         except WeightError:
             self.close()  # so that the trainer does not wait for this engine
             raise
-        return Fetched(flat=flat, kind="delta" if admission.is_delta else "staged")
+        return Fetched(flat, "delta" if admission.is_delta else "staged")
 
     def _device(self, endpoint: CollectiveEndpoint) -> torch.device:
-        if endpoint.backend == "gloo":
+        if not endpoint.on_gpu:
             return torch.device("cpu")
         if self._engine_device.type != "cuda":
             raise WeightError(
@@ -293,52 +276,17 @@ class CollectiveRecvBackend:
             )
         return self._engine_device
 
-    def _connect(self, endpoint: CollectiveEndpoint) -> RendezvousClient:
-        if self._client is None or endpoint != self._endpoint:
+    def _connect(
+        self, endpoint: CollectiveEndpoint, *, device: torch.device
+    ) -> tuple[RendezvousClient, BroadcastGroup]:
+        if self._client is None or self._group is None or endpoint != self._endpoint:
             self.close()
             # The trainer may first wait for another engine to time out.
-            self._client = RendezvousClient(
-                endpoint.host, endpoint.port, timeout_s=2 * self._timeout_s
-            )
+            timeout_s = 2 * self._timeout_s
+            self._client = RendezvousClient(endpoint.host, endpoint.port, timeout_s=timeout_s)
+            self._group = BroadcastGroup(device=device, timeout_s=self._timeout_s)
             self._endpoint = endpoint
-        return self._client
-
-    def _join(
-        self,
-        admission: TransferAdmission,
-        *,
-        endpoint: CollectiveEndpoint,
-        host: str,
-        device: torch.device,
-    ) -> BroadcastGroup:
-        if self._group is not None and admission.group == self._group_number:
-            return self._group
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        if self._store is None:
-            self._store = join_store(endpoint.host, endpoint.store_port, timeout_s=self._timeout_s)
-        self._group = BroadcastGroup(
-            self._store,
-            number=admission.group,
-            rank=admission.rank,
-            size=admission.size,
-            backend=endpoint.backend,
-            host=host,
-            device=device,
-            timeout_s=self._timeout_s,
-        )
-        self._group_number = admission.group
-        return self._group
-
-
-def _check_count(admission: TransferAdmission, *, version: int, num_bytes: int) -> None:
-    num_buckets = max(1, math.ceil(num_bytes / admission.bucket_bytes))  # an empty payload is one
-    if len(admission.checksums) != num_buckets:
-        raise WeightError(
-            f"The trainer sends {len(admission.checksums)} buckets of version {version}, which has"
-            f" {num_buckets}; the engine keeps the weights it has."
-        )
+        return self._client, self._group
 
 
 def _verify(number: int, bucket: torch.Tensor, *, version: int, checksums: list[int]) -> None:

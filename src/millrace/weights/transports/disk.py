@@ -13,6 +13,7 @@ time uses a directory.
 import re
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,36 +26,38 @@ from millrace.core import files as storage
 from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
 from millrace.weights import packing
-from millrace.weights.recv_backend import Fetched, Staging
-from millrace.weights.send_backend import Memory, NoSpace, TensorMemory
+from millrace.weights.recv_backend import Fetched, RecvBackend, Staging
+from millrace.weights.send_backend import Memory, NoSpace, SendBackend
 
-TRANSPORT = "disk"
 MODEL_FILE, DELTA_FILE, MARKER = "model.safetensors", "delta.safetensors", "update.json"
 _POLL_S = 0.02
 
 
-class DiskSendBackend:
+class DiskSendBackend(SendBackend):
     """Trainer side."""
 
-    transport = TRANSPORT
+    transport = "disk"
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.resolve()
         self._remove_all()
 
-    def allocate(self, num_bytes: int, *, device: torch.device) -> TensorMemory:
-        return TensorMemory(num_bytes, device=torch.device("cpu"))
+    def allocate(self, num_bytes: int, *, device: torch.device) -> Memory:
+        return Memory(num_bytes, device=torch.device("cpu"))
 
     def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
         folder = self._folder(update.version)
-        short = update.delta and replace(update.delta, location=str(folder / DELTA_FILE))
-        update = replace(update, location=str(folder / MODEL_FILE), delta=short)
+        spec = update.delta and replace(update.delta, location=str(folder / DELTA_FILE))
+        update = replace(update, location=str(folder / MODEL_FILE), delta=spec)
         try:
             folder.mkdir(parents=True)
             _write(folder / MODEL_FILE, packing.unpack(update.tensors, payload.flat))
             if delta is not None:
                 _write(folder / DELTA_FILE, {"delta": delta.flat})
-            _mark(folder, update)
+            storage.sync(folder)
+            manifest = msgspec.json.encode(update)
+            _replace(folder / MARKER, lambda hidden: hidden.write_bytes(manifest))
+            storage.sync(folder)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise NoSpace(
@@ -65,10 +68,7 @@ class DiskSendBackend:
         return update
 
     def withdraw(self, version: int) -> None:
-        folder = self._folder(version)
-        # The marker is removed first: without it the folder is not a version.
-        (folder / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        _remove(self._folder(version))
 
     def close(self) -> None:
         self._remove_all()
@@ -84,14 +84,11 @@ class DiskSendBackend:
             return
         for folder in self._directory.iterdir():
             if re.fullmatch(r"version_\d+", folder.name):
-                (folder / MARKER).unlink(missing_ok=True)
-                shutil.rmtree(folder)
+                _remove(folder)
 
 
-class DiskRecvBackend:
+class DiskRecvBackend(RecvBackend):
     """Engine side."""
-
-    transport = TRANSPORT
 
     def __init__(self, *, patience_s: float = 5.0) -> None:
         """`patience_s`: time for a marker to appear; network filesystems lag."""
@@ -99,17 +96,14 @@ class DiskRecvBackend:
 
     def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
         self._wait_for_marker(update)
-        short = update.delta
-        if short is not None and short.base == base:
-            blob = torch.empty(short.num_bytes, dtype=torch.uint8)
-            _read(Path(short.location), into={"delta": blob})
-            return Fetched(flat=blob, kind="delta")
+        delta = update.delta
+        if delta is not None and delta.base == base:
+            blob = torch.empty(delta.num_bytes, dtype=torch.uint8)
+            _read(Path(delta.location), into={"delta": blob})
+            return Fetched(blob, "delta")
         payload = staging.take(update)
         _read(Path(update.location), into=packing.unpack(update.tensors, payload))
-        return Fetched(flat=payload, kind="staged")
-
-    def close(self) -> None:
-        pass
+        return Fetched(payload, "staged")
 
     def _wait_for_marker(self, update: WeightUpdate) -> None:
         marker = Path(update.location).parent / MARKER
@@ -124,23 +118,23 @@ class DiskRecvBackend:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    _replace(path, lambda hidden: save_file(tensors, hidden))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     hidden = path.with_name(f".{path.name}")
-    save_file(tensors, hidden)
+    write(hidden)
     storage.sync(hidden)
     hidden.rename(path)
 
 
-def _mark(folder: Path, update: WeightUpdate) -> None:
-    storage.sync(folder)
-    hidden = folder / f".{MARKER}"
-    hidden.write_bytes(msgspec.json.encode(update))
-    storage.sync(hidden)
-    hidden.rename(folder / MARKER)
-    storage.sync(folder)
+def _remove(folder: Path) -> None:
+    # The marker is removed first: without it the folder is not a version.
+    (folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def _read(path: Path, *, into: dict[str, torch.Tensor]) -> None:
-    """Copy a file's tensors into those given."""
     try:
         with safe_open(path, framework="pt") as file:
             for name, tensor in into.items():

@@ -10,41 +10,40 @@ neither waits for a training step or a decoding step. An engine cannot be in the
 CUDA does not open a handle where it was made.
 """
 
-import base64
-from dataclasses import replace
-
 import msgspec
 import torch
 
 from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
-from millrace.weights.recv_backend import Fetched, Staging
-from millrace.weights.send_backend import Memory
+from millrace.weights.recv_backend import Fetched, RecvBackend, Staging
+from millrace.weights.send_backend import Memory, SendBackend
 
-TRANSPORT = "ipc"
+_MAX_OPEN = 4  # payloads and deltas
 
 
-class Handle(msgspec.Struct, kw_only=True, frozen=True):
-    """Location of an update: torch's handle for opening a storage in another process."""
+class Handle(msgspec.Struct, array_like=True, frozen=True):
+    """Location of an update: torch's handle for opening a storage in another process, as
+    _share_cuda_() returns it. Bytes are base64 in JSON."""
 
     device: int
-    memory: str  # base64, as the two below
+    memory: bytes
     num_bytes: int
     offset: int
-    counter: str
+    counter: bytes
     counter_offset: int
-    event: str
+    event: bytes
     has_event: bool
 
 
-class SharedMemory:
+class SharedMemory(Memory):
     """GPU memory that other processes can open."""
 
     def __init__(self, num_bytes: int, *, device: torch.device) -> None:
         # Never empty: empty memory has no handle.
         self._whole = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=device)
         self.flat = self._whole[:num_bytes]
-        self.location = _location(self._whole)
+        handle = Handle(*self._whole.untyped_storage()._share_cuda_())
+        self.location = msgspec.json.encode(handle).decode()
 
     def close(self) -> None:
         # torch keeps the memory; an engine that still has it open must not read it as weights.
@@ -53,10 +52,10 @@ class SharedMemory:
         self.flat = torch.empty(0, dtype=torch.uint8)
 
 
-class IpcSendBackend:
-    """Trainer side."""
+class IpcSendBackend(SendBackend):
+    """Trainer side. Engines copy a version before they acknowledge it."""
 
-    transport = TRANSPORT
+    transport = "ipc"
 
     def allocate(self, num_bytes: int, *, device: torch.device) -> SharedMemory:
         if device.type != "cuda":
@@ -67,44 +66,29 @@ class IpcSendBackend:
         return SharedMemory(num_bytes, device=device)
 
     def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
-        assert isinstance(payload, SharedMemory)
         torch.cuda.current_stream(payload.flat.device).synchronize()
-        short = update.delta
-        if short is not None:
-            assert isinstance(delta, SharedMemory)
-            short = replace(short, location=delta.location)
-        return replace(update, location=payload.location, delta=short)
-
-    def withdraw(self, version: int) -> None:
-        pass  # engines copy it before they acknowledge
-
-    def close(self) -> None:
-        pass
+        return update
 
 
-class IpcRecvBackend:
+class IpcRecvBackend(RecvBackend):
     """Engine side."""
 
-    transport = TRANSPORT
-
-    def __init__(self, *, device: torch.device, keep: int = 4) -> None:
+    def __init__(self, *, device: torch.device) -> None:
         if device.type != "cuda":
             raise WeightError(
                 "weights.transport = 'ipc' shares GPU memory, but placement.engines is"
                 f" {str(device)!r}; set the transport to 'auto' or 'shm'."
             )
         self._device = device
-        self._keep = keep
         self._open: dict[str, torch.Tensor] = {}  # by location, least recently used first
 
     def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
-        short = update.delta
-        if short is not None and short.base == base:
-            blob = self._opened(short.location, num_bytes=short.num_bytes)
-            return Fetched(flat=blob, kind="delta")
+        delta = update.delta
+        if delta is not None and delta.base == base:
+            return Fetched(self._opened(delta.location, num_bytes=delta.num_bytes), "delta")
         payload = staging.take(update, device=self._device)
         payload.copy_(self._opened(update.location, num_bytes=update.num_bytes))
-        return Fetched(flat=payload, kind="staged")
+        return Fetched(payload, "staged")
 
     def close(self) -> None:
         self._open.clear()
@@ -116,41 +100,15 @@ class IpcRecvBackend:
         if len(flat) < num_bytes:
             raise WeightError(f"The shared GPU memory has {len(flat)} bytes of {num_bytes}.")
         self._open[location] = flat
-        while len(self._open) > self._keep:
+        while len(self._open) > _MAX_OPEN:
             del self._open[next(iter(self._open))]
         return flat[:num_bytes]
-
-
-def _location(flat: torch.Tensor) -> str:
-    device, memory, num_bytes, offset, counter, counter_offset, event, has_event = (
-        flat.untyped_storage()._share_cuda_()
-    )
-    handle = Handle(
-        device=device,
-        memory=base64.b64encode(memory).decode(),
-        num_bytes=num_bytes,
-        offset=offset,
-        counter=base64.b64encode(counter).decode(),
-        counter_offset=counter_offset,
-        event=base64.b64encode(event).decode(),
-        has_event=has_event,
-    )
-    return msgspec.json.encode(handle).decode()
 
 
 def _open(location: str) -> torch.Tensor:
     try:
         handle = msgspec.json.decode(location, type=Handle)
-        storage = torch.UntypedStorage._new_shared_cuda(
-            handle.device,
-            base64.b64decode(handle.memory),
-            handle.num_bytes,
-            handle.offset,
-            base64.b64decode(handle.counter),
-            handle.counter_offset,
-            base64.b64decode(handle.event),
-            handle.has_event,
-        )
+        storage = torch.UntypedStorage._new_shared_cuda(*msgspec.structs.astuple(handle))
     except (RuntimeError, ValueError) as error:
         raise WeightError(
             f"The trainer's GPU memory cannot be opened ({str(error).splitlines()[0]}); the trainer"

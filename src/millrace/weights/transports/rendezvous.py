@@ -11,10 +11,12 @@ Promise: nothing but JSON is read from a socket, lines are bounded, and an engin
 token that its update brought.
 """
 
+import math
+import secrets
 import selectors
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -60,31 +62,23 @@ class RendezvousCaller:
         return True
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
 class RendezvousServer:
     """The trainer's side; used by one thread."""
 
-    address: str
-    token: str
-    num_engines: int
-    timeout_s: float
-    port: int = field(init=False)
-    _listener: socket.socket = field(init=False)
-    _selector: selectors.BaseSelector = field(init=False)
-    _callers: list[RendezvousCaller] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._listener = listen(self.address)
-        self.port = self._listener.getsockname()[1]
+    def __init__(self, address: str, *, num_engines: int, timeout_s: float) -> None:
+        self.token = secrets.token_hex(16)
+        self._num_engines = num_engines
+        self._timeout_s = timeout_s
+        self._callers: list[RendezvousCaller] = []
+        self._listener = listen(address)
+        self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def poll(self) -> list[RendezvousCaller]:
         """Wait up to _POLL_S; returns callers that requested the same version and get it now."""
-        soonest_s = min((c.asked_s for c in self._callers if c.request), default=None)
-        wait_s = _POLL_S
-        if soonest_s is not None:
-            wait_s = max(0.0, min(_POLL_S, soonest_s + SOON_S - time.monotonic()))
+        due_s = min((c.asked_s + SOON_S for c in self._callers if c.request), default=math.inf)
+        wait_s = max(0.0, min(_POLL_S, due_s - time.monotonic()))
         for key, _ in self._selector.select(wait_s):
             if key.data is None:
                 self._accept()
@@ -105,13 +99,13 @@ class RendezvousServer:
         first = min(asking, key=lambda caller: caller.asked_s)
         assert first.request is not None
         version = first.request.version
-        same = [caller for caller in asking if caller.request and caller.request.version == version]
+        same = [c for c in asking if c.request is not None and c.request.version == version]
         is_due = time.monotonic() - first.asked_s >= SOON_S
-        return same if len(same) >= self.num_engines or is_due else []
+        return same if len(same) >= self._num_engines or is_due else []
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        connection.settimeout(self.timeout_s)
+        connection.settimeout(self._timeout_s)
         caller = RendezvousCaller(socket=connection)
         self._callers.append(caller)
         self._selector.register(connection, selectors.EVENT_READ, caller)
@@ -135,8 +129,8 @@ class RendezvousServer:
             request = None
         if request is None or request.token != self.token:
             self._drop(caller)
-            return
-        caller.request, caller.asked_s = request, time.monotonic()
+        else:
+            caller.request, caller.asked_s = request, time.monotonic()
 
     def _drop(self, caller: RendezvousCaller) -> None:
         self._callers.remove(caller)
@@ -155,25 +149,19 @@ class RendezvousClient:
                 f"The trainer cannot be reached for weights at {host}:{port} ({error}); set"
                 " weights.address to an address of its host that engines reach."
             ) from None
-        self._unread = b""
-
-    @property
-    def own_host(self) -> str:
-        """The address of this host that faces the trainer."""
-        return self._socket.getsockname()[0]
+        self._lines = self._socket.makefile("rb")
+        self.own_host: str = self._socket.getsockname()[0]  # the address that faces the trainer
 
     def request(self, request: TransferRequest) -> TransferAdmission:
         """Returns when the trainer is about to send or refuses."""
         self._socket.sendall(msgspec.json.encode(request) + b"\n")
-        while b"\n" not in self._unread:
-            arrived = self._socket.recv(65536)
-            if not arrived:
-                raise ConnectionResetError("the trainer closed the connection")
-            self._unread += arrived
-        line, _, self._unread = self._unread.partition(b"\n")
+        line = self._lines.readline()
+        if not line.endswith(b"\n"):
+            raise ConnectionResetError("the trainer closed the connection")
         return msgspec.json.decode(line, type=TransferAdmission)
 
     def close(self) -> None:
+        self._lines.close()
         self._socket.close()
 
 

@@ -1,68 +1,143 @@
 """The shared-memory transport: the trainer packs into segments, engines on the same host map them.
 
-Promise: no copies are made, and nothing outlives the trainer (see segment.py). A mapped version
-does not change until it is released.
+Promise: no copies are made, and nothing outlives the trainer. On Linux a segment is an anonymous
+file that processes of the same user open through /proc/PID/fd. Elsewhere it is a file in a private
+folder, removed by close(). A mapped version does not change until it is released, and a mapping
+lives as long as any tensor that views it.
 """
 
-from dataclasses import replace
+import ctypes
+import fcntl
+import mmap
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
+from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
-from millrace.weights.recv_backend import Fetched, Staging
-from millrace.weights.send_backend import Memory
-from millrace.weights.transports.segment import Backing, Segment, SegmentReader, default_backing
+from millrace.weights.recv_backend import Fetched, RecvBackend, Staging
+from millrace.weights.send_backend import Memory, SendBackend
 
-TRANSPORT = "shm"
+Backing = Literal["memfd", "file"]
+DEFAULT_BACKING: Backing = "memfd" if sys.platform == "linux" else "file"
 
 
-class ShmSendBackend:
-    """Trainer side."""
+class Segment(Memory):
+    """A writable segment of its owner; other processes open `location`. Used by one thread."""
 
-    transport = TRANSPORT
+    def __init__(self, num_bytes: int, *, backing: Backing = DEFAULT_BACKING) -> None:
+        self._folder: Path | None = None
+        if backing == "memfd":
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            self._fd = os.memfd_create("millrace-weights", flags)
+            self.location = f"/proc/{os.getpid()}/fd/{self._fd}"
+        else:
+            self._folder = Path(tempfile.mkdtemp(prefix="millrace-weights-"))
+            self.location = str(self._folder / "segment")
+            self._fd = os.open(self.location, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.ftruncate(self._fd, _mapped_bytes(num_bytes))
+        if backing == "memfd":
+            # A reader of a segment that shrinks under it would be killed by SIGBUS.
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        mapping = mmap.mmap(self._fd, _mapped_bytes(num_bytes))
+        self.flat = torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
 
-    def __init__(self, *, backing: Backing | None = None) -> None:
-        self._backing: Backing = backing or default_backing()
+    def close(self) -> None:
+        """Free the memory as soon as no process maps it."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        del self.flat
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+
+
+class SegmentReader:
+    """Maps segments of other processes read-only and keeps the last few. Used by one thread."""
+
+    def __init__(self, *, keep: int) -> None:
+        self._keep = keep
+        # By (device, inode), least recently used first. A mapped inode is never reused for
+        # another segment, so keys stay unambiguous.
+        self._mappings: dict[tuple[int, int], mmap.mmap] = {}
+
+    def map(self, location: str, *, num_bytes: int) -> torch.Tensor:
+        """The segment as a tensor [num_bytes] uint8, which keeps it mapped."""
+        try:
+            fd = os.open(location, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightError(
+                f"Cannot open the published weights at {location}: {error.strerror}; the trainer"
+                " must be alive, on this host, and run by the same user."
+            ) from None
+        try:
+            status = os.fstat(fd)
+            if status.st_size != _mapped_bytes(num_bytes):
+                raise WeightError(
+                    f"The segment at {location} has {status.st_size} bytes, but the update has"
+                    f" {num_bytes}; it is not, or no longer, the one that was published."
+                )
+            key = (status.st_dev, status.st_ino)
+            mapping = self._mappings.pop(key, None)
+            if mapping is None:
+                mapping = mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(fd)
+        self._mappings[key] = mapping
+        while len(self._mappings) > self._keep:
+            del self._mappings[next(iter(self._mappings))]
+        return torch.frombuffer(_buffer(mapping), dtype=torch.uint8)[:num_bytes]
+
+    def close(self) -> None:
+        self._mappings.clear()
+
+
+class ShmSendBackend(SendBackend):
+    """Trainer side. An engine that still maps a withdrawn version sees a checksum error."""
+
+    transport = "shm"
+
+    def __init__(self, *, backing: Backing = DEFAULT_BACKING) -> None:
+        self._backing: Backing = backing
 
     def allocate(self, num_bytes: int, *, device: torch.device) -> Segment:
         return Segment(num_bytes, backing=self._backing)
 
-    def offer(self, update: WeightUpdate, *, payload: Memory, delta: Memory | None) -> WeightUpdate:
-        assert isinstance(payload, Segment)
-        short = update.delta
-        if short is not None:
-            assert isinstance(delta, Segment)
-            short = replace(short, location=delta.location)
-        return replace(update, location=payload.location, delta=short)
 
-    def withdraw(self, version: int) -> None:
-        pass  # an engine that still maps it sees a checksum error
-
-    def close(self) -> None:
-        pass
-
-
-class ShmRecvBackend:
+class ShmRecvBackend(RecvBackend):
     """Engine side. Fetched memory is valid until the version is released."""
 
-    transport = TRANSPORT
-
-    def __init__(self, *, keep: int = 3) -> None:
-        self._reader = SegmentReader(keep=keep)
+    def __init__(self) -> None:
+        self._reader = SegmentReader(keep=3)
 
     def fetch(self, update: WeightUpdate, *, base: int | None, staging: Staging) -> Fetched:
-        short = update.delta
-        if short is not None and short.base == base:
-            blob = self._reader.map(short.location, num_bytes=short.num_bytes)
-            return Fetched(flat=_tensor(blob, short.num_bytes), kind="delta")
-        payload = self._reader.map(update.location, num_bytes=update.num_bytes)
-        return Fetched(flat=_tensor(payload, update.num_bytes), kind="mapped")
+        delta = update.delta
+        if delta is not None and delta.base == base:
+            return Fetched(self._reader.map(delta.location, num_bytes=delta.num_bytes), "delta")
+        return Fetched(self._reader.map(update.location, num_bytes=update.num_bytes), "mapped")
 
     def close(self) -> None:
         self._reader.close()
 
 
-def _tensor(buffer: object, num_bytes: int) -> torch.Tensor:
-    if num_bytes == 0:  # frombuffer takes no empty range
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(buffer, dtype=torch.uint8)
+def _mapped_bytes(num_bytes: int) -> int:
+    return max(num_bytes, 1)  # an empty file cannot be mapped
+
+
+def _buffer(mapping: mmap.mmap) -> Any:
+    """The mapping as a buffer that torch accepts without a warning; writing to it is a fault.
+
+    The mapping is never closed explicitly: torch holds the buffer's owner but no export of it, so
+    closing would unmap the memory of live tensors.
+    """
+    array = np.frombuffer(mapping, dtype=np.uint8)
+    buffer = (ctypes.c_uint8 * len(array)).from_address(array.ctypes.data)
+    buffer.mapping = array  # type: ignore[attr-defined]
+    return buffer

@@ -1,16 +1,22 @@
-"""Makes the trainer's end of a transport by its name, and resolves "auto"."""
+"""Makes both ends of a transport by its name, and resolves "auto".
+
+The trainer decides what "auto" stands for. Every update names its transport, which an engine with
+"auto" follows.
+"""
 
 import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from millrace.core.errors import ConfigError
+from millrace.weights.recv_backend import RecvBackend, StagingReceiver
 from millrace.weights.send_backend import PackingSender, Payload, SendBackend
-from millrace.weights.transports.collective import CollectiveSendBackend
-from millrace.weights.transports.disk import DiskSendBackend
-from millrace.weights.transports.ipc import IpcSendBackend
-from millrace.weights.transports.shm import ShmSendBackend
+from millrace.weights.transports.collective import CollectiveRecvBackend, CollectiveSendBackend
+from millrace.weights.transports.disk import DiskRecvBackend, DiskSendBackend
+from millrace.weights.transports.ipc import IpcRecvBackend, IpcSendBackend
+from millrace.weights.transports.shm import ShmRecvBackend, ShmSendBackend
 
 
 def resolve_transport(
@@ -18,7 +24,6 @@ def resolve_transport(
 ) -> str:
     """The transport that "auto" stands for; other names are returned as they are.
 
-    The trainer decides, and every update names its transport, which an engine with "auto" follows.
     `device` is the trainer's own. `engine_device` is the setting; its "auto" resolves to a GPU if
     the trainer's did, because both see the same GPUs on one host.
     """
@@ -77,8 +82,40 @@ def make_sender(
         case "ipc":
             backend = IpcSendBackend()
         case _:
-            raise ConfigError(
-                f"weights.transport = {transport!r} is not known; use 'auto', 'shm', 'disk',"
-                " 'collective' or 'ipc'."
-            )
+            raise _unknown(transport)
     return PackingSender(backend, dtype=dtype, payload=payload)
+
+
+def make_receiver(
+    transport: str,
+    *,
+    expected: Mapping[str, tuple[int, ...]] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    payload: Payload = "full",
+    timeout_s: float = 60.0,
+) -> StagingReceiver:
+    """`expected` and `dtype`: shapes of the model's tensors by name, and the type of its
+    floating-point tensors; other updates are refused. `device`: where the engine computes."""
+    device = device or torch.device("cpu")
+    backends: dict[str, Callable[[], RecvBackend]] = {
+        "shm": ShmRecvBackend,
+        "disk": DiskRecvBackend,
+        "collective": lambda: CollectiveRecvBackend(device=device, timeout_s=timeout_s),
+        "ipc": lambda: IpcRecvBackend(device=device),
+    }
+    if transport not in ("auto", *backends):
+        raise _unknown(transport)
+    if transport != "auto":
+        backend = backends[transport]()  # refuses a wrong device at once
+        backends = {transport: lambda: backend}
+    return StagingReceiver(
+        backends, expected=expected, dtype=dtype, device=device, keep_base=payload == "delta"
+    )
+
+
+def _unknown(transport: str) -> ConfigError:
+    return ConfigError(
+        f"weights.transport = {transport!r} is not known; use 'auto', 'shm', 'disk', 'collective'"
+        " or 'ipc'."
+    )
