@@ -46,7 +46,7 @@ def gae(
     decay: float,
     last_value: float = 0.0,
 ) -> np.ndarray:  # [N] float64
-    """Generalized advantage estimation (Schulman et al. 2016): the sums, discounted by
+    """Generalized advantage estimation (arXiv 1506.02438): the sums, discounted by
     gamma * lambda, of the TD errors reward + gamma * next value - value.
 
     `discount` is gamma and `decay` is lambda; with lambda = 1 these are returns minus values.

@@ -9,8 +9,8 @@ from loss_tokens import loss_of, tokens_of
 from torch import Tensor
 
 from millrace.core.errors import ConfigError
-from millrace.training.losses.distillation import forward_kl, jsd
 from millrace.training.losses.loss import TokenBatch, TopK
+from millrace.training.losses.regularisers import forward_kl, jsd
 
 NAN = math.nan
 # Teacher and policy over two topk tokens and all others, at two positions.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from loss_tokens import gradient, loss_of, tokens_of
 
-from millrace.training.losses.ratios import Ratio, log_ratio_at
+from millrace.training.losses.weights import Ratio, log_ratio_at
 
 
 def log_ratios(level):

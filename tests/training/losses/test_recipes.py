@@ -7,10 +7,9 @@ from loss_tokens import MAX_NEW_TOKENS, gradient, loss_of, tokens_of
 from millrace.core.errors import ConfigError
 from millrace.training.losses.loss import aggregate
 from millrace.training.losses.policy_loss import PolicyLoss
-from millrace.training.losses.ratios import Ratio
 from millrace.training.losses.recipes import RECIPES, build_loss
 from millrace.training.losses.surrogates import Clip, Reinforce
-from millrace.training.losses.weights import LossAverage
+from millrace.training.losses.weights import LossAverage, Ratio
 
 
 def test_a_recipe_is_a_table_of_settings_of_the_parts():
@@ -55,7 +54,7 @@ def test_only_recipes_that_compare_with_the_proximal_policy_need_it(name):
         ({"surrogate": ["clip"]}, "'loss.surrogate' = ['clip'] is unknown; "),
         ({"surrogate": "json:dumps"}, "'loss.surrogate' = 'json:dumps' is not a dataclass; make"),
         ({"shape": "clip"}, "'loss.shape' is now called 'loss.surrogate'."),
-        ({"low": 1.2}, "low = 1.2 must be a number from 0 to 1"),
+        ({"low": 1.2}, "low = 1.2 must be a number above 0 and at most 1"),
         ({"low": 0}, "low = 0 must be a number above 0"),
         ({"high": 0.0}, "high = 0.0 must be a number above 0"),
         ({"high": "much"}, "high = 'much' must be a number above 0"),

@@ -8,7 +8,7 @@ PROXIMAL = {"anchor": "proximal", "low": 0.2, "high": 0.2}
 
 
 def weights(ratios, *, lengths=None, **settings):
-    """Of tokens on the proximal policy, so that what is left of the gradient is the weight."""
+    """Weights of tokens; with the proximal anchor the gradient is the weight."""
     tokens = tokens_of(ratios, [1.0] * len(ratios), lengths=lengths)
     loss = loss_of("dapo", **PROXIMAL, correction_low=0.5, correction_high=2.0, **settings)
     found = -gradient(loss, tokens) * len(ratios)

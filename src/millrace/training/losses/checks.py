@@ -1,36 +1,55 @@
-"""Checks of the settings of losses; each failure is one sentence."""
+"""Settings of losses that check themselves: the type of a field says which values it takes.
 
-from collections.abc import Sequence
+A failure is a ValueError of one sentence. Infinity is a number, and means no limit.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
-def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        names = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name} = {value!r} must be one of {names}")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The range of a number; `above` is exclusive."""
+
+    above: float = -math.inf
+    at_least: float = -math.inf
+    at_most: float = math.inf
+
+    def check(self, name: str, value: Any) -> None:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not (is_number and value > self.above and self.at_least <= value <= self.at_most):
+            low = f" above {self.above:g}" if self.above > -math.inf else ""
+            low = f", at least {self.at_least:g}" if self.at_least > -math.inf else low
+            high = f" and at most {self.at_most:g}" if self.at_most < math.inf else ""
+            raise ValueError(f"{name} = {value!r} must be a number{low}{high}")
 
 
-def at_least(name: str, value: Any, bound: float) -> None:
-    """Infinity is accepted, and means no limit."""
-    if not (_is_number(value) and value >= bound):
-        raise ValueError(f"{name} = {value!r} must be a number, at least {bound:g}")
+Positive = Annotated[float, Bounds(above=0)]
+NonNegative = Annotated[float, Bounds(at_least=0)]
+AtLeastOne = Annotated[float, Bounds(at_least=1)]
+UnitInterval = Annotated[float, Bounds(at_least=0, at_most=1)]
 
 
-def above(name: str, value: Any, bound: float) -> None:
-    if not (_is_number(value) and value > bound):
-        raise ValueError(f"{name} = {value!r} must be a number above {bound:g}")
+class CheckedSettings:
+    """Base of dataclasses whose fields are Literals, switches or numbers with Bounds."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in _field_types(type(self)).items():
+            value = getattr(self, name)
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                choices = ", ".join(repr(choice) for choice in get_args(kind))
+                raise ValueError(f"{name} = {value!r} must be one of {choices}")
+            if kind is bool and not isinstance(value, bool):
+                raise ValueError(f"{name} = {value!r} must be true or false")
+            if get_origin(kind) is Annotated:
+                get_args(kind)[1].check(name, value)
 
 
-def within(name: str, value: Any, *, low: float, high: float) -> None:
-    if not (_is_number(value) and low <= value <= high):
-        raise ValueError(f"{name} = {value!r} must be a number from {low:g} to {high:g}")
-
-
-def is_switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} = {value!r} must be true or false")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)

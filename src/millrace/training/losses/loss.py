@@ -80,28 +80,11 @@ class Loss(Protocol):
         ...
 
 
-@runtime_checkable
-class NeedsProximal(Protocol):
-    """A loss that may use TokenBatch.proximal_logprobs, at the cost of one more forward pass."""
-
-    @property
-    def needs_proximal(self) -> bool: ...
-
-
-@runtime_checkable
-class NeedsTopK(Protocol):
-    """A loss that may use TokenBatch.topk, at the cost of another pass over the logits."""
-
-    @property
-    def needs_topk(self) -> bool: ...
-
-
-@runtime_checkable
-class NeedsReference(Protocol):
-    """A loss that may use TokenBatch.reference_logprobs."""
-
-    @property
-    def needs_reference(self) -> bool: ...
+def loss_needs(loss: Loss, logprobs: Literal["proximal", "reference", "topk"]) -> bool:
+    """Whether the loss has an attribute needs_proximal, needs_reference or needs_topk that is true,
+    because it uses those logprobs. Proximal ones cost one more forward pass, those of the top k
+    another pass over the logits."""
+    return bool(getattr(loss, f"needs_{logprobs}", False))
 
 
 @runtime_checkable

@@ -12,12 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
-from millrace.training.losses.distillation import Distillation
 from millrace.training.losses.loss import TokenBatch
-from millrace.training.losses.ratios import Ratio
-from millrace.training.losses.regularisers import EntropyBonus, ReferenceKl, own_average
+from millrace.training.losses.regularisers import (
+    Distillation,
+    EntropyBonus,
+    ReferenceKl,
+    own_average,
+)
 from millrace.training.losses.surrogates import Clip, Surrogate
-from millrace.training.losses.weights import Correction, LossAverage, OffPolicyMask, StalenessWeight
+from millrace.training.losses.weights import (
+    Correction,
+    LossAverage,
+    OffPolicyMask,
+    Ratio,
+    StalenessWeight,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

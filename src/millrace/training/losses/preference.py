@@ -6,9 +6,9 @@ N = trained tokens of a microbatch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
-from millrace.training.losses.checks import above, one_of
+from millrace.training.losses.checks import CheckedSettings, Positive
 from millrace.training.losses.loss import TokenBatch
 
 if TYPE_CHECKING:
@@ -18,22 +18,18 @@ Reference = Literal["engine", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PreferenceLoss:
-    """DPO (Rafailov et al. 2023) on fresh pairs: -log sigmoid(beta * margin), averaged over pairs.
+class PreferenceLoss(CheckedSettings):
+    """DPO (arXiv 2305.18290) on fresh pairs: -log sigmoid(beta * margin), averaged over pairs.
 
     The margin is the sum of log pi - reference over the tokens of the better sequence, minus that
     of the worse. The sign of the advantages ("best_worst") says which is which.
     """
 
-    beta: float = 0.1
+    beta: Positive = 0.1
     """DPO beta: coefficient of the implicit reward, above 0."""
     reference: Reference = "engine"
     """Reference policy of DPO: "engine", the logprobs that tokens were sampled with, or
     "reference", a reference model."""
-
-    def __post_init__(self) -> None:
-        above("beta", self.beta, 0)
-        one_of("reference", self.reference, get_args(Reference))
 
     @property
     def needs_reference(self) -> bool:

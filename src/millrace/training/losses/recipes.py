@@ -13,14 +13,10 @@ from typing import Any
 
 from millrace.core.errors import ConfigError, suggestion
 from millrace.core.plugins import build_plugin, load_reference
-from millrace.training.losses.distillation import Distillation
 from millrace.training.losses.loss import Loss
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.losses.preference import PreferenceLoss
-from millrace.training.losses.ratios import Ratio
-from millrace.training.losses.regularisers import EntropyBonus, ReferenceKl
 from millrace.training.losses.surrogates import SURROGATES
-from millrace.training.losses.weights import Correction, LossAverage, OffPolicyMask, StalenessWeight
 
 SECTION = "loss"
 DEFAULT = "clipped"
@@ -69,15 +65,11 @@ ADVANTAGES: Mapping[str, Mapping[str, Any]] = {
     "kimi": {"type": "group", "normalize_std": False},
 }
 
-_PARTS: Mapping[str, type] = {
-    "ratio": Ratio,
-    "correction": Correction,
-    "staleness": StalenessWeight,
-    "off_policy": OffPolicyMask,
-    "average": LossAverage,
-    "distil": Distillation,
-    "kl": ReferenceKl,
-    "entropy": EntropyBonus,
+# The classes of the parts of a PolicyLoss, by its fields.
+_PARTS: Mapping[str, Any] = {
+    field.name: field.default_factory
+    for field in dataclasses.fields(PolicyLoss)
+    if field.name != "surrogate"
 }
 
 

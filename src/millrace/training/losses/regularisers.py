@@ -1,19 +1,93 @@
-"""Regularisers of a policy loss, each averaged in its own way: reference KL and entropy bonus.
+"""Terms of a policy loss beside the surrogate: distillation, reference KL and entropy bonus.
 
+Distillation is a term of the advantages, or a divergence that is minimised. With p the teacher's
+distribution and q the policy's, over the teacher's most likely ids and, as one more outcome, all
+other ids together:
+
+    reverse_kl    log p - log q of the sampled token, as a constant, is added to its advantage, so
+                  that its policy gradient is that of KL(q, p) (on-policy distillation)
+    forward_kl    KL(p, q)
+    jsd           beta KL(p, m) + (1 - beta) KL(q, m), with m = beta p + (1 - beta) q
+                  (generalized JSD, arXiv 2306.13649)
+
+The latter two have gradients of their own and need no ratio. Tokens without a teacher count 0.
 N = trained tokens of a microbatch.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from millrace.core.errors import RunFailed
-from millrace.training.losses.checks import above, at_least, is_switch, one_of
-from millrace.training.losses.loss import TokenBatch
-from millrace.training.losses.weights import LossAverage
+from millrace.training.losses.checks import Bounds, CheckedSettings, NonNegative, Positive
+from millrace.training.losses.loss import TokenBatch, TopK
+from millrace.training.losses.weights import LOG_BOUND, LossAverage
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Distil = Literal["none", "reverse_kl", "forward_kl", "jsd"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distillation(CheckedSettings):
+    distil: Distil = "none"
+    """Divergence from the teacher: "none", "reverse_kl", "forward_kl" or "jsd". By default as the
+    teacher's [[scorers]] says, or none."""
+    distil_weight: NonNegative = 1.0
+    """Coefficient of the divergence, at least 0."""
+    distil_beta: Annotated[float, Bounds(at_least=0.001, at_most=0.999)] = 0.5
+    """Interpolation of "jsd", from 0.001 to 0.999: near 0 it is proportional to forward_kl, near 1
+    to reverse_kl."""
+    reward_weight: NonNegative = 1.0
+    """Coefficient of the advantages from rewards, at least 0; 0 = learn from the teacher alone."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.distil != "none"
+
+    @property
+    def needs_topk(self) -> bool:
+        return self.distil in ("forward_kl", "jsd")
+
+    def with_advantages(self, tokens: TokenBatch) -> TokenBatch:
+        """The tokens with the advantages that the policy gradient uses."""
+        advantages = self.reward_weight * tokens.advantages
+        if self.distil == "reverse_kl":
+            advantages = advantages - self.distil_weight * self.sampled_kl(tokens)
+        return dataclasses.replace(tokens, advantages=advantages)
+
+    def divergence(self, tokens: TokenBatch) -> "Tensor":  # [N]
+        """forward_kl or jsd at each token, without the coefficient; 0 without a teacher."""
+        if tokens.topk is None:
+            return tokens.advantages.new_zeros(len(tokens.advantages))
+        has_teacher = ~tokens.topk.teacher[:, :1].isnan()
+        teacher = tokens.topk.teacher.where(has_teacher, tokens.topk.trainer.detach())
+        topk = TopK(teacher=teacher, trainer=tokens.topk.trainer)
+        values = forward_kl(topk) if self.distil == "forward_kl" else jsd(topk, self.distil_beta)
+        return values * has_teacher[:, 0]
+
+    def sampled_kl(self, tokens: TokenBatch) -> "Tensor":  # [N] constant
+        """log q - log p of the sampled tokens, whose mean estimates KL(q, p); 0 without a
+        teacher."""
+        if tokens.teacher_logprobs is None:
+            return tokens.advantages.new_zeros(len(tokens.advantages))
+        difference = tokens.trainer_logprobs.detach() - tokens.teacher_logprobs
+        return difference.clamp(-LOG_BOUND, LOG_BOUND).nan_to_num(nan=0.0)
+
+
+def forward_kl(topk: TopK) -> "Tensor":  # [N]
+    return (topk.teacher.exp() * (topk.teacher - topk.trainer)).sum(-1)
+
+
+def jsd(topk: TopK, beta: float) -> "Tensor":  # [N]
+    p, q = topk.teacher, topk.trainer
+    mixed = (p + math.log(beta)).logaddexp(q + math.log1p(-beta))
+    from_teacher = (p.exp() * (p - mixed)).sum(-1)
+    from_policy = (q.exp() * (q - mixed)).sum(-1)
+    return beta * from_teacher + (1 - beta) * from_policy
+
 
 Estimator = Literal["k1", "k2", "k3"]
 Denominator = Literal["policy", "token", "sequence"]
@@ -39,25 +113,17 @@ def kl_estimate(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReferenceKl:
-    """KL penalty towards a reference model."""
-
-    kl: float = 0.0
+class ReferenceKl(CheckedSettings):
+    kl: NonNegative = 0.0
     """KL coefficient (beta of GRPO), at least 0; 0 = off. Above 0 the run needs a reference
     model."""
     kl_estimator: Estimator = "k3"
     """KL estimator: "k1", "k2" or "k3" (Schulman 2020)."""
     kl_weighted: bool = False
     """Whether each token's KL is weighted by its importance ratio, which makes it unbiased
-    off-policy (DeepSeek-V3.2)."""
+    off-policy (DeepSeek-V3.2, arXiv 2512.02556)."""
     kl_aggregation: Denominator = "policy"
     """Average of the KL term: "token", "sequence", or "policy" = as the policy's own term."""
-
-    def __post_init__(self) -> None:
-        at_least("kl", self.kl, 0)
-        one_of("kl_estimator", self.kl_estimator, get_args(Estimator))
-        is_switch("kl_weighted", self.kl_weighted)
-        one_of("kl_aggregation", self.kl_aggregation, get_args(Denominator))
 
     def per_token(self, tokens: TokenBatch, *, log_ratio: "Tensor") -> "Tensor":  # [N]
         """Without the coefficient; `log_ratio` [N] is the policy's against its anchor."""
@@ -73,15 +139,15 @@ class ReferenceKl:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EntropyBonus:
-    """Entropy bonus, with a fixed or an adaptive coefficient (Skywork-OR1, 2025)."""
+class EntropyBonus(CheckedSettings):
+    """Entropy bonus, with a fixed or an adaptive coefficient (Skywork-OR1, arXiv 2505.22312)."""
 
-    entropy_bonus: float = 0.0
+    entropy_bonus: NonNegative = 0.0
     """Entropy coefficient, at least 0; with entropy_target, its first value."""
-    entropy_target: float = 0.0
+    entropy_target: NonNegative = 0.0
     """Target entropy in nats per token; 0 = the coefficient is fixed. Otherwise the coefficient
     grows after each step with less entropy and shrinks after each step with more."""
-    entropy_bonus_step: float = 1e-3
+    entropy_bonus_step: Positive = 1e-3
     """Change of an adaptive coefficient per step, above 0."""
     entropy_bonus_max: float = 0.05
     """Largest value of an adaptive coefficient; the smallest is 0."""
@@ -89,15 +155,12 @@ class EntropyBonus:
     """Average of the entropy: "token", "sequence", or "policy" = as the policy's own term."""
 
     def __post_init__(self) -> None:
-        at_least("entropy_bonus", self.entropy_bonus, 0)
-        at_least("entropy_target", self.entropy_target, 0)
-        above("entropy_bonus_step", self.entropy_bonus_step, 0)
+        CheckedSettings.__post_init__(self)
         if self.is_adaptive and not self.entropy_bonus <= self.entropy_bonus_max:
             raise ValueError(
                 f"entropy_bonus = {self.entropy_bonus} is above entropy_bonus_max ="
                 f" {self.entropy_bonus_max}; raise entropy_bonus_max"
             )
-        one_of("entropy_aggregation", self.entropy_aggregation, get_args(Denominator))
 
     @property
     def is_adaptive(self) -> bool:

@@ -7,10 +7,17 @@ At r = 1 every surrogate has the gradient of A log pi. N = trained tokens of a m
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
-from millrace.training.losses.checks import above, at_least, one_of, within
-from millrace.training.losses.ratios import PolicyRatio
+from millrace.training.losses.checks import (
+    AtLeastOne,
+    Bounds,
+    CheckedSettings,
+    NonNegative,
+    Positive,
+    UnitInterval,
+)
+from millrace.training.losses.weights import PolicyRatio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,28 +30,26 @@ class Surrogate(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Clip:
-    """PPO's clipped surrogate (Schulman et al. 2017): min(r A, clip(r, 1 - low, 1 + high) A).
+class Clip(CheckedSettings):
+    """PPO's clipped surrogate (arXiv 1707.06347): min(r A, clip(r, 1 - low, 1 + high) A).
 
     It leaves r unbounded above where A < 0. `dual` bounds the objective by dual * A there, so the
-    token has no gradient beyond it (dual clip, Ye et al. 2020). `max_ratio` truncates the weight
+    token has no gradient beyond it (dual clip, arXiv 1912.09729). `max_ratio` truncates the weight
     instead: beyond it the token keeps a gradient, with weight max_ratio instead of r.
     """
 
-    low: float = 0.2
+    low: Annotated[float, Bounds(above=0, at_most=1)] = 0.2
     """Lower clip range: the ratio is clipped at 1 - low; above 0, at most 1."""
-    high: float = 0.28
-    """Upper clip range: the ratio is clipped at 1 + high; above 0, inf disables it (clip-higher of
-    DAPO, Yu et al. 2025)."""
+    high: Positive = 0.28
+    """Upper clip range: the ratio is clipped at 1 + high; above 0, inf disables it. DAPO (arXiv
+    2503.14476) sets it higher than low."""
     dual: float = math.inf
     """Dual clip for A < 0, at least 1 + high; inf disables it."""
     max_ratio: float = math.inf
     """Largest weight of a token with A < 0, at least 1 + high; inf disables it."""
 
     def __post_init__(self) -> None:
-        above("low", self.low, 0)
-        within("low", self.low, low=0, high=1)
-        above("high", self.high, 0)
+        CheckedSettings.__post_init__(self)
         for name, bound in (("dual", self.dual), ("max_ratio", self.max_ratio)):
             if math.isfinite(bound) and math.isinf(self.high):
                 raise ValueError(
@@ -85,24 +90,19 @@ Outside = Literal["truncate", "zero"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reinforce:
+class Reinforce(CheckedSettings):
     """REINFORCE with importance weights: sg(w) A log pi, w = clip(r, floor, cap), or 0 outside.
 
-    This is CISPO (MiniMax-M1, 2025) with a cap, truncated importance sampling (TIS) with a lower
-    one, and IcePop (Ring-1T, 2025) with outside = "zero".
+    With a cap this is CISPO (MiniMax-M1, arXiv 2506.13585), and truncated importance sampling
+    (TIS). With outside = "zero" it has the mask of IcePop (Ring-1T, arXiv 2510.18855).
     """
 
-    floor: float = 0.0
+    floor: UnitInterval = 0.0
     """Smallest importance weight, from 0 to 1."""
-    cap: float = math.inf
+    cap: AtLeastOne = math.inf
     """Largest importance weight, at least 1; inf disables it."""
     outside: Outside = "truncate"
     """Weight of tokens outside of floor and cap: "truncate" = the bound; "zero" masks them."""
-
-    def __post_init__(self) -> None:
-        within("floor", self.floor, low=0, high=1)
-        at_least("cap", self.cap, 1)
-        one_of("outside", self.outside, get_args(Outside))
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         ratio = policy.log_ratio.detach().exp()
@@ -115,16 +115,13 @@ class Reinforce:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Topr:
-    """Tapered off-policy REINFORCE (Le Roux et al. 2025): A log pi where A > 0, else
+class Topr(CheckedSettings):
+    """Tapered off-policy REINFORCE (arXiv 2503.14286): A log pi where A > 0, else
     sg(min(r, cap)) A log pi. Good tokens have full weight however unlikely they have become; bad
     ones only as far as they are still likely."""
 
-    cap: float = 1.0
+    cap: Positive = 1.0
     """Largest importance weight of tokens with A <= 0, above 0."""
-
-    def __post_init__(self) -> None:
-        above("cap", self.cap, 0)
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         ratio = policy.log_ratio.detach().exp()
@@ -135,14 +132,11 @@ class Topr:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kimi:
-    """Policy mirror descent (Kimi k1.5, 2025): A log pi - tau / 2 (log r)^2."""
+class Kimi(CheckedSettings):
+    """Policy mirror descent (Kimi k1.5, arXiv 2501.12599): A log pi - tau / 2 (log r)^2."""
 
-    tau: float = 0.1
+    tau: NonNegative = 0.1
     """Coefficient of the squared log ratio, at least 0."""
-
-    def __post_init__(self) -> None:
-        at_least("tau", self.tau, 0)
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         penalty = self.tau / 2 * policy.log_ratio.square()
@@ -150,18 +144,14 @@ class Kimi:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sapo:
-    """Soft adaptive policy optimization (Qwen, 2025): 4 / t sigmoid(t (r - 1)) A. The gradient
-    fades as r leaves 1, faster at a higher temperature t."""
+class Sapo(CheckedSettings):
+    """Soft adaptive policy optimization (arXiv 2511.20347): 4 / t sigmoid(t (r - 1)) A. The
+    gradient fades as r leaves 1, faster at a higher temperature t."""
 
-    good_temperature: float = 1.0
+    good_temperature: Positive = 1.0
     """Gate temperature of tokens with A > 0, above 0."""
-    bad_temperature: float = 1.05
+    bad_temperature: Positive = 1.05
     """Gate temperature of the other tokens, above 0."""
-
-    def __post_init__(self) -> None:
-        above("good_temperature", self.good_temperature, 0)
-        above("bad_temperature", self.bad_temperature, 0)
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         advantages = policy.advantages
@@ -172,18 +162,14 @@ class Sapo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrimeRl:
+class PrimeRl(CheckedSettings):
     """The default loss of prime-rl: keep r A - tau (log r)^2, with keep = 0 where the token's
     probability has already moved by more than max_difference in the direction of A, else 1."""
 
-    max_difference: float = 0.2
+    max_difference: Positive = 0.2
     """Largest change of a token's probability, above 0."""
-    tau: float = 1e-3
+    tau: NonNegative = 1e-3
     """Coefficient of the squared log ratio, at least 0."""
-
-    def __post_init__(self) -> None:
-        above("max_difference", self.max_difference, 0)
-        at_least("tau", self.tau, 0)
 
     def __call__(self, policy: PolicyRatio) -> "tuple[Tensor, Mapping[str, Tensor]]":
         log_ratio, advantages = policy.log_ratio, policy.advantages

@@ -1,27 +1,100 @@
-"""Weights of single tokens, and how a loss is averaged over a batch.
+"""Importance ratios, weights of single tokens, and how a loss is averaged over a batch.
 
-Weights are constants for the gradient. They multiply a token's objective; a weight of 0 masks it.
+Log ratios are bounded before they are exponentiated, so no ratio overflows. Weights are constants
+for the gradient; they multiply a token's objective, and a weight of 0 masks it.
 N = trained tokens of a microbatch.
 """
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
-from millrace.training.losses.checks import above, at_least, one_of, within
+from millrace.training.losses.checks import (
+    AtLeastOne,
+    CheckedSettings,
+    NonNegative,
+    Positive,
+    UnitInterval,
+)
 from millrace.training.losses.loss import Aggregation, TokenBatch, aggregate
-from millrace.training.losses.ratios import Level, log_ratio_at
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Level = Literal["token", "turn", "sequence", "geometric"]
+Anchor = Literal["engine", "proximal", "interpolated"]
+
+LOG_BOUND = 20.0  # ratios are bounded to e^-20 .. e^20
+
+
+def log_ratio_at(log_ratio: "Tensor", tokens: TokenBatch, *, level: Level) -> "Tensor":  # [N]
+    """The log ratio of the unit that each token belongs to.
+
+    "token": its own. "turn", "geometric": the mean over its turn or sequence, so the ratio is a
+    geometric mean. "sequence": the sum over its sequence, so the ratio is a product.
+    """
+    match level:
+        case "token":
+            pooled = log_ratio
+        case "turn":
+            pooled = tokens.turns.mean(log_ratio)
+        case "sequence":
+            pooled = tokens.sequences.sum(log_ratio)
+        case "geometric":
+            pooled = tokens.sequences.mean(log_ratio)
+    return pooled.clamp(-LOG_BOUND, LOG_BOUND)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PolicyRatio:
+    """The policy against its anchor: the input of a surrogate."""
+
+    log_ratio: "Tensor"  # [N] differentiable; at the chosen level
+    logprobs: "Tensor"  # [N] differentiable
+    anchor: "Tensor"  # [N]
+    advantages: "Tensor"  # [N]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio(CheckedSettings):
+    ratio: Level = "token"
+    """Level of the importance ratio: "token"; "turn" or "geometric" (GSPO), the geometric mean over
+    a turn or a sequence; "sequence", the product over a sequence."""
+    anchor: Anchor = "engine"
+    """Denominator of the importance ratio: the "engine" logprobs that tokens were sampled with; the
+    "proximal" policy, which is the trainer before the first update of the step (decoupled PPO);
+    "interpolated" between engine and trainer with engine share 1 / staleness (A-3PO)."""
+
+    def compare(self, tokens: TokenBatch) -> PolicyRatio:
+        anchor = self.anchor_logprobs(tokens)
+        return PolicyRatio(
+            log_ratio=log_ratio_at(tokens.trainer_logprobs - anchor, tokens, level=self.ratio),
+            logprobs=tokens.trainer_logprobs,
+            anchor=anchor,
+            advantages=tokens.advantages,
+        )
+
+    def anchor_logprobs(self, tokens: TokenBatch) -> "Tensor":  # [N] constant
+        current = tokens.trainer_logprobs.detach()
+        match self.anchor:
+            case "engine":
+                return tokens.engine_logprobs
+            case "proximal":
+                return current if tokens.proximal_logprobs is None else tokens.proximal_logprobs
+            case "interpolated":
+                # Approximates the policy of one version ago as if logprobs had moved linearly from
+                # version to version, so it needs no forward pass.
+                engine_share = (tokens.staleness >= 1) / tokens.staleness.clamp(min=1)
+                return current + engine_share * (tokens.engine_logprobs - current)
+
 
 CorrectionKind = Literal["none", "truncate", "mask", "reject"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Correction:
+class Correction(CheckedSettings):
     """Importance sampling correction from the engine's distribution to the anchor's, with
-    w = anchor / engine (the behaviour weight of decoupled PPO, Hilton et al. 2022).
+    w = anchor / engine (the behaviour weight of decoupled PPO, arXiv 2110.00641).
 
     With anchor = "engine" w would be 1. So there "mask" and "reject" use the trainer's present
     logprobs instead of the anchor's, and "truncate" is refused.
@@ -32,16 +105,10 @@ class Correction:
     of them and 0 outside, "reject" by 1 inside and 0 outside (rejection sampling)."""
     correction_level: Level = "token"
     """Level of w: "token", "turn", "sequence" or "geometric"; see ratio."""
-    correction_low: float = 0.0
+    correction_low: UnitInterval = 0.0
     """Lower bound of w, from 0 to 1."""
-    correction_high: float = 2.0
+    correction_high: AtLeastOne = 2.0
     """Upper bound of w, at least 1."""
-
-    def __post_init__(self) -> None:
-        one_of("correction", self.correction, get_args(CorrectionKind))
-        one_of("correction_level", self.correction_level, get_args(Level))
-        within("correction_low", self.correction_low, low=0, high=1)
-        at_least("correction_high", self.correction_high, 1)
 
     def weights(self, tokens: TokenBatch, *, target: "Tensor") -> "Tensor | None":  # [N]
         """`target` [N] are the logprobs to correct to; None = all weights are 1."""
@@ -56,16 +123,15 @@ class Correction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StalenessWeight:
-    max_token_staleness: float = math.inf
+class StalenessWeight(CheckedSettings):
+    max_token_staleness: NonNegative = math.inf
     """Largest staleness of a token with full weight, in versions; inf = no limit. Staler tokens are
     masked, or decay if staleness_half_life is above 0."""
-    staleness_half_life: float = 0.0
+    staleness_half_life: NonNegative = 0.0
     """Versions beyond max_token_staleness in which a token's weight halves; 0 = mask at once."""
 
     def __post_init__(self) -> None:
-        at_least("max_token_staleness", self.max_token_staleness, 0)
-        at_least("staleness_half_life", self.staleness_half_life, 0)
+        CheckedSettings.__post_init__(self)
         if self.staleness_half_life > 0 and math.isinf(self.max_token_staleness):
             raise ValueError(
                 f"staleness_half_life = {self.staleness_half_life} has no effect without a limit;"
@@ -83,13 +149,10 @@ class StalenessWeight:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OffPolicyMask:
-    off_policy_limit: float = math.inf
+class OffPolicyMask(CheckedSettings):
+    off_policy_limit: Positive = math.inf
     """Off-policy sequence mask (DeepSeek-V3.2): tokens with A < 0 are masked if the mean of engine
     minus trainer logprob over their sequence exceeds this; above 0, inf disables it."""
-
-    def __post_init__(self) -> None:
-        above("off_policy_limit", self.off_policy_limit, 0)
 
     def weights(self, tokens: TokenBatch) -> "Tensor | None":  # [N]
         if math.isinf(self.off_policy_limit):
@@ -100,7 +163,7 @@ class OffPolicyMask:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossAverage:
+class LossAverage(CheckedSettings):
     aggregation: Aggregation = "token"
     """Average of the loss over a batch: "token", the mean over tokens (DAPO); "sequence", the mean
     over sequences of the mean over their tokens (GRPO); "constant", the sum over tokens divided by
@@ -109,7 +172,7 @@ class LossAverage:
     """Divisor of aggregation = "constant", in tokens; by default sampling.max_new_tokens."""
 
     def __post_init__(self) -> None:
-        one_of("aggregation", self.aggregation, get_args(Aggregation))
+        CheckedSettings.__post_init__(self)
         if self.aggregation == "constant":
             if not isinstance(self.length, int) or isinstance(self.length, bool) or self.length < 1:
                 raise ValueError(f"length = {self.length!r} must be a whole number, at least 1")
