@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from millrace.models.attention.flash import (
+    AttentionSpans,
     VarlenArgs,
     attend_backward,
     attend_forward,
     flash_attention,
     flash_attention_backward,
     flattened,
-    unflattened,
 )
 from millrace.models.attention.layout import PackedLayout
 from millrace.models.attention.packed import flash_obstacle
@@ -32,7 +32,7 @@ class DenseKernel:
             out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
         return out, lse
 
-    def backward(self, grad, q, k, v, out, lse, args):
+    def backward(self, grad, q, k, v, out, lse, *, args):
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for rows, seen in spans_of(args):
             scores, values = scores_of(q[rows], k[seen], v[seen], args)
@@ -66,17 +66,13 @@ def scores_of(q, k, v, args: VarlenArgs):
 
 
 @flash_attention.register_kernel("cpu")
-def _(q, k, v, spans, sizes, window, scale):
-    parts = unflattened(spans, sizes)
-    return attend_forward(DenseKernel(), q, k, v, **parts, window=window, scale=scale)
+def _(q, k, v, *args):
+    return attend_forward(DenseKernel(), q, k, v, AttentionSpans.of(*args))
 
 
 @flash_attention_backward.register_kernel("cpu")
-def _(grad, q, k, v, out, lse, spans, sizes, window, scale):
-    parts = unflattened(spans, sizes)
-    return attend_backward(
-        DenseKernel(), grad, q, k, v, out, lse, **parts, window=window, scale=scale
-    )
+def _(grad, q, k, v, out, lse, *args):
+    return attend_backward(DenseKernel(), grad, q, k, v, out, lse, spans=AttentionSpans.of(*args))
 
 
 # lengths and parents of segments
@@ -113,7 +109,7 @@ def dense(q, k, v, seen, scale):
 @pytest.mark.parametrize(("lengths", "parents"), LAYOUTS.values(), ids=LAYOUTS)
 def test_two_merged_calls_are_attention_to_segment_and_parent(lengths, parents):
     q, k, v = inputs_of(sum(lengths))
-    layout = PackedLayout.of(lengths, parents=parents, device=CPU)
+    layout = PackedLayout(lengths, parents=parents, device=CPU)
     out, _ = flash_attention(q, k, v, *flattened(layout), None, 0.3)
     expected = dense(q, k, v, seen_by_rows(lengths, parents), 0.3)
     torch.testing.assert_close(out, expected)
@@ -127,7 +123,7 @@ def test_two_merged_calls_are_attention_to_segment_and_parent(lengths, parents):
 @pytest.mark.parametrize(("lengths", "parents"), LAYOUTS.values(), ids=LAYOUTS)
 def test_the_merged_gradient_is_that_of_finite_differences(lengths, parents):
     inputs = inputs_of(sum(lengths), heads=2, kv_heads=1, size=2)
-    spans, sizes = flattened(PackedLayout.of(lengths, parents=parents, device=CPU))
+    spans, sizes = flattened(PackedLayout(lengths, parents=parents, device=CPU))
     assert torch.autograd.gradcheck(
         lambda q, k, v: flash_attention(q, k, v, spans, sizes, None, 0.5)[0], inputs
     )
@@ -136,7 +132,7 @@ def test_the_merged_gradient_is_that_of_finite_differences(lengths, parents):
 def test_the_operator_passes_opcheck():
     lengths, parents = LAYOUTS["families and others"]
     inputs = inputs_of(sum(lengths))
-    spans, sizes = flattened(PackedLayout.of(lengths, parents=parents, device=CPU))
+    spans, sizes = flattened(PackedLayout(lengths, parents=parents, device=CPU))
     torch.library.opcheck(flash_attention, (*inputs, spans, sizes, None, 0.5))
 
 
@@ -154,7 +150,7 @@ def test_unsupported_inputs_of_the_kernel_are_named(change, obstacle):
     settings = {"dtype": torch.bfloat16, "size": 8, "softcap": None, "window": None, **change}
     lengths, parents = LAYOUTS["one family"]
     inputs = inputs_of(sum(lengths), size=settings["size"], dtype=settings["dtype"])
-    layout = PackedLayout.of(lengths, parents=parents, device=CPU)
+    layout = PackedLayout(lengths, parents=parents, device=CPU)
     options = {name: settings[name] for name in ("softcap", "window")}
     assert obstacle in flash_obstacle(*inputs, layout=layout, **options)
 
@@ -180,7 +176,7 @@ class TestFlashKernel:
         exact = inputs_of(sum(lengths), heads=heads, kv_heads=kv_heads, size=size)
         exact = tuple(x.detach().bfloat16().double().requires_grad_() for x in exact)
         rough = tuple(x.detach().bfloat16().cuda().requires_grad_() for x in exact)
-        layout = PackedLayout.of(lengths, parents=parents, device=torch.device("cuda"))
+        layout = PackedLayout(lengths, parents=parents, device=torch.device("cuda"))
         out, _ = flash_attention(*rough, *flattened(layout), None, size**-0.5)
         expected = dense(*exact, seen_by_rows(lengths, parents), size**-0.5)
         grad = torch.randn_like(expected)
@@ -194,9 +190,9 @@ class TestFlashKernel:
     def test_windows_are_those_of_the_dense_reference(self, window):
         lengths, parents = GPU_LAYOUTS["no family"]
         exact = inputs_of(sum(lengths), size=64)
-        layout = PackedLayout.of(lengths, parents=parents, device=torch.device("cuda"))
+        layout = PackedLayout(lengths, parents=parents, device=torch.device("cuda"))
         rough = (x.detach().bfloat16().cuda() for x in exact)
         out, _ = flash_attention(*rough, *flattened(layout), window, 0.125)
-        on_cpu = PackedLayout.of(lengths, parents=parents, device=CPU)
+        on_cpu = PackedLayout(lengths, parents=parents, device=CPU)
         expected, _ = flash_attention(*exact, *flattened(on_cpu), window, 0.125)
         assert (out.cpu().double() - expected).abs().max().item() < 3e-2

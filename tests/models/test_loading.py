@@ -47,7 +47,7 @@ def test_supported_architectures_load_in_the_dtype_asked_for(tmp_path, architect
         model,
         input_ids=tokens,
         position_ids=torch.arange(6)[None],
-        layout=PackedLayout.of([6], device=CPU),
+        layout=PackedLayout([6], device=CPU),
     )
     assert hidden.shape == (6, model.config.hidden_size)
 

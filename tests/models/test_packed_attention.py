@@ -19,7 +19,7 @@ def packed_hidden(model, sequences: list[torch.Tensor]) -> torch.Tensor:
         model,
         input_ids=torch.cat(sequences)[None],
         position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
-        layout=PackedLayout.of(lengths, device=CPU),
+        layout=PackedLayout(lengths, device=CPU),
     )
 
 
@@ -89,7 +89,7 @@ def family_hidden(model, families: list[tuple[torch.Tensor, list[torch.Tensor]]]
         position_ids=torch.cat([torch.arange(n) + b for n, b in zip(lengths, begins, strict=True)])[
             None
         ],
-        layout=PackedLayout.of(
+        layout=PackedLayout(
             lengths, parents=[*[-1] * len(parents), *(i for i, _ in children)], device=CPU
         ),
     )
@@ -163,7 +163,7 @@ def test_a_token_of_one_branch_changes_nothing_in_another():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=40))
 def test_blocks_place_every_row_once_and_waste_little(lengths):
-    blocks = PackedLayout.of(lengths, device=CPU).blocks
+    blocks = PackedLayout(lengths, device=CPU).blocks
     num_rows = sum(lengths)
     rows = torch.arange(num_rows)
     padded = rows[blocks.row_of_query]
@@ -194,7 +194,7 @@ def test_rows_attend_to_their_segment_and_its_parent_only(families, others, wind
     children = [(i, n) for i, (_, own) in enumerate(families) for n in own]
     lengths = [*(n for n, _ in families), *(n for _, n in children), *others]
     parents = [*[-1] * len(families), *(i for i, _ in children), *[-1] * len(others)]
-    layout = PackedLayout.of(lengths, parents=parents, device=CPU)
+    layout = PackedLayout(lengths, parents=parents, device=CPU)
     segment = np.repeat(np.arange(len(lengths)), lengths)
     row = np.arange(len(segment))
     parent = np.array(parents)[segment]
@@ -216,7 +216,7 @@ def test_rows_attend_to_their_segment_and_its_parent_only(families, others, wind
 def test_a_layout_refuses_children_that_do_not_follow_their_parents():
     for parents in ([-1, -1, 0], [-1, -1, 1, 0]):
         with pytest.raises(AssertionError, match="children"):
-            PackedLayout.of([3] * len(parents), parents=parents, device=CPU)
+            PackedLayout([3] * len(parents), parents=parents, device=CPU)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from millrace.core.completions import unknown_routes
 from millrace.core.errors import ConfigError
-from millrace.models.moe.router_search import check_replay, find_routing
-from millrace.models.moe.routing import RouteReplay, Routing
+from millrace.models.routing import RouteReplay, Routing, check_replay, find_routing
 
 TOKENS = torch.arange(3, 23)
 CPU = torch.device("cpu")

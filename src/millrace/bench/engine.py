@@ -24,7 +24,7 @@ from millrace.inference.embedded.build import engine_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.cache import block_bytes
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION, measure_kv
-from millrace.models.moe.router_search import find_routing
+from millrace.models.routing import find_routing
 
 
 def main(argv: Sequence[str] | None = None) -> int:

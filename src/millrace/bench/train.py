@@ -20,7 +20,7 @@ from millrace.bench.stopwatch import best_s
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task
 from millrace.models.attention.packed import PACKED_ATTENTION
-from millrace.models.head import output_head
+from millrace.models.logprobs import output_head
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.packing.packer import pack

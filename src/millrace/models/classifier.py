@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -23,6 +24,7 @@ from millrace.core.errors import ConfigError
 from millrace.models.directory import LOADING_ERRORS, check_directory, first_line
 from millrace.models.incremental import INCREMENTAL_ATTENTION, SequenceKv, forward_incremental
 from millrace.models.loading import without_progress_bars
+from millrace.models.support import RUNNING_ERRORS, is_close
 
 Head = Literal["sequence", "token"]
 _CLASSES: Mapping[Head, Any] = {
@@ -30,8 +32,6 @@ _CLASSES: Mapping[Head, Any] = {
     "token": AutoModelForTokenClassification,
 }
 _PROBE_TOKENS = 6
-# What forward passes raise that take other inputs or cache their keys in another way.
-_RUNNING_ERRORS = (TypeError, AttributeError, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,15 +89,12 @@ class Classifier:
         return list(zip(values, kept, strict=True))
 
     def _prefix_logits(self, sequences: Sequence[np.ndarray]) -> Tensor:  # [B, C]
-        longest = max(len(tokens) for tokens in sequences)
-        padding = self.model.config.get_text_config().pad_token_id or 0
-        ids = np.full((len(sequences), longest), padding, np.int64)
-        mask = np.zeros_like(ids)
-        for row, tokens in enumerate(sequences):
-            ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
         device = self.model.device
-        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-        logits = self.model(**{name: tensor.to(device) for name, tensor in inputs.items()}).logits
+        rows = [torch.from_numpy(tokens.astype(np.int64)) for tokens in sequences]
+        padding = self.model.config.get_text_config().pad_token_id or 0
+        ids = pad_sequence(rows, batch_first=True, padding_value=padding)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
         if self._head == "sequence":
             return logits
         lasts = torch.as_tensor([len(tokens) - 1 for tokens in sequences], device=device)
@@ -157,13 +154,10 @@ def _is_incremental(model: PreTrainedModel, head: Head) -> bool:
             model.base_model, [tokens[::-1], tokens], [None, kv], keep=[False, True]
         )
         in_parts = score(rest[-1])
-    except _RUNNING_ERRORS:
-        model.set_attn_implementation(original)
-        return False
-    expected = (whole[-1] if head == "token" else whole).float()
-    tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
-    scale = max(expected.abs().max().item(), 1e-3)
-    if (in_parts.float() - expected).abs().max().item() <= tolerance * scale:
-        return True
+        expected = whole[-1] if head == "token" else whole
+        if is_close(in_parts, expected, dtype=model.dtype, min_scale=1e-3):
+            return True
+    except RUNNING_ERRORS:
+        pass  # it takes other inputs, or caches its keys in another way
     model.set_attn_implementation(original)
     return False

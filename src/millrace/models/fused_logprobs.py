@@ -15,20 +15,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from millrace.models.head import (
+from millrace.models.logprobs import (
+    KeptRows,
     LogitTransform,
     compute_dtype,
+    distribution,
+    final_logits,
     is_plain,
     multiply,
     output_head,
     project,
+    token_logprobs,
 )
-from millrace.models.logprobs import KeptRows, distribution, final_logits, token_logprobs
 
 
 class FusedLogprobs(torch.autograd.Function):
@@ -210,63 +213,28 @@ def chunked_distributions(
     [N, K], for at most `chunk` positions at a time."""
     assert topk_ids is None or kept is None, "topk_ids may include ids that were not kept"
     head = output_head(model)
-    if not is_plain(head):
-        return _recomputed(model, hidden, targets, temperatures, kept, topk_ids, chunk)
-    assert isinstance(head, nn.Linear)
-    return FusedLogprobs.apply(
-        hidden,
-        head.weight,
-        head.bias,
-        targets,
-        temperatures,
-        kept,
-        topk_ids,
-        LogitTransform.of(model),
-        compute_dtype(hidden),
-        chunk,
-        compiled,
-    )
-
-
-def _recomputed(
-    model: PreTrainedModel,
-    hidden: Tensor,
-    targets: Tensor,
-    temperatures: Tensor,
-    kept: KeptRows | None,
-    topk_ids: Tensor | None,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same for heads that are not plain: autograd recomputes each chunk."""
-
-    def chunk_outputs(
-        hidden: Tensor,
-        targets: Tensor,
-        temperatures: Tensor,
-        kept: KeptRows | None,
-        topk_ids: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        logits = final_logits(model, hidden)
-        sampled = token_logprobs(logits, targets, temperatures=temperatures, kept=kept)
-        return (
-            sampled
-            if topk_ids is None
-            else (*sampled, topk_logprobs(logits, topk_ids, temperatures))
+    if is_plain(head):
+        scalars = (LogitTransform.of(model), compute_dtype(hidden), chunk, compiled)
+        return FusedLogprobs.apply(
+            hidden, head.weight, head.bias, targets, temperatures, kept, topk_ids, *scalars
         )
 
-    allowed = _split_kept(kept, len(targets), chunk)
-    parts = zip(
-        hidden.split(chunk),
-        targets.split(chunk),
-        temperatures.split(chunk),
-        allowed,
-        [None] * len(allowed) if topk_ids is None else topk_ids.split(chunk),
-        strict=True,
-    )
+    def chunk_outputs(*part: Any) -> tuple[Tensor, ...]:
+        hidden, targets, temperatures, kept, topk_ids = part
+        logits = final_logits(model, hidden)
+        sampled = token_logprobs(logits, targets, temperatures=temperatures, kept=kept)
+        if topk_ids is None:
+            return sampled
+        return *sampled, topk_logprobs(logits, topk_ids, temperatures)
+
+    # Other heads, with an adapter for example: autograd recomputes each chunk.
+    kept_parts = _split_kept(kept, len(targets), chunk)
+    topk_parts = [None] * len(kept_parts) if topk_ids is None else topk_ids.split(chunk)
+    tensors = (x.split(chunk) for x in (hidden, targets, temperatures))
     # The head draws no random numbers, so the generator's state need not be saved.
     outcomes = [
         checkpoint(chunk_outputs, *part, use_reentrant=False, preserve_rng_state=False)
-        for part in parts
+        for part in zip(*tensors, kept_parts, topk_parts, strict=True)
     ]
     logprobs, entropies, *of_topk = (torch.cat(part) for part in zip(*outcomes, strict=True))
     return logprobs, entropies, of_topk[0] if of_topk else None

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from millrace.models.attention.layout import Block
 from millrace.models.attention.packed import attend
+from millrace.models.support import register_attention
 
 INCREMENTAL_ATTENTION = "millrace_incremental"
 _FIRST_CAPACITY = 64  # tokens of a new buffer; it doubles when it is full
@@ -133,9 +133,4 @@ def _key(tokens: np.ndarray) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(tokens, np.int64).data, digest_size=16).digest()
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """No mask: the attention function knows the sequences."""
-
-
-AttentionInterface.register(INCREMENTAL_ATTENTION, incremental_attention)
-AttentionMaskInterface.register(INCREMENTAL_ATTENTION, _no_mask)
+register_attention(INCREMENTAL_ATTENTION, incremental_attention)

@@ -1,20 +1,22 @@
-"""Token logprobs, computed by one function for engines and trainer.
+"""The language-model head and token logprobs, computed in the same way for engines and trainer.
 
 Promise: both compute the same number: the logprob of a token in the distribution it was sampled
-from, after temperature and renormalised to the ids that top-k and top-p kept. Logits are float32.
+from, after temperature and renormalised to the ids that top-k and top-p kept. Logits are float32:
+on CUDA, half-precision factors give products that are never rounded to half precision.
 
 N = positions, V = vocabulary, D = hidden size, K = kept ids of all positions together.
 """
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.core.records import Kept
-from millrace.models.head import LogitTransform, compute_dtype, is_plain, output_head, project
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,16 +60,85 @@ class KeptRows:
         return allowed
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitTransform:
+    """What some models apply to the products of the head: scaling and soft-capping."""
+
+    divisor: float | None
+    factor: float | None
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "LogitTransform":
+        # Which of these exist depends on the architecture; load_model checks the resulting logits.
+        config = model.config.get_text_config()
+        return cls(
+            divisor=getattr(config, "logits_scaling", None),
+            factor=getattr(config, "logit_scale", None),
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    def apply(self, products: Tensor) -> Tensor:
+        if self.divisor is not None:
+            products = products / self.divisor
+        if self.factor is not None:
+            products = products * self.factor
+        if self.softcap is not None:
+            products = torch.tanh(products / self.softcap) * self.softcap
+        return products
+
+    def gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """The gradient of the products from that of the logits; changes `grad` in place."""
+        if self.softcap is not None:
+            grad *= 1 - (logits / self.softcap).square_()
+        if self.factor is not None:
+            grad *= self.factor
+        if self.divisor is not None:
+            grad /= self.divisor
+        return grad
+
+
+def output_head(model: PreTrainedModel) -> nn.Module:
+    head = model.get_output_embeddings()
+    assert head is not None, "load_model refuses models without a head"
+    return head
+
+
+def is_plain(head: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether the head is a plain linear layer, without an adapter for example."""
+    return type(head) is nn.Linear
+
+
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype in which the head multiplies: that of autocast if it is enabled."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32; not differentiable on CUDA in half precision."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b).float()
+
+
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """float32 products [N, V] of hidden [N, D] and a head of the same dtype. Not differentiable."""
+    if not hidden.is_cuda:
+        return F.linear(hidden, weight, bias).float()
+    products = multiply(hidden, weight.t())
+    return products if bias is None else products.add_(bias)
+
+
 def final_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """hidden [N, D] -> float32 logits [N, V]: the head and its logit transform."""
     head = output_head(model)
-    if torch.is_grad_enabled() or not is_plain(head):
-        products = head(hidden).float()
-    else:
-        assert isinstance(head, nn.Linear)
+    if is_plain(head) and not torch.is_grad_enabled():
         dtype = compute_dtype(hidden)
         bias = None if head.bias is None else head.bias.to(dtype)
         products = project(hidden.to(dtype), head.weight.to(dtype), bias)
+    else:
+        products = head(hidden).float()
     return LogitTransform.of(model).apply(products)
 
 

@@ -8,6 +8,7 @@ Three things are checked.
 - Millrace's attention supports every argument that the model passes to its attention function.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,8 @@ PROBE_ATTENTION = "millrace_probe"
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 _UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "indices", "block_indices")
 _PROBE_TOKENS = 4
-# What forward passes raise that take other inputs or have their own attention.
-_RUNNING_ERRORS = (TypeError, AttributeError, ValueError, RuntimeError)
+# What forward passes raise that take other inputs, or have an attention or cache of their own.
+RUNNING_ERRORS = (TypeError, AttributeError, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ def check_supported(model: PreTrainedModel, *, path: str) -> None:
     try:
         with torch.no_grad():
             obstacle = _obstacle(model)
-    except _RUNNING_ERRORS as error:
+    except RUNNING_ERRORS as error:
         obstacle = f"it does not run as a causal language model does ({error})"
     if obstacle is not None:
         raise ConfigError(
@@ -71,19 +72,21 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         return probe.obstacles[0]
     if "sliding_attention" in layers and not any(probe.windows):
         return "it does not pass the sliding window to its attention function"
-    tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
-    if not _close(hidden[1:_PROBE_TOKENS], hidden[_PROBE_TOKENS + 1 :], tolerance=tolerance):
+    if not is_close(hidden[1:_PROBE_TOKENS], hidden[_PROBE_TOKENS + 1 :], dtype=model.dtype):
         return "its tokens influence each other outside the attention function"
     logits = model(**inputs, use_cache=False, millrace_probe=_Probe()).logits[0]
-    if not _close(final_logits(model, hidden), logits, tolerance=tolerance):
+    if not is_close(final_logits(model, hidden), logits, dtype=model.dtype):
         return "final_logits does not reproduce its logits from its hidden states"
     return None
 
 
-def _close(ours: Tensor, theirs: Tensor, *, tolerance: float) -> bool:
+def is_close(ours: Tensor, theirs: Tensor, *, dtype: torch.dtype, min_scale: float = 0.0) -> bool:
+    """Whether two results of a model that computes in `dtype` differ by rounding only, relative to
+    the largest value, or to min_scale if that is larger."""
     if ours.shape != theirs.shape:
         return False
-    scale = theirs.float().abs().max().item()
+    tolerance = 1e-3 if dtype == torch.float32 else 3e-2
+    scale = max(theirs.float().abs().max().item(), min_scale)
     return (ours.float() - theirs.float()).abs().max().item() <= tolerance * scale
 
 
@@ -111,9 +114,13 @@ def _attend_to_self(
     return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """No mask: the attention function needs none."""
+def register_attention(name: str, function: Callable[..., tuple[Tensor, Any]]) -> None:
+    """Make an attention function, which needs no mask, known to transformers."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, _no_mask)
 
 
-AttentionInterface.register(PROBE_ATTENTION, _attend_to_self)
-AttentionMaskInterface.register(PROBE_ATTENTION, _no_mask)
+def _no_mask(*args: Any, **kwargs: Any) -> None: ...
+
+
+register_attention(PROBE_ATTENTION, _attend_to_self)

@@ -23,6 +23,8 @@ from millrace.models.attention.layout import PackedLayout, SharedSpans, Spans
 
 MAX_HEAD_SIZE = 256
 
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VarlenArgs:
@@ -41,16 +43,9 @@ class SpanKernel(Protocol):
         """Output [T, H, D] and log-sum-exp of the scores [H, T], in float32 or more."""
         ...
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        args: VarlenArgs,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def backward(self, *tensors: Tensor, args: VarlenArgs) -> Gradients:
+        """`tensors`: the gradient of the output, q, k, v, the output and the log-sum-exp."""
+        ...
 
 
 class FlashKernel:
@@ -62,22 +57,12 @@ class FlashKernel:
         )
         return out, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        args: VarlenArgs,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        random = (
-            torch.zeros(2, dtype=torch.uint64, device=q.device),
-            torch.empty(0, device=q.device),
-        )  # random state of dropout, which is off
+    def backward(self, *tensors: Tensor, args: VarlenArgs) -> Gradients:
+        device = tensors[0].device
+        seed = torch.zeros(2, dtype=torch.uint64, device=device)  # of dropout, which is off
+        random = (seed, torch.empty(0, device=device))
         return torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, lse, *_spans(args), 0.0, args.causal, *random, **_options(args)
+            *tensors, *_spans(args), 0.0, args.causal, *random, **_options(args)
         )
 
 
@@ -93,27 +78,53 @@ def _options(args: VarlenArgs) -> dict[str, float]:
     return {"scale": args.scale, "window_size_left": left, "window_size_right": right}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionSpans:
+    """Which rows attend to which, and how. A window requires families to be None."""
+
+    segments: Spans
+    families: SharedSpans | None
+    window: int | None
+    scale: float
+
+    @classmethod
+    def of(
+        cls, spans: list[Tensor], sizes: list[int], window: int | None, scale: float
+    ) -> "AttentionSpans":
+        """From the arguments of the operators; see flattened()."""
+        segments, *rest = (Spans(bounds=b, longest=n) for b, n in zip(spans, sizes, strict=False))
+        families = None
+        if rest:
+            assert window is None, "a window that ends within the parent is not supported"
+            shared, own = rest
+            families = SharedSpans(shared=shared, own=own, num_shared=sizes[3], num_own=sizes[4])
+        return cls(segments, families, window, scale)
+
+    def within_segments(self) -> VarlenArgs:
+        spans = self.segments
+        return VarlenArgs(
+            queries=spans, keys=spans, causal=True, window=self.window, scale=self.scale
+        )
+
+    def to_parents(self, families: SharedSpans) -> VarlenArgs:
+        queries, keys = families.own, families.shared
+        return VarlenArgs(queries=queries, keys=keys, causal=False, window=None, scale=self.scale)
+
+
 def attend_forward(
     kernel: SpanKernel,
     q: Tensor,  # [T, H, D]
     k: Tensor,  # [T, H_kv, D]
     v: Tensor,  # [T, H_kv, D]
-    *,
-    segments: Spans,
-    families: SharedSpans | None,
-    window: int | None,
-    scale: float,
+    spans: AttentionSpans,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, D] and its log-sum-exp [H, T]. A window requires families to be None."""
-    within = VarlenArgs(queries=segments, keys=segments, causal=True, window=window, scale=scale)
-    out, lse = kernel.forward(q, k, v, within)
-    if families is None:
+    """Output [T, H, D] and its log-sum-exp [H, T]."""
+    out, lse = kernel.forward(q, k, v, spans.within_segments())
+    if (families := spans.families) is None:
         return out, lse
     shared, own = families.shared_rows, families.own_rows
-    assert window is None, "a window that ends within the parent is not supported"
-    parent, parent_lse = kernel.forward(
-        q[own], k[shared], v[shared], _parent_args(families, scale=scale)
-    )
+    parent_args = spans.to_parents(families)
+    parent, parent_lse = kernel.forward(q[own], k[shared], v[shared], parent_args)
     within_lse = lse[:, own]
     merged = torch.logaddexp(within_lse, parent_lse)  # [H, O]
     within_share, parent_share = (
@@ -124,38 +135,19 @@ def attend_forward(
     return out, lse
 
 
-def attend_backward(
-    kernel: SpanKernel,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    segments: Spans,
-    families: SharedSpans | None,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `out` and `lse` are the results of attend_forward."""
-    within = VarlenArgs(queries=segments, keys=segments, causal=True, window=window, scale=scale)
-    dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, within)
-    if families is None:
+def attend_backward(kernel: SpanKernel, *tensors: Tensor, spans: AttentionSpans) -> Gradients:
+    """`tensors`: as of SpanKernel.backward, with the results of attend_forward."""
+    dq, dk, dv = kernel.backward(*tensors, args=spans.within_segments())
+    if (families := spans.families) is None:
         return dq, dk, dv
     shared, own = families.shared_rows, families.own_rows
+    grad, q, k, v, out, lse = tensors
     rows = (grad[own], q[own], k[shared], v[shared], out[own], lse[:, own].contiguous())
-    own_dq, shared_dk, shared_dv = kernel.backward(*rows, _parent_args(families, scale=scale))
+    own_dq, shared_dk, shared_dv = kernel.backward(*rows, args=spans.to_parents(families))
     dq[own] += own_dq
     dk[shared] += shared_dk
     dv[shared] += shared_dv
     return dq, dk, dv
-
-
-def _parent_args(families: SharedSpans, *, scale: float) -> VarlenArgs:
-    return VarlenArgs(
-        queries=families.own, keys=families.shared, causal=False, window=None, scale=scale
-    )
 
 
 # Operators take only tensors and numbers. `spans`: bounds of segments and, with families, of shared
@@ -172,8 +164,7 @@ def flash_attention(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    parts = unflattened(spans, sizes)
-    return attend_forward(FlashKernel(), q, k, v, **parts, window=window, scale=scale)
+    return attend_forward(FlashKernel(), q, k, v, AttentionSpans.of(spans, sizes, window, scale))
 
 
 @torch.library.custom_op("millrace::flash_attention_backward", mutates_args=(), device_types="cuda")
@@ -189,15 +180,14 @@ def flash_attention_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    parts = unflattened(spans, sizes)
-    return attend_backward(
-        FlashKernel(), grad, q, k, v, out, lse, **parts, window=window, scale=scale
-    )
+    args = AttentionSpans.of(spans, sizes, window, scale)
+    return attend_backward(FlashKernel(), grad, q, k, v, out, lse, spans=args)
 
 
 @flash_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q))
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
 
 
 @flash_attention_backward.register_fake
@@ -206,23 +196,17 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, spans, ctx.sizes, ctx.window, ctx.scale = inputs
+    q, k, v, spans, *ctx.args = inputs
     ctx.save_for_backward(q, k, v, *output, *spans)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, *spans = ctx.saved_tensors
-    grads = flash_attention_backward(
-        grad, q, k, v, out, lse, spans, ctx.sizes, ctx.window, ctx.scale
-    )
+    grads = flash_attention_backward(grad, q, k, v, out, lse, spans, *ctx.args)
     return *grads, [None] * len(spans), None, None, None
 
 
 flash_attention.register_autograd(_differentiate, setup_context=_save)
-
-
-def lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def flattened(layout: PackedLayout) -> tuple[list[Tensor], list[int]]:
@@ -233,13 +217,3 @@ def flattened(layout: PackedLayout) -> tuple[list[Tensor], list[int]]:
     spans = (segments, families.shared, families.own)
     sizes = [*(part.longest for part in spans), families.num_shared, families.num_own]
     return [part.bounds for part in spans], sizes
-
-
-def unflattened(spans: list[Tensor], sizes: list[int]) -> dict[str, Any]:
-    """The inverse of flattened(): `segments` and `families`."""
-    segments, *rest = (Spans(bounds=b, longest=n) for b, n in zip(spans, sizes, strict=False))
-    if not rest:
-        return {"segments": segments, "families": None}
-    num_shared, num_own = sizes[3:]
-    families = SharedSpans(shared=rest[0], own=rest[1], num_shared=num_shared, num_own=num_own)
-    return {"segments": segments, "families": families}

@@ -88,9 +88,17 @@ class SharedSpans:
 class PackedLayout:
     """Used by one thread."""
 
-    def __init__(self, lengths: np.ndarray, parents: np.ndarray, *, device: torch.device) -> None:
-        self.lengths = lengths
-        self.parents = parents
+    def __init__(
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        *,
+        parents: Sequence[int] | np.ndarray | None = None,
+        device: torch.device,
+    ) -> None:
+        """The layout of segments of these lengths, in order; without `parents` none has one."""
+        lengths = np.asarray(lengths, np.int64)
+        parents = np.full(len(lengths), -1) if parents is None else np.asarray(parents, np.int64)
+        self.lengths, self.parents = lengths, parents
         self.num_parents = int(parents.max(initial=-1)) + 1
         is_child = parents >= 0
         self.num_children = int(is_child.sum())
@@ -107,19 +115,6 @@ class PackedLayout:
         self.on_flash_gpu = (
             device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
         )
-
-    @classmethod
-    def of(
-        cls,
-        lengths: Sequence[int] | np.ndarray,
-        *,
-        parents: Sequence[int] | np.ndarray | None = None,
-        device: torch.device,
-    ) -> "PackedLayout":
-        """The layout of segments of these lengths, in order; without `parents` none has one."""
-        lengths = np.asarray(lengths, np.int64)
-        parents = np.full(len(lengths), -1) if parents is None else np.asarray(parents, np.int64)
-        return cls(lengths, parents, device=device)
 
     @cached_property
     def blocks(self) -> Blocks:

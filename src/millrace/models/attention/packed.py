@@ -20,40 +20,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from millrace.models.attention.flash import MAX_HEAD_SIZE, flash_attention, flattened
-from millrace.models.attention.layout import Block, Blocks, PackedLayout
+from millrace.models.attention.layout import Block, PackedLayout
+from millrace.models.support import register_attention
 
 PACKED_ATTENTION = "millrace_packed"
 _QUERY_BLOCK = 512  # queries whose scores are computed at one time
 
 
-class _Pad(torch.autograd.Function):
-    """[T, ...] -> [M, ...]. The gradient of padding is dropped: no real row depends on it."""
+class _Gather(torch.autograd.Function):
+    """Rows by index: [T, ...] -> [M, ...] with is_padding = None, or back. The gradient is a gather
+    by the inverse index, where autograd's would be a slow scatter-add. That of padding is dropped,
+    because no real row depends on it; the padding of a gradient is 0."""
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, blocks: Blocks) -> Tensor:
-        ctx.blocks = blocks
-        return packed.index_select(0, blocks.row_of_query)
+    def forward(
+        ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, is_padding: Tensor | None
+    ) -> Tensor:
+        ctx.inverse, ctx.is_padding = inverse, is_padding
+        return rows.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].index_select(0, ctx.blocks.query_of_row), None
-
-
-class _Unpad(torch.autograd.Function):
-    """[M, ...] -> [T, ...]. Autograd's backward of a gather would be a slow scatter-add."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, blocks: Blocks) -> Tensor:
-        ctx.blocks = blocks
-        return padded.index_select(0, blocks.query_of_row)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        padded = grads[0].index_select(0, ctx.blocks.row_of_query)
-        return padded.masked_fill_(ctx.blocks.is_padding.view(-1, 1, 1), 0.0), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grads[0].index_select(0, ctx.inverse)
+        if ctx.is_padding is not None:
+            grad.masked_fill_(ctx.is_padding.view(-1, 1, 1), 0.0)
+        return grad, None, None, None
 
 
 def packed_attention(
@@ -137,9 +130,10 @@ def _attend_in_blocks(
     if query.is_cuda:
         _warn(obstacle)
     blocks = layout.blocks
-    queries = _Pad.apply(query, blocks)
+    indices = (blocks.row_of_query, blocks.query_of_row)
+    queries = _Gather.apply(query, *indices, None)
     if blocks.row_of_key is None:
-        keys, values = (_Pad.apply(x, blocks) for x in (key, value))
+        keys, values = (_Gather.apply(x, *indices, None) for x in (key, value))
     else:
         # Rows of shared prefixes are repeated; their gradients are summed.
         keys, values = (x.index_select(0, blocks.row_of_key) for x in (key, value))
@@ -151,7 +145,7 @@ def _attend_in_blocks(
         q, k, v = (x.unflatten(0, (block.shape[0], -1)).transpose(1, 2) for x in inputs)
         out = attend(q, k, v, block=block, scale=scale, window=window, softcap=softcap)
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # [b * Q, H, D_v]
-    return _Unpad.apply(torch.cat(outputs), blocks)
+    return _Gather.apply(torch.cat(outputs), *indices[::-1], blocks.is_padding)
 
 
 def attend(
@@ -170,17 +164,11 @@ def attend(
         window = None
     if block.mask is not None:
         if window is None and softcap is None:
-            grouped = q.shape[1] != k.shape[1]
-            bias = block.mask.bias.to(q.dtype)
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped
-            )
+            return _sdpa(q, k, v, attn_mask=block.mask.bias.to(q.dtype), scale=scale)
         visible = _visible(block.mask.behind, window)
         return _attend_masked(q, k, v, visible=visible, scale=scale, softcap=softcap)
     if window is None and softcap is None and num_queries == num_keys:
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return _sdpa(q, k, v, is_causal=True, scale=scale)
     parts = []
     before = num_keys - num_queries  # keys that precede the first query
     for begin in range(0, num_queries, _QUERY_BLOCK):
@@ -204,10 +192,7 @@ def _attend_masked(
 ) -> Tensor:
     """Attention where `visible` (broadcast over heads) is True; softcap bounds the scores."""
     if softcap is None:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped
-        )
+        return _sdpa(q, k, v, attn_mask=visible, scale=scale)
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = torch.matmul(q, k.transpose(2, 3)) * scale
@@ -216,9 +201,9 @@ def _attend_masked(
     return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """No mask: the layout replaces it."""
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    is_grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=is_grouped, **options)
 
 
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
+register_attention(PACKED_ATTENTION, packed_attention)

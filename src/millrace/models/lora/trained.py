@@ -15,13 +15,7 @@ from transformers import PreTrainedModel
 
 from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError
-from millrace.models.lora.factors import (
-    adapter_of,
-    factors_of,
-    merged,
-    require_peft,
-    tensor_names,
-)
+from millrace.models.lora.factors import adapter_of, factors_of, merged, require_peft, tensor_names
 from millrace.models.lora.folders import NAME_PREFIX, WEIGHTS_FILE, read_checkpoint
 
 _ADAPTER = "default"  # PEFT's name of a model's only adapter

@@ -1,0 +1,275 @@
+"""Expert routes of mixture-of-experts models: recorded by engines and replayed by the trainer.
+
+Engine and trainer compute hidden states with small differences. Where two experts have almost equal
+scores, that can send a token to another expert and change its logprob. So the engine records the
+experts of each token, and the trainer uses the same ones.
+
+The choice is one topk over the scores of all experts in the forward function of a module, the
+router. While a router runs, a RoutingRule may replace its choice. Scores, weights and gradients
+remain those of the router.
+
+Routers are found by running the model on a few tokens, not by name: experts are the modules that
+are called with expert indices and weights, both [T, K], and their router is the module in which a
+topk returned these indices.
+
+T = tokens of a pass, K = experts per token (top_k).
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from millrace.core.completions import unknown_id
+from millrace.core.errors import ConfigError
+from millrace.models.support import PROBE_ATTENTION
+
+_MAX_UINT8_EXPERTS = 255  # one value of a byte is reserved for unknown routes
+_MAX_EXPERTS = 32767  # on a device int16 replaces uint16, which torch hardly supports
+_PROBE_TOKENS = 7
+_REMEDY = "set trainer.replay_routes to false"
+
+
+class RoutingRule(Protocol):
+    """Decides or records the choice of a router. torch.compile traces it."""
+
+    def choose(self, own: Tensor) -> Tensor:
+        """The experts [T, K] int64, given those that the router chose itself."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Router:
+    module: nn.Module  # its forward function makes the choice
+    num_experts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Routing:
+    """The routers of a model, in the order of its layers."""
+
+    routers: tuple[Router, ...]
+    top_k: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the routes of one token: layers with a router, experts per token."""
+        return len(self.routers), self.top_k
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of arrays of routes."""
+        most = max(router.num_experts for router in self.routers)
+        return np.dtype(np.uint8 if most <= _MAX_UINT8_EXPERTS else np.uint16)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the routes of one token."""
+        num_layers, top_k = self.shape
+        return num_layers * top_k * self.dtype.itemsize
+
+    def install(self, rules: Sequence[RoutingRule]) -> None:
+        """Make each router use its rule from now on."""
+        for router, rule in zip(self.routers, rules, strict=True):
+            module: Any = router.module
+            module.topk_override = _TopkOverride(
+                rule, top_k=self.top_k, num_experts=router.num_experts
+            )
+            # One function for all routers: torch.compile would compile one program per function.
+            module.forward = MethodType(_forward_with_override, module)
+
+
+class RouteReplay:
+    """Replays recorded routes. Used by the trainer's thread."""
+
+    def __init__(self, routing: Routing) -> None:
+        self._routing = routing
+        self._rules = [_Replayed() for _ in routing.routers]
+        routing.install(self._rules)
+
+    def begin(self, routes: np.ndarray | None, *, device: torch.device) -> None:
+        """Set the routes of the next pass, [T, layers, K]; None = routers choose. They stay in
+        effect until the next call, because gradient checkpointing runs layers again in the backward
+        pass."""
+        if routes is None:
+            for rule in self._rules:
+                rule.rows = None
+            return
+        shape = self._routing.shape
+        assert routes.shape[1:] == shape, (
+            f"the routes are of another model: {routes.shape[1:]}, not {shape}"
+        )
+        known = np.where(routes == unknown_id(routes.dtype), -1, routes.astype(np.int16))
+        by_layer = torch.from_numpy(known.swapaxes(0, 1).copy()).to(device, non_blocking=True)
+        for rule, rows in zip(self._rules, by_layer, strict=True):
+            rule.rows = rows
+
+
+class _Replayed:
+    """The rule of one router: its recorded choice, where that is known."""
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None  # [T, K] int16; -1 = unknown
+
+    def choose(self, own: Tensor) -> Tensor:
+        if self.rows is None:
+            return own
+        rows = self.rows.long()
+        return torch.where(rows < 0, own, rows)
+
+
+class _TopkResult(NamedTuple):
+    """The result of a topk."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class _TopkOverride(TorchFunctionMode):
+    """A mode in which a topk over the experts returns the choice of a rule."""
+
+    def __init__(self, rule: RoutingRule, *, top_k: int, num_experts: int) -> None:
+        super().__init__()
+        self.rule = rule
+        self.top_k = top_k
+        self.num_experts = num_experts
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not is_topk(func):
+            return result
+        scores = args[0] if args else kwargs["input"]
+        top_k = args[1] if len(args) > 1 else kwargs["k"]
+        if scores.ndim != 2 or scores.shape[1] != self.num_experts or top_k != self.top_k:
+            return result  # over groups of experts, for example
+        chosen = self.rule.choose(result[1])
+        return _TopkResult(scores.gather(-1, chosen), chosen)
+
+
+def is_topk(func: Any) -> bool:
+    return func is torch.topk or func is torch.Tensor.topk
+
+
+def _forward_with_override(router: Any, *args: Any, **kwargs: Any) -> Any:
+    with router.topk_override:
+        return type(router).forward(router, *args, **kwargs)
+
+
+def find_routing(model: PreTrainedModel) -> Routing | None:
+    """The routers of a model; None for a dense model. Raises ConfigError if it has experts whose
+    routers cannot be found."""
+    calls = _calls(model)
+    if not calls and not any("expert" in name for name, _ in model.named_modules()):
+        return None
+    routers = [call.router for call in calls if call.router is not None]
+    top_ks = {call.indices.shape[1] for call in calls}
+    is_plain = len(top_ks) == 1 and len({router.module for router in routers}) == len(calls)
+    if not is_plain or any(router.num_experts > _MAX_EXPERTS for router in routers):
+        raise ConfigError(
+            f"{type(model).__name__} does not choose experts by one topk per layer, so routes"
+            f" cannot be replayed; {_REMEDY}."
+        )
+    return Routing(routers=tuple(routers), top_k=top_ks.pop())
+
+
+def check_replay(model: PreTrainedModel, routing: Routing) -> None:
+    """Raise ConfigError unless experts get the tokens that a rule assigns, with weights. The rules
+    of this check stay installed until others replace them."""
+    rules = [_Fixed(call.indices.roll(1, 0)) for call in _calls(model)]
+    routing.install(rules)
+    for rule, call in zip(rules, _calls(model), strict=True):
+        is_replayed = torch.equal(call.indices, rule.indices)
+        # A router that considers only some experts would give the others no weight.
+        if not is_replayed or not (call.weights.isfinite() & (call.weights != 0)).all():
+            raise ConfigError(
+                f"The routers of {type(model).__name__} give weights only to experts that they"
+                f" choose themselves, so routes cannot be replayed; {_REMEDY}."
+            )
+
+
+class _Fixed:
+    def __init__(self, indices: Tensor) -> None:
+        self.indices = indices  # [T, K]
+
+    def choose(self, own: Tensor) -> Tensor:
+        return self.indices
+
+
+class _ExpertCall(NamedTuple):
+    """One call of experts, and the router that chose them."""
+
+    indices: Tensor  # [T, K]
+    weights: Tensor  # [T, K]
+    router: Router | None  # None = not found
+
+
+class _CallRecorder(TorchFunctionMode):
+    """Records calls of experts; its hooks are registered with every module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_ExpertCall] = []
+        self._running: list[nn.Module] = []  # innermost last
+        self._topks: list[tuple[Router, Tensor]] = []  # and their indices; since the last call
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_topk(func):
+            scores = args[0] if args else kwargs["input"]
+            if scores.ndim == 2 and len(scores) == _PROBE_TOKENS and self._running:
+                router = Router(module=self._running[-1], num_experts=scores.shape[1])
+                self._topks.append((router, result[1]))
+        return result
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._running.append(module)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        tensors = [
+            tensor for tensor in tensors if tensor.ndim == 2 and len(tensor) == _PROBE_TOKENS
+        ]
+        integers = [t for t in tensors if t.dtype in (torch.int64, torch.int32)]
+        if not integers:
+            return
+        indices = integers[0]
+        weights = [t for t in tensors if t.is_floating_point() and t.shape == indices.shape]
+        if weights:
+            routers = [router for router, found in self._topks if torch.equal(found, indices)]
+            self.calls.append(_ExpertCall(indices, weights[0], routers[-1] if routers else None))
+            self._topks.clear()
+
+    def after_forward(self, module: nn.Module, *_: Any) -> None:
+        left = self._running.pop()
+        assert left is module
+
+
+def _calls(model: PreTrainedModel) -> list[_ExpertCall]:
+    """The calls of experts in a pass over a few tokens, in the order of the layers."""
+    recorder = _CallRecorder()
+    positions = torch.arange(_PROBE_TOKENS, device=model.device)
+    tokens = positions % model.config.get_text_config().vocab_size
+    attention = model.config._attn_implementation
+    assert attention is not None
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            before = module.register_forward_pre_hook(recorder.before_forward, with_kwargs=True)
+            stack.callback(before.remove)
+            stack.callback(module.register_forward_hook(recorder.after_forward).remove)
+        stack.callback(model.set_attn_implementation, attention)
+        model.set_attn_implementation(PROBE_ATTENTION)  # it needs no layout or cache
+        with torch.no_grad(), recorder:
+            model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+    return recorder.calls
