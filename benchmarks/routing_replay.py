@@ -27,8 +27,7 @@ from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.loading import load_model, resolve_device, without_progress_bars
-from millrace.models.moe.router_search import find_routing
-from millrace.models.moe.routing import RouteReplay, Routing
+from millrace.models.routing import RouteReplay, Routing, find_routing
 from millrace.training.optimizer import TrainSettings
 from millrace.training.packing.packer import pack
 from millrace.training.policy_model import PolicyModel

@@ -3,7 +3,7 @@
 import torch
 
 from millrace.inference.embedded.engine import EmbeddedEngine
-from millrace.models.moe.routing import RoutingRule
+from millrace.models.routing import RoutingRule
 
 
 class _Astray:

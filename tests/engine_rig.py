@@ -24,7 +24,7 @@ from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
 from millrace.inference.embedded.lora.bank import AdapterMerger
 from millrace.inference.embedded.parts import EngineSizes
 from millrace.models.lora.factors import Adapter, adapter_of
-from millrace.models.moe.router_search import find_routing
+from millrace.models.routing import find_routing
 
 torch.set_num_threads(1)  # on tensors this small, a second thread only spins
 

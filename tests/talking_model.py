@@ -30,8 +30,7 @@ from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.inference.embedded.kv.paged_attention import PAGED_ATTENTION
 from millrace.inference.embedded.parts import EngineSizes
 from millrace.models.attention.packed import PACKED_ATTENTION
-from millrace.models.moe.router_search import find_routing
-from millrace.models.moe.routing import RouteReplay
+from millrace.models.routing import RouteReplay, find_routing
 from millrace.training.losses.policy_loss import PolicyLoss
 from millrace.training.optimizer import Schedule, TrainSettings
 from millrace.training.policy_model import PolicyModel

@@ -64,14 +64,14 @@ def test_an_optimizer_of_the_users_own_gets_its_keys():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("torch.optim:SGD", {"momentun": 0.5}, "Section 'optimizer' does not fit"),
         ("builtins:dict", {}, "is not a torch.optim.Optimizer"),
         ("torch.optim:Nope", {}, "has no 'Nope'"),
     ],
 )
-def test_an_optimizer_that_cannot_be_made_is_one_sentence(name, options, said):
+def test_an_optimizer_that_cannot_be_made_is_one_sentence(name, options, message):
     settings = TrainSettings(optimizer=name, optimizer_options=options)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         build_optimizer(torch.nn.Linear(2, 2), settings)

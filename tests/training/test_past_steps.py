@@ -15,7 +15,7 @@ async def versions_after(past, version):
 async def test_steps_since_the_last_but_one_checkpoint_are_kept():
     past = StepsInMemory(version=3)
     for version in range(4, 9):
-        past.note(version, (BATCH,))
+        past.record(version, (BATCH,))
     assert await versions_after(past, 3) == [4, 5, 6, 7, 8]
     past.saved(5)
     assert await versions_after(past, 3) == [4, 5, 6, 7, 8]
@@ -29,7 +29,7 @@ async def test_the_oldest_steps_are_dropped_above_the_memory_bound():
     arrays = [a for part in BATCH.microbatches for a in (part.tokens, part.engine_logprobs)]
     past = StepsInMemory(version=0, max_bytes=20 * sum(array.nbytes for array in arrays))
     for version in range(1, 41):
-        past.note(version, (BATCH,))
+        past.record(version, (BATCH,))
     assert await versions_after(past, 39) == [40]
     with pytest.raises(RunFailed, match="step 1 is no longer in memory"):
         await versions_after(past, 0)

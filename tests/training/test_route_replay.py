@@ -14,8 +14,7 @@ from millrace.core.completions import unknown_id
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Completion, Request, Rollout
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.models.moe.router_search import find_routing
-from millrace.models.moe.routing import RouteReplay
+from millrace.models.routing import RouteReplay, find_routing
 from millrace.training.layers import checkpoint_layers, compile_layers
 from millrace.training.packing.splitting import halves
 from millrace.training.trainer import Trainer

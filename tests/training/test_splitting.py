@@ -71,7 +71,7 @@ def test_halves_of_halves_train_the_same_as_the_whole(kind):
     assert np.allclose(of_parts, of_whole, atol=1e-5)
     for part in parts:
         assert set(part.rollouts) == {0}
-        PackedLayout.of(part.lengths, parents=part.parents, device=torch.device("cpu"))
+        PackedLayout(part.lengths, parents=part.parents, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

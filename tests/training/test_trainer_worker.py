@@ -35,9 +35,9 @@ from millrace.core.microbatch import Batch
 from millrace.core.records import Request, Sampling
 from millrace.training.build import build_trainer
 from millrace.training.checkpoints.directory import damage_to, read_run_state
-from millrace.training.checkpoints.writer import CheckpointWriter
-from millrace.training.worker import main, start
-from millrace.weights.receiver import make_receiver
+from millrace.training.checkpoints.snapshot import CheckpointWriter
+from millrace.training.worker import TrainerWorker, main
+from millrace.weights.transport import make_receiver
 
 TIMEOUT_S = 30.0
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_holds_model_tokenizer_and_both_states(link, config, tmp_pa
 
 
 class GatedWriter(CheckpointWriter):
-    """A disk that is slow for as long as the test likes."""
+    """Writes only when the gate is open."""
 
     gate: ClassVar[threading.Event]
     began: ClassVar[threading.Event]
@@ -232,7 +232,7 @@ def gated() -> Iterator[InProcessLink]:
     link = InProcessLink()
 
     def run() -> None:
-        load = partial(start, make_writer=GatedWriter)
+        load = partial(TrainerWorker, make_writer=GatedWriter)
         serve(link, "trainer", message=StartTrainer, start=load)
 
     thread = threading.Thread(target=run)

@@ -20,7 +20,7 @@ from millrace.core.records import Group
 from millrace.journal import Journal, NoJournal
 from millrace.journal.ledger import LedgerStep
 from millrace.scoring.advantages.estimators import PAIRS
-from millrace.training.packing.packer import pack_minibatches
+from millrace.training.packing.packer import minibatches_of, pack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,12 +129,14 @@ class Batches:
 
     def _pack(self, fresh: list[Group], replayed: list[Group]) -> Taken:
         groups = self._in_batch(interleave(fresh, replayed))
-        batches = pack_minibatches(
-            groups,
-            num_minibatches=self._trainer.minibatches,
-            microbatch_tokens=self._trainer.microbatch_tokens,
-            pairs=self._pairs,
-            critic=self._has_critic,
+        batches = tuple(
+            pack(
+                minibatch,
+                microbatch_tokens=self._trainer.microbatch_tokens,
+                pairs=self._pairs,
+                critic=self._has_critic,
+            )
+            for minibatch in minibatches_of(groups, num_minibatches=self._trainer.minibatches)
         )
         numbers = frozenset(group.number for group in replayed)
         return Taken(groups=groups, replayed=numbers, batches=batches)

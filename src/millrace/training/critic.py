@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.returns import gae
-from millrace.models.head import ValueModel
 from millrace.training.checkpoints.snapshot import Write, host_copy
 from millrace.training.optimizer import TrainSettings
 from millrace.training.policy_model import TrainableModel
@@ -34,7 +33,7 @@ _EPSILON = 1e-4  # keeps normalization from amplifying noise where all advantage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GaeEstimator:
-    """Generalized advantage estimation (Schulman et al. 2016)."""
+    """Generalized advantage estimation (arXiv 1506.02438)."""
 
     discount: float = 1.0  # gamma
     decay: float = 1.0  # lambda
@@ -53,11 +52,9 @@ class GaeEstimator:
             last_values.tolist(),
             strict=True,
         )
+        options = {"discount": self.discount, "decay": self.decay}
         advantages = np.concatenate(
-            [
-                gae(rewards, before, discount=self.discount, decay=self.decay, last_value=last)
-                for rewards, before, last in rollouts
-            ]
+            [gae(earned, before, **options, last_value=last) for earned, before, last in rollouts]
         )
         return replace(
             part,
@@ -84,23 +81,39 @@ class GaeEstimator:
 
 
 def value_metrics(batches: Sequence[Batch]) -> dict[str, float]:
-    """Metrics of the estimated batches of one step."""
     values, returns = _of_step(batches, "values"), _of_step(batches, "returns")
+    variance, error = float(returns.var()), float((returns - values).var())
     # 1 = values equal returns; 0 = values are no better than one constant. Equal returns have no
     # variance to explain.
-    variance = float(returns.var())
-    has_variance = variance > _EPSILON**2
-    error = float((returns - values).var())
+    explained = 1 - error / variance if variance > _EPSILON**2 else 0.0
     return {
         "critic/value_mean": float(values.mean()),
         "critic/return_mean": float(returns.mean()),
-        "critic/explained_variance": 1 - error / variance if has_variance else 0.0,
+        "critic/explained_variance": explained,
     }
 
 
 def _of_step(batches: Sequence[Batch], name: str) -> np.ndarray:  # [trained tokens] float64
     parts = [getattr(m, name) for batch in batches for m in batch.microbatches]
     return np.concatenate(parts, dtype=np.float64)
+
+
+class ValueModel(nn.Module):
+    """The backbone of a language model with a value head instead of its own. Values are float32,
+    whatever the backbone computes in, and 0 until the head is trained."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        backbone = model.base_model
+        assert isinstance(backbone, PreTrainedModel)
+        self.backbone = backbone
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def values(self, hidden: Tensor) -> Tensor:  # [T, D] -> [T]
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.head(hidden.float()).squeeze(-1)
 
 
 class Critic:

@@ -63,7 +63,7 @@ class TrainerGroup:
         reply = await self._call(step, timeout_s=self._step_timeout_s)
         assert isinstance(reply, Stepped)
         assert reply.version == version
-        self.past.note(version, (batch, *more))
+        self.past.record(version, (batch, *more))
         return reply
 
     async def save(
@@ -105,7 +105,6 @@ class TrainerGroup:
         return reply
 
     def published(self, update: WeightUpdate) -> None:
-        """Register an update that the group has published."""
         self._unreleased.append(update)
 
     @contextlib.asynccontextmanager
@@ -220,7 +219,6 @@ async def _call_ranks(
 
 
 def _share_of(message: Message, *, rank: int, num_ranks: int) -> Message:
-    """The message for one rank: a step carries that rank's microbatches only."""
     if not isinstance(message, TrainStep) or num_ranks == 1:
         return message
     return msgspec.structs.replace(

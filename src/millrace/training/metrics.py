@@ -54,7 +54,6 @@ class StepMetrics:
         self._num_microbatches += 1
 
     def extend(self, other: "StepMetrics") -> None:
-        """Add another part of the same step."""
         assert other._extremes is not None, "the other part is empty"
         self._accumulate(other._sums, other._extremes)
         self._num_tokens += other._num_tokens
@@ -111,9 +110,6 @@ def _quantiles(histogram: Tensor) -> dict[str, Tensor]:
 def replayed_share(batches: Sequence[Batch]) -> float:
     """Share of the computed rows whose expert routes are replayed from the engine."""
     parts = [part for batch in batches for part in batch.microbatches]
-    known = sum(
-        int((routes[:, 0, 0] != unknown_id(routes.dtype)).sum())
-        for part in parts
-        if (routes := part.routes) is not None
-    )
+    routes = [part.routes[:, 0, 0] for part in parts if part.routes is not None]
+    known = sum(int((first != unknown_id(first.dtype)).sum()) for first in routes)
     return known / sum(len(part.tokens) for part in parts)

@@ -73,14 +73,7 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Op
     groups = [group for group in groups if group["params"]]
     if settings.optimizer == ADAMW:
         return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True)
-    return _build_custom_optimizer(groups, settings)
-
-
-def _build_custom_optimizer(
-    groups: list[dict[str, Any]], settings: TrainSettings
-) -> torch.optim.Optimizer:
-    """An optimizer class of the user's own, given lr and the further keys of [optimizer]."""
-    name = settings.optimizer
+    name = settings.optimizer  # the user's own class, given lr and the further keys of [optimizer]
     try:
         made = load_reference(name)(groups, lr=0.0, **settings.optimizer_options)
     except (TypeError, ValueError) as error:
@@ -105,7 +98,6 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, gradients: Iterable[Tensor]) -> None:
-        """Divide gradients by the scale, in place."""
         if self._is_on:
             for gradient in gradients:
                 gradient.div_(self.value)

@@ -4,7 +4,7 @@ Runs on the controller's event loop.
 """
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ Batches = tuple[Batch, ...]
 class PastSteps(Protocol):
     """The batches of past steps."""
 
-    def note(self, version: int, batches: Batches) -> None:
+    def record(self, version: int, batches: Batches) -> None:
         """Record the batches of the step that made this version."""
         ...
 
@@ -32,19 +32,18 @@ class PastSteps(Protocol):
         ...
 
 
-class Redo(Protocol):
-    def __call__(self, *, after: int, through: int) -> AsyncIterator[tuple[int, Batches]]: ...
-
-
 class StepsOnRecord:
     """Steps that the journal has recorded."""
 
-    def __init__(self, redo: Redo, *, version: int) -> None:
-        """`version`: the trainer's at the start."""
+    def __init__(
+        self, redo: Callable[..., AsyncIterator[tuple[int, Batches]]], *, version: int
+    ) -> None:
+        """`redo`: reads the steps from `after` (excluded) `through` a version. `version`: the
+        trainer's at the start."""
         self._redo = redo
         self._version = version
 
-    def note(self, version: int, batches: Batches) -> None:
+    def record(self, version: int, batches: Batches) -> None:
         self._version = version
 
     def saved(self, version: int) -> None:
@@ -66,7 +65,7 @@ class StepsInMemory:
         self._num_bytes = 0
         self._saved = version  # of the newest checkpoint
 
-    def note(self, version: int, batches: Batches) -> None:
+    def record(self, version: int, batches: Batches) -> None:
         self._version = version
         self._steps[version] = batches
         self._num_bytes += _size(batches)

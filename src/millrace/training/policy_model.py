@@ -33,7 +33,7 @@ from millrace.models.fused_logprobs import chunked_distributions
 from millrace.models.loading import hidden_states, write_model
 from millrace.models.logprobs import KeptRows
 from millrace.models.lora.trained import TrainedAdapter
-from millrace.models.moe.routing import RouteReplay
+from millrace.models.routing import RouteReplay
 from millrace.training.checkpoints.snapshot import Write, host_copy
 from millrace.training.layers import prepare_layers
 from millrace.training.optimizer import LossScale, TrainSettings, build_optimizer
@@ -51,16 +51,8 @@ class Gradient:
     loss: Tensor  # [] float64
     outputs: list[Any]  # what the loss function returned besides the loss, for each microbatch
     num_splits: int  # microbatches that were split to fit into memory
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ClippedGradient:
-    """A gradient after clipping; one that is not finite must not be applied."""
-
-    outputs: list[Any]
-    num_splits: int
-    norm: float  # before clipping
-    is_finite: bool  # both the loss and the norm
+    norm: float = math.nan  # before clipping; set by clipped_gradient()
+    is_finite: bool = False  # whether it may be applied; likewise
 
 
 class TrainableModel:
@@ -102,50 +94,33 @@ class TrainableModel:
                 self._backbone,
                 input_ids=as_tensor(microbatch.tokens, np.int64, device)[None],
                 position_ids=as_tensor(microbatch.positions, np.int64, device)[None],
-                layout=PackedLayout.of(
-                    microbatch.lengths, parents=microbatch.parents, device=device
-                ),
+                layout=PackedLayout(microbatch.lengths, parents=microbatch.parents, device=device),
             )
 
     @torch.no_grad()
     def annotate(self, batch: Batch, compute: Callable[[Microbatch], Microbatch]) -> Batch:
         """The batch with each microbatch replaced by what `compute` makes of it, without a
         gradient. Microbatches that do not fit into memory are split."""
-        while True:
-            parts: list[Microbatch] = []
-            for part in self._row_limit.fitting(batch)[0]:
-                try:
-                    parts.append(compute(part))
-                except torch.OutOfMemoryError:
-                    self._row_limit.lower(part)
-                    break
-            else:
-                return replace(batch, microbatches=tuple(parts))
+        parts, _ = self._in_parts(batch, compute)
+        return replace(batch, microbatches=tuple(parts))
 
     def accumulate(self, batch: Batch, loss: LossFunction) -> Gradient:
-        """Compute the gradient of a batch, summed over its microbatches.
+        """Compute the gradient of a batch, summed over its microbatches."""
 
-        A microbatch that does not fit into memory may leave half of its gradient behind. So the
-        batch is started again, and this and all later microbatches of that size are split.
-        """
-        while True:
-            parts, num_splits = self._row_limit.fitting(batch)
-            self.free_gradient()
-            total = torch.zeros((), dtype=torch.float64, device=self.device)
-            outputs: list[Any] = []
-            for part in parts:
-                result = self._backward(part, loss)
-                if result is None:
-                    self._row_limit.lower(part)
-                    break
-                total += result[0]
-                outputs.append(result[1])
-            else:
-                gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-                self._loss_scale.unscale(gradients)
-                return Gradient(loss=total, outputs=outputs, num_splits=num_splits)
+        def backward(part: Microbatch) -> tuple[Tensor, Any]:
+            value, output = loss(part)
+            (value * self._loss_scale.value).backward()
+            return value.detach(), output
 
-    def clipped_gradient(self, batch: Batch, loss: LossFunction) -> ClippedGradient:
+        results, num_splits = self._in_parts(batch, backward, before=self.free_gradient)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for value, _ in results:
+            total += value
+        self._loss_scale.unscale(p.grad for p in self.module.parameters() if p.grad is not None)
+        outputs = [output for _, output in results]
+        return Gradient(loss=total, outputs=outputs, num_splits=num_splits)
+
+    def clipped_gradient(self, batch: Batch, loss: LossFunction) -> Gradient:
         """Compute and clip the gradient of a batch. If float16 overflows, it is computed again with
         a smaller loss scale; if that does not help, the scale is left as it was."""
         first_scale = self._loss_scale.value
@@ -164,12 +139,7 @@ class TrainableModel:
             self._loss_scale.succeeded()
         else:
             self._loss_scale.value = first_scale
-        return ClippedGradient(
-            outputs=gradient.outputs,
-            num_splits=gradient.num_splits,
-            norm=grad_norm,
-            is_finite=is_finite,
-        )
+        return replace(gradient, norm=grad_norm, is_finite=is_finite)
 
     def apply_gradient(self, *, learning_rate: float) -> None:
         """Run one optimizer step with the gradient that was computed last."""
@@ -194,15 +164,39 @@ class TrainableModel:
         """Approximate size of a checkpoint: the weights and the optimizer's two moments of each."""
         return 3 * sum(w.numel() * w.element_size() for w in self.weights().values())
 
-    def _backward(self, part: Microbatch, loss: LossFunction) -> tuple[Tensor, Any] | None:
-        """Add the gradient of a microbatch; returns its loss and output, or None if it does not fit
-        into memory. A method of its own, so that a failed graph is freed before the next try."""
-        try:
-            value, output = loss(part)
-            (value * self._loss_scale.value).backward()
-        except torch.OutOfMemoryError:
-            return None
-        return value.detach(), output
+    def _in_parts(
+        self,
+        batch: Batch,
+        run: Callable[[Microbatch], Any],
+        *,
+        before: Callable[[], None] = lambda: None,
+    ) -> tuple[list[Any], int]:
+        """The results of `run` for the microbatches of a batch, and the number of splits.
+
+        A microbatch that does not fit into memory may leave half of its gradient behind. So the
+        batch is started again, with a call of `before`, and this and all later microbatches of that
+        size are split.
+        """
+        while True:
+            parts, num_splits = self._row_limit.fitting(batch)
+            before()
+            results: list[Any] = []
+            for part in parts:
+                result = _unless_out_of_memory(run, part)
+                if result is None:
+                    self._row_limit.lower(part)
+                    break
+                results.append(result)
+            else:
+                return results, num_splits
+
+
+def _unless_out_of_memory(run: Callable[[Microbatch], Any], part: Microbatch) -> Any:
+    """A separate function, so that a failed graph is freed before the next try."""
+    try:
+        return run(part)
+    except torch.OutOfMemoryError:
+        return None
 
 
 class PolicyModel(TrainableModel):
@@ -256,27 +250,27 @@ class PolicyModel(TrainableModel):
 
     def with_proximal_logprobs(self, batch: Batch) -> Batch:
         """The batch with the logprobs of the policy as it is now, before the step changes it."""
-
-        def compute(part: Microbatch) -> Microbatch:
-            return replace(part, proximal_logprobs=self.logprobs(part).logprobs.cpu().numpy())
-
-        return self.annotate(batch, compute)
+        return self.annotate(
+            batch, lambda part: replace(part, proximal_logprobs=self._host_logprobs(part))
+        )
 
     def with_reference_logprobs(self, batch: Batch) -> Batch:
         """The batch with the logprobs of the base model beneath the adapter. A batch that already
         has those of another reference model, and any batch without an adapter, is unchanged."""
-        if self._adapter is None:
-            return batch
-        if all(part.reference_logprobs is not None for part in batch.microbatches):
+        has_reference = all(part.reference_logprobs is not None for part in batch.microbatches)
+        if self._adapter is None or has_reference:
             return batch
 
         def compute(part: Microbatch) -> Microbatch:
             # The reference chooses its own routes: its own distribution is wanted.
-            logprobs = self.logprobs(replace(part, routes=None)).logprobs
-            return replace(part, reference_logprobs=logprobs.cpu().numpy())
+            logprobs = self._host_logprobs(replace(part, routes=None))
+            return replace(part, reference_logprobs=logprobs)
 
         with self._adapter.disabled():
             return self.annotate(batch, compute)
+
+    def _host_logprobs(self, part: Microbatch) -> np.ndarray:  # [N] float32
+        return self.logprobs(part).logprobs.cpu().numpy()
 
     def weights(self) -> dict[str, Tensor]:
         """The tensors that a version consists of: the adapter's, or all parameters."""

@@ -44,7 +44,9 @@ def token_batch(
         reference_logprobs=_optional(microbatch.reference_logprobs, device),
         teacher_logprobs=_optional(microbatch.teacher_logprobs, device),
         topk=None if topk is None else _topk(microbatch, trainer=topk),
-        groups=None if microbatch.groups is None else _groups(microbatch.groups, device),
+        groups=None
+        if microbatch.groups is None
+        else _segments(np.unique(microbatch.groups, return_inverse=True)[1], device),
         num_groups=batch.num_groups,
     )
 
@@ -69,13 +71,8 @@ def _topk(microbatch: Microbatch, *, trainer: Tensor) -> TopK:
 def _segments(ids: np.ndarray, device: torch.device) -> TokenSegments:
     """Lengths are counted on the host: on the device their number would force a wait."""
     return TokenSegments(
-        ids=as_tensor(ids, np.int64, device),
-        lengths=as_tensor(np.bincount(ids), np.int64, device),
+        ids=as_tensor(ids, np.int64, device), lengths=as_tensor(np.bincount(ids), np.int64, device)
     )
-
-
-def _groups(numbers: np.ndarray, device: torch.device) -> TokenSegments:
-    return _segments(np.unique(numbers, return_inverse=True)[1], device)
 
 
 def _turns(microbatch: Microbatch) -> np.ndarray:  # [N] int64

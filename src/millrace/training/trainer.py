@@ -8,7 +8,7 @@ computes the advantages, and it learns from every batch that the policy learns f
 Used by one thread.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -30,38 +30,15 @@ from millrace.training.checkpoints.snapshot import (
     restore_random_state,
 )
 from millrace.training.critic import Critic
-from millrace.training.losses.loss import (
-    AdaptiveLoss,
-    Loss,
-    NeedsProximal,
-    NeedsReference,
-    NeedsTopK,
-)
+from millrace.training.losses.loss import AdaptiveLoss, Loss, loss_needs
 from millrace.training.metrics import StepMetrics, replayed_share
 from millrace.training.optimizer import Schedule
-from millrace.training.policy_model import PolicyModel
+from millrace.training.policy_model import Gradient, PolicyModel
 from millrace.training.token_batches import token_batch
 
 # What torch and safetensors raise for files that are missing, damaged, or of another model.
-_READING_ERRORS = (
-    OSError,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    KeyError,
-    UnpicklingError,
-    SafetensorError,
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Update:
-    """The outcome of one optimizer update; if it is not finite, nothing was changed."""
-
-    metrics: StepMetrics
-    num_splits: int
-    grad_norm: float
-    is_finite: bool
+_FILE_ERRORS = (OSError, EOFError, UnpicklingError, SafetensorError)
+_READING_ERRORS = (*_FILE_ERRORS, RuntimeError, ValueError, KeyError)
 
 
 class Trainer:
@@ -95,22 +72,20 @@ class Trainer:
         self.skipped = tuple(i for i, update in enumerate(updates) if not update.is_finite)
         self.steps_done += 1
         counted = [update for update in updates if update.is_finite] or updates
-        metrics = StepMetrics()
-        for update in counted:
-            metrics.extend(update.metrics)
-        summary = metrics.summary()
+        summary = _merged([_merged(update.outputs) for update in counted]).summary()
         if isinstance(self._loss, AdaptiveLoss) and counted[0].is_finite:
             self._loss = self._loss.adapted(summary)
-        replayed = {"routing/replayed_share": replayed_share(batches)}
+        if self._critic is not None:
+            summary |= self._critic.step_metrics()
+        if self.policy.replays_routes:
+            summary["routing/replayed_share"] = replayed_share(batches)
         return {
             **summary,
-            **({} if self._critic is None else self._critic.step_metrics()),
-            **(replayed if self.policy.replays_routes else {}),
             "loss": summary["loss"] / len(counted),
             "batch/microbatch_splits": float(sum(update.num_splits for update in updates)),
             "loss_scale": self.policy.loss_scale,
             "batch/proximal_microbatches": float(num_proximal),
-            "grad_norm": sum(update.grad_norm for update in counted) / len(counted),
+            "grad_norm": sum(update.norm for update in counted) / len(counted),
             "learning_rate": learning_rate,
             "skipped/updates": float(len(self.skipped)),
         }
@@ -163,13 +138,11 @@ class Trainer:
         return self.policy.state_bytes() + of_critic
 
     def accumulate(self, batch: Batch) -> tuple[Tensor, StepMetrics]:
-        """Compute the gradient of a batch; returns its loss and metrics."""
         gradient = self.policy.accumulate(batch, lambda part: self._microbatch_loss(part, batch))
         return gradient.loss, _merged(gradient.outputs)
 
     @property
     def _is_critic_warmup(self) -> bool:
-        """Whether only the critic learns in this step."""
         return self._critic is not None and self._critic.is_warming_up(self.steps_done)
 
     def _with_logprobs(self, batches: tuple[Batch, ...]) -> tuple[tuple[Batch, ...], int]:
@@ -177,17 +150,14 @@ class Trainer:
         microbatches took a forward pass for the proximal ones."""
         num_proximal = 0
         # In the first update of a step, proximal logprobs are the trainer's own.
-        has_several_updates = len(batches) * self._epochs > 1
-        needs_proximal = isinstance(self._loss, NeedsProximal) and self._loss.needs_proximal
-        if has_several_updates and needs_proximal:
+        if len(batches) * self._epochs > 1 and loss_needs(self._loss, "proximal"):
             batches = tuple(map(self.policy.with_proximal_logprobs, batches))
             num_proximal = sum(len(batch.microbatches) for batch in batches)
-        if isinstance(self._loss, NeedsReference) and self._loss.needs_reference:
+        if loss_needs(self._loss, "reference"):
             batches = tuple(map(self.policy.with_reference_logprobs, batches))
         return batches, num_proximal
 
-    def _update(self, batch: Batch, *, learning_rate: float) -> _Update:
-        """One optimizer update, applied only if it is finite."""
+    def _update(self, batch: Batch, *, learning_rate: float) -> Gradient:
         assert batch.num_trained_tokens > 0, "a batch has trained tokens"
         gradient = self.policy.clipped_gradient(
             batch, lambda part: self._microbatch_loss(part, batch)
@@ -196,16 +166,11 @@ class Trainer:
         is_finite = gradient.is_finite and (self._critic is None or self._critic.update(batch))
         if is_finite and not self._is_critic_warmup:
             self.policy.apply_gradient(learning_rate=learning_rate)
-        return _Update(
-            metrics=_merged(gradient.outputs),
-            num_splits=gradient.num_splits,
-            grad_norm=gradient.norm,
-            is_finite=is_finite,
-        )
+        return replace(gradient, is_finite=is_finite)
 
     def _microbatch_loss(self, part: Microbatch, batch: Batch) -> tuple[Tensor, StepMetrics]:
-        needs_topk = isinstance(self._loss, NeedsTopK) and self._loss.needs_topk
-        output = self.policy.logprobs(part, topk_ids=part.topk_ids if needs_topk else None)
+        topk_ids = part.topk_ids if loss_needs(self._loss, "topk") else None
+        output = self.policy.logprobs(part, topk_ids=topk_ids)
         tokens = token_batch(part, batch, output=output, version=self.steps_done)
         loss, named = self._loss(tokens)
         metrics = StepMetrics()

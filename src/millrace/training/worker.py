@@ -34,8 +34,7 @@ from millrace.core.errors import CheckpointError
 from millrace.core.spans import Timeline
 from millrace.models.directory import load_tokenizer
 from millrace.training.build import build_sender, build_trainer, seed_everything
-from millrace.training.checkpoints.snapshot import TrainerSnapshot
-from millrace.training.checkpoints.writer import CheckpointResult, CheckpointWriter
+from millrace.training.checkpoints.snapshot import CheckpointWriter
 from millrace.weights.publisher import Publisher
 
 PROGRESS_S = 0.25
@@ -43,25 +42,13 @@ MERGED = "merged"  # subfolder of a checkpoint
 
 
 def main(link: Link, name: str) -> None:
-    serve(link, name, message=StartTrainer, start=start)
-
-
-def start(
-    message: StartTrainer,
-    link: Link,
-    timeline: Timeline,
-    make_writer: type[CheckpointWriter] = CheckpointWriter,
-) -> "TrainerWorker":
-    return TrainerWorker(message, link=link, timeline=timeline, make_writer=make_writer)
+    serve(link, name, message=StartTrainer, start=TrainerWorker)
 
 
 class TrainerWorker:
-    """A loaded trainer, its publisher and its checkpoint writer."""
-
     def __init__(
         self,
         message: StartTrainer,
-        *,
         link: Link,
         timeline: Timeline,
         make_writer: type[CheckpointWriter] = CheckpointWriter,
@@ -110,35 +97,38 @@ class TrainerWorker:
 
     def _handle(self, call: WorkerCall) -> bool:
         """Answer one call; False = stop."""
-        if isinstance(call.message, Lend):
-            self._lend(call)
+        message = call.message
+        if isinstance(message, Lend):  # replied to when the weights can be read
+            self._publisher.lend(
+                self._trainer.steps_done,
+                self._trainer.policy.weights(),
+                answer=lambda update: call.reply(Lent(update=update)),
+            )
             return True
+        reply: Message = Done()
         try:
-            if isinstance(call.message, SaveCheckpoint):
-                self._save(call, call.message)  # the writer's thread replies
-                return True
-            reply = self._answer(call.message)
+            match message:
+                case TrainStep():
+                    reply = self._step(message)
+                case SaveCheckpoint():
+                    self._save(call, message)  # the writer's thread replies
+                    return True
+                case Release():
+                    self._publisher.release(message.version)
+                case Stop():
+                    pass
+                case _:
+                    raise TypeError(f"a running trainer does not take {type(message).__name__}")
         except Exception as error:  # noqa: BLE001 - the controller raises it again
             call.fail(error)
             return True
-        if isinstance(call.message, TrainStep):
+        if isinstance(message, TrainStep):
             self._timeline.enter("publish", busy=True)  # before the reply: the step is over
         call.reply(reply)
-        if isinstance(call.message, TrainStep) and call.message.publish:
-            self._publish()
-        return not isinstance(call.message, Stop)
-
-    def _answer(self, message: Message) -> Message:
-        match message:
-            case TrainStep():
-                return self._step(message)
-            case Release():
-                self._publisher.release(message.version)
-            case Stop():
-                pass
-            case _:
-                raise TypeError(f"a running trainer does not take {type(message).__name__}")
-        return Done()
+        if isinstance(message, TrainStep) and message.publish:
+            self._publisher.publish(self._trainer.steps_done, self._trainer.policy.weights())
+            self._report_progress()
+        return not isinstance(message, Stop)
 
     def _step(self, message: TrainStep) -> Stepped:
         assert message.version == self._trainer.steps_done + 1, "a step makes the next version"
@@ -148,18 +138,6 @@ class TrainerWorker:
         self._is_stepping = False
         self._trained_tokens += metrics["batch/trained_tokens"]
         return Stepped(version=message.version, metrics=metrics, skipped=self._trainer.skipped)
-
-    def _publish(self) -> None:
-        self._publisher.publish(self._trainer.steps_done, self._trainer.policy.weights())
-        self._report_progress()
-
-    def _lend(self, call: WorkerCall) -> None:
-        """Reply once the weights can be read."""
-        self._publisher.lend(
-            self._trainer.steps_done,
-            self._trainer.policy.weights(),
-            answer=lambda update: call.reply(Lent(update=update)),
-        )
 
     def _save(self, call: WorkerCall, message: SaveCheckpoint) -> None:
         """Copy the state. A thread writes it and replies while steps continue."""
@@ -175,30 +153,34 @@ class TrainerWorker:
                 f" copied to the host ({storage.reason(error)}); it needs"
                 f" {self._trainer.state_bytes()} bytes of memory there."
             ) from error
-        needed_bytes = self._trainer.state_bytes()
         call.send_part(Copied())
+        num_merged = self._trainer.policy.merged_bytes() if is_exported else 0
+
+        def write(folder: Path) -> None:
+            snapshot.write(folder)
+            self._tokenizer.save_pretrained(folder)
+            if is_exported:
+                self._tokenizer.save_pretrained(folder / MERGED)
+
+        def reply(error: BaseException | None, complaint: str | None) -> None:
+            if error is not None:
+                call.fail(error)
+            else:
+                call.reply(Saved(version=version, complaint=complaint))
+
         self._writer.begin(
             directory,
-            write=lambda folder: self._write(snapshot, folder, exported=is_exported),
+            write=write,
             run_state={"step": version, "version": version, **message.run_state},
-            needed_bytes=needed_bytes + (self._trainer.policy.merged_bytes() if is_exported else 0),
-            on_done=lambda result: _reply_saved(call, version, result),
+            needed_bytes=self._trainer.state_bytes() + num_merged,
+            on_done=reply,
         )
 
-    def _write(self, snapshot: TrainerSnapshot, folder: Path, *, exported: bool) -> None:
-        snapshot.write(folder)
-        self._tokenizer.save_pretrained(folder)
-        if exported:
-            self._tokenizer.save_pretrained(folder / MERGED)
-
     def _report_progress(self) -> None:
-        counters = {
-            "steps": float(self._trainer.steps_done),
-            "trained_tokens": self._trained_tokens,
-        }
+        steps_done = float(self._trainer.steps_done)
         progress = WorkerProgress(
             spans=self._timeline.drain(),
-            counters=counters,
+            counters={"steps": steps_done, "trained_tokens": self._trained_tokens},
             work=self._num_forwards,
             waits=not self._is_stepping,
         )
@@ -210,13 +192,6 @@ class TrainerWorker:
         self._num_forwards += 1
         if time.monotonic() - self._reported_at >= PROGRESS_S:
             self._report_progress()
-
-
-def _reply_saved(call: WorkerCall, version: int, result: CheckpointResult) -> None:
-    if result.error is not None:
-        call.fail(result.error)
-    else:
-        call.reply(Saved(version=version, complaint=result.complaint))
 
 
 if __name__ == "__main__":

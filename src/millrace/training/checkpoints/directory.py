@@ -2,10 +2,12 @@
 
 Promise: a directory named step_N is complete and on the disk. It is written under a hidden name,
 synced and renamed. A failure before that leaves no trace and does not touch an earlier checkpoint.
-The manifest is written last and checked before a run resumes, so a checkpoint that was damaged
-later is skipped. One process writes; any process may read.
+`manifest.json` is written last, with the sizes and checksums of all files. It is checked before a
+run resumes, so a checkpoint that was damaged later is skipped; xxh3 does not protect against
+deliberate damage. One process writes; any process may read. Torch-free.
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -14,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import xxhash
 from safetensors import SafetensorError
 
 from millrace.core import files as storage
 from millrace.core.errors import CheckpointError, ConfigError
-from millrace.training.checkpoints.manifest import damage_in, write_manifest
 
 CHECKPOINTS = "checkpoints"
+MANIFEST_FILE = "manifest.json"
 RUN_STATE_FILE = "run_state.json"
 CRITIC = "critic"  # subfolder of a checkpoint, if the run has a critic
 _REQUIRED_FILES = ("trainer_state.pt", RUN_STATE_FILE)
@@ -32,22 +36,20 @@ _WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 def write_checkpoint(
-    directory: Path,
-    *,
-    write: Callable[[Path], None],
-    run_state: dict[str, Any],
-    needed_bytes: int,
+    directory: Path, *, write: Callable[[Path], None], run_state: dict[str, Any], needed_bytes: int
 ) -> None:
     """Fill `directory` with what `write` puts into the folder it is given, and the run state."""
     unfinished = directory.parent / f"{_HIDDEN}{directory.name}"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        _remove_unfinished(directory.parent)
-        _check_room(directory, needed_bytes=needed_bytes)
+        for leftover in directory.parent.glob(f"{_HIDDEN}*"):  # of a killed process
+            shutil.rmtree(leftover)
+        if shutil.disk_usage(directory.parent).free < needed_bytes:
+            raise OSError("the disk is too full")
         unfinished.mkdir()
         write(unfinished)
         (unfinished / RUN_STATE_FILE).write_text(json.dumps(run_state, indent=2) + "\n")
-        write_manifest(unfinished)
+        _write_manifest(unfinished)
         storage.sync_all(unfinished)
         _move_into_place(unfinished, directory)
     except BaseException as error:
@@ -63,14 +65,12 @@ def write_checkpoint(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundCheckpoint:
-    """The newest undamaged checkpoint of a run."""
-
     directory: Path | None = None
     refused: tuple[str, ...] = ()  # a sentence about each newer, damaged one, the newest first
 
 
 def newest_checkpoint(run_dir: Path) -> FoundCheckpoint:
-    """The newest undamaged checkpoint of a run; reads all of its files."""
+    """Reads all files of the checkpoints it looks at."""
     refused: list[str] = []
     for _, path in reversed(_numbered(run_dir / CHECKPOINTS)):
         damage = damage_to(path)
@@ -80,18 +80,62 @@ def newest_checkpoint(run_dir: Path) -> FoundCheckpoint:
     return FoundCheckpoint(directory=None, refused=tuple(refused))
 
 
+class _File(msgspec.Struct, frozen=True):
+    bytes: int
+    xxh3: str  # 64 bits, hexadecimal
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    files: dict[str, _File]  # by path inside the directory
+
+
+def _write_manifest(directory: Path) -> None:
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(directory).as_posix(): _File(path.stat().st_size, _checksum(path))
+        for path in paths
+    }
+    text = msgspec.json.format(msgspec.json.encode(_Manifest(files)))
+    (directory / MANIFEST_FILE).write_bytes(text + b"\n")
+
+
 def damage_to(directory: Path) -> str | None:
     """Why a checkpoint cannot be used, as a continuation of "it ..."; None = it is undamaged.
 
     Reads all of its files."""
     is_adapter = any((directory / name).is_file() for name in _ADAPTER_FILES)
-    return damage_in(
-        directory, required=(*(_ADAPTER_FILES if is_adapter else _MODEL_FILES), *_REQUIRED_FILES)
-    )
+    required = (*(_ADAPTER_FILES if is_adapter else _MODEL_FILES), *_REQUIRED_FILES)
+    if not (directory / MANIFEST_FILE).is_file():
+        return f"has no {MANIFEST_FILE}"
+    try:
+        data = (directory / MANIFEST_FILE).read_bytes()
+        files = msgspec.json.decode(data, type=_Manifest).files
+        if missing := [name for name in required if name not in files]:
+            return f"has no {missing[0]}"
+        reasons = (_damage_to_file(directory / name, files[name], name=name) for name in files)
+        return next((reason for reason in reasons if reason is not None), None)
+    except msgspec.MsgspecError as error:
+        return f"has a {MANIFEST_FILE} that cannot be read ({error})"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def _damage_to_file(path: Path, expected: _File, *, name: str) -> str | None:
+    if not path.is_file():
+        return f"has no {name}"
+    if (num_bytes := path.stat().st_size) != expected.bytes:
+        return f"has a {name} of {num_bytes} bytes instead of {expected.bytes}"
+    if _checksum(path) != expected.xxh3:
+        return f"has a damaged {name}: its checksum differs"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()  # pyright: ignore[reportArgumentType]
 
 
 def read_run_state(directory: Path) -> dict[str, Any]:
-    """The controller's state in a checkpoint that newest_checkpoint() found."""
     return json.loads((directory / RUN_STATE_FILE).read_text())
 
 
@@ -141,17 +185,6 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
         return []
     matches = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in folder.iterdir())
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """What a killed process left behind."""
-    for path in folder.glob(f"{_HIDDEN}*"):
-        shutil.rmtree(path)
-
-
-def _check_room(directory: Path, *, needed_bytes: int) -> None:
-    if shutil.disk_usage(directory.parent).free < needed_bytes:
-        raise OSError("the disk is too full")
 
 
 def _move_into_place(unfinished: Path, directory: Path) -> None:

@@ -17,12 +17,7 @@ from millrace.training.group import TrainerGroup
 
 class Checkpointing:
     def __init__(
-        self,
-        trainer: TrainerGroup,
-        *,
-        folder: Path,
-        warn: Callable[[str], None],
-        version: int = 0,
+        self, trainer: TrainerGroup, *, folder: Path, warn: Callable[[str], None], version: int = 0
     ) -> None:
         """`version` of the checkpoint that the run resumes from; 0 = none."""
         self.newest = folder / f"step_{version}" if version else None  # on the disk
@@ -50,8 +45,18 @@ class Checkpointing:
             )
             return
         copied = asyncio.Event()
+
+        async def write() -> None:
+            try:
+                await self._write(version, run_state, on_saved, on_copied=copied.set)
+            # The supervisor reports and replaces a dead trainer.
+            except (CheckpointError, WorkerError) as error:
+                self._warn(f"{error} The run continues without the checkpoint of step {version}.")
+            finally:
+                copied.set()
+
         self._version = version
-        self._writing = asyncio.create_task(self._try(version, run_state, on_saved, copied))
+        self._writing = asyncio.create_task(write())
         await copied.wait()
 
     async def save_last(
@@ -66,21 +71,6 @@ class Checkpointing:
         """Stop waiting for the checkpoint being written; the trainer finishes it if it can."""
         if self._writing is not None:
             self._writing.cancel()
-
-    async def _try(
-        self,
-        version: int,
-        run_state: dict[str, Any],
-        on_saved: Callable[[], None],
-        copied: asyncio.Event,
-    ) -> None:
-        try:
-            await self._write(version, run_state, on_saved, on_copied=copied.set)
-        # The supervisor reports and replaces a dead trainer.
-        except (CheckpointError, WorkerError) as error:
-            self._warn(f"{error} The run continues without the checkpoint of step {version}.")
-        finally:
-            copied.set()
 
     async def _write(
         self,

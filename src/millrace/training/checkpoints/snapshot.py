@@ -1,9 +1,13 @@
-"""The trainer's state at one version, copied to the host so that training can continue.
+"""The trainer's state at one version, copied to the host and written while training continues.
 
-Promise: write() writes the state as it was when the snapshot was made, whatever the trainer has
-learned since. The trainer's thread makes a snapshot; any thread may write it, once.
+Promise: a checkpoint holds the state as it was when its snapshot was made, whatever the trainer has
+learned since. One snapshot exists at a time.
+
+Threads: the trainer's thread makes a snapshot and calls the CheckpointWriter, which starts a thread
+per checkpoint. That thread writes the snapshot and reports the result exactly once.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from millrace.core.errors import CheckpointError
+from millrace.training.checkpoints.directory import prune_checkpoints, write_checkpoint
 
 STATE_FILE = "trainer_state.pt"
 # Format of the trainer state. States without a number are of format 0, which is read the same way.
@@ -36,6 +42,59 @@ class TrainerSnapshot:
             torch.save(self.state, file)
 
 
+class CheckpointWriter:
+    def __init__(self, *, keep: int) -> None:
+        self._keep = keep
+        self._good: set[str] = set()  # step_N known to be undamaged; used by the thread only
+        self._thread: threading.Thread | None = None
+
+    def begin(
+        self,
+        directory: Path,
+        *,
+        write: Callable[[Path], None],
+        run_state: dict[str, Any],
+        needed_bytes: int,
+        on_done: Callable[[BaseException | None, str | None], None],
+    ) -> None:
+        """Start a thread that fills `directory` with what `write` puts into a folder and with the
+        run state, and removes old checkpoints. It then calls `on_done` with the error that left
+        nothing written or changed, or else with a complaint about old ones that it cannot remove.
+        """
+
+        def work() -> None:
+            error = complaint = None
+            self._good.discard(directory.name)
+            try:
+                write_checkpoint(
+                    directory, write=write, run_state=run_state, needed_bytes=needed_bytes
+                )
+                self._good.add(directory.name)
+            except Exception as failure:  # noqa: BLE001 - the caller's process raises it
+                error = failure
+            else:
+                complaint = self._prune(directory.parent)
+            on_done(error, complaint)
+
+        self.wait()
+        # Not a daemon: a process that exits finishes its checkpoint first.
+        self._thread = threading.Thread(target=work, name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Block until no checkpoint is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _prune(self, folder: Path) -> str | None:
+        try:
+            prune_checkpoints(folder, keep=self._keep, good=self._good)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+
 def check_format(state: Mapping[str, Any], *, folder: Path) -> None:
     """Refuse a trainer state that a later version of Millrace wrote."""
     found = state.get("format", 0)
@@ -47,7 +106,6 @@ def check_format(state: Mapping[str, Any], *, folder: Path) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's random generators in this process."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -62,17 +120,14 @@ def restore_random_state(state: Mapping[str, Tensor], device: torch.device) -> N
 
 def host_copy(tree: Any) -> Any:
     """The same dicts, lists and tuples with host copies of their tensors; tied ones stay tied."""
-    return _copied(tree, {})
+    known: dict[tuple[Any, ...], Tensor] = {}
 
-
-def _copied(tree: Any, known: dict[tuple[Any, ...], Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        key = (tree.device, tree.data_ptr(), tree.shape, tree.stride(), tree.dtype)
-        if tree.numel() == 0 or key not in known:  # empty tensors share the address 0
-            known[key] = tree.detach().to("cpu", copy=True)
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        key = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() == 0 or key not in known:  # empty tensors share the address 0
+            known[key] = value.detach().to("cpu", copy=True)
         return known[key]
-    if isinstance(tree, Mapping):
-        return {key: _copied(value, known) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_copied(value, known) for value in tree)
-    return tree
+
+    return tree_map(copied, tree)

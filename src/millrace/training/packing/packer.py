@@ -48,11 +48,10 @@ class _Branch:
     tokens: np.ndarray  # [rows] int32; up to the last row that is needed
     members: tuple[_Sample, ...]
 
-    @property
-    def routes(self) -> np.ndarray | None:  # [rows, layers, top_k]
+    def routes(self, begin: int, end: int) -> np.ndarray | None:  # [rows, layers, top_k]
         """Routes of the first rollout: shared rows are computed once, with one set of routes."""
         routes = self.members[0].rollout.routes
-        return None if routes is None else routes[: len(self.tokens)]
+        return None if routes is None else routes[begin:end]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -90,7 +89,7 @@ def pack(
     With `pairs`, only rollouts with an advantage are packed, and those of a group together, because
     the loss compares them. With `critic`, rewards and end states are included.
     """
-    samples = [_critic_samples(group) if critic else _samples(group) for group in groups]
+    samples = [_samples(group, critic=critic) for group in groups]
     if pairs:
         samples = _compared(samples)
     families = [_families(_branches(of_group)) for of_group in samples]
@@ -116,28 +115,6 @@ def pack(
     )
 
 
-def pack_minibatches(
-    groups: Sequence[Group],
-    *,
-    num_minibatches: int,
-    microbatch_tokens: int,
-    pairs: bool = False,
-    critic: bool = False,
-    num_ranks: int = 1,
-) -> tuple[Batch, ...]:
-    """One batch for each of minibatches_of()."""
-    return tuple(
-        pack(
-            part,
-            microbatch_tokens=microbatch_tokens,
-            pairs=pairs,
-            critic=critic,
-            num_ranks=num_ranks,
-        )
-        for part in minibatches_of(groups, num_minibatches=num_minibatches)
-    )
-
-
 def minibatches_of(groups: Sequence[Group], *, num_minibatches: int) -> list[Sequence[Group]]:
     """The groups in order, split into minibatches of about as many whole groups each."""
     assert num_minibatches <= len(groups), "a minibatch holds at least one group"
@@ -160,7 +137,18 @@ def _microbatches(
     return tuple(placeholder(next(filter(None, filled))) if m is None else m for m in filled)
 
 
-def _samples(group: Group) -> list[_Sample]:
+def _samples(group: Group, *, critic: bool) -> list[_Sample]:
+    if critic:  # it estimates the advantages; each rollout ends with the episode's score
+        return [
+            _Sample(
+                rollout=rollout,
+                advantages=np.zeros(rollout.num_sampled, np.float32),
+                rewards=sampled_rewards(rollout, score=score.of_agent(rollout.agent)),
+                was_cut=episode.was_cut,
+            )
+            for episode, score in zip(group.episodes, group.scores, strict=True)
+            for rollout in episode.rollouts
+        ]
     assert group.advantages is not None, "a group is scored before it is packed"
     if group.token_advantages is not None:
         by_token = zip(group.rollouts, group.token_advantages, strict=True)
@@ -168,20 +156,6 @@ def _samples(group: Group) -> list[_Sample]:
     return [
         _Sample(rollout=rollout, advantages=np.full(rollout.num_sampled, advantage, np.float32))
         for episode, advantage in zip(group.episodes, group.advantages, strict=True)
-        for rollout in episode.rollouts
-    ]
-
-
-def _critic_samples(group: Group) -> list[_Sample]:
-    """Samples with rewards; each rollout of an episode ends with the episode's score."""
-    return [
-        _Sample(
-            rollout=rollout,
-            advantages=np.zeros(rollout.num_sampled, np.float32),  # the critic estimates them
-            rewards=sampled_rewards(rollout, score=score.of_agent(rollout.agent)),
-            was_cut=episode.was_cut,
-        )
-        for episode, score in zip(group.episodes, group.scores, strict=True)
         for rollout in episode.rollouts
     ]
 
@@ -230,7 +204,6 @@ def _families(branches: Sequence[_Branch]) -> list[_Family]:
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the longest common prefix."""
     shortest = min(len(a), len(b))
     differs = a[:shortest] != b[:shortest]
     return int(differs.argmax()) if differs.any() else shortest
@@ -309,7 +282,7 @@ class _Segments:
         """`parents`: one branch of each family with shared rows, and their number."""
         self.tokens = [branch.tokens[:shared] for branch, shared in parents]
         self.positions = [np.arange(shared) for _, shared in parents]
-        self.routes = [_rows_of(branch.routes, slice(shared)) for branch, shared in parents]
+        self.routes = [branch.routes(0, shared) for branch, shared in parents]
         self.parents = [-1] * len(parents)
         self._ends = np.cumsum([shared for _, shared in parents])
         self._num_rows = sum(shared for _, shared in parents)
@@ -324,11 +297,7 @@ class _Segments:
         if num_own:
             self.tokens.append(tokens[shared:])
             self.positions.append(np.arange(shared, len(tokens)))
-            self.routes.append(_rows_of(branch.routes, slice(shared, None)))
+            self.routes.append(branch.routes(shared, len(tokens)))
             self.parents.append(parent)
             self._num_rows += num_own
         return rows
-
-
-def _rows_of(routes: np.ndarray | None, rows: slice) -> np.ndarray | None:
-    return None if routes is None else routes[rows]

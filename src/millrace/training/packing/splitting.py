@@ -6,6 +6,7 @@ rows it needs. Rows that rollouts of both halves share are in both.
 
 import dataclasses
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -13,17 +14,11 @@ from millrace.core.errors import RunFailed
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Kept
 
-_TOKEN_FIELDS = ("targets", "engine_logprobs", "versions", "advantages", "temperatures")
-_OPTIONAL_TOKEN_FIELDS = (
-    "reference_logprobs",
-    "proximal_logprobs",
-    "teacher_logprobs",
-    "topk_ids",
-    "topk_logprobs",
-    "groups",
-    "rewards",
-    "values",
-    "returns",
+# Arrays with one row per trained token; some may be None.
+_TOKEN_FIELDS = (
+    *("targets", "engine_logprobs", "versions", "advantages", "temperatures"),
+    *("reference_logprobs", "proximal_logprobs", "teacher_logprobs", "topk_ids", "topk_logprobs"),
+    *("groups", "rewards", "values", "returns"),
 )
 
 
@@ -88,8 +83,7 @@ def placeholder(like: Microbatch) -> Microbatch:
         kept=None if like.kept is None else Kept(ids=like.kept.ids[:0], offsets=np.zeros(1, int)),
         routes=None if like.routes is None else like.routes[:1],
         last_rows=None if like.last_rows is None else like.last_rows[:0],
-        **{name: getattr(like, name)[:0] for name in _TOKEN_FIELDS},
-        **{name: _chosen(getattr(like, name), slice(0)) for name in _OPTIONAL_TOKEN_FIELDS},
+        **_token_fields(like, slice(0)),
     )
 
 
@@ -118,13 +112,13 @@ def _part(whole: Microbatch, chosen: np.ndarray) -> Microbatch:
         kept=None if whole.kept is None else _kept_rows(whole.kept, chosen),
         routes=None if whole.routes is None else whole.routes[rows],
         last_rows=None if last_rows is None else new_row[last_rows],
-        **{name: getattr(whole, name)[chosen] for name in _TOKEN_FIELDS},
-        **{name: _chosen(getattr(whole, name), chosen) for name in _OPTIONAL_TOKEN_FIELDS},
+        **_token_fields(whole, chosen),
     )
 
 
-def _chosen(values: np.ndarray | None, chosen: np.ndarray | slice) -> np.ndarray | None:
-    return None if values is None else values[chosen]
+def _token_fields(whole: Microbatch, chosen: np.ndarray | slice) -> dict[str, Any]:
+    values = {name: getattr(whole, name) for name in _TOKEN_FIELDS}
+    return {name: None if value is None else value[chosen] for name, value in values.items()}
 
 
 def _in_order(whole: Microbatch, used: np.ndarray) -> np.ndarray:
