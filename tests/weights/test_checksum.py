@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from millrace.weights.checksum import checksum, word_sum
+from millrace.weights.packing import checksum, word_sum
 
 
 def payload(num_words: int, *, seed: int = 0) -> torch.Tensor:

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.core.errors import WeightError
-from millrace.weights.checksum import checksum
 from millrace.weights.packing import (
     ALIGN_BYTES,
     check_fits,
     check_manifest,
+    checksum,
     lay_out,
     pack,
     unpack,

@@ -369,7 +369,7 @@ class WeightUpdate:
     version: int
     tensors: tuple[TensorSpec, ...]
     num_bytes: int  # of the full payload
-    checksum: int  # of the full payload; see weights/checksum.py
+    checksum: int  # of the full payload; see weights/packing.py
     transport: str  # "shm", "disk", "collective" or "ipc"
     location: str  # of the payload, in the transport's own format
     delta: Delta | None = None  # the change from its base, for an engine that holds that

@@ -1,4 +1,4 @@
-"""The word sums of checksum.py in one pass, as a Triton kernel.
+"""The word sums of packing.py in one pass, as a Triton kernel.
 
 Imported on machines with CUDA only. R = rows, C = columns of the table of words.
 """

@@ -48,8 +48,9 @@ class HttpNotifier:
         return update.version
 
     async def _notify(self, url: str, body: dict[str, Any]) -> None:
+        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout())  # no limits but ours
         try:
-            async with asyncio.timeout(self._timeout_s), aiohttp.ClientSession() as session:
+            async with asyncio.timeout(self._timeout_s), session:
                 await self._post(session, url, body)
         except (OSError, ValueError, aiohttp.ClientError) as error:  # TimeoutError is an OSError
             self.num_failed += 1

@@ -15,7 +15,7 @@ import torch
 from millrace.core.errors import WeightError
 from millrace.core.records import TensorSpec, WeightUpdate
 from millrace.weights import delta, packing
-from millrace.weights.checksum import checksum
+from millrace.weights.packing import checksum
 
 
 class Fetched(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from millrace.core.errors import WeightError
 from millrace.core.records import Delta, TensorSpec, WeightUpdate
 from millrace.weights import delta, packing
-from millrace.weights.checksum import checksum
+from millrace.weights.packing import checksum
 
 MAX_HELD = 3
 Payload = Literal["full", "delta"]

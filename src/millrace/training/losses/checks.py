@@ -20,7 +20,8 @@ class Bounds:
 
     def check(self, name: str, value: Any) -> None:
         is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not (is_number and value > self.above and self.at_least <= value <= self.at_most):
+        number = float(value) if is_number else math.nan
+        if not (number > self.above and self.at_least <= number <= self.at_most):
             low = f" above {self.above:g}" if self.above > -math.inf else ""
             low = f", at least {self.at_least:g}" if self.at_least > -math.inf else low
             high = f" and at most {self.at_most:g}" if self.at_most < math.inf else ""

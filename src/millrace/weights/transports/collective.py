@@ -21,7 +21,7 @@ import torch
 
 from millrace.core.errors import WeightError
 from millrace.core.records import WeightUpdate
-from millrace.weights.checksum import checksum
+from millrace.weights.packing import checksum
 from millrace.weights.recv_backend import Fetched, RecvBackend, Staging
 from millrace.weights.send_backend import Memory, SendBackend
 from millrace.weights.transports.broadcast import (
@@ -76,7 +76,7 @@ class CollectiveSendBackend(SendBackend):
         timeout_s: float,
         device: torch.device,  # of the payload while it is sent
     ) -> None:
-        self._bucket_bytes = math.ceil(bucket_bytes / 4) * 4  # whole words: see checksum.py
+        self._bucket_bytes = math.ceil(bucket_bytes / 4) * 4  # whole words: see packing.py
         self._device = device
         self._server = RendezvousServer(address, num_engines=num_engines, timeout_s=timeout_s)
         self._store = open_store(address, timeout_s=timeout_s)
