@@ -18,7 +18,7 @@ from millrace.scoring.scorer_type import CallSettings, ScorerType
 from millrace.scoring.services.http_scorer import Http
 from millrace.scoring.services.judge import Judge
 from millrace.scoring.shaping.shaping import build_shaping
-from millrace.scoring.verifiers import VERIFIERS, build_verifier
+from millrace.scoring.verifiers import VERIFIERS
 from millrace.training.losses.recipes import ADVANTAGES, RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_every_toml_file_is_a_valid_config():
     ("page", "name"),
     [
         ("losses", "test_tokens_at_the_ceiling_have_no_gradient"),
-        ("shape-training-data", "test_groups_that_nobody_solved_are_dropped"),
+        ("shape-training-data", "test_unsolved_groups_are_dropped"),
         ("buffer", "test_short_groups_go_first"),
     ],
 )
@@ -133,7 +133,7 @@ def test_verifiers_page_lists_every_key_with_its_default():
 def test_verifiers_of_verifiers_page_can_be_built():
     (toml,) = examples("verifiers", "toml")
     config = load_config({"model": "m", **tomllib.loads(toml)})
-    built = [build_verifier(row.type_settings, section="scorer") for row in config.scorers]
+    built = [resolve_scorer(row, section="scorer").type.function for row in config.scorers]
     assert built
     assert all(isinstance(verifier, tuple(VERIFIERS.values())) for verifier in built)
 

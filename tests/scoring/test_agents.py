@@ -6,11 +6,11 @@ from fakes import make_rollout
 
 from millrace.core.errors import ScoreError
 from millrace.core.records import Episode, Group, Score, Task, Turn
-from millrace.scoring.advantages.by_agent import by_agent
 from millrace.scoring.advantages.estimators import (
     BatchAdvantages,
     GroupAdvantages,
     ReturnAdvantages,
+    estimate_by_agent,
     with_advantages,
 )
 from millrace.scoring.shaping.combine import combine
@@ -36,7 +36,7 @@ def group_of(*rewards: dict[str, float]) -> Group:
 
 
 def estimated(group: Group, estimator=PLAIN) -> list[tuple[str, float]]:
-    found = with_advantages(group, by_agent(estimator)(group)).token_advantages
+    found = with_advantages(group, estimate_by_agent(estimator, group)).token_advantages
     assert found is not None
     pairs = zip(group.rollouts, found, strict=True)
     return [(rollout.agent, float(tokens[rollout.mask][0])) for rollout, tokens in pairs]
@@ -81,7 +81,7 @@ def test_zero_variance_filter_keeps_groups_whose_agents_differ():
 
 def test_batch_estimators_refuse_separate_agent_rewards():
     with pytest.raises(ScoreError, match="'BatchAdvantages' compare several groups"):
-        by_agent(BatchAdvantages())(group_of({"a": 1.0}, {"a": 0.0}))
+        estimate_by_agent(BatchAdvantages(), group_of({"a": 1.0}, {"a": 0.0}))
 
 
 def test_shared_reward_is_estimated_without_splitting_agents():
@@ -89,4 +89,4 @@ def test_shared_reward_is_estimated_without_splitting_agents():
     shared = dataclasses.replace(
         group, scores=tuple(Score(total=float(i), parts={}) for i in range(2))
     )
-    np.testing.assert_array_equal(by_agent(PLAIN)(shared), PLAIN(shared))
+    np.testing.assert_array_equal(estimate_by_agent(PLAIN, shared), PLAIN(shared))

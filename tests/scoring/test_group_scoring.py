@@ -42,14 +42,14 @@ def numbers(columns):
 async def test_episode_is_scored_while_others_of_its_group_are_generating():
     single, whole = ScriptedScorer("single"), ScriptedScorer("whole")
     played = group("a", "bb", "ccc")
-    with scoring(queue(single), queue(whole, batch=0)) as going:
-        going.add(1, played.episodes[1])
+    with scoring(queue(single), queue(whole, batch=0)) as session:
+        session.add(1, played.episodes[1])
         await settle()
         assert single.calls == [["bb"]]
         assert whole.calls == []
-        going.add(0, played.episodes[0])
-        going.add(2, played.episodes[2])
-        columns = await going.results(played)
+        session.add(0, played.episodes[0])
+        session.add(2, played.episodes[2])
+        columns = await session.results(played)
     assert numbers(columns) == [[1.0, 2.0, 3.0]] * 2
     assert single.calls == [["bb"], ["a"], ["ccc"]]
     assert whole.calls == [["a", "bb", "ccc"]]
@@ -57,18 +57,18 @@ async def test_episode_is_scored_while_others_of_its_group_are_generating():
 
 async def test_episodes_that_were_not_added_are_scored_with_the_group():
     single = ScriptedScorer()
-    with scoring(queue(single)) as going:
-        assert numbers(await going.results(group("a", "bb"))) == [[1.0, 2.0]]
+    with scoring(queue(single)) as session:
+        assert numbers(await session.results(group("a", "bb"))) == [[1.0, 2.0]]
 
 
 async def test_results_do_not_wait_for_episodes_outside_the_group():
     ranker, judge = ScriptedScorer("ranker"), ScriptedScorer("judge")
     played = group("a", "bb", "ccc")
     kept = replace(played, episodes=(played.episodes[0], played.episodes[2]))
-    with scoring(queue(ranker, batch=0), queue(judge, when="ranker > 0")) as going:
+    with scoring(queue(ranker, batch=0), queue(judge, when="ranker > 0")) as session:
         for index, episode in enumerate(played.episodes):
-            going.add(index, episode)
-        columns = await asyncio.wait_for(going.results(kept), 5)
+            session.add(index, episode)
+        columns = await asyncio.wait_for(session.results(kept), 5)
     assert numbers(columns) == [[1.0, 3.0]] * 2
 
 
@@ -76,9 +76,9 @@ async def test_a_slow_scorer_delays_only_its_own_groups():
     slow, fast = ScriptedScorer("slow"), ScriptedScorer("fast")
     slow.let.clear()
     both, lone = (queue(slow), queue(fast)), queue(fast)
-    with scoring(*both) as waiting, scoring(lone, number=1) as going:
+    with scoring(*both) as waiting, scoring(lone, number=1) as session:
         held = asyncio.create_task(waiting.results(group("a")))
-        assert numbers(await going.results(group("bb"))) == [[2.0]]
+        assert numbers(await session.results(group("bb"))) == [[2.0]]
         assert not held.done()
         slow.let.set()
         assert numbers(await held) == [[1.0], [1.0]]
@@ -88,11 +88,11 @@ async def test_gate_passes_each_episode_as_soon_as_its_score_is_known():
     format_, judge = ScriptedScorer("format"), ScriptedScorer("judge")
     judging = queue(judge, when="format >= 2")
     played = group("a", "bb", "ccc")
-    with scoring(judging, queue(format_)) as going:
-        going.add(2, played.episodes[2])
+    with scoring(judging, queue(format_)) as session:
+        session.add(2, played.episodes[2])
         await settle()
         assert judge.calls == [["ccc"]]
-        columns = await going.results(played)
+        columns = await session.results(played)
     assert numbers(columns) == [[None, 2.0, 3.0], [1.0, 2.0, 3.0]]
     assert judge.calls == [["ccc"], ["bb"]]
     assert judging.load().skipped == 1
@@ -100,8 +100,8 @@ async def test_gate_passes_each_episode_as_soon_as_its_score_is_known():
 
 async def test_group_scorer_behind_a_gate_gets_the_passed_episodes_together():
     format_, ranker = ScriptedScorer("format"), ScriptedScorer("ranker")
-    with scoring(queue(format_), queue(ranker, when="format < 3", batch=0)) as going:
-        columns = await going.results(group("a", "bbb", "cc"))
+    with scoring(queue(format_), queue(ranker, when="format < 3", batch=0)) as session:
+        columns = await session.results(group("a", "bbb", "cc"))
     assert numbers(columns) == [[1.0, 3.0, 2.0], [1.0, None, 2.0]]
     assert ranker.calls == [["a", "cc"]]
 
@@ -112,15 +112,15 @@ async def test_gates_can_follow_gates_and_group_scorers():
         queue(third, when="second > 0"),
         queue(second, when="first > 1"),
         queue(first, batch=0),
-    ) as going:
-        columns = await going.results(group("a", "bb"))
+    ) as session:
+        columns = await session.results(group("a", "bb"))
     assert numbers(columns) == [[None, 2.0], [None, 2.0], [1.0, 2.0]]
 
 
 async def test_scorer_is_not_called_if_no_episode_passes_its_gate():
     format_, judge = ScriptedScorer("format"), ScriptedScorer("judge")
-    with scoring(queue(format_), queue(judge, when="format > 9", batch=0)) as going:
-        columns = await going.results(group("a", "b"))
+    with scoring(queue(format_), queue(judge, when="format > 9", batch=0)) as session:
+        columns = await session.results(group("a", "b"))
     assert numbers(columns) == [[1.0, 1.0], [None, None]]
     assert judge.calls == []
 
@@ -130,8 +130,8 @@ async def test_failing_scorer_fails_the_group_and_cancels_the_others():
     bad.fails = lambda group: ScoreError("no")
     slow.let.clear()
     queues = queue(bad), queue(slow), queue(behind, when="slow > 0")
-    with scoring(*queues) as going, pytest.raises(ScoreError, match="no"):
-        await going.results(group("a", "b"))
+    with scoring(*queues) as session, pytest.raises(ScoreError, match="no"):
+        await session.results(group("a", "b"))
     await settle()
     assert slow.num_cancelled == 2
     assert behind.calls == []
@@ -142,11 +142,11 @@ async def test_closed_group_withdraws_its_episodes_and_logs_no_error(caplog):
     bad.fails = lambda group: ScoreError("not raised")
     slow.let.clear()
     queues = queue(bad), queue(slow)
-    with scoring(*queues) as going:
-        going.add(0, group("a").episodes[0])
+    with scoring(*queues) as session:
+        session.add(0, group("a").episodes[0])
         await settle()
     await settle()
-    del going
+    del session
     gc.collect()
     assert slow.num_cancelled == 1
     assert queues[1].load().in_flight == 0
@@ -194,13 +194,13 @@ async def test_short_completion_is_scored_before_a_long_one_has_finished():
         seed=0,
     )
     task, attempt = Task(prompt="abcdef"), Attempt(0)
-    with scoring(queue(scorer)) as going:
-        assert going.takes_episodes
+    with scoring(queue(scorer)) as session:
+        assert session.takes_episodes
         playing = asyncio.create_task(
-            player.try_group(task, attempt=attempt, group_size=4, scoring=going)
+            player.try_group(task, attempt=attempt, group_size=4, scoring=session)
         )
         played = await playing
-        await going.results(played)
+        await session.results(played)
     lengths = [rollout.num_sampled for rollout in played.rollouts]
     assert min(lengths) + 20 < max(lengths), "the test needs different lengths"
     assert ended[0] is False
@@ -210,8 +210,8 @@ async def test_short_completion_is_scored_before_a_long_one_has_finished():
 
 
 async def test_group_scorers_alone_do_not_take_single_episodes():
-    with scoring(queue(ScriptedScorer(), batch=0)) as going:
-        assert not going.takes_episodes
+    with scoring(queue(ScriptedScorer(), batch=0)) as session:
+        assert not session.takes_episodes
 
 
 class Noting(ScriptedScorer):
@@ -236,16 +236,16 @@ async def test_token_rewards_are_available_while_others_are_generating():
     )
     first, second = make_rollout(), make_rollout(sampled_tokens=2)
     episode = replace(group("a").episodes[0], rollouts=(first, second))
-    with scoring(*queues) as going:
-        going.add(3, episode)
-        rewards = await asyncio.wait_for(going.token_rewards(3), 5)
+    with scoring(*queues) as session:
+        session.add(3, episode)
+        rewards = await asyncio.wait_for(session.token_rewards(3), 5)
     assert [each.tolist() for each in rewards] == [[0.0] * 6 + [2.5], [0.0] * 4 + [2.5]]
 
 
 async def test_token_rewards_raise_the_error_of_a_failing_scorer():
     failing = Noting("steps")
     failing.fails = lambda group: ScoreError("no")
-    with scoring(queue(failing)) as going:
-        going.add(0, replace(group("a").episodes[0], rollouts=(make_rollout(),)))
+    with scoring(queue(failing)) as session:
+        session.add(0, replace(group("a").episodes[0], rollouts=(make_rollout(),)))
         with pytest.raises(ScoreError, match="no"):
-            await going.token_rewards(0)
+            await session.token_rewards(0)

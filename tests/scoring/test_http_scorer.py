@@ -277,5 +277,5 @@ async def test_episodes_reach_a_service_as_they_finish(service, tmp_path):
             while not service.bodies:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             scoring.add(0, played.episodes[0])
-            judged = await pool.score(played, scoring)
-    assert [score.total for score in judged.scores] == [1.0, 2.0]
+            scored = await pool.score(played, scoring)
+    assert [score.total for score in scored.scores] == [1.0, 2.0]

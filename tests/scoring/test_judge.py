@@ -12,7 +12,7 @@ from millrace.config import load_config
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Group, Task
 from millrace.scoring.registry import check_scorers, resolve_scorer
-from millrace.scoring.services import judge_text as judge_reply
+from millrace.scoring.services import judge as judge_module
 from millrace.scoring.services.judge import ScoreCache, cache_key
 from millrace.scoring.services.judge_text import (
     PatternReader,
@@ -153,7 +153,7 @@ def test_a_pattern_reads_the_number_of_its_last_match():
 async def test_endless_pattern_fails_its_group_and_does_not_block_the_controller(
     service, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(judge_reply, "MATCH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(judge_module, "MATCH_TIMEOUT_S", 1.0)
     service.reply = lambda body: says(body["messages"][-1]["content"])
     endless = "a" * 40
     async with Hub(log_dir=tmp_path, on_event=lambda *_: None) as hub:
@@ -165,7 +165,7 @@ async def test_endless_pattern_fails_its_group_and_does_not_block_the_controller
             assert not judging.done()
             with pytest.raises(ScoreError, match="replied without a score"):
                 await judging
-            assert pool.workers_lost == 1
+            assert pool.workers.num_lost == 1
 
 
 TASK = Task(prompt="1+1?", columns={"answer": 2, "hint": "a {answer}", "names": ["x"]})

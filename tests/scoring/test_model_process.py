@@ -13,8 +13,7 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.messages import StepReading
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.core.errors import ConfigError, ScoreError
-from millrace.scoring.reward_models.process import RewardModelProcess, start_message
-from millrace.scoring.reward_models.settings import ModelSettings
+from millrace.scoring.reward_models.process import RewardModelProcess, RewardModelSettings
 
 
 def processes() -> list[psutil.Process]:
@@ -39,8 +38,10 @@ async def worker_pool(tmp_path):
 
 
 def make_process(worker_pool: WorkerPool, model, **settings) -> RewardModelProcess:
-    checked = ModelSettings(model=str(model), template="ids", **settings).checked(scorer="steps")
-    start = start_message(checked, device="cpu", head="token", is_whole=False, kept_tokens=1000)
+    given = RewardModelSettings(model=str(model), template="ids", **settings)
+    start = given.checked(scorer="steps").start_message(
+        device="cpu", head="token", is_whole=False, kept_tokens=1000
+    )
     return RewardModelProcess("steps", start=start, worker_pool=worker_pool, start_timeout_s=60.0)
 
 
@@ -115,8 +116,8 @@ async def test_process_that_does_not_answer_is_killed_and_restarted(worker_pool,
 
 @pytest.mark.slow  # starts a process
 async def test_model_that_cannot_be_loaded_is_reported_at_the_start(worker_pool, model):
-    start = start_message(
-        ModelSettings(model=str(model)), device="cuda:7", head="token", is_whole=False
+    start = RewardModelSettings(model=str(model)).start_message(
+        device="cuda:7", head="token", is_whole=False
     )
     process = RewardModelProcess(
         "steps", start=start, worker_pool=worker_pool, start_timeout_s=60.0

@@ -83,7 +83,7 @@ async def asking(url: str, monkeypatch: pytest.MonkeyPatch, *, num_top: int = 3)
     headers = {"Authorization": "Bearer env:TEACHER_KEY"}
     endpoint = Endpoint(url, headers=headers, timeout_s=9, scorer="teacher")
     teacher = RemoteTeacher(
-        "teacher", endpoint=endpoint, vocabulary=VOCABULARY, vocab_size=VOCAB, num_top=num_top
+        name="teacher", endpoint=endpoint, vocabulary=VOCABULARY, vocab_size=VOCAB, num_top=num_top
     )
     try:
         yield teacher

@@ -14,15 +14,18 @@ from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task, Turn
 from millrace.scoring.advantages.estimators import ReturnAdvantages
 from millrace.scoring.registry import resolve_scorer
-from millrace.scoring.reward_models.process import StepReader
-from millrace.scoring.reward_models.process_reward_model import ProcessRewardScorer
+from millrace.scoring.reward_models.process import RewardModelSettings
+from millrace.scoring.reward_models.read_ahead import StepReader
 from millrace.scoring.reward_models.reading_encoder import ReadingEncoder
-from millrace.scoring.reward_models.reward_model import RewardModel, RewardModelScorer
-from millrace.scoring.reward_models.settings import ModelSettings
-from millrace.scoring.reward_models.steps import build_steps
+from millrace.scoring.reward_models.reward_model import (
+    ProcessRewardModel,
+    ProcessRewardScorer,
+    RewardModel,
+    RewardModelScorer,
+)
 from millrace.scoring.shaping.combine import combine
 
-BY_EQUALS = build_steps({"by": "delimiter", "delimiter": "="}, section="scorer.steps")
+BY_EQUALS = {"by": "delimiter", "delimiter": "="}
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +70,8 @@ def group_of(tokenizer, *runs: tuple[str, bool], prompt="1+2=") -> Group:
 
 def make_scorer(tokenizer, process, *, takes_ids=True, **settings) -> ProcessRewardScorer:
     reader = StepReader(process, tokenizer=tokenizer, takes_ids=takes_ids, timeout_s=1.0)
-    chosen = {"steps": BY_EQUALS, "reduce": "value", "aggregate": None, **settings}
-    return ProcessRewardScorer("steps", weight=0.5, tokenizer=tokenizer, reader=reader, **chosen)
+    model = ProcessRewardModel(model="m", steps=BY_EQUALS, pipelined=False, **settings)
+    return ProcessRewardScorer("steps", model, weight=0.5, reader=reader)
 
 
 async def test_step_values_become_rewards_at_the_last_token_of_each_step(tokenizer):
@@ -91,7 +94,7 @@ async def test_differences_add_up_to_the_last_value_and_an_aggregate_is_the_scor
     tokenizer, aggregate, score
 ):
     process = Process([0.5, -1.0, 2.0])
-    scorer = make_scorer(tokenizer, process, reduce="difference", aggregate=aggregate)
+    scorer = make_scorer(tokenizer, process, reduce="difference", score=aggregate)
     (result,) = await scorer.score(group_of(tokenizer, ("3=4=5", True)))
     assert result.score == score
     rewards = result.token_scores[0].rewards
@@ -101,9 +104,9 @@ async def test_differences_add_up_to_the_last_value_and_an_aggregate_is_the_scor
 async def test_step_rewards_feed_the_advantages_with_their_weight(tokenizer):
     group = group_of(tokenizer, ("3=4=", True))
     scorer = make_scorer(tokenizer, Process([1.0, 3.0]))
-    noted = combine(group, [await scorer.score(group)], scorers=[scorer])
-    assert noted.scores[0].total == 0.0
-    (advantages,) = ReturnAdvantages(normalize_std=False)(noted)
+    scored = combine(group, [await scorer.score(group)], scorers=[scorer])
+    assert scored.scores[0].total == 0.0
+    (advantages,) = ReturnAdvantages(normalize_std=False)(scored)
     # Returns are (1 + 3) * 0.5 over the first step, 3 * 0.5 over the second; their mean is 1.75.
     np.testing.assert_allclose(advantages, [0, 0, 0, 0, 0.25, 0.25, -0.25, -0.25])
 
@@ -118,8 +121,9 @@ async def test_model_with_another_tokenizer_gets_text_step_by_step(tokenizer):
 
 
 async def test_value_that_is_not_finite_fails_its_group(tokenizer):
+    process = Process([float("nan")])
     scorer = RewardModelScorer(
-        "quality", weight=1.0, timeout_s=1.0, takes_ids=False, process=Process([float("nan")])
+        name="quality", weight=1.0, model=process, timeout_s=1.0, takes_ids=False
     )
     with pytest.raises(ScoreError, match=r"'quality' returned nan for group 3; try dtype"):
         await scorer.score(group_of(tokenizer, ("3", True)))
@@ -192,4 +196,4 @@ def test_settings_of_both_types_are_checked_before_anything_starts(tmp_path, pol
     other = AutoTokenizer.from_pretrained(policy)
     other.add_tokens(["<step>"])
     with pytest.raises(ConfigError, match=r"the tokenizer of .* differs; set template"):
-        ModelSettings(model=model).require_same_tokens(other, scorer="quality")
+        RewardModelSettings(model=model).require_same_tokens(other, scorer="quality")

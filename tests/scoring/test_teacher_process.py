@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -30,7 +29,7 @@ from millrace.core.errors import ConfigError, MillraceError, WeightError
 from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.scoring.teachers import worker as teacher_worker
 from millrace.scoring.teachers.history import HistorySettings
-from millrace.scoring.teachers.settings import LogprobModelSettings
+from millrace.scoring.teachers.process import LogprobModelSettings
 from millrace.weights.transport import make_sender
 
 NUM_PROMPT, NUM_SAMPLED = 8, 24
@@ -43,7 +42,7 @@ async def hub(tmp_path: Path) -> AsyncIterator[Hub]:
 
 
 def start_message(
-    path: Path, *, following: HistorySettings | None = None, **settings
+    path: Path, *, history: HistorySettings | None = None, **settings
 ) -> StartTeacher:
     config = load_config({"model": str(path)})
     return StartTeacher(
@@ -51,8 +50,8 @@ def start_message(
         settings=asdict(LogprobModelSettings(threads=1, **settings)),
         device="cpu",
         model_path=str(path),
-        following=None if following is None else asdict(following),
-        version=None if following is None else 0,
+        history=None if history is None else asdict(history),
+        saved_path=str(path.parent / "scorers" / "teacher.safetensors"),
     )
 
 
@@ -106,9 +105,9 @@ def test_teacher_answers_many_calls_and_refuses_unknown_messages(link, tmp_path)
     asked = [[score_request(10 * i + j) for j in range(1 + i % 4)] for i in range(12)]
     calls = [link.call(ScoreTokens(requests=requests)) for requests in asked]
     for requests, call in zip(asked, calls, strict=True):
-        told = call.result().logprobs
-        assert [one.version for one in told] == [None] * len(requests)
-        for one, logprobs in zip(requests, told, strict=True):
+        scored = call.result().logprobs
+        assert [one.version for one in scored] == [None] * len(requests)
+        for one, logprobs in zip(requests, scored, strict=True):
             expected = plain_logprobs(one, tiny_model("qwen3"))
             np.testing.assert_allclose(logprobs.logprobs, expected, rtol=0, atol=1e-5)
             assert logprobs.top_ids.shape == logprobs.top_logprobs.shape == (NUM_SAMPLED, 3)
@@ -120,9 +119,7 @@ def test_teacher_answers_many_calls_and_refuses_unknown_messages(link, tmp_path)
 
 def test_self_teacher_averages_versions_and_survives_invalid_weights(link, tmp_path):
     save_model(tmp_path / "model")
-    link.call(
-        start_message(tmp_path / "model", following=HistorySettings(ema=0.5, every=2))
-    ).result()
+    link.call(start_message(tmp_path / "model", history=HistorySettings(ema=0.5, every=2))).result()
     sender = make_sender("shm", dtype=torch.float32)
     first, second = (sender.publish(v, weights(seed=v)) for v in (1, 2))
     assert link.call(SwapWeights(update=first)).result().version == 0  # not due yet, only averaged
@@ -144,7 +141,7 @@ def test_self_teacher_averages_versions_and_survives_invalid_weights(link, tmp_p
 async def test_swap_during_scoring_never_mixes_versions_in_a_sequence(hub, tmp_path):
     save_model(tmp_path / "model")
     teacher = await start_teacher(
-        hub, tmp_path / "model", following=HistorySettings(lag=0), pass_tokens=64
+        hub, tmp_path / "model", history=HistorySettings(lag=0), pass_tokens=64
     )
     sender = make_sender("shm", dtype=torch.float32)
     versions = range(1, 5)
@@ -159,58 +156,53 @@ async def test_swap_during_scoring_never_mixes_versions_in_a_sequence(hub, tmp_p
 
     requests = [score_request(seed) for seed in range(4)]
     refreshing = asyncio.create_task(refresh())
-    told: list[list[TokenLogprobs]] = []
+    scored: list[list[TokenLogprobs]] = []
     while not refreshing.done():  # keep several calls with several passes in flight
-        told += await asyncio.gather(*(ask(teacher, requests) for _ in range(4)))
-    told.append(await ask(teacher, requests))
+        scored += await asyncio.gather(*(ask(teacher, requests) for _ in range(4)))
+    scored.append(await ask(teacher, requests))
     await refreshing
     sender.close()
     expected = {
         v: [plain_logprobs(p, tiny_model("qwen3", seed=v)) for p in requests]
         for v in (0, *versions)
     }
-    for logprobs in told:
+    for logprobs in scored:
         for one, *by_version in zip(logprobs, *expected.values(), strict=True):
             assert one.version is not None
             np.testing.assert_allclose(one.logprobs, by_version[one.version], rtol=0, atol=1e-5)
-    seen = {one.version for logprobs in told for one in logprobs}
+    seen = {one.version for logprobs in scored for one in logprobs}
     assert len(seen) > 2
-    assert told[-1][0].version == versions[-1]
+    assert scored[-1][0].version == versions[-1]
 
 
 @pytest.mark.parametrize(
-    "following", [HistorySettings(ema=0.5), HistorySettings(lag=0)], ids=["ema", "lag"]
+    "history", [HistorySettings(ema=0.5), HistorySettings(lag=0)], ids=["ema", "lag"]
 )
-def test_restarted_self_teacher_resumes_from_its_saved_versions(tmp_path, following):
+def test_restarted_self_teacher_resumes_from_its_saved_weights(tmp_path, history):
     save_model(tmp_path / "model")
-    past = str(tmp_path / "scorers" / "teacher.safetensors")
-    start = msgspec.structs.replace(
-        start_message(tmp_path / "model", following=following), past=past
-    )
+    start = start_message(tmp_path / "model", history=history)
     sender = make_sender("shm", dtype=torch.float32)
     update = sender.publish(4, weights(seed=4))
-    told: list[TokenLogprobs] = []
+    scored: list[TokenLogprobs] = []
     for is_first in (True, False):
         link = FakeLink()
         with in_thread(lambda link=link: teacher_worker.main(link, "teacher-0")):  # pyright: ignore[reportArgumentType]
             link.call(start).result()
             if is_first:
                 assert link.call(SwapWeights(update=update)).result().version == 4
-            told += link.call(ScoreTokens(requests=[score_request(3)])).result().logprobs
+            scored += link.call(ScoreTokens(requests=[score_request(3)])).result().logprobs
             link.call(Stop()).result()
     sender.close()
-    assert [one.version for one in told] == [4, 4]
-    np.testing.assert_allclose(told[1].logprobs, told[0].logprobs, rtol=0, atol=1e-6)
+    assert [one.version for one in scored] == [4, 4]
+    np.testing.assert_allclose(scored[1].logprobs, scored[0].logprobs, rtol=0, atol=1e-6)
     expected = plain_logprobs(score_request(3), tiny_model("qwen3"))
-    assert np.abs(told[1].logprobs - expected).max() > 1e-2, "differs from the starting weights"
+    assert np.abs(scored[1].logprobs - expected).max() > 1e-2, "differs from the starting weights"
 
 
-def test_unwritable_file_of_past_versions_does_not_stop_the_teacher(link, tmp_path, capfd):
+def test_teacher_that_cannot_save_its_weights_continues(link, tmp_path, capfd):
     save_model(tmp_path / "model")
     (tmp_path / "scorers").write_text("a file where a folder is wanted")
-    past = str(tmp_path / "scorers" / "teacher.safetensors")
-    start = start_message(tmp_path / "model", following=HistorySettings(lag=0))
-    link.call(msgspec.structs.replace(start, past=past)).result()
+    link.call(start_message(tmp_path / "model", history=HistorySettings(lag=0))).result()
     sender = make_sender("shm", dtype=torch.float32)
     for version in (1, 2):
         update = sender.publish(version, weights(seed=version))

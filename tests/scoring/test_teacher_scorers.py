@@ -13,14 +13,11 @@ from millrace.core.errors import ScoreError, WorkerError
 from millrace.core.records import Group, Prompt, ScoreRequest, Task, TokenLogprobs, WeightUpdate
 from millrace.scoring.teachers.process import TeacherProcess
 from millrace.scoring.teachers.reference import ReferenceScorer
-from millrace.scoring.teachers.settings import TeacherSettings
-from millrace.scoring.teachers.teacher import TeacherScorer, hinted_prompt
+from millrace.scoring.teachers.teacher import TeacherScorer, TeacherSettings
 
 
 class FormulaProcess:
     """The logprob of a token is minus its id, minus a hundredth of its position."""
-
-    name = "teacher"
 
     def __init__(self, *, version: int | None = None) -> None:
         self.asked: list[ScoreRequest] = []
@@ -48,9 +45,10 @@ def render(prompt: Prompt) -> np.ndarray:
 
 def teacher(process: FormulaProcess, *, max_context: int = 100, **settings) -> TeacherScorer:
     return TeacherScorer(
-        process,  # pyright: ignore[reportArgumentType]
-        TeacherSettings(**settings),
+        name="teacher",
         weight=1.0,
+        model=process,  # pyright: ignore[reportArgumentType]
+        settings=TeacherSettings(**settings),
         timeout_s=9.0,
         max_context=max_context,
         render=render,
@@ -99,7 +97,7 @@ async def test_hinted_prompt_replaces_the_prompt_before_the_same_tokens():
 def test_the_hint_of_a_chat_goes_into_its_last_message():
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     task = Task(prompt=messages, columns={"answer": "42"})
-    hinted = hinted_prompt(task, TeacherSettings(hint="answer", template="{prompt} ({hint})"))
+    hinted = TeacherSettings(hint="answer", template="{prompt} ({hint})").hinted_prompt(task)
     assert hinted == [messages[0], {"role": "user", "content": "u (42)"}]
     assert messages[1]["content"] == "u"
 
@@ -131,7 +129,13 @@ async def test_sequence_too_long_for_the_teacher_fails_its_group():
 async def test_reference_uses_the_sampling_distribution():
     process = FormulaProcess()
     group = make_group(size=2, kept=True, temperature=0.7)
-    scorer = ReferenceScorer(process, weight=1.0, timeout_s=9.0, max_context=99)  # pyright: ignore[reportArgumentType]
+    scorer = ReferenceScorer(
+        name="reference",
+        weight=1.0,
+        model=process,  # pyright: ignore[reportArgumentType]
+        timeout_s=9.0,
+        max_context=99,
+    )
     results = await scorer.score(group)
     for rollout, result, request in zip(group.rollouts, results, process.asked, strict=True):
         assert request.temperature == 0.7
@@ -171,9 +175,7 @@ class MortalWorker:
 UPDATE = WeightUpdate(version=3, tensors=(), num_bytes=0, checksum=0, transport="", location="")
 
 
-def process_of(
-    *dies: bool, follows: bool = False, on_restart=lambda *_: None
-) -> tuple[TeacherProcess, list[str]]:
+def process_of(*dies: bool, on_restart=lambda *_: None) -> tuple[TeacherProcess, list[str]]:
     """The process, and the names of the workers that were launched for it."""
     names: list[str] = []
 
@@ -183,13 +185,7 @@ def process_of(
 
     worker_pool = WorkerPool(launch, on_restart=on_restart)  # pyright: ignore[reportArgumentType]
 
-    start = StartTeacher(
-        config={},
-        settings={},
-        device="cpu",
-        model_path="m",
-        following={"lag": 1} if follows else None,
-    )
+    start = StartTeacher(config={}, settings={}, device="cpu", model_path="m")
     process = TeacherProcess("t", start=start, worker_pool=worker_pool, start_timeout_s=1)
     return process, names
 
@@ -210,14 +206,14 @@ async def test_request_that_kills_the_process_twice_fails_its_group():
 
 
 async def test_restarted_self_teacher_loads_the_version_that_was_on_its_way():
-    process, names = process_of(True, False, follows=True)
+    process, names = process_of(True, False)
     await process.start()
     assert await process.swap(UPDATE) == 3
     assert names == ["t-0"] * 2
 
 
 async def test_swap_returns_although_both_processes_die():
-    process, names = process_of(True, True, False, follows=True)
+    process, names = process_of(True, True, False)
     await process.start()
     assert await process.swap(UPDATE) == 3
     assert await process.score([], timeout_s=5) == []

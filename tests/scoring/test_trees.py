@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from millrace.core.records import Branching, Episode, Group, Rollout, Sampling, Score, Task
-from millrace.scoring.advantages.by_agent import by_agent
-from millrace.scoring.advantages.estimators import with_advantages
+from millrace.scoring.advantages.estimators import estimate_by_agent, with_advantages
 from millrace.scoring.advantages.tree import TreeAdvantages
 
 LOCAL = TreeAdvantages(normalize_std=False, weigh_shared=False)
@@ -137,7 +136,7 @@ def test_each_agent_is_compared_with_itself_even_on_shared_tokens():
     only_b = (rollout(range(2, 5), agent="b"),)
     branch = Episode(turns=(), rollouts=only_b, branching=Branching(number=1, parent=0, place=2))
     group = group_of([root, branch], [{"a": 1.0, "b": 3.0}, {"a": 0.0, "b": 1.0}])
-    found = by_agent(LOCAL)(group)
+    found = estimate_by_agent(LOCAL, group)
     # There is only one tree, so its first segment has nothing to be compared with.
     np.testing.assert_allclose(found[0], [0, 0, 0])
     np.testing.assert_allclose(found[1], [0, 1, 1])

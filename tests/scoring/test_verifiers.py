@@ -14,7 +14,7 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Task
 from millrace.scoring.functions.signature import inspect_reward
 from millrace.scoring.registry import check_scorers, resolve_scorers
-from millrace.scoring.verifiers import VERIFIERS, build_verifier
+from millrace.scoring.verifiers import VERIFIERS
 from millrace.scoring.verifiers.math_answers import last_number
 
 v = mr.verifiers
@@ -22,7 +22,7 @@ v = mr.verifiers
 
 def score(verifier, text, answer=None):
     """The score of one completion with its column value."""
-    (column,) = verifier.needed_columns or ("nothing",)
+    (column,) = getattr(verifier, "needed_columns", ("nothing",))
     (reward,) = verifier(completions=[text], **{column: [answer]})
     return reward
 
@@ -299,10 +299,10 @@ def test_every_verifier_can_be_shipped_as_a_reward_function(kind):
     if kind == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
     required = {"regex": {"pattern": "a"}, "json_schema": {"schema": {}}}
-    verifier = build_verifier({"type": kind, **required.get(kind, {})}, section="scorer")
+    verifier = VERIFIERS[kind](**required.get(kind, {}))
     assert pickle.loads(pickle.dumps(verifier)) == verifier
     function = inspect_reward(verifier, name=verifier.__name__)
     assert (function.name, function.is_async) == (kind, False)
-    column = {name: [None] for name in verifier.needed_columns}
+    column = {name: [None] for name in getattr(verifier, "needed_columns", ())}
     rewards = function(prompts=["p"], completions=["a"], completion_ids=[[1]], columns=column)
     assert len(rewards) == 1

@@ -310,7 +310,7 @@ class GroupScored(Message, frozen=True):
 class StartRewardModel(Message, frozen=True):
     """Load the model. -> Done"""
 
-    settings: dict[str, Any]  # ModelSettings as plain data
+    settings: dict[str, Any]  # RewardModelSettings as plain data
     device: str  # of placement.scorers
     head: str  # "sequence" or "token"
     is_whole: bool  # it scores whole conversations instead of steps
@@ -349,14 +349,15 @@ class StartTeacher(Message, frozen=True):
     """Load the model. -> Done"""
 
     config: dict[str, Any]  # RunConfig as plain data
-    settings: dict[str, Any]  # ReaderSettings as plain data
+    settings: dict[str, Any]  # LogprobModelSettings as plain data
     device: str  # of placement.scorers
     model_path: str
     num_known: int | None = None  # token ids it may report; None = those of the config's model
-    following: dict[str, Any] | None = None  # Following as plain data; None = fixed weights
-    version: int | None = None  # of a teacher that follows the policy: its first version
-    adapter_path: str | None = None  # likewise, in a LoRA run: the adapter that is applied
-    past: str | None = None  # likewise: file with past versions, for a restart
+    # Of a self-teacher:
+    history: dict[str, Any] | None = None  # HistorySettings as plain data; None = fixed weights
+    version: int = 0  # of the weights in model_path
+    adapter_path: str | None = None  # in a LoRA run: the checkpoint whose adapter is applied
+    saved_path: str = ""  # file in which it saves its weights, for a restart
 
 
 AnyMessage = Union[tuple({*Message.__subclasses__(), *Part.__subclasses__()} - {Part})]  # noqa: UP007

@@ -12,10 +12,10 @@ from millrace.core.errors import ConfigError, suggestion
 from millrace.core.records import Sampling
 from millrace.scoring.advantages.estimators import CRITIC, PAIRS
 from millrace.scoring.registry import ScorerSpec
-from millrace.scoring.reward_models.process_reward_model import ProcessRewardModel
-from millrace.scoring.reward_models.settings import ModelSettings
+from millrace.scoring.reward_models.process import RewardModelSettings
+from millrace.scoring.reward_models.reward_model import ProcessRewardModel
+from millrace.scoring.teachers.process import LogprobModelSettings
 from millrace.scoring.teachers.reference import Reference
-from millrace.scoring.teachers.settings import LogprobModelSettings
 from millrace.scoring.teachers.teacher import SelfTeacher, Teacher
 from millrace.training.losses.loss import Loss
 from millrace.training.losses.policy_loss import PolicyLoss
@@ -234,7 +234,9 @@ def check_roles(config: RunConfig, specs: Sequence[ScorerSpec], *, num_held_out:
             " [evaluate]."
         )
     names = [
-        spec.name for spec in specs if isinstance(spec.type, ModelSettings | LogprobModelSettings)
+        spec.name
+        for spec in specs
+        if isinstance(spec.type, RewardModelSettings | LogprobModelSettings)
     ]
     for name in config.placement.scorers:
         if name not in names:

@@ -8,13 +8,18 @@ Runs on the controller's event loop. Calls overlap: the process batches what has
 
 import asyncio
 import contextlib
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from millrace.cluster.messages import Message
 from millrace.cluster.supervision.pool import WorkerPool
-from millrace.cluster.supervision.replica import WorkerReplica
-from millrace.cluster.worker import Worker
+from millrace.cluster.supervision.replica import ModuleReplica
 from millrace.core.errors import ScoreError, WorkerError
+from millrace.core.protocols import RestartingScorer, StartableScorer
+from millrace.scoring.scorer_type import CallSettings
+
+# No retries: a sequence that the model cannot read fails again, and the pool restarts the process.
+MODEL_CALLS = CallSettings(timeout_s=300.0, concurrency=1024, retries=0, breaker_failures=0)
 
 
 class ModelProcess:
@@ -27,13 +32,12 @@ class ModelProcess:
         self, name: str, *, start: Message, worker_pool: WorkerPool, start_timeout_s: float
     ) -> None:
         self.name = name
-        self._label = f"{self.ROLE} {name!r}"
         self._worker_pool = worker_pool
-        self._replica = _ModelReplica(
+        self._replica = ModuleReplica(
             f"{name}-0",
             module=self.MODULE,
             start=start,
-            worker_pool=worker_pool,
+            launch=worker_pool.launch,
             start_timeout_s=start_timeout_s,
         )
 
@@ -51,24 +55,16 @@ class ModelProcess:
     async def ask(self, message: Message, *, timeout_s: float) -> Message:
         """The reply; raises ScoreError, or RunFailed if the process cannot be restarted."""
         with contextlib.suppress(WorkerError):  # the restart is counted
-            return await self._ask(message, timeout_s=timeout_s)
+            return await self.ask_once(message, timeout_s=timeout_s)
         try:
-            return await self._ask(message, timeout_s=timeout_s)
+            return await self.ask_once(message, timeout_s=timeout_s)
         except WorkerError as error:
-            failure = ScoreError(f"{self._label} lost its process twice: {error}")
+            failure = ScoreError(f"{self.ROLE} {self.name!r} lost its process twice: {error}")
             failure.add_note(error.traceback)  # or the end of its log
             raise failure from None
 
-    async def send(self, message: Message) -> Message:
-        """The reply, without a time limit; raises WorkerError if the process is lost."""
-        worker = await self._replica.serving()
-        try:
-            return await worker.call(message)
-        except WorkerError:
-            self._replica.drop(worker)
-            raise
-
-    async def _ask(self, message: Message, *, timeout_s: float) -> Message:
+    async def ask_once(self, message: Message, *, timeout_s: float | None) -> Message:
+        """As ask(), but raises WorkerError if the process is lost."""
         worker = await self._replica.serving()
         try:
             async with asyncio.timeout(timeout_s):
@@ -76,63 +72,35 @@ class ModelProcess:
         except TimeoutError:
             self._replica.drop(worker)
             raise ScoreError(
-                f"{self._label} took longer than {timeout_s:g} s; ask it for less at a time"
-                " (rollout.max_running_groups), or raise its timeout_s."
+                f"{self.ROLE} {self.name!r} took longer than {timeout_s:g} s; ask it for less at a"
+                " time (rollout.max_running_groups), or raise its timeout_s."
             ) from None
         except WorkerError:
             self._replica.drop(worker)  # the process may be alive, or its death not yet reported
             raise
 
 
-class _ModelReplica(WorkerReplica):
-    def __init__(
-        self,
-        name: str,
-        *,
-        module: str,
-        start: Message,
-        worker_pool: WorkerPool,
-        start_timeout_s: float,
-    ) -> None:
-        super().__init__(name)
-        self._module = module
-        self._start = start
-        self._worker_pool = worker_pool
-        self._start_timeout_s = start_timeout_s
-
-    async def launch(self, *, is_restart: bool) -> Worker:
-        worker = await self._worker_pool.launch(self.name, self._module)
-        await worker.start_as(self._start, timeout_s=self._start_timeout_s)
-        return worker
-
-
-class ModelHandle(Protocol):
+class ModelHandle(StartableScorer, RestartingScorer, Protocol):
     """A model that scorers call, in a process here or on another machine."""
 
-    @property
-    def num_lost(self) -> int:
-        """Processes that had to be replaced."""
-        ...
 
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
+Model = TypeVar("Model", bound=ModelHandle)
 
 
-class ModelScorer:
+@dataclass(kw_only=True, eq=False)
+class ModelScorer(Generic[Model]):
     """A scorer whose lifetime is that of its model."""
 
-    def __init__(self, name: str, model: ModelHandle, *, weight: float) -> None:
-        self.name = name
-        self.weight = weight
-        self._model = model
+    name: str
+    weight: float
+    model: Model
 
     @property
     def num_lost(self) -> int:
-        return self._model.num_lost
+        return self.model.num_lost
 
     async def start(self) -> None:
-        await self._model.start()
+        await self.model.start()
 
     async def close(self) -> None:
-        await self._model.close()
+        await self.model.close()

@@ -7,10 +7,11 @@ or returns no valid score fails only the group at hand, with a ScoreError that i
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,8 +27,7 @@ from millrace.core.protocols import (
 )
 from millrace.core.records import Group, Task
 from millrace.core.spans import ScorerLoad
-from millrace.scoring.advantages.by_agent import by_agent
-from millrace.scoring.advantages.estimators import with_advantages
+from millrace.scoring.advantages.estimators import estimate_by_agent, with_advantages
 from millrace.scoring.functions.shipping import ship_functions
 from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.registry import ScorerSpec, check_scorers
@@ -52,25 +52,25 @@ class ScorerPool:
     ) -> None:
         """`functions`: where the workers load each reward function, see functions/shipping.py."""
         self.scorers: tuple[Scorer, ...] = tuple(queue.scorer for queue in queues)
+        self.workers = workers
         self._startable = [s for s in self.scorers if isinstance(s, StartableScorer)]
         self._queues = {queue.scorer.name: queue for queue in queues}
         self._orders = itertools.count()
         self._advantages = advantages
-        self._workers = workers
         self._functions = functions
         self._shaping = shaping
         self.tokens_wasted: Counter[str] = Counter()  # sampled but never trained, by reason
 
     async def start(self) -> None:
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(self._workers.start(self._functions))
+            starting.create_task(self.workers.start(self._functions))
             for scorer in self._startable:
                 starting.create_task(scorer.start())
 
     async def close(self) -> None:
         """Also called after a failed start()."""
         await asyncio.gather(*(queue.close() for queue in self._queues.values()))
-        await asyncio.gather(self._workers.close(), *(s.close() for s in self._startable))
+        await asyncio.gather(self.workers.close(), *(s.close() for s in self._startable))
 
     async def __aenter__(self) -> Self:
         try:
@@ -83,12 +83,8 @@ class ScorerPool:
     async def __aexit__(self, *_exc: object) -> None:
         await self.close()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._queues)
-
     def open(self, *, number: int, task: Task) -> GroupScoring:
-        """Open the scoring of a group whose episodes finish one by one. The caller closes it."""
+        """Open the scoring of a group whose episodes finish one by one, for a `with` block."""
         return self._open(self._queues, number=number, task=task)
 
     async def score(self, group: Group, scoring: GroupScoring | None = None) -> Group:
@@ -112,8 +108,7 @@ class ScorerPool:
             return await self.score(group, scoring)
 
     async def shape(self, group: Group) -> Group:
-        """Return the part of a scored group to train, with advantages; raises Filtered if it is
-        empty."""
+        """Return the part of a scored group to train, with advantages; raises Filtered."""
         wasted: Counter[str] = Counter()
         try:
             # In a thread: selection, advantages and filters may be slow user code.
@@ -125,18 +120,14 @@ class ScorerPool:
         """Return the groups of one step with advantages that compare them. Called in a thread."""
         if not isinstance(self._advantages, AdvantagesOverBatch):
             return list(groups)
-        found = _estimate(self._advantages.over_batch, groups)
+        with _user_errors(self._advantages.over_batch):
+            found = self._advantages.over_batch(groups)
         return [with_advantages(group, own) for group, own in zip(groups, found, strict=True)]
 
     @property
     def version_subscribers(self) -> tuple[VersionSubscriber, ...]:
         """Scorers that receive each new version of the policy."""
         return tuple(scorer for scorer in self.scorers if isinstance(scorer, VersionSubscriber))
-
-    @property
-    def workers_lost(self) -> int:
-        """Scorer processes that hung or crashed and were replaced."""
-        return self._workers.num_lost
 
     def loads(self) -> dict[str, ScorerLoad]:
         """By scorer name."""
@@ -148,7 +139,8 @@ class ScorerPool:
 
     def _shape(self, group: Group, wasted: Counter[str]) -> Group:
         selected = self._shaping.select(group, wasted=wasted)
-        found = _estimate(by_agent(self._advantages), selected)
+        with _user_errors(self._advantages):
+            found = estimate_by_agent(self._advantages, selected)
         return self._shaping.filters(with_advantages(selected, found), wasted=wasted)
 
 
@@ -196,10 +188,11 @@ def build_scorer_pool(
     )
 
 
-def _estimate(estimator: Callable[[Any], Any], scored: Any) -> Any:
-    """Return the estimator's unchecked output. It may be user code, so it may raise anything."""
+@contextlib.contextmanager
+def _user_errors(estimator: Callable[..., Any]) -> Iterator[None]:
+    """Turn what an estimator raises into a ScoreError. It may be user code and raise anything."""
     try:
-        return estimator(scored)
+        yield
     except Exception as error:
         name = getattr(estimator, "__qualname__", type(estimator).__name__)
         raise ScoreError(

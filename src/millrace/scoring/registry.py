@@ -16,8 +16,7 @@ from millrace.core.plugins import build_plugin
 from millrace.core.protocols import Scorer
 from millrace.core.records import Task
 from millrace.scoring.functions.function_scorer import Function
-from millrace.scoring.reward_models.process_reward_model import ProcessRewardModel
-from millrace.scoring.reward_models.reward_model import RewardModel
+from millrace.scoring.reward_models.reward_model import ProcessRewardModel, RewardModel
 from millrace.scoring.scheduling.gates import ScoreGate, check_gates, parse_gate
 from millrace.scoring.scorer_type import CallSettings, ScorerContext, ScorerType
 from millrace.scoring.services.http_scorer import Http
@@ -90,10 +89,7 @@ def function_scorer(function: str | Callable[..., Any], *, name: str | None = No
 def check_scorers(
     specs: Sequence[ScorerSpec], tasks: Sequence[Task], *, may_be_empty: bool = False
 ) -> None:
-    """Raise ConfigError for mistakes that can be found before any worker starts.
-
-    `may_be_empty`: the environment gives rewards, so no scorer is required.
-    """
+    """Raise ConfigError for mistakes. `may_be_empty`: the environment gives the rewards."""
     names = [spec.name for spec in specs]
     if not names and not may_be_empty:
         raise ConfigError(

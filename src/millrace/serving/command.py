@@ -21,8 +21,7 @@ from millrace.cluster.supervision.restarts import RestartPolicy
 from millrace.config import RunConfig
 from millrace.core.errors import ConfigError, first_cause
 from millrace.environments.tools.calls import format_of
-from millrace.scoring.teachers.process import TeacherProcess
-from millrace.scoring.teachers.settings import LogprobModelSettings
+from millrace.scoring.teachers.process import LogprobModelSettings, TeacherProcess
 from millrace.serving.api.score import GenerationDisabled, ScoreModelInfo, ScorePool
 from millrace.serving.engines import Engines
 from millrace.serving.listener import http_listener

@@ -5,8 +5,10 @@ controller's event loop.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from millrace.cluster.messages import Message
 from millrace.cluster.worker import Worker
 from millrace.core.errors import RunFailed
 
@@ -127,3 +129,27 @@ class WorkerReplica:
                 await worker.fail_hung(
                     f"made no progress for {stalled_s:.0f} s (supervision.hang_timeout_s)"
                 )
+
+
+class ModuleReplica(WorkerReplica):
+    """A worker of one module that is loaded by one start message."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        module: str,
+        start: Message,
+        launch: Callable[[str, str], Awaitable[Worker]],
+        start_timeout_s: float,
+    ) -> None:
+        super().__init__(name)
+        self._module = module
+        self._start = start
+        self._launch = launch
+        self._start_timeout_s = start_timeout_s
+
+    async def launch(self, *, is_restart: bool) -> Worker:
+        worker = await self._launch(self.name, self._module)
+        await worker.start_as(self._start, timeout_s=self._start_timeout_s)
+        return worker

@@ -5,6 +5,9 @@ a user's function. It is called with a scored group and returns a number per epi
 [L] per rollout. If it has `over_batch`, that is called with all groups of a step before they are
 trained.
 
+If the agents of an episode are rewarded separately, each agent is compared with itself in the other
+episodes of its group.
+
 Promise: whatever an estimator returns, a group gets finite advantages or one ScoreError.
 """
 
@@ -16,8 +19,8 @@ import numpy as np
 
 from millrace.core.errors import ScoreError
 from millrace.core.plugins import build_callable
-from millrace.core.protocols import Advantages
-from millrace.core.records import Group
+from millrace.core.protocols import Advantages, AdvantagesByAgent, AdvantagesOverBatch
+from millrace.core.records import Group, Score
 from millrace.core.returns import discounted_returns, sampled_rewards
 from millrace.scoring.advantages.tree import TreeAdvantages
 from millrace.scoring.setting_checks import check_bool, check_choice, check_number
@@ -62,8 +65,7 @@ class LeaveOneOutAdvantages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BestWorstAdvantages:
-    """1 for the best, -1 for the worst, 0 for the others: a preference pair. All 0 if all totals
-    are equal."""
+    """A preference pair: 1 for the best, -1 for the worst, 0 for others and if all are equal."""
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
         totals = _totals(group)
@@ -87,8 +89,7 @@ class BatchAdvantages:
         check_number(0, epsilon=self.epsilon)
 
     def __call__(self, group: Group) -> np.ndarray:  # [episodes]
-        """Return the totals before the step is known, minus the group's mean if that is the
-        baseline."""
+        """Return the totals, minus the group's mean if that is the baseline."""
         is_centred = self.baseline == "group"
         return _normalized(_totals(group), centre=is_centred, by_std=False, epsilon=0.0)
 
@@ -155,8 +156,7 @@ ADVANTAGES: dict[str, type] = {
 
 
 def build_advantages(table: Mapping[str, Any]) -> Advantages:
-    """Build the estimator of a [scoring.advantages] table. A function gets the other keys with each
-    call."""
+    """Build the estimator of a [scoring.advantages] table."""
     return build_callable(table, builtins=ADVANTAGES, default="group", section=SECTION)
 
 
@@ -177,17 +177,53 @@ def with_advantages(group: Group, found: Any) -> Group:
         raise _invalid(group, found)
     if not of_tokens:
         return replace(group, advantages=arrays[0], token_advantages=None)
-    sampled = [a[rollout.mask] for a, rollout in zip(arrays, group.rollouts, strict=True)]
-    ends = np.cumsum([len(episode.rollouts) for episode in group.episodes])
-    means = [
-        _mean(np.concatenate(sampled[end - len(episode.rollouts) : end]))
-        for episode, end in zip(group.episodes, ends, strict=True)
-    ]
+    sampled = iter([a[rollout.mask] for a, rollout in zip(arrays, group.rollouts, strict=True)])
+    means: list[float] = []
+    for episode in group.episodes:
+        values = np.concatenate([next(sampled) for _ in episode.rollouts])
+        means.append(float(values.mean()) if len(values) else 0.0)
     return replace(group, advantages=np.array(means, np.float32), token_advantages=arrays)
 
 
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else 0.0
+def estimate_by_agent(estimator: Advantages, group: Group) -> Any:
+    """Call the estimator once, or once per agent if agents are rewarded separately."""
+    is_shared = not any(score.by_agent for score in group.scores)
+    if is_shared or isinstance(estimator, AdvantagesByAgent):
+        return estimator(group)
+    if isinstance(estimator, AdvantagesOverBatch):
+        raise ScoreError(
+            f"Advantages {type(estimator).__name__!r} compare several groups and cannot"
+            " distinguish the agents of an episode; choose another type in [scoring.advantages]."
+        )
+    names = dict.fromkeys(rollout.agent for rollout in group.rollouts)
+    by_name = {name: iter(_by_token(estimator, _alone(group, name))) for name in names}
+    return [next(by_name[rollout.agent]) for rollout in group.rollouts]
+
+
+def _alone(group: Group, name: str) -> Group:
+    """Return the episodes of one agent, with its own rollouts and scores."""
+    members = [
+        (
+            replace(episode, rollouts=tuple(r for r in episode.rollouts if r.agent == name)),
+            Score(total=score.of_agent(name), parts=score.parts),
+        )
+        for episode, score in zip(group.episodes, group.scores, strict=True)
+        if any(rollout.agent == name for rollout in episode.rollouts)
+    ]
+    episodes, scores = zip(*members, strict=True)
+    return replace(group, episodes=episodes, scores=scores)
+
+
+def _by_token(estimator: Advantages, group: Group) -> list[np.ndarray]:  # [L] for each rollout
+    estimated = with_advantages(group, estimator(group))
+    if estimated.token_advantages is not None:
+        return list(estimated.token_advantages)
+    assert estimated.advantages is not None
+    return [
+        np.full(len(rollout.tokens), advantage, np.float32)
+        for episode, advantage in zip(group.episodes, estimated.advantages, strict=True)
+        for rollout in episode.rollouts
+    ]
 
 
 def _invalid(group: Group, found: Any) -> ScoreError:

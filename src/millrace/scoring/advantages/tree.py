@@ -33,7 +33,7 @@ class TreeAdvantages:
     weigh_shared: bool = True
     """Multiply by the number of episodes that share the token."""
 
-    handles_agents = True  # see by_agent.py
+    handles_agents = True  # see AdvantagesByAgent
 
     def __post_init__(self) -> None:
         check_bool(normalize_std=self.normalize_std, weigh_shared=self.weigh_shared)

@@ -28,8 +28,8 @@ class Function:
         return getattr(function, "__name__", type(function).__name__).strip("<>")
 
     def call_settings(self, *, num_workers: int) -> CallSettings:
-        """One call per group, because the function may compare its completions. One retry, because
-        a process may die for a reason that is not the function's."""
+        # One call per group: the function may compare its completions. One retry: a process may
+        # die for a reason that is not the function's.
         calls_per_worker = CALLS_PER_WORKER if self.inspect(name="").is_async else 1
         concurrency = num_workers * calls_per_worker
         return CallSettings(concurrency=concurrency, batch=0, retries=1, breaker_failures=0)
@@ -41,12 +41,9 @@ class Function:
         self, *, name: str, weight: float, calls: CallSettings, context: ScorerContext
     ) -> "FunctionScorer":
         context.functions[name] = self.function
+        is_async = self.inspect(name=name).is_async
         return FunctionScorer(
-            name,
-            weight=weight,
-            is_async=self.inspect(name=name).is_async,
-            calls=calls,
-            workers=context.workers,
+            name=name, weight=weight, is_async=is_async, calls=calls, workers=context.workers
         )
 
     def inspect(self, *, name: str) -> RewardFunction:
@@ -54,34 +51,26 @@ class Function:
         return inspect_reward(resolve_function(self.function), name=name)
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class FunctionScorer:
     """A reward function that runs in the scorer processes."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        weight: float,
-        is_async: bool,
-        calls: CallSettings,
-        workers: ScorerWorkers,
-    ) -> None:
-        self.name = name
-        self.weight = weight
-        self._is_async = is_async
-        self._calls = calls
-        self._workers = workers
+    name: str
+    weight: float
+    is_async: bool
+    calls: CallSettings
+    workers: ScorerWorkers
 
     async def score(self, group: Group) -> list[ScorerResult]:
         try:
-            scored = await self._workers.call(
+            scored = await self.workers.call(
                 _message(self.name, group),
-                exclusive=not self._is_async,
-                timeout_s=self._calls.timeout_s,
+                exclusive=not self.is_async,
+                timeout_s=self.calls.timeout_s,
             )
         except TimeoutError:
             raise ScoreError(
-                f"Reward {self.name!r} took longer than {self._calls.timeout_s:g} s on group"
+                f"Reward {self.name!r} took longer than {self.calls.timeout_s:g} s on group"
                 f" {group.number}; make it faster, or raise its timeout_s."
             ) from None
         except WorkerError as error:
@@ -101,13 +90,13 @@ class FunctionScorer:
 def _message(function: str, group: Group) -> ScoreGroup:
     """Build the arguments of the TRL signature: lists with one entry per episode."""
     prompt = group.task.prompt
-    num_episodes = len(group.episodes)
+    rollouts = [episode.rollouts[-1] for episode in group.episodes]
     return ScoreGroup(
         function=function,
-        prompts=[prompt] * num_episodes,
+        prompts=[prompt] * len(rollouts),
         completions=[completion_of(episode, prompt) for episode in group.episodes],
-        completion_ids=[_sampled_ids(episode) for episode in group.episodes],
-        columns={name: [value] * num_episodes for name, value in group.task.columns.items()},
+        completion_ids=[rollout.tokens[rollout.mask].tolist() for rollout in rollouts],
+        columns={name: [value] * len(rollouts) for name, value in group.task.columns.items()},
     )
 
 
@@ -120,8 +109,3 @@ def completion_of(episode: Episode, prompt: Prompt) -> Prompt:
     starts_with_prompt = messages[: len(prompt)] == prompt
     reply: list[Message] = [{"role": "assistant", "content": turn.completion}]
     return [*messages[len(prompt) :], *reply] if starts_with_prompt else reply
-
-
-def _sampled_ids(episode: Episode) -> list[int]:
-    rollout = episode.rollouts[-1]
-    return rollout.tokens[rollout.mask].tolist()

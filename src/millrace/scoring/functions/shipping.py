@@ -48,14 +48,15 @@ def resolve_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
 def ship_functions(
     functions: Mapping[str, str | Callable[..., Any]], *, folder: Path
 ) -> dict[str, str]:
-    """Return where a scorer process can load each function, by name. Pickles go to `folder`, which
-    is created if needed."""
+    """Return where a scorer process can load each function, by name. Pickles go to `folder`."""
     locations: dict[str, str] = {}
     for index, (name, function) in enumerate(functions.items()):
-        reference = function if isinstance(function, str) else _reference_to(function)
-        if reference is None:
-            reference = str(_pickle(function, name=name, path=folder / f"reward_{index}{SUFFIX}"))
-        locations[name] = reference
+        location = function if isinstance(function, str) else _reference_to(function)
+        if location is None:
+            path = folder / f"reward_{index}{SUFFIX}"
+            _pickle(function, name=name, path=path)
+            location = str(path)
+        locations[name] = location
     return locations
 
 
@@ -101,7 +102,7 @@ def _is_importable(module: str) -> bool:
     return any(finder.find_spec(module, path) is not None for finder in sys.meta_path)
 
 
-def _pickle(function: Any, *, name: str, path: Path) -> Path:
+def _pickle(function: Any, *, name: str, path: Path) -> None:
     try:
         data = cloudpickle.dumps(function)
     except Exception as error:
@@ -116,4 +117,3 @@ def _pickle(function: Any, *, name: str, path: Path) -> Path:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
-    return path

@@ -16,9 +16,9 @@ from typing import Any
 
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.protocols import NeedsColumns
-from millrace.core.records import Prompt, Task
+from millrace.core.records import Task
 
-RESERVED = ("prompts", "completions", "completion_ids")  # offered to every reward function
+RESERVED = ("prompts", "completions", "completion_ids")  # passed to every reward function
 ENVIRONMENTS = "environments"  # passed only by environments/adapters/environment_factory.py
 NOT_PASSED = ("trainer_state", "log_extra", "log_metric")  # passed by TRL, not by Millrace
 REMEDY = "return a list with one number per completion, or None where the reward does not apply"
@@ -35,24 +35,15 @@ class RewardFunction:
     is_async: bool
     wants_environments: bool = False  # named in the signature, not through **kwargs
 
-    def __call__(
-        self,
-        *,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Prompt],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> Any:
-        """Return the unchecked result of the user's code; an awaitable if it is async."""
-        offered = {
-            **columns,
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-        }
+    def __call__(self, *, columns: Mapping[str, Sequence[Any]], **reserved: Sequence[Any]) -> Any:
+        """Return the unchecked result of the user's code; an awaitable if it is async.
+
+        `reserved` has a value per completion for each name in RESERVED.
+        """
+        arguments = {**columns, **reserved}
         if self.takes is not None:
-            offered = {name: value for name, value in offered.items() if name in self.takes}
-        return self.call(**offered)
+            arguments = {name: value for name, value in arguments.items() if name in self.takes}
+        return self.call(**arguments)
 
     def check_columns(self, tasks: Sequence[Task], *, has_environments: bool = False) -> None:
         """Raise ConfigError if a task lacks a column that the function requires."""
@@ -109,7 +100,7 @@ def check_rewards(value: Any, *, name: str, num_completions: int) -> list[float 
     """Convert the result of a reward function to floats; raises ScoreError if it is invalid."""
     rewards = _to_plain(value)
     if not isinstance(rewards, list | tuple):
-        raise ScoreError(f"Reward {name!r} returned {_shortened(value)}; {REMEDY}.")
+        raise ScoreError(f"Reward {name!r} returned {_shown(value)}; {REMEDY}.")
     if len(rewards) != num_completions:
         raise ScoreError(
             f"Reward {name!r} returned {len(rewards)} values for {num_completions} completions;"
@@ -129,9 +120,7 @@ def _reward(value: Any, *, name: str, index: int) -> float | None:
             reward = math.inf
         if math.isfinite(reward):
             return reward
-    raise ScoreError(
-        f"Reward {name!r} returned {_shortened(value)} for completion {index}; {REMEDY}."
-    )
+    raise ScoreError(f"Reward {name!r} returned {_shown(value)} for completion {index}; {REMEDY}.")
 
 
 def _to_plain(value: Any) -> Any:
@@ -139,7 +128,7 @@ def _to_plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _shortened(value: Any) -> str:
+def _shown(value: Any) -> str:
     text = repr(value)
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return f"{text} ({type(value).__name__})"

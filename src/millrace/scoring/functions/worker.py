@@ -28,10 +28,10 @@ IDLE = "no work"
 
 def main(link: Link, name: str) -> None:
     cast(Any, sys.stdout).reconfigure(line_buffering=True)  # so that a kill loses no line
-    serve(link, name, message=StartScorer, start=start)
+    serve(link, name, message=StartScorer, start=_start)
 
 
-def start(message: StartScorer, link: Link, timeline: Timeline) -> "ScorerWorker":
+def _start(message: StartScorer, link: Link, timeline: Timeline) -> "ScorerWorker":
     functions = {
         name: inspect_reward(load_function(location), name=name)
         for name, location in message.functions.items()
@@ -40,101 +40,60 @@ def start(message: StartScorer, link: Link, timeline: Timeline) -> "ScorerWorker
 
 
 class ScorerWorker:
+    """serve() and _score() run in the main thread, all other methods on the event loop."""
+
     def __init__(
         self, link: Link, *, functions: dict[str, RewardFunction], timeline: Timeline
     ) -> None:
+        timeline.enter(IDLE, busy=False)
         self._link = link
         self._functions = functions
-        self._background = Background(link, timeline=timeline)
+        self._timeline = timeline
+        self._running: list[str] = []  # functions, in the order they were called
+        self._num_calls = 0
+        self._waits: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._reporting = self._loop.create_task(self._report())
 
     def serve(self) -> None:
+        thread = threading.Thread(target=self._run_loop, name="event loop", daemon=True)
+        thread.start()
         while True:
             call = self._link.receive()
             assert call is not None
             match call.message:
                 case ScoreGroup() as message:
-                    function = self._functions[message.function]
-                    score(call, message, function=function, background=self._background)
-                case Stop():
-                    self._background.close()
+                    self._score(call, message)
+                case Stop():  # async calls that still run get no reply
+                    self._loop.call_soon_threadsafe(self._reporting.cancel)
+                    thread.join(CLOSE_S)  # a function may block the loop; it ends with the process
                     call.reply()
                     return
                 case _:
                     call.fail(unexpected(call))
 
+    def _score(self, call: WorkerCall, message: ScoreGroup) -> None:
+        """Run the function in this thread; an awaitable result is awaited on the event loop."""
+        on_loop = self._loop.call_soon_threadsafe
+        on_loop(self._begin, message.function)
+        try:
+            result = self._functions[message.function](
+                prompts=message.prompts,
+                completions=message.completions,
+                completion_ids=message.completion_ids,
+                columns=message.columns,
+            )
+            if inspect.isawaitable(result):
+                on_loop(self._start_wait, result, call, message)
+                return
+            scored = _check(result, message)
+        except Exception as error:  # noqa: BLE001 - user code may raise anything
+            call.fail(_explain(error, name=message.function))
+        else:
+            call.reply(scored)
+        on_loop(self._end, message.function)
 
-def score(
-    call: WorkerCall, message: ScoreGroup, *, function: RewardFunction, background: "Background"
-) -> None:
-    """Run the function in this thread; an awaitable result is awaited in the background."""
-    background.begin(function.name)
-    try:
-        result = function(
-            prompts=message.prompts,
-            completions=message.completions,
-            completion_ids=message.completion_ids,
-            columns=message.columns,
-        )
-        if inspect.isawaitable(result):
-            background.finish(result, call=call, message=message)
-            return
-        scored = check(result, message)
-    except Exception as error:  # noqa: BLE001 - user code may raise anything
-        call.fail(explain(error, name=function.name))
-    else:
-        call.reply(scored)
-    background.end(function.name)
-
-
-def check(result: Any, message: ScoreGroup) -> GroupScored:
-    num_completions = len(message.completions)
-    return GroupScored(
-        rewards=check_rewards(result, name=message.function, num_completions=num_completions)
-    )
-
-
-def explain(error: BaseException, *, name: str) -> ScoreError:
-    """The error as one sentence, with the traceback of the user's code as its cause."""
-    if isinstance(error, ScoreError):
-        return error.with_traceback(None)  # its frames are Millrace's own
-    words = " ".join(str(error).split()) or "no message"
-    words = words if len(words) <= 300 else f"{words[:297]}..."
-    failure = ScoreError(f"Reward {name!r} raised {type(error).__name__}: {words}")
-    failure.__cause__ = error
-    return failure
-
-
-class Background:
-    """The event loop of async functions, and the timeline. Called from the main thread."""
-
-    def __init__(self, link: Link, *, timeline: Timeline) -> None:
-        self._link = link
-        self._loop = asyncio.new_event_loop()
-        timeline.enter(IDLE, busy=False)
-        self._timeline = timeline  # from here on used on the loop only, as the rest
-        self._running: list[str] = []  # functions, in the order they were called
-        self._num_calls = 0
-        self._waits: set[asyncio.Task[None]] = set()
-        self._reporting = self._loop.create_task(self._report())
-        self._thread = threading.Thread(target=self._run, name="background", daemon=True)
-        self._thread.start()
-
-    def begin(self, name: str) -> None:
-        self._loop.call_soon_threadsafe(self._begin, name)
-
-    def end(self, name: str) -> None:
-        self._loop.call_soon_threadsafe(self._end, name)
-
-    def finish(self, result: Awaitable[Any], *, call: WorkerCall, message: ScoreGroup) -> None:
-        """Await the result of an async function and reply."""
-        self._loop.call_soon_threadsafe(self._start_wait, result, call, message)
-
-    def close(self) -> None:
-        """Send the last report. Async calls that still run get no reply."""
-        self._loop.call_soon_threadsafe(self._reporting.cancel)
-        self._thread.join(CLOSE_S)  # a function may block the loop; it ends with the process
-
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         with contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._reporting)
@@ -158,9 +117,9 @@ class Background:
 
     async def _wait(self, result: Awaitable[Any], call: WorkerCall, message: ScoreGroup) -> None:
         try:
-            scored = check(await result, message)
+            scored = _check(await result, message)
         except BaseException as error:  # noqa: BLE001 - SystemExit must not end the loop
-            call.fail(explain(error, name=message.function))
+            call.fail(_explain(error, name=message.function))
         else:
             call.reply(scored)
         self._end(message.function)
@@ -168,15 +127,30 @@ class Background:
     def _begin(self, name: str) -> None:
         self._running.append(name)
         self._num_calls += 1
-        self._show()
+        self._timeline.enter(name, busy=True)
 
     def _end(self, name: str) -> None:
         self._running.remove(name)
-        self._show()
-
-    def _show(self) -> None:
         busy = bool(self._running)
         self._timeline.enter(self._running[-1] if busy else IDLE, busy=busy)
+
+
+def _check(result: Any, message: ScoreGroup) -> GroupScored:
+    num_completions = len(message.completions)
+    return GroupScored(
+        rewards=check_rewards(result, name=message.function, num_completions=num_completions)
+    )
+
+
+def _explain(error: BaseException, *, name: str) -> ScoreError:
+    """The error as one sentence, with the traceback of the user's code as its cause."""
+    if isinstance(error, ScoreError):
+        return error.with_traceback(None)  # its frames are Millrace's own
+    text = " ".join(str(error).split()) or "no message"
+    text = text if len(text) <= 300 else f"{text[:297]}..."
+    failure = ScoreError(f"Reward {name!r} raised {type(error).__name__}: {text}")
+    failure.__cause__ = error
+    return failure
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ bound the queue: each scorer limits its own concurrency.
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from millrace.cluster.messages import GroupScored, ScoreGroup, StartScorer
 from millrace.cluster.supervision.pool import WorkerPool
-from millrace.cluster.supervision.replica import WorkerReplica
+from millrace.cluster.supervision.replica import ModuleReplica
 from millrace.cluster.worker import Worker
 from millrace.core.errors import RunFailed, WorkerError
 
@@ -40,34 +41,18 @@ class _Slot:
     was_shared: bool = False  # when the process was lost
 
 
-class _ScorerReplica(WorkerReplica):
+class _ScorerReplica(ModuleReplica):
     """A scorer process that offers a slot while it serves."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        worker_pool: WorkerPool,
-        start: StartScorer,
-        start_timeout_s: float,
-        on_change: "Callable[[_ScorerReplica], None]",
-    ) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, *, on_change: Callable[[], None], **options: Any) -> None:
+        super().__init__(name, module=MODULE, **options)
         self.slot: _Slot | None = None
         self.failure: Exception | None = None  # why it will not be restarted
-        self._worker_pool = worker_pool
-        self._start = start
-        self._start_timeout_s = start_timeout_s
         self._on_change = on_change
-
-    async def launch(self, *, is_restart: bool) -> Worker:
-        worker = await self._worker_pool.launch(self.name, MODULE)
-        await worker.start_as(self._start, timeout_s=self._start_timeout_s)
-        return worker
 
     async def attach(self, worker: Worker, *, is_restart: bool) -> None:
         self.slot = _Slot(worker, self)
-        self._on_change(self)
+        self._on_change()
 
     def detach(self) -> None:
         assert self.slot is not None
@@ -77,7 +62,7 @@ class _ScorerReplica(WorkerReplica):
     def give_up(self, error: Exception) -> None:
         super().give_up(error)
         self.failure = error
-        self._on_change(self)
+        self._on_change()
 
 
 class ScorerWorkers:
@@ -108,16 +93,14 @@ class ScorerWorkers:
         return sum(not queued.granted.done() for queued in self._queue)
 
     async def start(self, functions: Mapping[str, str]) -> None:
-        """Start all processes, or none where there is no function; raises the first error.
-
-        `functions`: name -> where a scorer process finds it, see shipping.py.
-        """
+        """Start the processes, if there are functions (see ship_functions()); raises the first
+        error."""
         if not functions:
             return
         self._replicas = [
             _ScorerReplica(
                 f"scorer-{i}",
-                worker_pool=self._worker_pool,
+                launch=self._worker_pool.launch,
                 start=StartScorer(functions=dict(functions)),
                 start_timeout_s=self._start_timeout_s,
                 on_change=self._on_change,
@@ -209,12 +192,8 @@ class ScorerWorkers:
         """Make the call in a task: the process runs on even if the caller is cancelled."""
         running = asyncio.create_task(self._call(slot, message, timeout_s=timeout_s))
         self._running.add(running)
-        running.add_done_callback(self._running.discard)
-        try:
-            await asyncio.wait({running})
-        except asyncio.CancelledError:
-            running.add_done_callback(_retrieve)
-            raise
+        running.add_done_callback(self._on_done)
+        await asyncio.wait({running})
         if running.cancelled():
             raise RunFailed(CLOSED)
         return running.result()
@@ -232,7 +211,12 @@ class ScorerWorkers:
         assert isinstance(scored, GroupScored)
         return scored
 
-    def _on_change(self, _replica: _ScorerReplica) -> None:
+    def _on_done(self, task: asyncio.Task[GroupScored]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # asyncio would warn otherwise if the caller is gone
+
+    def _on_change(self) -> None:
         self._grant()
         if (failure := self._failure()) is not None:
             self._fail_queue(failure)
@@ -249,9 +233,3 @@ class ScorerWorkers:
             if not queued.granted.done():
                 queued.granted.set_exception(error)
         self._queue.clear()
-
-
-def _retrieve(task: asyncio.Task[GroupScored]) -> None:
-    """Read the result of a call whose caller is gone; asyncio would warn otherwise."""
-    if not task.cancelled():
-        task.exception()

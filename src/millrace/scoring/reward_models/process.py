@@ -1,19 +1,23 @@
-"""The process of one reward model, and the values of a sequence's steps.
+"""The process of a reward model: its settings, their checks against the model's files, its calls.
 
 The model may have another tokenizer than the policy. Runs on the controller's event loop.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
-from itertools import pairwise
-from typing import Any, Literal
-
-import numpy as np
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self, get_args
 
 from millrace.cluster.messages import ReadSteps, StartRewardModel, StepReading, StepValues
-from millrace.core.records import Prompt
-from millrace.scoring.model_process import ModelProcess
-from millrace.scoring.reward_models.settings import ModelSettings
+from millrace.core.errors import ConfigError
+from millrace.core.records import Task
+from millrace.models.directory import load_tokenizer, text_config
+from millrace.scoring.model_process import MODEL_CALLS, ModelProcess
+from millrace.scoring.scorer_type import CallSettings, ScorerContext
+from millrace.scoring.setting_checks import check_choice, check_integer
+
+Template = Literal["auto", "chat", "text", "ids"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Head = Literal["token", "sequence"]
 
 
 class RewardModelProcess(ModelProcess):
@@ -27,71 +31,117 @@ class RewardModelProcess(ModelProcess):
         return reply.values
 
 
-def start_message(
-    settings: ModelSettings,
-    *,
-    device: str,
-    head: Literal["sequence", "token"],
-    is_whole: bool,
-    separator: str | None = None,
-    kept_tokens: int = 0,
-) -> StartRewardModel:
-    """The start message of a reward model's process."""
-    shared = {field.name: getattr(settings, field.name) for field in fields(ModelSettings)}
-    return StartRewardModel(
-        settings=shared,
-        device=device,
-        head=head,
-        is_whole=is_whole,
-        separator=separator,
-        kept_tokens=kept_tokens,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelSettings:
+    """The fields are keys of [[scorers]]."""
 
+    model: str
+    """Directory or hub name."""
+    label: int | None = None
+    """Number of the label whose probability is the score, for a model with several labels. With a
+    single label the score is its logit."""
+    template: Template = "auto"
+    """Input of the model. "chat": messages through the chat template of its tokenizer. "text":
+    prompt and completion as text. "ids": the policy's tokens, for a model with the same tokenizer.
+    "auto": chat for messages if the tokenizer has a chat template, otherwise text."""
+    dtype: Dtype = "auto"
+    """Data type of the model. "auto" is bfloat16 on CUDA and float32 on a CPU."""
+    threads: int = 1
+    """CPU threads."""
+    batch_tokens: int = 8192
+    """Token budget of one forward pass, with padding. A longer sequence gets a pass of its own."""
+    max_length: int | None = None
+    """Longest sequence in tokens. Default: the model's own limit."""
+    trust_remote_code: bool = False
 
-class StepReader:
-    def __init__(
-        self, process: RewardModelProcess, *, tokenizer: Any, takes_ids: bool, timeout_s: float
-    ) -> None:
-        """`tokenizer` is the policy's. `takes_ids`: the model gets token ids instead of text."""
-        self.process = process
-        self._tokenizer = tokenizer
-        self._takes_ids = takes_ids
-        self._timeout_s = timeout_s
+    def __post_init__(self) -> None:
+        check_choice("template", self.template, get_args(Template))
+        check_choice("dtype", self.dtype, get_args(Dtype))
+        check_integer(1, threads=self.threads, batch_tokens=self.batch_tokens)
+        if self.max_length is not None:
+            check_integer(1, max_length=self.max_length)
 
-    async def read(
-        self,
-        tokens: np.ndarray,
-        ends: Sequence[int],
-        *,
-        prompt: Prompt,
-        num_prompt: int,
-        num_known: int = 0,
-        is_partial: bool = False,
-    ) -> list[float]:
-        """The values of all steps but the first `num_known`.
+    def call_settings(self, *, num_workers: int) -> CallSettings:
+        """One call per finished episode; the process batches them."""
+        return MODEL_CALLS
 
-        `tokens` [L] begin with the `num_prompt` of the prompt. `is_partial`: more will follow.
-        """
-        if num_known == len(ends):
-            return []
-        reading = StepReading(
-            tokens=tokens[: ends[-1] + 1] if self._takes_ids else None,
-            ends=list(ends) if self._takes_ids else [],
-            prompt="" if self._takes_ids else prompt,
-            pieces=[] if self._takes_ids else self._pieces(tokens, ends, num_prompt=num_prompt),
-            num_known=num_known,
-            is_partial=is_partial,
+    def check(self, tasks: Sequence[Task], *, name: str) -> None:
+        self.checked(scorer=name)
+
+    def checked(self, *, scorer: str) -> Self:
+        """Return the settings with max_length filled in; raises ConfigError if they do not fit the
+        model's files. Reads no weights."""
+        config = text_config(
+            self.model,
+            trust_remote_code=self.trust_remote_code,
+            setting=f"model of scorer {scorer!r}",
         )
-        (values,) = await self.process.read([reading], timeout_s=self._timeout_s)
-        return values
-
-    def _pieces(self, tokens: np.ndarray, ends: Sequence[int], *, num_prompt: int) -> list[str]:
-        bounds = [num_prompt, *(end + 1 for end in ends)]
-        return [
-            self._tokenizer.decode(
-                tokens[begin:end].tolist(),
-                skip_special_tokens=True,  # they mean nothing to another tokenizer
-                clean_up_tokenization_spaces=False,
+        self._check_label([str(name) for name in (config.id2label or {}).values()], scorer=scorer)
+        limit = getattr(config, "max_position_embeddings", None)
+        wanted = self.max_length
+        if wanted is not None and limit is not None and wanted > limit:
+            raise ConfigError(
+                f"Scorer {scorer!r}: max_length = {wanted} is more than the {limit} tokens that"
+                f" {self.model!r} reads; lower it."
             )
-            for begin, end in pairwise(bounds)
-        ]
+        if self.template == "chat" and not self._tokenizer().chat_template:
+            raise ConfigError(
+                f"Scorer {scorer!r}: template = 'chat', but the tokenizer of {self.model!r} has no"
+                " chat template; set template to 'text'."
+            )
+        return replace(self, max_length=wanted if wanted is not None else limit)
+
+    def has_same_tokens(self, policy: Any) -> bool:
+        """True if the policy's token ids mean the same to this model; `policy` is its tokenizer."""
+        return self._tokenizer().get_vocab() == policy.get_vocab()
+
+    def require_same_tokens(self, policy: Any, *, scorer: str) -> None:
+        if not self.has_same_tokens(policy):
+            raise ConfigError(
+                f"Scorer {scorer!r}: template = 'ids' sends the policy's tokens, but the tokenizer"
+                f" of {self.model!r} differs; set template to 'chat' or 'text'."
+            )
+
+    def start_message(
+        self,
+        *,
+        device: str,
+        head: Head,
+        is_whole: bool,
+        separator: str | None = None,
+        kept_tokens: int = 0,
+    ) -> StartRewardModel:
+        return StartRewardModel(
+            settings={f.name: getattr(self, f.name) for f in fields(RewardModelSettings)},
+            device=device,
+            head=head,
+            is_whole=is_whole,
+            separator=separator,
+            kept_tokens=kept_tokens,
+        )
+
+    def make_process(self, name: str, context: ScorerContext, **options: Any) -> RewardModelProcess:
+        """Build a process that is not started yet. `options` are those of start_message()."""
+        return RewardModelProcess(
+            name,
+            start=self.start_message(device=context.device_of(name), **options),
+            worker_pool=context.worker_pool,
+            start_timeout_s=context.start_timeout_s,
+        )
+
+    def _check_label(self, names: list[str], *, scorer: str) -> None:
+        if self.label is None and len(names) > 1:
+            labels = ", ".join(f"{number} = {name!r}" for number, name in enumerate(names))
+            raise ConfigError(
+                f"Scorer {scorer!r}: model {self.model!r} has {len(names)} labels ({labels}); set"
+                " label to the number of the one whose probability is the score."
+            )
+        if self.label is not None and not (len(names) > 1 and 0 <= self.label < len(names)):
+            raise ConfigError(
+                f"Scorer {scorer!r}: label = {self.label} does not exist in model {self.model!r},"
+                f" which has {len(names)}; set a number from 0 on, or remove label if there is only"
+                " one."
+            )
+
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.model, trust_remote_code=self.trust_remote_code)

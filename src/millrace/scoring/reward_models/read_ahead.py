@@ -1,4 +1,4 @@
-"""Reads finished steps while the rest of their sequence is still being generated.
+"""Reads the values of steps, also while the rest of their sequence is still being generated.
 
 The value of a step depends only on the tokens up to its end, so values are stored by a digest of
 these tokens. A later lookup finds values that were read or are being read, or none.
@@ -14,17 +14,59 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from millrace.cluster.messages import StepReading
 from millrace.core.errors import MillraceError
 from millrace.core.protocols import OnTokens
 from millrace.core.records import CompletionChunk, Prompt, Request
-from millrace.scoring.reward_models.process import StepReader
+from millrace.scoring.reward_models.process import RewardModelProcess
 from millrace.scoring.reward_models.steps import StepCutter, Steps
 
 MAX_STORED = 65_536
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepReader:
+    process: RewardModelProcess
+    tokenizer: Any  # of the policy
+    takes_ids: bool  # the model gets the policy's tokens instead of text
+    timeout_s: float
+
+    async def read(
+        self,
+        tokens: np.ndarray,
+        ends: Sequence[int],
+        *,
+        prompt: Prompt,
+        num_prompt: int,
+        num_known: int = 0,
+        is_partial: bool = False,
+    ) -> list[float]:
+        """The values of all steps but the first `num_known`. `is_partial`: more steps follow."""
+        if num_known == len(ends):
+            return []
+        if self.takes_ids:
+            content: dict[str, Any] = {"tokens": tokens[: ends[-1] + 1], "ends": list(ends)}
+        else:
+            content = {"prompt": prompt, "pieces": self._pieces(tokens, ends, num_prompt)}
+        reading = StepReading(**content, num_known=num_known, is_partial=is_partial)
+        (values,) = await self.process.read([reading], timeout_s=self.timeout_s)
+        return values
+
+    def _pieces(self, tokens: np.ndarray, ends: Sequence[int], num_prompt: int) -> list[str]:
+        bounds = [num_prompt, *(end + 1 for end in ends)]
+        return [
+            self.tokenizer.decode(
+                tokens[begin:end].tolist(),
+                skip_special_tokens=True,  # they mean nothing to another tokenizer
+                clean_up_tokenization_spaces=False,
+            )
+            for begin, end in pairwise(bounds)
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -45,14 +87,11 @@ class _StepStream:
 
 
 class ReadAhead:
-    def __init__(
-        self, reader: StepReader, *, steps: Steps, tokenizer: Any, min_tokens: int = 1
-    ) -> None:
+    def __init__(self, reader: StepReader, *, steps: Steps, min_tokens: int = 1) -> None:
         """`min_tokens`: new tokens between two calls, unless the sequence has finished."""
         self._min_tokens = min_tokens
         self._reader = reader
         self._steps = steps
-        self._tokenizer = tokenizer
         self._stored: OrderedDict[bytes, asyncio.Future[float]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -63,7 +102,7 @@ class ReadAhead:
             _StepStream(
                 prompt=prompt,
                 num_prompt=len(prompt_tokens),
-                cutter=self._steps.cutter(self._tokenizer),
+                cutter=self._steps.cutter(self._reader.tokenizer),
                 tokens=list(prompt_tokens),
             )
             for _ in range(request.n)

@@ -11,15 +11,14 @@ import numpy as np
 from millrace.cluster.messages import StepReading
 from millrace.core.errors import ScoreError
 from millrace.core.records import Message, Prompt
-from millrace.scoring.reward_models.settings import Template
+from millrace.scoring.reward_models.process import Template
 
 
 class ReadingEncoder:
     def __init__(
         self, tokenizer: Any, *, template: Template, is_whole: bool, separator: str | None
     ) -> None:
-        """`tokenizer` may be None if only ids are read. `separator` is inserted after each step,
-        and the step is read there."""
+        """`tokenizer` may be None if only ids are read. `separator` follows each step."""
         self._tokenizer = tokenizer
         self._template = template
         self._is_whole = is_whole

@@ -7,7 +7,8 @@ The end of a step is the index of its last token, within the turn, or for step_e
 rollout.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -59,7 +60,7 @@ class ByTurn:
     """Each turn is one step."""
 
     def cutter(self, tokenizer: Any) -> StepCutter:
-        return _TurnCutter()
+        return _SurprisalCutter(math.inf, min_tokens=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +88,7 @@ class ByEntropy:
 
     def cutter(self, tokenizer: Any) -> StepCutter:
         if self.threshold is not None:
-            return _SpikeCutter(self.threshold, min_tokens=self.min_tokens)
+            return _SurprisalCutter(self.threshold, min_tokens=self.min_tokens)
         assert self.quantile is not None
         return _QuantileCutter(self.quantile, min_tokens=self.min_tokens)
 
@@ -104,19 +105,15 @@ def build_steps(table: Mapping[str, Any], *, section: str) -> Steps:
 def step_ends(rollout: Rollout, *, steps: Steps, tokenizer: Any) -> list[int]:
     """Return the ends of all steps of a rollout, as positions in it."""
     ends: list[int] = []
-    for begin, stop in turns_of(rollout.mask):
+    padded = np.concatenate([[False], rollout.mask, [False]]).astype(np.int8)
+    edges = np.flatnonzero(np.diff(padded)).tolist()  # begin and stop of each run of sampled tokens
+    for begin, stop in zip(edges[::2], edges[1::2], strict=True):
         cutter = steps.cutter(tokenizer)
         found = cutter.feed(
             rollout.tokens[begin:stop].tolist(), rollout.engine_logprobs[begin:stop].tolist()
         )
         ends += [begin + end for end in (*found, *cutter.finish())]
     return ends
-
-
-def turns_of(mask: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield [begin, stop) of each run of sampled tokens."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
-    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
 class _DelimiterCutter:
@@ -130,13 +127,15 @@ class _DelimiterCutter:
         self._unsearched = 0  # first token after the last delimiter
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[int]:
-        if self._delimiter not in self._text([*self._tail(), *tokens]):
+        # The search for a delimiter keeps special tokens: the delimiter may be one.
+        text = self._decode([*self._tail(), *tokens], skip_special_tokens=False)
+        if self._delimiter not in text:
             self._tokens += tokens
             return []
         ends: list[int] = []
         for token in tokens:
             self._tokens.append(token)
-            if self._delimiter not in self._text(self._tail()):
+            if self._delimiter not in self._decode(self._tail(), skip_special_tokens=False):
                 continue
             self._unsearched = len(self._tokens)
             if self._has_text():
@@ -154,36 +153,19 @@ class _DelimiterCutter:
         return self._tokens[max(self._unsearched, len(self._tokens) - self._reach) :]
 
     def _has_text(self) -> bool:
-        text = self._text(self._tokens[self._begin :], skip_special_tokens=True)
+        text = self._decode(self._tokens[self._begin :], skip_special_tokens=True)
         return bool(text.replace(self._delimiter, "").strip())
-
-    def _text(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
-        # The search for a delimiter keeps special tokens: the delimiter may be one.
-        return self._decode(tokens, skip_special_tokens=skip_special_tokens)
 
 
 def _plain_decode(tokenizer: Any) -> Callable[..., str]:
-    """Return the decoder of a fast tokenizer's backend. It is called for every token, and the
-    wrapper of transformers takes ten times as long."""
+    # Called for every token; the wrapper of transformers takes ten times as long.
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None:
         return fast.decode
     return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
 
-class _TurnCutter:
-    def __init__(self) -> None:
-        self._num_tokens = 0
-
-    def feed(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[int]:
-        self._num_tokens += len(tokens)
-        return []
-
-    def finish(self) -> list[int]:
-        return [self._num_tokens - 1] if self._num_tokens else []
-
-
-class _SpikeCutter:
+class _SurprisalCutter:
     def __init__(self, threshold: float, *, min_tokens: int) -> None:
         self._threshold = threshold
         self._min_tokens = min_tokens
@@ -222,5 +204,5 @@ class _QuantileCutter:
         if not self._logprobs:
             return []
         threshold = float(np.quantile(-np.array(self._logprobs), self._quantile))
-        cutter = _SpikeCutter(threshold, min_tokens=self._min_tokens)
+        cutter = _SurprisalCutter(threshold, min_tokens=self._min_tokens)
         return [*cutter.feed([], self._logprobs), *cutter.finish()]

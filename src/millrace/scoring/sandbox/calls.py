@@ -45,8 +45,7 @@ class SandboxRun:
 def run_programs(
     code: str, inputs: Sequence[str], *, limits: SandboxLimits, can_read: bool = True
 ) -> list[SandboxRun]:
-    """Run the code as a script once per standard input. Runs that did not start before the time
-    limit have failed."""
+    """Run the code as a script once per standard input. Runs beyond the time limit have failed."""
     job = {"kind": "programs", "count": len(inputs)}
     results = _run(job, list(inputs), code=code, limits=limits, can_read=can_read)
     runs = [SandboxRun(output=result["output"], ok=result["ok"]) for result in results]

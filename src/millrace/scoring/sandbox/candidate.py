@@ -31,11 +31,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "hash": hash,
     **{
         name: getattr(operator, name)
-        for name in ("getitem", "setitem", "delitem", "contains", "eq", "lt", "le", "gt", "ge")
-    },
-    **{
-        name: getattr(operator, name)
-        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "matmul")
+        for name in (
+            *("getitem", "setitem", "delitem", "contains", "eq", "lt", "le", "gt", "ge"),
+            *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "matmul"),
+        )
     },
 }
 

@@ -54,8 +54,7 @@ def hide_memory() -> None:
 
 
 def lock(*, cpu_s: int, memory_bytes: int, can_read: bool = True) -> None:
-    """Confine this process. `can_read` allows reading Python's library, if Landlock can restrict
-    reading to it."""
+    """Confine this process. `can_read`: it may read Python's library, if Landlock is available."""
     _limit(resource.RLIMIT_CPU, cpu_s)
     _limit(resource.RLIMIT_AS, memory_bytes)
     _limit(resource.RLIMIT_FSIZE, 0)

@@ -20,8 +20,7 @@ class Candidate:
     def __init__(
         self, *, requests: int, replies: int, max_bytes: int, on_exit: Callable[[], None]
     ) -> None:
-        """`on_exit` is called when the code has ended. It must not return, and no test must be able
-        to catch it."""
+        """`on_exit` is called when the code has ended. It must not return or be catchable."""
         self._requests, self._replies = requests, replies
         self._max_bytes = max_bytes
         self._on_exit = on_exit
@@ -75,23 +74,19 @@ class Candidate:
         match packed:
             case ["object", int(handle), str(kind)]:
                 return Remote(self, handle, kind)
-            case ["error", str(), str()]:
-                return self._error_class(packed)
+            case ["error", str(name), str(base_name)]:
+                return self._error_class(name, base_name)
             case ["module", str(name)] if name.partition(".")[0] in sys.stdlib_module_names:
                 return importlib.import_module(
                     name
-                )  # not the code's module, which it may have changed
+                )  # not the code's own, which it may have changed
             case ["module", str()]:
                 return None
         raise ValueError(packed)
 
-    def _error_class(self, packed: Packed) -> type[Exception]:
+    def _error_class(self, name: str, base_name: str) -> type[Exception]:
         """Return a builtin exception, or a class derived from it, the same one each time."""
-        match packed:
-            case ["error", str(name), str(base_name)]:
-                base = getattr(builtins, base_name, None)
-            case _:
-                raise ValueError(packed)
+        base = getattr(builtins, base_name, None)
         if not (isinstance(base, type) and issubclass(base, Exception)):
             base = RuntimeError  # for example after sys.exit() in a function
         if issubclass(base, UnicodeError):
@@ -127,20 +122,20 @@ def _refer(value: Any) -> Packed:
     raise TypeError(f"tests can pass data and the code's own objects, not a {type(value).__name__}")
 
 
-def _define(name: str, operation: str, *, among_remotes: bool = False) -> None:
+def _define(operation: str, *, among_remotes: bool = False) -> None:
     def method(self: Remote, *args: Any) -> Any:
         if among_remotes and not all(isinstance(arg, Remote) for arg in args):
             return NotImplemented
         return self._candidate.ask(operation, self, *args)
 
-    setattr(Remote, name, method)
+    setattr(Remote, f"__{operation}__", method)
 
 
-for _name in ("iter", "next", "len", "str", "repr", "bool", "hash"):
-    _define(f"__{_name}__", _name)
-for _name in ("getitem", "setitem", "delitem", "contains"):
-    _define(f"__{_name}__", _name)
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "matmul"):
-    _define(f"__{_name}__", _name)
+for _name in (
+    *("iter", "next", "len", "str", "repr", "bool", "hash"),
+    *("getitem", "setitem", "delitem", "contains"),
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "matmul"),
+):
+    _define(_name)
 for _name in ("lt", "le", "gt", "ge"):
-    _define(f"__{_name}__", _name, among_remotes=True)
+    _define(_name, among_remotes=True)

@@ -122,8 +122,7 @@ Instruction = tuple[int, int, int, int]  # code, steps if true, steps if false, 
 
 
 def seccomp_filter(*, can_open: bool) -> bytes:
-    """Return the filter for this machine as an array of sock_filter. `can_open` allows opening
-    files for reading."""
+    """Return an array of sock_filter for this machine. `can_open`: files, for reading."""
     machine = platform.machine()
     column = list(ARCHITECTURES).index(machine)
     steps: list[Instruction] = [

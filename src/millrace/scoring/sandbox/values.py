@@ -24,22 +24,18 @@ def pack(value: Any, *, other: Callable[[Any], Packed]) -> Packed:
         case str():
             return str.__str__(value)
         case int():
-            return [
-                "int",
-                int.__format__(value, "x"),
-            ]  # decimal has a digit limit
+            return ["int", int.__format__(value, "x")]  # decimal has a digit limit
         case float():
             return float.__float__(value)
         case complex():
             return ["complex", value.real, value.imag]
         case Decimal() | Fraction():
-            kind = "Decimal" if isinstance(value, Decimal) else "Fraction"
-            return [kind, str(value)]
+            return ["Decimal" if isinstance(value, Decimal) else "Fraction", str(value)]
         case dict():
-            pairs = [
-                [pack(key, other=other), pack(item, other=other)] for key, item in value.items()
+            return [
+                "dict",
+                [[pack(k, other=other), pack(v, other=other)] for k, v in value.items()],
             ]
-            return ["dict", pairs]
         case bytes() | bytearray():
             return ["bytes" if isinstance(value, bytes) else "bytearray", value.hex()]
     for name in ("list", "tuple", "set", "frozenset"):
@@ -72,8 +68,7 @@ def unpack(packed: Packed, *, other: Callable[[list[Any]], Any]) -> Any:
 
 
 def write_back(original: Any, changed: Any) -> Any:
-    """Change containers in `original` in place until they equal `changed`; returns the object that
-    represents `changed`."""
+    """Change containers in place until they equal `changed`; returns what represents it."""
     match original, changed:
         case (list(), list()):
             merged = [write_back(a, b) for a, b in zip(original, changed, strict=False)]

@@ -6,7 +6,8 @@
 
 A scorer that takes single episodes is called at once. A scorer that takes whole groups is called
 when the group is complete. A scorer behind a gate is called when the gate's scorer has scored the
-episode. Runs on the controller's event loop with one task per scorer and call; close() ends them.
+episode. Runs on the controller's event loop with one task per scorer and call. Leaving the `with`
+block ends them.
 """
 
 import asyncio
@@ -38,7 +39,10 @@ class GroupScoring:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self.close()
+        """Cancel what is still running."""
+        for task in self._tasks.values():
+            if not task.cancel() and not task.cancelled():
+                task.exception()  # retrieved, or asyncio would log it as never retrieved
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
@@ -59,10 +63,8 @@ class GroupScoring:
                 self._start(name, {index: episode})
 
     def stream_callback(self, request: Request) -> OnTokens | None:
-        """Return the receiver of the tokens of `request`, or None if no scorer streams.
-
-        Scorers behind a gate are left out: they may never be called for the episode.
-        """
+        """Return the receiver of the tokens of `request`, or None if no scorer streams."""
+        # Not those with a gate: they may never be called for the episode.
         scorers = [queue.scorer for queue in self._queues.values() if queue.gate is None]
         callbacks = [
             callback
@@ -80,13 +82,10 @@ class GroupScoring:
         return forward
 
     async def token_rewards(self, index: int) -> list[np.ndarray]:  # [L] per rollout
-        """Return the weighted token rewards of an added episode; raises what a scorer raises.
-
-        Scorers behind a gate are left out: their gate may need the whole group.
-        """
+        """Return the weighted token rewards of an added episode; raises what a scorer raises."""
         rewards = [np.zeros(len(r.tokens), np.float32) for r in self._episodes[index].rollouts]
         for name, queue in self._queues.items():
-            if queue.takes_groups or queue.gate is not None:
+            if queue.takes_groups or queue.gate is not None:  # a gate may need the whole group
                 continue
             # Shielded: the group still needs this result if the caller is cancelled.
             await asyncio.shield(self._tasks[name, index])
@@ -106,12 +105,6 @@ class GroupScoring:
         await asyncio.gather(*(task for (_, i), task in self._tasks.items() if i in episodes))
         return [[self._results[name, i].result() for i in episodes] for name in self._queues]
 
-    def close(self) -> None:
-        """Cancel what is still running."""
-        for task in self._tasks.values():
-            if not task.cancel() and not task.cancelled():
-                task.exception()  # retrieved, or asyncio would log it as never retrieved
-
     def _index_of(self, episode: Episode) -> int:
         """Find an added episode, or add it. An oversampled group has more added than it keeps."""
         for index, added in self._episodes.items():
@@ -122,8 +115,7 @@ class GroupScoring:
         return index
 
     def _start(self, name: str, episodes: Mapping[int, Episode]) -> None:
-        task = asyncio.create_task(self._score(name, episodes))
-        self._tasks[name, min(episodes)] = task
+        self._tasks[name, min(episodes)] = asyncio.create_task(self._score(name, episodes))
 
     async def _score(self, name: str, episodes: Mapping[int, Episode]) -> None:
         queue = self._queues[name]

@@ -21,7 +21,6 @@ from millrace.core.records import Episode, Group, ScorerResult, Task
 from millrace.core.spans import ScorerLoad
 from millrace.scoring.scheduling.breaker import Breaker
 from millrace.scoring.scheduling.gates import ScoreGate
-from millrace.scoring.scheduling.usage import ScorerUsage
 from millrace.scoring.scorer_type import CallSettings
 
 MAX_BACKOFF_S = 30.0
@@ -73,6 +72,40 @@ class _ScoreCall:
                 entry.results.set_exception(error)
 
 
+class _Usage:
+    """Counters and waiting times of one queue, for ScorerLoad."""
+
+    def __init__(self, *, now: Callable[[], float]) -> None:
+        self.in_flight = 0  # calls
+        self.counts = dict.fromkeys(("episodes", "calls", "retries", "failures", "skipped"), 0)
+        self._waiting = 0  # episodes
+        self._busy_s = 0.0  # integral of calls in flight over time
+        self._waiting_s = 0.0  # integral of waiting episodes over time
+        self._now = now
+        self._since_s = now()
+
+    def change(self, *, waiting: int = 0, in_flight: int = 0) -> None:
+        """Add to the episodes that wait, and to the calls in flight."""
+        now_s = self._now()
+        self._busy_s += self.in_flight * (now_s - self._since_s)
+        self._waiting_s += self._waiting * (now_s - self._since_s)
+        self._since_s = now_s
+        self._waiting += waiting
+        self.in_flight += in_flight
+
+    def load(self, **state: Any) -> ScorerLoad:
+        """`state`: the fields that are not counted here."""
+        self.change()
+        return ScorerLoad(
+            in_flight=self.in_flight,
+            waiting=self._waiting,
+            busy_s=self._busy_s,
+            waiting_s=self._waiting_s,
+            **self.counts,
+            **state,
+        )
+
+
 class ScorerQueue:
     def __init__(
         self,
@@ -85,8 +118,7 @@ class ScorerQueue:
         sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """`gate` decides which episodes are queued; the caller applies it. `draw` returns the
-        random part of a backoff, between 0 and 1."""
+        """The caller applies `gate`. `draw` returns the random part of a backoff, from 0 to 1."""
         self.scorer = scorer
         self.gate = gate
         self._settings = calls
@@ -94,7 +126,7 @@ class ScorerQueue:
         self._sleep = sleep
         self._draw = draw
         self._breaker = Breaker(failures=calls.breaker_failures, open_s=calls.breaker_s, now=now)
-        self._usage = ScorerUsage(now=now)
+        self._usage = _Usage(now=now)
         self._queue: list[_ScoreCall] = []  # sorted by order
         self._open: dict[GroupRef, _ScoreCall] = {}  # queued calls that still have room
         self._active: set[_ScoreCall] = set()  # in flight, or pausing before their next attempt
@@ -112,7 +144,7 @@ class ScorerQueue:
             raise RunFailed(CLOSED)
         loop = asyncio.get_running_loop()
         entry = _Entry(episodes, loop.create_future())
-        self._usage.wait(len(episodes))
+        self._usage.change(waiting=len(episodes))
         call = self._add_to_call(entry, group)
         loop.call_soon(self._start_calls)  # not now: episodes that finish together share a call
         try:
@@ -123,7 +155,7 @@ class ScorerQueue:
 
     def skip(self) -> None:
         """Count an episode that did not pass the gate."""
-        self._usage.skipped += 1
+        self._usage.counts["skipped"] += 1
 
     def load(self) -> ScorerLoad:
         return self._usage.load(
@@ -181,7 +213,9 @@ class ScorerQueue:
             del self._open[call.group]
 
     def _start_attempt(self, call: _ScoreCall) -> None:
-        self._usage.begin(len(call.episodes), is_retry=call.num_attempts > 0)
+        self._usage.change(waiting=-len(call.episodes), in_flight=1)
+        self._usage.counts["calls"] += 1
+        self._usage.counts["retries"] += call.num_attempts > 0
         call.num_attempts += 1
         is_probe = self._breaker.begin()
         self._active.add(call)
@@ -204,18 +238,18 @@ class ScorerQueue:
             return self._failed(call, error, is_probe=is_probe)
         except Exception as error:  # noqa: BLE001 - the caller of score() raises it
             self._breaker.answered()
-            self._usage.failures += isinstance(error, ScoreError)
+            self._usage.counts["failures"] += isinstance(error, ScoreError)
             call.fail(error)
         else:
             self._breaker.answered()
-            self._usage.episodes += len(episodes)
+            self._usage.counts["episodes"] += len(episodes)
             call.resolve(results)
         return None
 
     def _attempted(
         self, call: _ScoreCall, task: asyncio.Task[float | None], *, is_probe: bool
     ) -> None:
-        self._usage.end()
+        self._usage.change(in_flight=-1)
         self._active.discard(call)
         if task.cancelled():
             self._breaker.abandoned(is_probe=is_probe)
@@ -241,7 +275,7 @@ class ScorerQueue:
             return 0.0  # the breaker decides when the call starts
         call.num_failed += 1
         if call.num_failed > self._settings.retries:
-            self._usage.failures += 1
+            self._usage.counts["failures"] += 1
             call.fail(_final_error(error, num_attempts=call.num_attempts))
             return None
         pause_s = min(self._settings.backoff_s * 2 ** (call.num_failed - 1), MAX_BACKOFF_S)
@@ -249,19 +283,17 @@ class ScorerQueue:
 
     def _pause(self, call: _ScoreCall, pause_s: float) -> None:
         num_waiting = len(call.episodes)
-        self._usage.wait(num_waiting)
+        self._usage.change(waiting=num_waiting)
         self._active.add(call)
         call.task = asyncio.create_task(self._sleep(pause_s))
         call.task.add_done_callback(lambda _: self._requeue(call, num_waiting))
 
     def _requeue(self, call: _ScoreCall, num_waiting: int) -> None:
-        """Put the call behind everything that waits now: if this call crashes the scorer, the
-        others still get their turn."""
-        self._usage.withdraw(num_waiting)
+        # Behind everything that waits now: if this call crashes the scorer, the others still run.
         self._active.discard(call)
         call.entries = [entry for entry in call.entries if not entry.results.done()]
+        self._usage.change(waiting=len(call.episodes) - num_waiting)
         if call.entries:  # otherwise all were withdrawn during the pause
-            self._usage.wait(len(call.episodes))
             call.order = self._queue[-1].order if self._queue else call.order
             self._enqueue(call)
             self._start_calls()
@@ -269,7 +301,7 @@ class ScorerQueue:
     def _withdraw(self, entry: _Entry, call: _ScoreCall) -> None:
         if call in self._queue:
             call.entries.remove(entry)
-            self._usage.withdraw(len(entry.episodes))
+            self._usage.change(waiting=-len(entry.episodes))
             if not call.entries:
                 self._queue.remove(call)
                 self._close_to_entries(call)

@@ -27,12 +27,10 @@ class Http:
     url: str
     headers: dict[str, str] = field(default_factory=dict[str, str])
 
+    default_name = "http"
+
     def __post_init__(self) -> None:
         check_text(url=self.url)
-
-    @property
-    def default_name(self) -> str:
-        return "http"
 
     def call_settings(self, *, num_workers: int) -> CallSettings:
         return CallSettings()
@@ -45,26 +43,26 @@ class Http:
         self, *, name: str, weight: float, calls: CallSettings, context: ScorerContext
     ) -> "HttpScorer":
         endpoint = Endpoint(self.url, headers=self.headers, timeout_s=calls.timeout_s, scorer=name)
-        return HttpScorer(endpoint, name=name, weight=weight)
+        return HttpScorer(name=name, weight=weight, endpoint=endpoint)
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class HttpScorer:
     """Runs on the controller's event loop, see endpoint.py."""
 
-    def __init__(self, endpoint: Endpoint, *, name: str, weight: float) -> None:
-        self.name = name
-        self.weight = weight
-        self._endpoint = endpoint
+    name: str
+    weight: float
+    endpoint: Endpoint
 
     async def start(self) -> None:
-        await self._endpoint.start()
+        await self.endpoint.start()
 
     async def close(self) -> None:
-        await self._endpoint.close()
+        await self.endpoint.close()
 
     async def score(self, group: Group) -> list[ScorerResult]:
         prompt = group.task.prompt
-        answer = await self._endpoint.post(
+        answer = await self.endpoint.post(
             {
                 "scorer": self.name,
                 "prompt": prompt,
@@ -76,12 +74,12 @@ class HttpScorer:
 
     def _scores(self, answer: Any, num_episodes: int) -> list[float | None]:
         if not isinstance(answer, dict) or "scores" not in answer:
-            raise self._endpoint.unusable('answered without "scores"')
+            raise self.endpoint.unusable('answered without "scores"')
         scores = cast(dict[str, Any], answer)["scores"]
         try:
             return check_rewards(scores, name=self.name, num_completions=num_episodes)
         except ScoreError as error:
-            raise self._endpoint.unusable(f'answered with invalid "scores": {error}') from None
+            raise self.endpoint.unusable(f'answered with invalid "scores": {error}') from None
 
 
 def check_json_columns(tasks: Sequence[Task], *, name: str) -> None:

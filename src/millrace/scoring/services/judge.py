@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from millrace.core.errors import ConfigError, ScoreError
+from millrace.cluster.messages import ScoreGroup
+from millrace.core.errors import ConfigError, ScoreError, WorkerError
 from millrace.core.records import Episode, Group, ScorerResult, Task
 from millrace.scoring.functions.signature import check_rewards
+from millrace.scoring.functions.workers import ScorerWorkers
 from millrace.scoring.scorer_type import CallSettings, ScorerContext
 from millrace.scoring.services.endpoint import Endpoint, check_endpoint
 from millrace.scoring.services.http_scorer import check_json_columns
@@ -27,11 +29,11 @@ from millrace.scoring.services.judge_text import (
     check_template,
     fill_template,
     read_key,
-    read_pattern,
 )
 from millrace.scoring.setting_checks import check_integer, check_text
 
 ROUTE = "/chat/completions"
+MATCH_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +52,12 @@ class Judge:
     cache: int = 10_000  # scores in memory; 0 = no cache
     keep: bool = False  # also store the cache in the run directory
 
+    default_name = "judge"
+
     def __post_init__(self) -> None:
         check_text(url=self.url, model=self.model, prompt=self.prompt)
         check_text(may_be_empty=True, system=self.system)
         check_integer(0, cache=self.cache)
-
-    @property
-    def default_name(self) -> str:
-        return "judge"
 
     def call_settings(self, *, num_workers: int) -> CallSettings:
         return CallSettings()
@@ -88,59 +88,50 @@ class Judge:
             context.functions[_pattern_function(name)] = PatternReader(self.pattern)
         path = context.folder / f"{name}.jsonl" if self.keep else None
         return JudgeScorer(
-            self,
             name=name,
             weight=weight,
+            settings=self,
             endpoint=Endpoint(url, headers=self.headers, timeout_s=calls.timeout_s, scorer=name),
             cache=ScoreCache(self.cache, path=path),
-            context=context,
+            workers=context.workers,
         )
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class JudgeScorer:
     """Runs on the controller's event loop, see endpoint.py."""
 
-    def __init__(
-        self,
-        settings: Judge,
-        *,
-        name: str,
-        weight: float,
-        endpoint: Endpoint,
-        cache: "ScoreCache",
-        context: ScorerContext,
-    ) -> None:
-        self.name = name
-        self.weight = weight
-        self._settings = settings
-        self._endpoint = endpoint
-        self._cache = cache
-        self._workers = context.workers
+    name: str
+    weight: float
+    settings: Judge
+    endpoint: Endpoint
+    cache: "ScoreCache"
+    workers: ScorerWorkers
 
     async def start(self) -> None:
-        self._cache.open()
-        await self._endpoint.start()
+        self.cache.open()
+        await self.endpoint.start()
 
     async def close(self) -> None:
-        await self._endpoint.close()
-        self._cache.close()
+        await self.endpoint.close()
+        self.cache.close()
 
     async def score(self, group: Group) -> list[ScorerResult]:
         # Sequential, so that equal completions of a group cause one request.
         return [ScorerResult(score=await self._score(group.task, e)) for e in group.episodes]
 
     async def _score(self, task: Task, episode: Episode) -> float:
-        body = self._request(fill_template(self._settings.prompt, task=task, episode=episode))
+        body = self._request(fill_template(self.settings.prompt, task=task, episode=episode))
         key = cache_key(body)
-        score = self._cache.get(key)
+        score = self.cache.get(key)
         if score is None:
-            reply = self._reply(await self._endpoint.post(body))
+            reply = self._reply(await self.endpoint.post(body))
             score = await self._parse(reply)
-            self._cache.put(key, score)
+            self.cache.put(key, score)
         return score
 
     def _request(self, content: str) -> dict[str, Any]:
-        settings = self._settings
+        settings = self.settings
         system = [{"role": "system", "content": settings.system}] if settings.system else []
         return {
             "model": settings.model,
@@ -155,23 +146,36 @@ class JudgeScorer:
         except (KeyError, IndexError, TypeError):
             reply = None
         if not isinstance(reply, str):
-            raise self._endpoint.unusable("answered without a message")
+            raise self.endpoint.unusable("answered without a message")
         return reply
 
     async def _parse(self, reply: str) -> float:
-        if self._settings.key is not None:
-            value = read_key(reply, self._settings.key)
+        if self.settings.key is not None:
+            value = read_key(reply, self.settings.key)
         else:
-            value = await read_pattern(
-                reply, function=_pattern_function(self.name), workers=self._workers
-            )
+            value = await self._match(reply)
         try:
             (score,) = check_rewards([value], name=self.name, num_completions=1)
         except ScoreError:
             score = None
         if score is None:
-            raise self._endpoint.unusable(f"replied without a score: {reply[-200:]!r}")
+            raise self.endpoint.unusable(f"replied without a score: {reply[-200:]!r}")
         return score
+
+    async def _match(self, reply: str) -> float | None:
+        """Match the pattern in a scorer process; None without a match or after a timeout."""
+        message = ScoreGroup(
+            function=_pattern_function(self.name),
+            prompts=[""],
+            completions=[reply],
+            completion_ids=[[]],
+            columns={},
+        )
+        try:
+            scored = await self.workers.call(message, exclusive=True, timeout_s=MATCH_TIMEOUT_S)
+        except (TimeoutError, WorkerError):
+            return None
+        return scored.rewards[0]
 
 
 def _pattern_function(name: str) -> str:

@@ -13,16 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from millrace.cluster.messages import ScoreGroup
-from millrace.core.errors import ConfigError, WorkerError
+from millrace.core.errors import ConfigError
 from millrace.core.records import Episode, Prompt, Task
-from millrace.scoring.functions.workers import ScorerWorkers
 
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 BUILTIN_NAMES = ("prompt", "completion")
 MAX_CHARACTERS = 20_000  # read from the end of a reply, where the score is
 MAX_OBJECTS = 100  # JSON objects that are searched for a key; a reply may be nothing but braces
-MATCH_TIMEOUT_S = 5.0
 
 
 def check_template(template: str, tasks: Sequence[Task], *, scorer: str) -> None:
@@ -97,15 +94,3 @@ class PatternReader:
             return float(matches[-1][1]) if matches else None
         except (TypeError, ValueError):  # the group did not match, or is not a number
             return None
-
-
-async def read_pattern(reply: str, *, function: str, workers: ScorerWorkers) -> float | None:
-    """Match the reply in a scorer process. Returns None without a match or after a timeout."""
-    message = ScoreGroup(
-        function=function, prompts=[""], completions=[reply], completion_ids=[[]], columns={}
-    )
-    try:
-        scored = await workers.call(message, exclusive=True, timeout_s=MATCH_TIMEOUT_S)
-    except (TimeoutError, WorkerError):
-        return None
-    return scored.rewards[0]

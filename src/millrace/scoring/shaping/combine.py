@@ -51,7 +51,10 @@ def combine(
             )
         )
         for scorer, result in pairs:
-            episode = _with_token_scores(episode, result.token_scores, scorer=scorer)
+            if result.token_scores:
+                rollouts = zip(episode.rollouts, result.token_scores, strict=True)
+                annotated = tuple(_annotated(r, scores, scorer) for r, scores in rollouts)
+                episode = replace(episode, rollouts=annotated)
         episodes.append(episode)
     return replace(group, episodes=tuple(episodes), scores=tuple(scores))
 
@@ -61,15 +64,6 @@ def _environment_rewards(episode: Episode) -> dict[str, float]:
     if episode.reward is None:
         return {}
     return episode.reward if isinstance(episode.reward, dict) else {"": episode.reward}
-
-
-def _with_token_scores(
-    episode: Episode, token_scores: Sequence[TokenScores], *, scorer: Scorer
-) -> Episode:
-    if not token_scores:
-        return episode
-    pairs = zip(episode.rollouts, token_scores, strict=True)
-    return replace(episode, rollouts=tuple(_annotated(r, scores, scorer) for r, scores in pairs))
 
 
 def _annotated(rollout: Rollout, scores: TokenScores, scorer: Scorer) -> Rollout:

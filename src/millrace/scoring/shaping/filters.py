@@ -19,7 +19,7 @@ import numpy as np
 from millrace.core.errors import Filtered, ScoreError
 from millrace.core.plugins import build_callable
 from millrace.core.protocols import Filter
-from millrace.core.records import Episode, Group, Rollout
+from millrace.core.records import Group, Rollout
 from millrace.scoring.setting_checks import check_choice
 
 SECTION = "rollout.filter"
@@ -52,8 +52,11 @@ class Overlong:
             return group
         if self.action == "drop":
             return None
-        episodes = zip(group.episodes, is_cut, strict=True)
-        return replace(group, episodes=tuple(_masked(e) if cut else e for e, cut in episodes))
+        episodes = tuple(
+            replace(episode, rollouts=tuple(map(_untrained, episode.rollouts))) if cut else episode
+            for episode, cut in zip(group.episodes, is_cut, strict=True)
+        )
+        return replace(group, episodes=episodes)
 
 
 FILTERS: dict[str, type] = {"zero_variance": ZeroVariance, "overlong": Overlong}
@@ -66,8 +69,7 @@ class Filters:
         self._filters = dict(filters or {})
 
     def __call__(self, group: Group, *, wasted: Counter[str]) -> Group:
-        """Return the filtered group; raises Filtered if nothing is left. Counts the tokens that
-        are not trained in `wasted`, by filter."""
+        """Return the filtered group, and count untrained tokens in `wasted`; raises Filtered."""
         num_sampled = group.num_sampled if self._filters else 0
         for name, filter_ in self._filters.items():
             left = _apply(filter_, group, name=name)
@@ -106,10 +108,6 @@ def _apply(filter_: Filter, group: Group, *, name: str) -> Group | None:
     if left is not None and not isinstance(left, Group):
         raise ScoreError(f"Filter {name!r} returned {left!r}; return the group, or None.")
     return left
-
-
-def _masked(episode: Episode) -> Episode:
-    return replace(episode, rollouts=tuple(map(_untrained, episode.rollouts)))
 
 
 def _untrained(rollout: Rollout) -> Rollout:

@@ -45,25 +45,22 @@ class LinearLength:
     from_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _check_range(self.from_tokens, self.max_tokens)
+        if not 0 <= self.from_tokens < self.max_tokens:
+            raise ValueError(
+                f"from_tokens = {self.from_tokens!r} must be at least 0 and below max_tokens ="
+                f" {self.max_tokens}"
+            )
 
     def __call__(self, num_tokens: int) -> float:
-        return -_fraction(num_tokens, self.from_tokens, self.max_tokens)
+        return -min(max(num_tokens - self.from_tokens, 0) / (self.max_tokens - self.from_tokens), 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CosineLength:
+class CosineLength(LinearLength):
     """As "linear", but flat at both ends: -(1 - cos(pi x)) / 2."""
 
-    max_tokens: int
-    from_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        _check_range(self.from_tokens, self.max_tokens)
-
     def __call__(self, num_tokens: int) -> float:
-        fraction = _fraction(num_tokens, self.from_tokens, self.max_tokens)
-        return -(1 - math.cos(math.pi * fraction)) / 2
+        return -(1 - math.cos(math.pi * LinearLength.__call__(self, num_tokens))) / 2
 
 
 PENALTIES: dict[str, type] = {
@@ -75,8 +72,7 @@ PENALTIES: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Penalty:
-    """A length penalty with its name and weight. Called in a thread, because it may be user
-    code."""
+    """A length penalty with its name and weight. Called in a thread: it may be user code."""
 
     name: str
     weight: float
@@ -109,12 +105,3 @@ def build_penalties(tables: Sequence[Mapping[str, Any]]) -> tuple[Penalty, ...]:
         )
         penalties.append(Penalty(name=str(name), weight=float(weight), of_tokens=of_tokens))
     return tuple(penalties)
-
-
-def _fraction(num_tokens: int, begin: int, end: int) -> float:
-    return min(max((num_tokens - begin) / (end - begin), 0.0), 1.0)
-
-
-def _check_range(begin: int, end: int) -> None:
-    if not 0 <= begin < end:
-        raise ValueError(f"from_tokens = {begin!r} must be at least 0 and below max_tokens = {end}")

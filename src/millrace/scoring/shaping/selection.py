@@ -71,8 +71,7 @@ SELECTIONS: dict[str, type] = {ROC: RocSelection, "first": FirstSelection}
 
 
 def build_selection(table: Mapping[str, Any]) -> Selection:
-    """Build the selection of a [rollout.selection] table. A function gets the other keys with each
-    call."""
+    """Build the selection of a [rollout.selection] table."""
     return build_callable(
         table, builtins=SELECTIONS, default=ROC, section=SECTION, keywords=("keep", "rng")
     )
@@ -80,8 +79,6 @@ def build_selection(table: Mapping[str, Any]) -> Selection:
 
 def select(group: Group, selection: Selection, *, keep: int, seed: int) -> Group:
     """Return the scored group with `keep` of its episodes."""
-    if len(group.episodes) <= keep:
-        return group
     rng = np.random.default_rng((seed % 2**64, group.number))
     try:
         chosen = [int(index) for index in selection(group, keep=keep, rng=rng)]
@@ -91,7 +88,8 @@ def select(group: Group, selection: Selection, *, keep: int, seed: int) -> Group
         raise ScoreError(
             f"Selection raised {type(error).__name__}: {error} (group {group.number}); fix it."
         ) from error
-    if len(set(chosen)) != keep or len(chosen) != keep or not _are_indices(chosen, group):
+    is_valid = len(chosen) == keep == len(set(chosen).intersection(range(len(group.episodes))))
+    if not is_valid:
         raise ScoreError(
             f"Selection returned {chosen} for group {group.number}; return {keep} different indices"
             f" of its {len(group.episodes)} episodes."
@@ -104,14 +102,9 @@ def select(group: Group, selection: Selection, *, keep: int, seed: int) -> Group
 
 
 def _share(part: int, whole: int, *, keep: int) -> int:
-    """Return how many of `keep` episodes come from `part` of the `whole`. Neither side gets 0 if it
-    has any."""
+    """Return how many of `keep` episodes come from `part` of the `whole`; at least 1 of each."""
     fair = (2 * keep * part + whole) // (2 * whole)  # rounded half up
     other = whole - part
     fewest = max(keep - other, min(part, 1))
     most = min(part, keep - min(other, 1))
     return min(max(fair, fewest), most)
-
-
-def _are_indices(chosen: list[int], group: Group) -> bool:
-    return all(0 <= index < len(group.episodes) for index in chosen)

@@ -30,11 +30,9 @@ class Shaping:
 
     def penalize(self, group: Group, scores: Sequence[Score]) -> tuple[Score, ...]:
         """Return scores with a part for each penalty and its weighted value in the total."""
-        columns = [penalty.score(group) for penalty in self.penalties]
-        return tuple(
-            self._penalized(score, values)
-            for score, values in zip(scores, zip(*columns, strict=True), strict=True)
-        )
+        by_penalty = [penalty.score(group) for penalty in self.penalties]
+        by_episode = zip(*by_penalty, strict=True)
+        return tuple(map(self._penalized, scores, by_episode))
 
     def select(self, group: Group, *, wasted: Counter[str]) -> Group:
         if self.keep is None or len(group.episodes) <= self.keep:
@@ -44,13 +42,12 @@ class Shaping:
         return selected
 
     def _penalized(self, score: Score, values: Sequence[float]) -> Score:
-        pairs = zip(self.penalties, values, strict=True)
+        pairs = list(zip(self.penalties, values, strict=True))
         weighted = [penalty.weight * value for penalty, value in pairs]
-        named = {p.name: value for p, value in zip(self.penalties, values, strict=True)}
         return dataclasses.replace(
             score,
             total=math.fsum([score.total, *weighted]),
-            parts={**score.parts, **named},
+            parts={**score.parts, **{penalty.name: value for penalty, value in pairs}},
             unpenalized=score.total,
             by_agent={a: math.fsum([total, *weighted]) for a, total in score.by_agent.items()},
         )

@@ -73,27 +73,22 @@ class LaggedWeights:
         self._every = every
         self._served = version
         self._refreshed_at = version
-        # Ascending. All but the first are younger than the lag.
-        self._kept: list[VersionedTensors] = []
+        self.kept: list[VersionedTensors] = []  # ascending; all but the first are too young
 
     def take(self, version: int, tensors: Mapping[str, Tensor]) -> VersionedTensors | None:
         """Add a newer version. Returns the weights to serve from now on, or None to keep them."""
         copies = _copies(tensors, dtype=None, device=torch.device("cpu"))
-        self._kept.append(VersionedTensors(version=version, tensors=copies))
-        old_enough = [kept for kept in self._kept if kept.version <= version - self._lag]
+        self.kept.append(VersionedTensors(version=version, tensors=copies))
+        old_enough = [kept for kept in self.kept if kept.version <= version - self._lag]
         if not old_enough:
             return None
         newest = old_enough[-1]
-        self._kept = [kept for kept in self._kept if kept.version >= newest.version]
+        self.kept = [kept for kept in self.kept if kept.version >= newest.version]
         is_due = _is_due(version, since=self._refreshed_at, every=self._every)
         if not is_due or newest.version <= self._served:
             return None
         self._served, self._refreshed_at = newest.version, version
         return newest
-
-    @property
-    def num_kept(self) -> int:
-        return len(self._kept)
 
 
 def _copies(

@@ -1,14 +1,15 @@
-"""What teachers and references share: the model process they ask, and the checks of that model.
+"""What teachers and references share: a scorer of logprobs, and the checks of its model.
 
 L = tokens of a rollout.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
 
 import numpy as np
 
-from millrace.cluster.messages import StartTeacher
 from millrace.core.errors import ConfigError, ScoreError
 from millrace.core.records import (
     Group,
@@ -19,22 +20,12 @@ from millrace.core.records import (
     TokenScores,
 )
 from millrace.models.directory import load_tokenizer, text_config
-from millrace.scoring.model_process import ModelHandle
-from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext
-from millrace.scoring.teachers.process import TeacherProcess
-from millrace.scoring.teachers.settings import LogprobModelSettings
-
-# One call per group, because its rollouts share their prompt. No retries: a model that cannot read
-# a sequence fails again, and the process itself is restarted by its pool.
-MODEL_CALLS = CallSettings(
-    timeout_s=300.0, concurrency=1024, batch=0, retries=0, breaker_failures=0
-)
+from millrace.scoring.model_process import ModelHandle, ModelScorer
+from millrace.scoring.scorer_type import RunInfo
 
 
 class LogprobModel(ModelHandle, Protocol):
     """A model that computes the logprobs of given tokens, in a local process or on a server."""
-
-    name: str
 
     async def score(
         self, requests: Sequence[ScoreRequest], *, timeout_s: float
@@ -43,44 +34,43 @@ class LogprobModel(ModelHandle, Protocol):
         ...
 
 
-def make_process(
-    settings: LogprobModelSettings,
-    *,
-    name: str,
-    model: str,
-    context: ScorerContext,
-    following: dict[str, Any] | None = None,
-) -> TeacherProcess:
-    """Build a process that is not started yet. With `following` (HistorySettings as a dict) it is a
-    self-teacher."""
-    run = context.run_info
-    start = StartTeacher(
-        config=run.config.model_dump(mode="json"),
-        settings=settings.process_settings(),
-        device=run.config.placement.scorer(name),
-        model_path=model,
-        following=following,
-        version=None if following is None else run.version,
-        adapter_path=None if following is None else run.adapter_path,
-        past=None if following is None else _state_file(name, context),
-    )
-    return TeacherProcess(
-        name,
-        start=start,
-        worker_pool=context.worker_pool,
-        start_timeout_s=context.start_timeout_s,
-    )
+@dataclass(kw_only=True, eq=False)
+class LogprobScorer(ModelScorer[LogprobModel]):
+    """Scores sampled tokens by the logprobs of a model. Runs on the controller's event loop."""
+
+    timeout_s: float
+    max_context: int | None  # longest sequence; None = the model refuses longer ones itself
+
+    token_scores_only = True
+
+    async def _score(
+        self,
+        group: Group,
+        requests: Sequence[ScoreRequest],
+        *,
+        to_scores: Callable[[TokenLogprobs, Rollout], TokenScores],
+    ) -> list[ScorerResult]:
+        """`requests` has one request per rollout of the group."""
+        longest = max(len(request.inputs) for request in requests)
+        if self.max_context is not None and longest > self.max_context:
+            raise ScoreError(
+                f"Teacher {self.name!r} reads at most {self.max_context} tokens, and group"
+                f" {group.number} has {longest}; lower engine.max_context or"
+                " sampling.max_new_tokens."
+            )
+        logprobs = await self.model.score(requests, timeout_s=self.timeout_s)
+        scores = iter([to_scores(*pair) for pair in zip(logprobs, group.rollouts, strict=True)])
+        return [
+            ScorerResult(token_scores=tuple(islice(scores, len(episode.rollouts))))
+            for episode in group.episodes
+        ]
 
 
-def _state_file(name: str, context: ScorerContext) -> str:
-    """The file in which a self-teacher saves its weights."""
-    path = (context.folder / f"{name}.safetensors").absolute()
-    if path.exists():
-        from millrace.models.loading import read_weights_version  # takes seconds to import
-
-        if read_weights_version(path) > context.run_info.version:
-            path.unlink()  # the run resumed from an earlier version and will train these again
-    return str(path)
+def scatter(values: np.ndarray, rollout: Rollout) -> np.ndarray:
+    """[sampled, ...] -> [L, ...], with zeros at the other positions."""
+    scattered = np.zeros((len(rollout.tokens), *values.shape[1:]), values.dtype)
+    scattered[rollout.mask] = values
+    return scattered
 
 
 def max_context_of(model: str, run: RunInfo) -> int:
@@ -110,34 +100,12 @@ def check_same_vocabulary(model: str, run: RunInfo, *, num_top: int, name: str) 
             f"Scorer {name!r} knows {smallest} tokens, and the policy's tokenizer has {len(ours)};"
             " choose another model."
         )
-    if num_top >= smallest:
+    check_top_k(num_top, num_tokens=smallest, name=name)
+
+
+def check_top_k(num_top: int, *, num_tokens: int, name: str) -> None:
+    """`num_tokens`: ids that both the model and the policy have."""
+    if num_top >= num_tokens:
         raise ConfigError(
-            f"Scorer {name!r} knows {smallest} tokens, and top_k = {num_top}; lower top_k."
+            f"Scorer {name!r} knows {num_tokens} tokens, and top_k = {num_top}; lower top_k."
         )
-
-
-def check_lengths(
-    requests: Sequence[ScoreRequest], *, max_context: int | None, scorer: str, group: Group
-) -> None:
-    longest = max(len(request.inputs) for request in requests)
-    if max_context is not None and longest > max_context:
-        raise ScoreError(
-            f"Teacher {scorer!r} reads at most {max_context} tokens, and group {group.number} has"
-            f" {longest}; lower engine.max_context or sampling.max_new_tokens."
-        )
-
-
-def results_of(group: Group, token_scores: Sequence[TokenScores]) -> list[ScorerResult]:
-    """One result per episode, from one TokenScores per rollout of the group."""
-    remaining = iter(token_scores)
-    return [
-        ScorerResult(token_scores=tuple(next(remaining) for _ in episode.rollouts))
-        for episode in group.episodes
-    ]
-
-
-def scatter(values: np.ndarray, rollout: Rollout) -> np.ndarray:
-    """[sampled, ...] -> [L, ...], with zeros at the other positions."""
-    scattered = np.zeros((len(rollout.tokens), *values.shape[1:]), values.dtype)
-    scattered[rollout.mask] = values
-    return scattered

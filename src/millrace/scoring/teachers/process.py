@@ -1,19 +1,29 @@
-"""The process of one teacher: scoring tokens, and new weights for a teacher that follows the
-policy."""
+"""The process of a teacher or reference model: its settings, and the calls it answers."""
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
 
-from millrace.cluster.messages import ScoreTokens, Swapped, SwapWeights, TokensScored
+from millrace.cluster.messages import (
+    ScoreTokens,
+    StartTeacher,
+    Swapped,
+    SwapWeights,
+    TokensScored,
+)
 from millrace.core.errors import WorkerError
-from millrace.core.records import ScoreRequest, TokenLogprobs, WeightUpdate
-from millrace.scoring.model_process import ModelProcess
+from millrace.core.records import ScoreRequest, Task, TokenLogprobs, WeightUpdate
+from millrace.scoring.model_process import MODEL_CALLS, ModelProcess
+from millrace.scoring.scorer_type import CallSettings, ScorerContext
+from millrace.scoring.setting_checks import check_choice, check_integer
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SWAP_ATTEMPTS = 2
 
 
 class TeacherProcess(ModelProcess):
-    """A teacher that follows the policy keeps past versions in a file, which a restart loads."""
+    """A self-teacher saves its weights in a file, which a restarted process loads."""
 
     ROLE = "Teacher"
     MODULE = "millrace.scoring.teachers.worker"
@@ -27,13 +37,61 @@ class TeacherProcess(ModelProcess):
         return reply.logprobs
 
     async def swap(self, update: WeightUpdate) -> int:
-        """Load an update; returns the version held then, after which it may be released.
-
-        If the process dies meanwhile, the restarted one loads the same update.
-        """
+        """Load an update, also into a restarted process. Returns the version held then, after
+        which the update may be released."""
         for _ in range(SWAP_ATTEMPTS):
             with contextlib.suppress(WorkerError):  # the restart is counted
-                reply = await self.send(SwapWeights(update=update))
+                reply = await self.ask_once(SwapWeights(update=update), timeout_s=None)
                 assert isinstance(reply, Swapped)
                 return reply.version
         return update.version  # both processes died; the next version will come
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogprobModelSettings:
+    """How a process that computes logprobs is run. The fields are keys of [[scorers]]."""
+
+    dtype: Dtype = "auto"
+    """Data type of the model. "auto" is bfloat16 on CUDA and float32 on a CPU."""
+    threads: int = 1
+    """CPU threads."""
+    pass_tokens: int = 8192
+    """Token budget of one forward pass. A longer sequence gets a pass of its own."""
+    logprob_chunk: int = 1024
+    """Number of tokens whose logits are held in memory at once."""
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, get_args(Dtype))
+        check_integer(
+            1, threads=self.threads, pass_tokens=self.pass_tokens, logprob_chunk=self.logprob_chunk
+        )
+
+    def call_settings(self, *, num_workers: int) -> CallSettings:
+        """One call per group, because its rollouts share their prompt."""
+        return replace(MODEL_CALLS, batch=0)
+
+    def check(self, tasks: Sequence[Task], *, name: str) -> None:
+        """By default any task will do."""
+
+    def process_settings(self) -> dict[str, Any]:
+        """The fields of this class alone, without those of subclasses."""
+        return {field.name: getattr(self, field.name) for field in fields(LogprobModelSettings)}
+
+    def make_process(
+        self, name: str, *, model: str, context: ScorerContext, **self_teacher: Any
+    ) -> TeacherProcess:
+        """Build a process that is not started yet. `self_teacher`: more fields of StartTeacher."""
+        config = context.run_info.config
+        start = StartTeacher(
+            config=config.model_dump(mode="json"),
+            settings=self.process_settings(),
+            device=config.placement.scorer(name),
+            model_path=model,
+            **self_teacher,
+        )
+        return TeacherProcess(
+            name,
+            start=start,
+            worker_pool=context.worker_pool,
+            start_timeout_s=context.start_timeout_s,
+        )

@@ -11,6 +11,7 @@ import asyncio
 import base64
 import binascii
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ import numpy as np
 from millrace.core.errors import ConfigError
 from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.scoring.services.endpoint import Endpoint
+from millrace.scoring.teachers.logprob_model import check_top_k
 
 MAX_TOKENS = 262_144  # per HTTP request
 MAX_NUMBERS = 4_000_000  # per answer
@@ -41,32 +43,25 @@ class _Answer(msgspec.Struct, frozen=True):
     sequences: list[_EncodedLogprobs]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RemoteTeacher:
-    def __init__(
-        self, name: str, *, endpoint: Endpoint, vocabulary: str, vocab_size: int, num_top: int
-    ) -> None:
-        """`vocabulary` is the checksum of the policy's; `vocab_size` the number of its ids."""
-        self.name = name
-        self.num_lost = 0  # the server restarts its own processes
-        self._endpoint = endpoint
-        self._vocabulary = vocabulary
-        self._vocab_size = vocab_size
-        self._num_top = num_top
+    name: str
+    endpoint: Endpoint
+    vocabulary: str  # checksum of the policy's
+    vocab_size: int  # of the policy
+    num_top: int
+
+    num_lost = 0  # the server restarts its own processes
 
     async def start(self) -> None:
-        """Raises ConfigError if the model does not fit the policy, and ScoreError if the server
-        cannot be reached."""
-        await self._endpoint.start()
+        """Raises ConfigError if the model does not fit, ScoreError if there is no answer."""
+        await self.endpoint.start()
         answer = await self._post([])
-        smallest = min(answer.num_tokens, self._vocab_size)
-        if self._num_top >= smallest:
-            raise ConfigError(
-                f"Scorer {self.name!r} knows {smallest} tokens, and top_k = {self._num_top};"
-                " lower top_k."
-            )
+        num_tokens = min(answer.num_tokens, self.vocab_size)
+        check_top_k(self.num_top, num_tokens=num_tokens, name=self.name)
 
     async def close(self) -> None:
-        await self._endpoint.close()
+        await self.endpoint.close()
 
     async def score(
         self, requests: Sequence[ScoreRequest], *, timeout_s: float
@@ -81,12 +76,12 @@ class RemoteTeacher:
         ]
 
     async def _post(self, requests: Sequence[ScoreRequest]) -> _Answer:
-        body = await self._endpoint.post({"sequences": [_body(request) for request in requests]})
+        body = await self.endpoint.post({"sequences": [_body(request) for request in requests]})
         try:
             answer = msgspec.convert(body, _Answer)
         except msgspec.ValidationError as error:
-            raise self._endpoint.unusable(f"sent an invalid answer: {error}") from None
-        if answer.vocabulary != self._vocabulary:
+            raise self.endpoint.unusable(f"sent an invalid answer: {error}") from None
+        if answer.vocabulary != self.vocabulary:
             raise ConfigError(
                 f"Scorer {self.name!r}: the tokenizer of the model at its url differs from that of"
                 " the policy, so its logprobs would belong to other tokens; serve a model with the"
@@ -94,7 +89,7 @@ class RemoteTeacher:
             )
         if len(answer.sequences) != len(requests):
             counts = f"{len(answer.sequences)} sequences instead of {len(requests)}"
-            raise self._endpoint.unusable(f"answered for {counts}")
+            raise self.endpoint.unusable(f"answered for {counts}")
         return answer
 
     def _decode(self, encoded: _EncodedLogprobs, request: ScoreRequest) -> TokenLogprobs:
@@ -103,9 +98,9 @@ class RemoteTeacher:
         top_ids = self._array(encoded.top_ids, "<i4", num * top)
         top_logprobs = self._array(encoded.top_logprobs, "<f4", num * top)
         if not (np.isfinite(logprobs).all() and np.isfinite(top_logprobs).all()):
-            raise self._endpoint.unusable("answered with logprobs that are not finite")
-        if ((top_ids < 0) | (top_ids >= self._vocab_size)).any():
-            raise self._endpoint.unusable("answered with tokens that the policy does not have")
+            raise self.endpoint.unusable("answered with logprobs that are not finite")
+        if ((top_ids < 0) | (top_ids >= self.vocab_size)).any():
+            raise self.endpoint.unusable("answered with tokens that the policy does not have")
         return TokenLogprobs(
             logprobs=logprobs,
             top_ids=top_ids.reshape(num, top),
@@ -117,9 +112,9 @@ class RemoteTeacher:
         try:
             array = np.frombuffer(base64.b64decode(text, validate=True), dtype)
         except (binascii.Error, ValueError):
-            raise self._endpoint.unusable("answered with an invalid array") from None
+            raise self.endpoint.unusable("answered with an invalid array") from None
         if len(array) != size:
-            raise self._endpoint.unusable(f"answered with {len(array)} numbers instead of {size}")
+            raise self.endpoint.unusable(f"answered with {len(array)} numbers instead of {size}")
         return array
 
 

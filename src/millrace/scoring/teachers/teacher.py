@@ -9,7 +9,7 @@ whose task a teacher does not cover gets nothing from it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -28,25 +28,107 @@ from millrace.core.records import (
     score_request_for,
 )
 from millrace.models.directory import vocabulary_checksum
-from millrace.scoring.model_process import ModelScorer
 from millrace.scoring.scorer_type import CallSettings, RunInfo, ScorerContext
 from millrace.scoring.services.endpoint import Endpoint, check_endpoint
-from millrace.scoring.setting_checks import check_exactly_one, check_integer, check_text
+from millrace.scoring.setting_checks import (
+    check_choice,
+    check_exactly_one,
+    check_integer,
+    check_positive,
+    check_text,
+)
 from millrace.scoring.teachers.logprob_model import (
-    MODEL_CALLS,
-    LogprobModel,
-    check_lengths,
+    LogprobScorer,
     check_same_vocabulary,
-    make_process,
     max_context_of,
-    results_of,
     scatter,
 )
-from millrace.scoring.teachers.process import TeacherProcess
+from millrace.scoring.teachers.process import LogprobModelSettings, TeacherProcess
 from millrace.scoring.teachers.remote import MAX_ANSWER_BYTES, RemoteTeacher
-from millrace.scoring.teachers.settings import TeacherSettings
 
-Render = Callable[[Prompt], np.ndarray]  # prompt -> its tokens [P] int32
+Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
+TOP_K = 32  # default for losses that compare distributions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherSettings(LogprobModelSettings):
+    """Which tasks a teacher scores, what it reads, and which loss learns from it."""
+
+    loss: Divergence = "reverse_kl"
+    """Default of loss.distil. The scorer's weight is the default of loss.distil_weight."""
+    beta: float = 0.5
+    """Default of loss.distil_beta with "jsd"."""
+    top_k: int | None = None
+    """Number of most likely tokens per position whose logprobs the teacher returns. Default: 0 with
+    "reverse_kl", which does not use them, otherwise 32."""
+    temperature: float = 1.0
+    """Temperature of the teacher's distribution, independent of sampling.temperature."""
+    tasks: tuple[str, ...] = ()
+    """Names of the [[tasks.source]] that the teacher scores; empty means all tasks."""
+    column: str | None = None
+    """If set, `tasks` lists values of this task column instead."""
+    hint: str | None = None
+    """Task column that the teacher sees and the policy does not."""
+    template: str = "{hint}\n\n{prompt}"
+    """With `hint`: text that replaces the prompt, or the last message of a chat."""
+
+    def __post_init__(self) -> None:
+        LogprobModelSettings.__post_init__(self)  # super() fails in a dataclass with slots
+        check_choice("loss", self.loss, get_args(Divergence))
+        if self.top_k is not None:
+            check_integer(0 if self.loss == "reverse_kl" else 1, top_k=self.top_k)
+        check_positive(temperature=self.temperature)
+        if isinstance(self.tasks, str):
+            raise ValueError(f"tasks = {self.tasks!r} must be a list of names")
+        if self.column is not None and not self.tasks:
+            raise ValueError(f"column = {self.column!r} has no effect without tasks; set both")
+        if "{prompt}" not in self.template or "{hint}" not in self.template:
+            raise ValueError(f"template = {self.template!r} must contain {{prompt}} and {{hint}}")
+
+    @property
+    def num_top(self) -> int:
+        if self.top_k is None:
+            return 0 if self.loss == "reverse_kl" else TOP_K
+        return self.top_k
+
+    def covers(self, task: Task) -> bool:
+        if not self.tasks:
+            return True
+        if self.column is None:
+            return task.source in self.tasks
+        return str(task.columns.get(self.column)) in self.tasks
+
+    def hinted_prompt(self, task: Task) -> Prompt:
+        """Return the prompt that the teacher reads, with the task's hint in it."""
+        assert self.hint is not None
+        hint = str(task.columns[self.hint])
+
+        def fill(prompt: str) -> str:  # not str.format: a hint may contain braces
+            return self.template.replace("{prompt}", prompt).replace("{hint}", hint)
+
+        if isinstance(task.prompt, str):
+            return fill(task.prompt)
+        *before, last = task.prompt
+        return [*before, {**last, "content": fill(last["content"])}]
+
+    def check(self, tasks: Sequence[Task], *, name: str) -> None:
+        """Raise ConfigError unless the teacher covers some task, and each of these has a hint."""
+        covered = [task for task in tasks if self.covers(task)]
+        if tasks and not covered:
+            problem = "no [[tasks.source]] has such a name"
+            if self.column is not None:
+                problem = f"no task has such a value in its column {self.column!r}"
+            raise ConfigError(
+                f"Scorer {name!r} covers tasks = {list(self.tasks)}, but {problem}; correct them,"
+                " or remove `tasks` to cover all."
+            )
+        for task in covered:
+            if self.hint is not None and self.hint not in task.columns:
+                raise ConfigError(
+                    f"Scorer {name!r} reads its hint from column {self.hint!r}, which task"
+                    f" {str(task.prompt)[:60]!r} does not have; its columns are:"
+                    f" {', '.join(task.columns) or 'none'}."
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +142,8 @@ class Teacher(TeacherSettings):
     headers: dict[str, str] = field(default_factory=dict[str, str])
     """HTTP headers for `url`. Values may contain env:NAME."""
 
+    default_name = "teacher"
+
     def __post_init__(self) -> None:
         TeacherSettings.__post_init__(self)
         reason = "a teacher is either a local model or a server"
@@ -67,15 +151,13 @@ class Teacher(TeacherSettings):
         if self.url is not None:
             check_text(url=self.url)
 
-    @property
-    def default_name(self) -> str:
-        return "teacher"
-
     def call_settings(self, *, num_workers: int) -> CallSettings:
-        return MODEL_CALLS if self.url is None else CallSettings(timeout_s=300.0, batch=0)
+        if self.url is None:
+            return TeacherSettings.call_settings(self, num_workers=num_workers)
+        return CallSettings(timeout_s=300.0, batch=0)
 
     def check(self, tasks: Sequence[Task], *, name: str) -> None:
-        check_tasks(self, tasks, name=name)
+        TeacherSettings.check(self, tasks, name=name)
         if self.url is not None:
             check_endpoint(self.url, self.headers, scorer=name)
 
@@ -89,30 +171,31 @@ class Teacher(TeacherSettings):
     ) -> Scorer:
         run = context.run_info
         if self.model is None:
-            model, max_context = self._remote(name, calls=calls, run=run), None
+            model, max_context = self._remote(name, timeout_s=calls.timeout_s, run=run), None
         else:
-            model = make_process(self, name=name, model=self.model, context=context)
+            model = self.make_process(name, model=self.model, context=context)
             max_context = max_context_of(self.model, run)
         return TeacherScorer(
-            model,
-            self,
+            name=name,
             weight=weight,
+            model=model,
+            settings=self,
+            render=run.render,
             timeout_s=calls.timeout_s,
             max_context=max_context,
-            render=run.render,
         )
 
-    def _remote(self, name: str, *, calls: CallSettings, run: RunInfo) -> RemoteTeacher:
+    def _remote(self, name: str, *, timeout_s: float, run: RunInfo) -> RemoteTeacher:
         assert self.url is not None
         endpoint = Endpoint(
             self.url,
             headers=self.headers,
-            timeout_s=calls.timeout_s,
+            timeout_s=timeout_s,
             scorer=name,
             max_answer_bytes=MAX_ANSWER_BYTES,
         )
         return RemoteTeacher(
-            name,
+            name=name,
             endpoint=endpoint,
             vocabulary=vocabulary_checksum(run.tokenizer),
             vocab_size=run.vocab_size,
@@ -131,6 +214,8 @@ class SelfTeacher(TeacherSettings):
     every: int = 1
     """Number of versions between two refreshes."""
 
+    default_name = "self_teacher"
+
     def __post_init__(self) -> None:
         TeacherSettings.__post_init__(self)
         check_exactly_one("a self-teacher has either lag or ema", lag=self.lag, ema=self.ema)
@@ -139,16 +224,6 @@ class SelfTeacher(TeacherSettings):
         if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
             raise ValueError(f"ema = {self.ema!r} must be a number between 0 and 1")
         check_integer(1, every=self.every)
-
-    @property
-    def default_name(self) -> str:
-        return "self_teacher"
-
-    def call_settings(self, *, num_workers: int) -> CallSettings:
-        return MODEL_CALLS
-
-    def check(self, tasks: Sequence[Task], *, name: str) -> None:
-        check_tasks(self, tasks, name=name)
 
     def check_model(self, run: RunInfo, *, name: str) -> None:
         check_same_vocabulary(run.config.model.path, run, num_top=self.num_top, name=name)
@@ -163,50 +238,51 @@ class SelfTeacher(TeacherSettings):
         self, *, name: str, weight: float, calls: CallSettings, context: ScorerContext
     ) -> Scorer:
         run = context.run_info
-        following = {"lag": self.lag, "ema": self.ema, "every": self.every}
-        process = make_process(
-            self, name=name, model=run.model_path, context=context, following=following
+        process = self.make_process(
+            name,
+            model=run.model_path,
+            context=context,
+            history={"lag": self.lag, "ema": self.ema, "every": self.every},
+            version=run.version,
+            adapter_path=run.adapter_path,
+            saved_path=_saved_path(name, context),
         )
         return SelfTeacherScorer(
-            process,
-            self,
+            name=name,
             weight=weight,
+            model=process,
+            settings=self,
+            render=run.render,
             timeout_s=calls.timeout_s,
             max_context=max_context_of(run.model_path, run),
-            render=run.render,
         )
 
 
-class TeacherScorer(ModelScorer):
-    """Returns the teacher's logprobs of the sampled tokens. Runs on the controller's loop."""
+def _saved_path(name: str, context: ScorerContext) -> str:
+    """The file in which a self-teacher saves its weights."""
+    path = (context.folder / f"{name}.safetensors").absolute()
+    if path.exists():
+        from millrace.models.loading import read_weights_version  # takes seconds to import
 
-    token_scores_only = True
+        if read_weights_version(path) > context.run_info.version:
+            path.unlink()  # the run resumed from an earlier version and will train these again
+    return str(path)
 
-    def __init__(
-        self,
-        model: LogprobModel,
-        settings: TeacherSettings,
-        *,
-        weight: float,
-        timeout_s: float,
-        max_context: int | None,
-        render: Render,
-    ) -> None:
-        """`max_context` is the longest sequence; None = the model refuses longer ones itself."""
-        super().__init__(model.name, model, weight=weight)
-        self._logprob_model = model
-        self._settings = settings
-        self._timeout_s = timeout_s
-        self._max_context = max_context
-        self._render = render
+
+@dataclass(kw_only=True, eq=False)
+class TeacherScorer(LogprobScorer):
+    """Returns the teacher's logprobs of the sampled tokens."""
+
+    settings: TeacherSettings
+    render: Callable[[Prompt], np.ndarray]  # prompt -> its tokens [P] int32
 
     async def score(self, group: Group) -> list[ScorerResult]:
-        settings = self._settings
-        if not covers(settings, group.task):
+        settings = self.settings
+        if not settings.covers(group.task):
             return [ScorerResult()] * len(group.episodes)
         prompt = None
         if settings.hint is not None:
-            prompt = self._render(hinted_prompt(group.task, settings))
+            prompt = self.render(settings.hinted_prompt(group.task))
         requests = [
             score_request_for(
                 rollout,
@@ -216,75 +292,22 @@ class TeacherScorer(ModelScorer):
             )
             for rollout in group.rollouts
         ]
-        check_lengths(requests, max_context=self._max_context, scorer=self.name, group=group)
-        found = await self._logprob_model.score(requests, timeout_s=self._timeout_s)
-        return results_of(
-            group,
-            [
-                TokenScores(teacher=_spread(logprobs, rollout, has_top=settings.num_top > 0))
-                for rollout, logprobs in zip(group.rollouts, found, strict=True)
-            ],
+        return await self._score(group, requests, to_scores=self._to_scores)
+
+    def _to_scores(self, found: TokenLogprobs, rollout: Rollout) -> TokenScores:
+        has_top = self.settings.num_top > 0
+        logprobs = TeacherLogprobs(
+            logprobs=scatter(found.logprobs, rollout),
+            top_ids=scatter(found.top_ids, rollout) if has_top else None,
+            top_logprobs=scatter(found.top_logprobs, rollout) if has_top else None,
+            version=found.version,
         )
+        return TokenScores(teacher=logprobs)
 
 
 class SelfTeacherScorer(TeacherScorer):
     """A teacher that receives the policy's versions."""
 
-    def __init__(self, process: TeacherProcess, settings: TeacherSettings, **rest: Any) -> None:
-        super().__init__(process, settings, **rest)
-        self._process = process
-
     async def swap(self, update: WeightUpdate) -> int:
-        return await self._process.swap(update)
-
-
-def covers(settings: TeacherSettings, task: Task) -> bool:
-    """True if the teacher scores this task."""
-    if not settings.tasks:
-        return True
-    if settings.column is None:
-        return task.source in settings.tasks
-    return str(task.columns.get(settings.column)) in settings.tasks
-
-
-def hinted_prompt(task: Task, settings: TeacherSettings) -> Prompt:
-    """Return the prompt that the teacher reads, with the task's hint in it."""
-    assert settings.hint is not None
-    hint = str(task.columns[settings.hint])
-
-    def fill(prompt: str) -> str:  # not str.format: a hint may contain braces
-        return settings.template.replace("{prompt}", prompt).replace("{hint}", hint)
-
-    if isinstance(task.prompt, str):
-        return fill(task.prompt)
-    *before, last = task.prompt
-    return [*before, {**last, "content": fill(last["content"])}]
-
-
-def check_tasks(settings: TeacherSettings, tasks: Sequence[Task], *, name: str) -> None:
-    """Raise ConfigError unless the teacher covers some task, and each of these has a hint."""
-    covered = [task for task in tasks if covers(settings, task)]
-    if tasks and not covered:
-        problem = "no [[tasks.source]] has such a name"
-        if settings.column is not None:
-            problem = f"no task has such a value in its column {settings.column!r}"
-        raise ConfigError(
-            f"Scorer {name!r} covers tasks = {list(settings.tasks)}, but {problem}; correct them,"
-            " or remove `tasks` to cover all."
-        )
-    for task in covered:
-        if settings.hint is not None and settings.hint not in task.columns:
-            raise ConfigError(
-                f"Scorer {name!r} reads its hint from column {settings.hint!r}, which task"
-                f" {str(task.prompt)[:60]!r} does not have; its columns are:"
-                f" {', '.join(task.columns) or 'none'}."
-            )
-
-
-def _spread(found: TokenLogprobs, rollout: Rollout, *, has_top: bool) -> TeacherLogprobs:
-    return TeacherLogprobs(
-        logprobs=scatter(found.logprobs, rollout),
-        top_ids=scatter(found.top_ids, rollout) if has_top else None,
-        top_logprobs=scatter(found.top_logprobs, rollout) if has_top else None,
-        version=found.version,
-    )
+        assert isinstance(self.model, TeacherProcess)
+        return await self.model.swap(update)

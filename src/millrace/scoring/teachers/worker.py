@@ -1,9 +1,9 @@
 """The teacher process: `python -m millrace.scoring.teachers.worker`.
 
 The main thread scores: the requests that have arrived share one forward pass, up to a budget of
-tokens. A teacher that follows the policy also receives its versions: a thread fetches them, keeps
+tokens. A self-teacher also receives the policy's versions: a staging thread fetches them, keeps
 those that its history needs and prepares the due one, which the main thread copies into the model
-between two passes. Now and then it saves its state to a file, for a restart.
+between two passes. The staging thread also saves the weights to a file, for a restart.
 
 Promise: every call is answered once. A request is scored in one pass, so by one version, which its
 reply names. Scoring does not wait for new weights.
@@ -21,30 +21,24 @@ from millrace.cluster.link import Link, WorkerCall, run_worker, serve, unexpecte
 from millrace.cluster.messages import (
     ScoreTokens,
     StartTeacher,
-    Stop,
     Swapped,
     SwapWeights,
     TokensScored,
-    WorkerProgress,
 )
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, RunFailed, WeightError
 from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.core.spans import Timeline
+from millrace.inference.embedded.live_weights import PreparedWeights
 from millrace.inference.embedded.scoring import ScoringEngine, num_rows
 from millrace.models.attention.packed import PACKED_ATTENTION
 from millrace.models.directory import text_config
 from millrace.models.loading import load_model, resolve_device, resolve_dtype
+from millrace.scoring.model_worker import PROGRESS_S, ModelWorker
 from millrace.scoring.teachers.history import HistorySettings
-from millrace.scoring.teachers.self_teacher_weights import (
-    SavedWeights,
-    SelfTeacherWeights,
-    Staged,
-    build_self_teacher_weights,
-)
-from millrace.scoring.teachers.settings import LogprobModelSettings
+from millrace.scoring.teachers.process import LogprobModelSettings
+from millrace.scoring.teachers.self_teacher_weights import SelfTeacherWeights
 
-PROGRESS_S = 0.25
 STAGING_POLL_S = 0.002  # how often an idle teacher checks for staged weights
 
 
@@ -54,8 +48,7 @@ def main(link: Link, name: str) -> None:
 
 def start(message: StartTeacher, link: Link, timeline: Timeline) -> "TeacherWorker":
     config, settings = load_config(message.config), LogprobModelSettings(**message.settings)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.threads)
     device = resolve_device(message.device)
     try:
         model = load_model(
@@ -73,23 +66,21 @@ def start(message: StartTeacher, link: Link, timeline: Timeline) -> "TeacherWork
     policy = text_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     num_known = policy.vocab_size if message.num_known is None else message.num_known
     engine = ScoringEngine(model, logprob_chunk=settings.logprob_chunk, num_known=num_known)
-    followed = None
-    if message.following is not None:
-        assert message.version is not None
-        adapter = None if message.adapter_path is None else Path(message.adapter_path)
-        followed = build_self_teacher_weights(
+    own_weights = None
+    if message.history is not None:
+        own_weights = SelfTeacherWeights(
             model,
-            HistorySettings(**message.following),
+            HistorySettings(**message.history),
             config,
             version=message.version,
-            adapter=adapter,
-            saved=None if message.past is None else SavedWeights(Path(message.past)),
+            adapter=None if message.adapter_path is None else Path(message.adapter_path),
+            saved_path=Path(message.saved_path),
         )
     return TeacherWorker(
         link,
         engine=engine,
         pass_tokens=settings.pass_tokens,
-        followed=followed,
+        own_weights=own_weights,
         timeline=timeline,
     )
 
@@ -103,82 +94,67 @@ class _PendingCall:
     scored: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
 
 
-class TeacherWorker:
-    """Connects a scoring engine to a link. All methods run in the main thread."""
-
+class TeacherWorker(ModelWorker):
     def __init__(
         self,
         link: Link,
         *,
         engine: ScoringEngine,
         pass_tokens: int,
-        followed: SelfTeacherWeights | None,
+        own_weights: SelfTeacherWeights | None,
         timeline: Timeline,
     ) -> None:
-        self._link = link
+        """`own_weights`: of a self-teacher; None = the weights never change."""
+        super().__init__(link, timeline=timeline)
         self._engine = engine
         self._pass_tokens = pass_tokens
-        self._followed = followed
-        self._timeline = timeline
+        self._weights = own_weights
         self._pending: deque[_PendingCall] = deque()  # in the order of their arrival
         self._swaps: deque[WorkerCall] = deque()  # the first is being staged
-        self._staged: Future[Staged] | None = None
+        self._staged: Future[tuple[PreparedWeights | None, float]] | None = None
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
         self._saving: Future[None] | None = None
-        self._num_swaps = self._num_tokens = 0
-        self._reported_s = 0.0  # monotonic
+        self._counters = {"scored_tokens": 0.0, "swaps": 0.0}
 
-    def serve(self) -> None:
-        """Score, swap weights and reply until Stop."""
-        try:
-            while (stop := self._take_calls()) is None:
-                self._commit_weights()
-                if self._pending:
-                    self._timeline.enter("score", busy=True)
-                    self._score()
-                if time.monotonic() - self._reported_s >= PROGRESS_S:
-                    self._report()
-        finally:
-            self._stager.shutdown(wait=True, cancel_futures=True)
-            if self._followed is not None:
-                self._followed.receiver.close()
-        self._report()
-        stop.reply()
+    def _wait_s(self) -> float:
+        if self._pending:
+            return 0.0
+        return PROGRESS_S if self._staged is None else STAGING_POLL_S
 
-    def _take_calls(self) -> WorkerCall | None:
-        """Take the calls that have arrived; wait a little if there is nothing to score."""
-        timeout_s = 0.0
-        if not self._pending:
-            timeout_s = PROGRESS_S if self._staged is None else STAGING_POLL_S
-            self._timeline.enter("no work", busy=False)
-        call = self._link.receive(timeout_s)
-        while call is not None:
-            match call.message:
-                case Stop():
-                    return call
-                case ScoreTokens(requests=requests):
-                    self._pending.append(_PendingCall(call, requests))
-                case SwapWeights() if self._followed is not None:
-                    self._swaps.append(call)
-                    self._stage_next()
-                case _:
-                    call.fail(unexpected(call))
-            call = self._link.receive(0)
-        return None
+    def _handle(self, call: WorkerCall) -> None:
+        match call.message:
+            case ScoreTokens(requests=requests):
+                self._pending.append(_PendingCall(call, requests))
+            case SwapWeights() if self._weights is not None:
+                self._swaps.append(call)
+                self._stage_next()
+            case _:
+                call.fail(unexpected(call))
+
+    def _compute(self) -> None:
+        self._commit_weights()
+        if self._pending:
+            self._timeline.enter("score", busy=True)
+            self._score()
+
+    def _close(self) -> None:
+        self._stager.shutdown(wait=True, cancel_futures=True)
+        if self._weights is not None:
+            self._weights.close()
 
     def _stage_next(self) -> None:
         """Stage every update, one at a time: each becomes part of the history."""
         if self._swaps and self._staged is None:
-            assert self._followed is not None
             swap = self._swaps[0].message
+            assert self._weights is not None
             assert isinstance(swap, SwapWeights)
-            self._staged = self._stager.submit(self._followed.stage, swap.update)
+            self._staged = self._stager.submit(self._weights.stage, swap.update)
 
     def _commit_weights(self) -> None:
         """Make staged weights visible; called between two passes."""
         if self._staged is None or not self._staged.done():
             return
-        assert self._followed is not None
+        assert self._weights is not None
         if self._saving is not None:
             self._saving.result()  # it is done, because one thread does both
         call, outcome = self._swaps.popleft(), self._staged
@@ -186,31 +162,37 @@ class TeacherWorker:
         started_s = time.perf_counter()
         self._timeline.enter("swap", busy=True)
         try:
-            staged = outcome.result()
-            if staged.prepared is not None:
-                self._followed.commit(staged.prepared)
-                self._num_swaps += 1
-                self._saving = self._stager.submit(self._followed.save)
+            prepared, stage_ms = outcome.result()
+            if prepared is not None:
+                self._weights.commit(prepared)
+                self._counters["swaps"] += 1
+                self._saving = self._stager.submit(self._weights.save)
         except WeightError as error:
             call.fail(error)
         else:
-            version = self._followed.live.version
-            assert version is not None
+            assert self._weights.version is not None
             gap_ms = (time.perf_counter() - started_s) * 1000
-            call.reply(Swapped(version=version, stage_ms=staged.stage_ms, gap_ms=gap_ms))
+            call.reply(Swapped(version=self._weights.version, stage_ms=stage_ms, gap_ms=gap_ms))
         self._stage_next()
 
     def _score(self) -> None:
         """Run one forward pass over the requests that wait longest; a request is never split."""
         taken = self._next_pass()
         groups = [requests for _, requests in taken]
-        version = None if self._followed is None else self._followed.live.version
+        num_tokens = sum(num_rows(group) for group in groups)
+        version = None if self._weights is None else self._weights.version
         try:
             scored = self._engine.score(groups, version=version)
         except torch.OutOfMemoryError:
-            self._fail(taken)
+            error = RunFailed(
+                f"A forward pass of {num_tokens} tokens does not fit into the memory of the"
+                f" teacher; lower the scorer's pass_tokens (now {self._pass_tokens})."
+            )
+            for pending, _ in taken:
+                self._pending.remove(pending)
+                pending.call.fail(error)
             return
-        self._num_tokens += sum(num_rows(group) for group in groups)
+        self._counters["scored_tokens"] += num_tokens
         for (pending, _), logprobs in zip(taken, scored, strict=True):
             pending.scored += logprobs
             if len(pending.scored) == len(pending.requests):
@@ -233,22 +215,6 @@ class TeacherWorker:
             if len(pending.scored) + len(group) < len(pending.requests):
                 break
         return taken
-
-    def _fail(self, taken: list[tuple[_PendingCall, list[ScoreRequest]]]) -> None:
-        size = sum(num_rows(group) for _, group in taken)
-        for pending, _ in taken:
-            self._pending.remove(pending)
-            pending.call.fail(
-                RunFailed(
-                    f"A forward pass of {size} tokens does not fit into the memory of the teacher;"
-                    f" lower the scorer's pass_tokens (now {self._pass_tokens})."
-                )
-            )
-
-    def _report(self) -> None:
-        self._reported_s = time.monotonic()
-        counters = {"scored_tokens": float(self._num_tokens), "swaps": float(self._num_swaps)}
-        self._link.emit(WorkerProgress(spans=self._timeline.drain(), counters=counters))
 
 
 if __name__ == "__main__":

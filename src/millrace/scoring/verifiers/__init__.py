@@ -8,10 +8,6 @@ Promise: whatever a completion contains affects only its own score. A mistake in
 that says so. Torch-free. A missing optional package is an error when the verifier is created.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from millrace.core.plugins import build_plugin
 from millrace.scoring.verifiers.json_schema import JsonSchema
 from millrace.scoring.verifiers.math_answers import Math, Numeric
 from millrace.scoring.verifiers.python_tests import PythonTests
@@ -27,7 +23,6 @@ __all__ = [
     "PythonTests",
     "ReasoningGym",
     "Regex",
-    "build_verifier",
 ]
 
 VERIFIERS: dict[str, type] = {
@@ -39,8 +34,3 @@ VERIFIERS: dict[str, type] = {
     "python_tests": PythonTests,
     "reasoning_gym": ReasoningGym,
 }
-
-
-def build_verifier(table: Mapping[str, Any], *, section: str) -> Any:
-    """Build the verifier of a table like {type = "numeric", tolerance = 0.01}."""
-    return build_plugin(table, builtins=VERIFIERS, default="", section=section)

@@ -49,10 +49,6 @@ class JsonSchema:
         except SchemaError as error:
             raise ValueError(f"the schema is not valid: {error.message}") from None
 
-    @property
-    def needed_columns(self) -> tuple[str, ...]:
-        return ()
-
     def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float]:
         validator = _validator(self.schema)
         return [self._score(text_of(completion), validator) for completion in completions]

@@ -8,15 +8,13 @@ its group fails.
 
 import importlib.util
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from millrace.core.errors import ConfigError
-from millrace.core.records import Prompt
 from millrace.scoring.setting_checks import check_integer, check_number, check_text
-from millrace.scoring.verifiers.answers import answer_in, score_each
+from millrace.scoring.verifiers.answers import ColumnVerifier, answer_in
 
 MAX_DIGITS = 300
 _BODY = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
@@ -36,7 +34,7 @@ _NUMBER = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Numeric:
+class Numeric(ColumnVerifier):
     """1 if the last number equals the column's, within the tolerance; otherwise 0.
 
     Reads 1,234.5, -3/4, 6.02e23, 6.02 × 10^23 and $5, but not units, percent or mixed fractions.
@@ -58,13 +56,6 @@ class Numeric:
         if self.after is not None:
             check_text(after=self.after)
         check_number(0, tolerance=self.tolerance, relative_tolerance=self.relative_tolerance)
-
-    @property
-    def needed_columns(self) -> tuple[str, ...]:
-        return (self.column,)
-
-    def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float | None]:
-        return score_each(self._score, completions, columns[self.column])
 
     def _score(self, text: str, reference: Any) -> float:
         expected = None if isinstance(reference, bool) else last_number(str(reference))
@@ -103,9 +94,8 @@ def _plain(body: str) -> Fraction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Math:
-    """1 if the answer, in \\boxed{}, in LaTeX or plain, is equivalent to the column's; otherwise
-    0."""
+class Math(ColumnVerifier):
+    """1 if the answer (\\boxed{}, LaTeX or plain) is equivalent to the column's; otherwise 0."""
 
     __name__ = "math"
 
@@ -122,15 +112,8 @@ class Math:
         check_text(column=self.column)
         check_integer(1, time_limit_s=self.time_limit_s)
 
-    @property
-    def needed_columns(self) -> tuple[str, ...]:
-        return (self.column,)
-
-    def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float | None]:
-        """Runs in the main thread, because the time limit is an alarm signal."""
-        return score_each(self._score, completions, columns[self.column])
-
     def _score(self, text: str, reference: Any) -> float:
+        """Runs in the main thread, because the time limit is an alarm signal."""
         from math_verify import parse, verify
 
         expression = str(reference)

@@ -13,17 +13,12 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Prompt
 from millrace.scoring.sandbox.calls import SandboxLimits, run_programs, run_tests
 from millrace.scoring.sandbox.lockdown import unsupported
-from millrace.scoring.setting_checks import (
-    check_choice,
-    check_integer,
-    check_positive,
-    check_text,
-)
-from millrace.scoring.verifiers.answers import last_block, text_of
+from millrace.scoring.setting_checks import check_choice, check_integer, check_positive, check_text
+from millrace.scoring.verifiers.answers import ColumnVerifier, last_block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PythonTests:
+class PythonTests(ColumnVerifier):
     """The share of tests that the code passes, or 1 if it passes all and otherwise 0.
 
     The column holds test code, a list of test codes (each is one test), or a list of pairs of
@@ -55,20 +50,13 @@ class PythonTests:
             parallel=self.parallel,
         )
 
-    @property
-    def needed_columns(self) -> tuple[str, ...]:
-        return (self.column,)
-
     def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float | None]:
         with ThreadPoolExecutor(self.parallel, thread_name_prefix="sandbox") as pool:
-            return list(pool.map(self._score, completions, columns[self.column]))
+            return list(pool.map(self._score_or_none, completions, columns[self.column]))
 
-    def _score(self, completion: Prompt, tests: Any) -> float | None:
-        if tests is None:
-            return None
-        text = text_of(completion)
+    def _score(self, text: str, reference: Any) -> float:
         block = last_block(text, tags=("python", "py", "python3"))
-        passed = self._run(text if block is None else block, tests)
+        passed = self._run(text if block is None else block, reference)
         return sum(passed) / len(passed) if self.score == "share" else float(all(passed))
 
     def _run(self, code: str, tests: Any) -> list[bool]:

@@ -8,25 +8,24 @@ import ast
 import functools
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from millrace.core.errors import ConfigError
-from millrace.core.records import Prompt
-from millrace.scoring.verifiers.answers import score_each
+from millrace.scoring.verifiers.answers import ColumnVerifier
 
 COLUMN = "puzzle"  # task column with dataset, config and entry, see puzzle_of()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReasoningGym:
-    """The score that the task's dataset gives to the answer: mostly 1 if it is correct. Some
-    datasets give partial scores."""
+class ReasoningGym(ColumnVerifier):
+    """The score of the answer in the task's dataset. Some datasets give partial scores."""
 
     __name__ = "reasoning_gym"
+    column = COLUMN
 
     tag: str = "answer"
     """Name of the tag around the answer, as in <answer>...</answer>; the last one counts. The score
@@ -37,20 +36,13 @@ class ReasoningGym:
             raise ValueError(f"tag = {self.tag!r} must be a string")
         reasoning_gym()
 
-    @property
-    def needed_columns(self) -> tuple[str, ...]:
-        return (COLUMN,)
-
-    def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float | None]:
-        return score_each(self._score, completions, columns[COLUMN])
-
-    def _score(self, text: str, puzzle: Mapping[str, Any]) -> float:
+    def _score(self, text: str, reference: Mapping[str, Any]) -> float:
         extract_answer = reasoning_gym("utils").extract_answer
         answer = extract_answer(text, tag_name=self.tag) if self.tag else text.strip()
         if answer is None:
             return 0.0
-        dataset = _dataset(puzzle["dataset"], json.dumps(puzzle["config"], sort_keys=True))
-        entry = ast.literal_eval(puzzle["entry"])
+        dataset = _dataset(reference["dataset"], json.dumps(reference["config"], sort_keys=True))
+        entry = ast.literal_eval(reference["entry"])
         try:
             return float(dataset.score_answer(answer, entry=entry))
         except (ValueError, TypeError, ArithmeticError, LookupError, SyntaxError):

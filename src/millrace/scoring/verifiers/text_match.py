@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 from millrace.core.records import Prompt
 from millrace.scoring.setting_checks import check_bool, check_choice, check_number, check_text
-from millrace.scoring.verifiers.answers import answer_in, score_each, text_of
+from millrace.scoring.verifiers.answers import ColumnVerifier, answer_in, text_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exact:
-    """1 if the answer equals the column's text, or one of its texts if it is a list; otherwise
-    0."""
+class Exact(ColumnVerifier):
+    """1 if the answer equals the column's text, or one of its list of texts; otherwise 0."""
 
     __name__ = "exact"
 
@@ -36,13 +35,6 @@ class Exact:
             ignore_space=self.ignore_space,
             ignore_punctuation=self.ignore_punctuation,
         )
-
-    @property
-    def needed_columns(self) -> tuple[str, ...]:
-        return (self.column,)
-
-    def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float | None]:
-        return score_each(self._score, completions, columns[self.column])
 
     def _score(self, text: str, reference: Any) -> float:
         accepted = reference if isinstance(reference, list) else [reference]
@@ -92,10 +84,6 @@ class Regex:
             check_number(**{f"scores.{name}": score})
             if name not in groups:
                 raise ValueError(f"scores.{name} is not a group of the pattern {self.pattern!r}")
-
-    @property
-    def needed_columns(self) -> tuple[str, ...]:
-        return ()
 
     def __call__(self, completions: Sequence[Prompt], **columns: Any) -> list[float]:
         pattern = re.compile(self.pattern)
