@@ -33,10 +33,10 @@ class ReadingEncoder:
             ]
             return self._join([], pieces)
         if self._is_whole:
-            ids = self._conversation(reading.prompt, "".join(reading.pieces))
+            ids = self._encode_prompt(reading.prompt, completion="".join(reading.pieces))
             return np.array(ids, np.int64), [len(ids) - 1]
         pieces = [self._encode(piece) for piece in reading.pieces]
-        return self._join(self._prompt(reading.prompt), pieces)
+        return self._join(self._encode_prompt(reading.prompt), pieces)
 
     def _join(self, prompt: list[int], pieces: Sequence[list[int]]) -> tuple[np.ndarray, list[int]]:
         ids, ends = list(prompt), []
@@ -45,16 +45,14 @@ class ReadingEncoder:
             ends.append(len(ids) - 1)
         return np.array(ids, np.int64), ends
 
-    def _conversation(self, prompt: Prompt, completion: str) -> list[int]:
+    def _encode_prompt(self, prompt: Prompt, *, completion: str | None = None) -> list[int]:
+        """Encode the prompt, or with `completion` the whole conversation."""
         if not self._is_chat(prompt):
-            return self._encode(_as_text(prompt) + completion, add_special_tokens=True)
-        messages = [*_as_messages(prompt), {"role": "assistant", "content": completion}]
-        return self._apply_template(messages, add_generation_prompt=False)
-
-    def _prompt(self, prompt: Prompt) -> list[int]:
-        if not self._is_chat(prompt):
-            return self._encode(_as_text(prompt), add_special_tokens=True)
-        return self._apply_template(_as_messages(prompt), add_generation_prompt=True)
+            return self._encode(_as_text(prompt) + (completion or ""), add_special_tokens=True)
+        messages = _as_messages(prompt)
+        if completion is not None:
+            messages.append({"role": "assistant", "content": completion})
+        return self._apply_template(messages, add_generation_prompt=completion is None)
 
     def _is_chat(self, prompt: Prompt) -> bool:
         if self._template == "auto":

@@ -56,7 +56,10 @@ class Endpoint:
 
     async def post(self, body: Mapping[str, Any]) -> Any:
         assert self._session is not None, "post() needs start()"
-        data = self._encode(body)
+        try:
+            data = json.dumps(body, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise ScoreError(f"Scorer {self._scorer!r} cannot send a task: {error}.") from None
         try:
             async with self._session.post(
                 self._url,
@@ -97,12 +100,6 @@ class Endpoint:
             wait_s = retry_after_s(response.headers.get("Retry-After"))
             return TransientScoreError(message, is_down=True, retry_after_s=wait_s)
         return ScoreError(message)
-
-    def _encode(self, body: Mapping[str, Any]) -> bytes:
-        try:
-            return json.dumps(body, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            raise ScoreError(f"Scorer {self._scorer!r} cannot send a task: {error}.") from None
 
     def _message(self, problem: str) -> str:
         # Without the query of the url, which may hold a secret.
