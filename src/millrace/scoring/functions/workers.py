@@ -25,12 +25,6 @@ CLOSED = "The scorers are closed; nothing can be scored any more."
 
 
 @dataclass(slots=True, eq=False)
-class _QueuedCall:
-    granted: "asyncio.Future[_Slot]"
-    exclusive: bool
-
-
-@dataclass(slots=True, eq=False)
 class _Slot:
     """One serving process, and the calls it runs."""
 
@@ -74,7 +68,9 @@ class ScorerWorkers:
         self._num_workers = num_workers
         self._start_timeout_s = start_timeout_s
         self._replicas: list[_ScorerReplica] = []
-        self._queue: list[_QueuedCall] = []
+        self.num_waiting = 0  # calls that wait for a free process
+        self._turn = asyncio.Lock()  # fair: calls are served in the order of arrival
+        self._changed = asyncio.Event()  # a slot may be free, or never will be
         self._running: set[asyncio.Task[GroupScored]] = set()
         self._is_closing = False
 
@@ -87,11 +83,6 @@ class ScorerWorkers:
     def num_busy(self) -> int:
         return sum(slot.num_calls > 0 for slot in self._slots)
 
-    @property
-    def num_waiting(self) -> int:
-        """Calls that wait for a free process."""
-        return sum(not queued.granted.done() for queued in self._queue)
-
     async def start(self, functions: Mapping[str, str]) -> None:
         """Start the processes, if there are functions (see ship_functions()); raises the first
         error."""
@@ -103,7 +94,7 @@ class ScorerWorkers:
                 launch=self._worker_pool.launch,
                 start=StartScorer(functions=dict(functions)),
                 start_timeout_s=self._start_timeout_s,
-                on_change=self._on_change,
+                on_change=self._changed.set,
             )
             for i in range(self._num_workers)
         ]
@@ -132,7 +123,7 @@ class ScorerWorkers:
     async def close(self) -> None:
         """Stop idle processes, kill busy ones, and wait until all are gone."""
         self._is_closing = True
-        self._fail_queue(RunFailed(CLOSED))
+        self._changed.set()
         for slot in self._slots:
             if slot.num_calls:
                 slot.worker.kill()
@@ -146,32 +137,27 @@ class ScorerWorkers:
         return [replica.slot for replica in self._replicas if replica.slot is not None]
 
     async def _take(self, *, exclusive: bool) -> _Slot:
+        """Wait for a free slot; raises RunFailed if there will be none."""
+        self.num_waiting += 1
+        try:
+            async with self._turn:
+                self._check_open()
+                while (slot := self._free_slot(exclusive=exclusive)) is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+                    self._check_open()
+                slot.num_calls += 1
+                slot.is_closed = exclusive
+                return slot
+        finally:
+            self.num_waiting -= 1
+
+    def _check_open(self) -> None:
         if self._is_closing:
             raise RunFailed(CLOSED)
-        if (failure := self._failure()) is not None:
-            raise failure
-        granted: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
-        self._queue.append(_QueuedCall(granted, exclusive))
-        self._grant()
-        try:
-            return await granted
-        except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():  # both happened in one turn of the loop
-                self._give_back(granted.result())
-            raise
-
-    def _grant(self) -> None:
-        """Serve the queue from its head while slots are free."""
-        while self._queue:
-            first = self._queue[0]
-            if not first.granted.done():
-                slot = self._free_slot(exclusive=first.exclusive)
-                if slot is None:
-                    return
-                slot.num_calls += 1
-                slot.is_closed = first.exclusive
-                first.granted.set_result(slot)
-            self._queue.pop(0)
+        failures = [replica.failure for replica in self._replicas]
+        if failures and None not in failures:
+            raise RunFailed(f"No scorer process is left: {failures[-1]}")
 
     def _free_slot(self, *, exclusive: bool) -> _Slot | None:
         # Async calls crowd together, so that whole processes stay free for sync functions.
@@ -183,10 +169,6 @@ class ScorerWorkers:
             if 0 < slot.num_calls < CALLS_PER_WORKER and not slot.is_closed:
                 return slot
         return idle
-
-    def _give_back(self, slot: _Slot) -> None:
-        slot.num_calls -= 1
-        self._grant()
 
     async def _run(self, slot: _Slot, message: ScoreGroup, *, timeout_s: float) -> GroupScored:
         """Make the call in a task: the process runs on even if the caller is cancelled."""
@@ -207,7 +189,8 @@ class ScorerWorkers:
             slot.replica.drop(slot.worker)
             raise
         finally:
-            self._give_back(slot)
+            slot.num_calls -= 1
+            self._changed.set()
         assert isinstance(scored, GroupScored)
         return scored
 
@@ -215,21 +198,3 @@ class ScorerWorkers:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # asyncio would warn otherwise if the caller is gone
-
-    def _on_change(self) -> None:
-        self._grant()
-        if (failure := self._failure()) is not None:
-            self._fail_queue(failure)
-
-    def _failure(self) -> RunFailed | None:
-        """Why no process will ever be free; None while one may be."""
-        failures = [replica.failure for replica in self._replicas]
-        if not failures or None in failures:
-            return None
-        return RunFailed(f"No scorer process is left: {failures[-1]}")
-
-    def _fail_queue(self, error: RunFailed) -> None:
-        for queued in self._queue:
-            if not queued.granted.done():
-                queued.granted.set_exception(error)
-        self._queue.clear()
