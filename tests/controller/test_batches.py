@@ -47,7 +47,7 @@ class BatchRig:
             on_drop=lambda waiting: None,
         )
         self.batches = Batches(
-            config,
+            config=config,
             buffer=self.buffer,
             admission=self.admission,
             tracker=make_tracker(self.admission, journal=self.journal),

@@ -202,7 +202,7 @@ class Process(FakeScorers):
             on_drop=self.tracker.expired_in_buffer,
         )
         self.batches = Batches(
-            config,
+            config=config,
             buffer=self.buffer,
             admission=self.admission,
             tracker=self.tracker,

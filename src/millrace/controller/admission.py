@@ -19,6 +19,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import InitVar, dataclass, field
 
 from millrace.core.machine import REAL_CLOCK, Clock
 from millrace.core.staleness import StalenessLimit
@@ -27,35 +28,25 @@ STALENESS = "staleness limit"
 RUNNING = "max_running_groups"
 
 
+@dataclass(kw_only=True, eq=False)
 class Admission:
-    def __init__(
-        self,
-        *,
-        groups_per_step: int,
-        limit: StalenessLimit,
-        max_running: int,
-        version: int,
-        begun: int = 0,
-        clock: Clock = REAL_CLOCK,
-    ) -> None:
-        """`begun`: groups in steps after `version` that a resumed run repeats."""
-        self._groups_per_step = groups_per_step
-        self._limit = limit
-        self._max_running = max_running
-        self._version = version  # held by all engines
-        self._next_take = version  # trainer version of the next take
-        # Trained, waiting or running; not dropped or failed.
-        self._accepted = version * groups_per_step + begun
-        self._running = 0
-        self._changed = asyncio.Event()
-        self._clock = clock
-        self.held_by: str | None = None  # why the next group may not start yet
-        self.held_s: defaultdict[str, float] = defaultdict(float)  # total wait, by reason
-        self.on_leave: Callable[[], None] = lambda: None  # called when a running group leaves
+    groups_per_step: int
+    limit: StalenessLimit
+    max_running: int
+    version: int  # held by all engines
+    begun: InitVar[int] = 0  # groups in steps after `version` that a resumed run repeats
+    clock: Clock = REAL_CLOCK
+    running: int = 0  # groups
+    held_by: str | None = None  # why the next group may not start yet
+    # Total wait, by reason.
+    held_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    on_leave: Callable[[], None] = lambda: None  # called when a running group leaves
 
-    @property
-    def running(self) -> int:
-        return self._running
+    def __post_init__(self, begun: int) -> None:
+        self._next_take = self.version  # trainer version of the next take
+        # Trained, waiting or running; not dropped or failed.
+        self._accepted = self.version * self.groups_per_step + begun
+        self._changed = asyncio.Event()
 
     @property
     def is_full(self) -> bool:
@@ -67,20 +58,20 @@ class Admission:
         while (reason := self._obstacle()) is not None:
             self.held_by = reason
             self._changed.clear()
-            began_s = self._clock.now()
+            began_s = self.clock.now()
             await self._changed.wait()
-            self.held_s[reason] += self._clock.now() - began_s
+            self.held_s[reason] += self.clock.now() - began_s
         self.held_by = None
         self.readmit()
 
     def readmit(self) -> None:
         """Count a group without a check: it was admitted before a crash."""
         self._accepted += 1
-        self._running += 1
+        self.running += 1
 
     def leave(self) -> None:
         """A running group has reached the buffer or has ended."""
-        self._running -= 1
+        self.running -= 1
         self._changed.set()
         self.on_leave()
 
@@ -95,7 +86,7 @@ class Admission:
 
     def advance(self, version: int) -> None:
         """All engines now sample with this version or a newer one."""
-        self._version = max(self._version, version)
+        self.version = max(self.version, version)
         self._changed.set()
 
     def take_next(self, version: int) -> None:
@@ -103,12 +94,12 @@ class Admission:
         self._next_take = version
 
     def _obstacle(self) -> str | None:
-        limit = self._limit
-        most = (limit.max_staleness + self._version + 1) * self._groups_per_step
-        starts_too_old = self._version < limit.oldest_at(self._next_take)
+        limit = self.limit
+        most = (limit.max_staleness + self.version + 1) * self.groups_per_step
+        starts_too_old = self.version < limit.oldest_at(self._next_take)
         if self._accepted >= most or (starts_too_old and limit.one_token_decides):
             return STALENESS
-        if self._running >= self._max_running:
+        if self.running >= self.max_running:
             return RUNNING
         return None
 

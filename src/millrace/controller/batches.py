@@ -36,47 +36,39 @@ class Taken:
         return [group for group in self.groups if group.number not in self.replayed]
 
 
+@dataclass(kw_only=True, eq=False)
 class Batches:
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        buffer: Buffer,
-        admission: Admission,
-        tracker: GroupTracker,
-        in_batch: Callable[[Sequence[Group]], list[Group]],
-        journal: Journal | NoJournal,
-    ) -> None:
-        """`in_batch` gives the groups of one step their advantages relative to each other."""
-        self._trainer = config.trainer
-        self._has_critic = config.critic is not None
-        self._pairs = config.scoring.advantages.get("type") == PAIRS
-        # With the barrier, the order must not depend on how fast groups were generated.
-        self._sorts = config.weights.interrupt == "barrier"
-        self._buffer = buffer
-        self._admission = admission
-        self._tracker = tracker
-        self._in_batch = in_batch
-        self._journal = journal
+    """Called by the learner."""
+
+    config: RunConfig
+    buffer: Buffer
+    admission: Admission
+    tracker: GroupTracker
+    # Gives the groups of one step their advantages relative to each other.
+    in_batch: Callable[[Sequence[Group]], list[Group]]
+    journal: Journal | NoJournal
+
+    def __post_init__(self) -> None:
         self._replay = build_replay(
-            config.buffer.replay,
-            groups_per_step=config.trainer.groups_per_step,
-            limit=config.buffer.limit,
-            seed=config.seed,
+            self.config.buffer.replay,
+            groups_per_step=self.config.trainer.groups_per_step,
+            limit=self.config.buffer.limit,
+            seed=self.config.seed,
         )
 
     async def next(self, version: int) -> Taken:
         """The batch for the step after `version`, once there are enough groups."""
-        step = self._journal.ledger.steps.get(version + 1)
+        step = self.journal.ledger.steps.get(version + 1)
         if step is not None:
             return await self._take_again(step)
         replayed = [] if self._replay is None else self._replay.draw(version)
-        self._admission.replay(len(replayed))
-        num_fresh = self._trainer.groups_per_step - len(replayed)
-        fresh = await self._buffer.take(num_fresh, version=version)
-        if self._sorts:
+        self.admission.replay(len(replayed))
+        num_fresh = self.config.trainer.groups_per_step - len(replayed)
+        fresh = await self.buffer.take(num_fresh, version=version)
+        if self.config.weights.interrupt == "barrier":
+            # The order must not depend on how fast groups were generated.
             fresh.sort(key=lambda group: group.number)
-        await self._journal.begin_step(
+        await self.journal.begin_step(
             version + 1, fresh=_numbers(fresh), replayed=_numbers(replayed)
         )
         return await asyncio.to_thread(self._pack, fresh, replayed)
@@ -87,14 +79,14 @@ class Batches:
         """The versions after `after` and the batches that made them, for a restarted trainer.
         Changes nothing here."""
         for version in range(after + 1, through + 1):
-            taken = await self._read(self._journal.ledger.steps[version])
+            taken = await self._read(self.journal.ledger.steps[version])
             yield version, taken.batches
 
     def applied(self, taken: Taken, *, version: int, was_skipped: bool) -> None:
         """The trainer has reached `version` with this batch. Unless an update of it was skipped,
         its fresh groups may be replayed."""
-        self._tracker.trained(_numbers(taken.fresh))
-        self._journal.finish_step(version, was_skipped=was_skipped)
+        self.tracker.trained(_numbers(taken.fresh))
+        self.journal.finish_step(version, was_skipped=was_skipped)
         if self._replay is not None and not was_skipped:
             self._replay.keep(taken.fresh)
 
@@ -107,36 +99,36 @@ class Batches:
         """Fill the replay buffer as it was after the step that made `version`, from the journal.
         Returns the groups that waited in the buffer."""
         if self._replay is not None:
-            steps = [step for v, step in self._journal.ledger.steps.items() if v <= version]
+            steps = [step for v, step in self.journal.ledger.steps.items() if v <= version]
             gone = {number for step in steps for number in step.replayed}
             for step in steps:
                 if not step.was_skipped:
                     left = [number for number in step.fresh if number not in gone]
-                    self._replay.keep(await self._journal.read_groups(left))
-        return await self._journal.read_groups(list(self._journal.ledger.waiting))
+                    self._replay.keep(await self.journal.read_groups(left))
+        return await self.journal.read_groups(list(self.journal.ledger.waiting))
 
     async def _take_again(self, step: LedgerStep) -> Taken:
         """A batch that was taken before a crash."""
         if self._replay is not None:
             self._replay.forget(step.replayed)
-        self._admission.replay(len(step.replayed))
+        self.admission.replay(len(step.replayed))
         return await self._read(step)
 
     async def _read(self, step: LedgerStep) -> Taken:
-        fresh = await self._journal.read_groups(step.fresh)
-        replayed = await self._journal.read_groups(step.replayed)
+        fresh = await self.journal.read_groups(step.fresh)
+        replayed = await self.journal.read_groups(step.replayed)
         return await asyncio.to_thread(self._pack, fresh, replayed)
 
     def _pack(self, fresh: list[Group], replayed: list[Group]) -> Taken:
-        groups = self._in_batch(interleave(fresh, replayed))
+        groups, trainer = self.in_batch(interleave(fresh, replayed)), self.config.trainer
         batches = tuple(
             pack(
                 minibatch,
-                microbatch_tokens=self._trainer.microbatch_tokens,
-                pairs=self._pairs,
-                critic=self._has_critic,
+                microbatch_tokens=trainer.microbatch_tokens,
+                pairs=self.config.scoring.advantages.get("type") == PAIRS,
+                critic=self.config.critic is not None,
             )
-            for minibatch in minibatches_of(groups, num_minibatches=self._trainer.minibatches)
+            for minibatch in minibatches_of(groups, num_minibatches=trainer.minibatches)
         )
         numbers = frozenset(group.number for group in replayed)
         return Taken(groups=groups, replayed=numbers, batches=batches)

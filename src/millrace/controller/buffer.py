@@ -15,7 +15,7 @@ the buffer is full; in the replay buffer the oldest group makes room.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,24 +27,16 @@ from millrace.core.records import Group
 from millrace.core.staleness import StalenessLimit, Stamps, Waiting
 
 
+@dataclass(kw_only=True, eq=False)
 class Buffer:
-    def __init__(
-        self,
-        *,
-        capacity: int,
-        limit: StalenessLimit,
-        sampler: Sampler,
-        on_drop: Callable[[Waiting], None],
-        clock: Clock = REAL_CLOCK,
-    ) -> None:
-        self.capacity = capacity
-        self.wait_s = 0.0  # mean time in the buffer of the groups taken last
-        self._limit = limit
-        self._sampler = sampler
-        self._on_drop = on_drop
-        self._clock = clock
-        self._waiting: list[Waiting] = []  # in order of admission
-        self._changed = asyncio.Condition()
+    capacity: int
+    limit: StalenessLimit
+    sampler: Sampler
+    on_drop: Callable[[Waiting], None]
+    clock: Clock = REAL_CLOCK
+    wait_s: float = 0.0  # mean time in the buffer of the groups taken last
+    _waiting: list[Waiting] = field(default_factory=list[Waiting])  # in order of admission
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @property
     def depth(self) -> int:
@@ -55,7 +47,7 @@ class Buffer:
         stamps = Stamps.of_group(group)
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._waiting) < self.capacity)
-            now_s = self._clock.now()
+            now_s = self.clock.now()
             self._waiting.append(Waiting(group=group, stamps=stamps, admitted_s=now_s))
             self._changed.notify_all()
 
@@ -74,15 +66,15 @@ class Buffer:
             rest = set(range(len(self._waiting))) - set(chosen)
             self._waiting = [self._waiting[index] for index in sorted(rest)]
             self._changed.notify_all()
-        now_s = self._clock.now()
+        now_s = self.clock.now()
         self.wait_s = sum(now_s - waiting.admitted_s for waiting in taken) / n
         return [waiting.group for waiting in taken]
 
     def _choose(self, n: int, *, version: int) -> list[int]:
-        chosen = list(self._sampler.choose(self._waiting, n, version=version))
+        chosen = list(self.sampler.choose(self._waiting, n, version=version))
         known = range(len(self._waiting))
         if len(chosen) != n or len(set(chosen)) != n or any(index not in known for index in chosen):
-            name = type(self._sampler).__name__
+            name = type(self.sampler).__name__
             raise RunFailed(
                 f"buffer.order: {name}.choose returned {chosen} when asked for {n} of"
                 f" {len(known)} waiting groups; return {n} different indices into `waiting`."
@@ -93,13 +85,13 @@ class Buffer:
         fit: list[Waiting] = []
         stale: list[Waiting] = []
         for waiting in self._waiting:
-            is_fit = self._limit.allows(waiting.stamps, version=version)
+            is_fit = self.limit.allows(waiting.stamps, version=version)
             (fit if is_fit else stale).append(waiting)
         if not stale:
             return
         self._waiting = fit
         for waiting in stale:
-            self._on_drop(waiting)
+            self.on_drop(waiting)
         self._changed.notify_all()
 
 

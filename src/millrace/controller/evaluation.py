@@ -166,34 +166,30 @@ def _versions(groups: Sequence[Group]) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
+@dataclass(kw_only=True, eq=False)
 class EvalSet:
     """The held-out tasks of a run, and how they are played: engines, temperature, concurrency."""
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        *,
-        config: RunConfig,
-        player: Player,
-        engines: EnginePool,
-        scorers: ScorerPool,
-        monitor: RunMonitor,
-    ) -> None:
-        self._tasks = tasks
-        self._settings = config.evaluate
-        self._scorers = scorers
-        self._engines = engines
-        self._monitor = monitor
-        self._is_synchronous = config.weights.interrupt == "barrier"
+    """The held-out tasks of a run, and how they are played: engines, temperature, concurrency."""
+
+    tasks: Sequence[Task]
+    config: RunConfig
+    player: Player
+    engines: EnginePool
+    scorers: ScorerPool
+    monitor: RunMonitor
+
+    def __post_init__(self) -> None:
+        settings = self.config.evaluate
         self._tallies: list[Tally] = []  # of running evaluations
         # Tasks whose samples the engines decode together.
-        num_engines = config.evaluate.engines or config.engine.count + config.engine.remote
-        num_sequences = num_engines * config.engine.max_sequences
-        self._max_running = max(1, num_sequences // config.evaluate.samples)
-        temperature = config.evaluate.temperature
+        num_engines = settings.engines or self.config.engine.count + self.config.engine.remote
+        num_sequences = num_engines * self.config.engine.max_sequences
+        self._max_running = max(1, num_sequences // settings.samples)
+        temperature = settings.temperature
         if temperature is None:
-            temperature = 0.0 if config.evaluate.samples == 1 else config.sampling.temperature
-        self._player = player.evaluating(engine=engines, temperature=temperature)
+            temperature = 0.0 if settings.samples == 1 else self.config.sampling.temperature
+        self._player = self.player.evaluating(engine=self.engines, temperature=temperature)
 
     @property
     def progress(self) -> tuple[int, int] | None:
@@ -204,15 +200,15 @@ class EvalSet:
 
     async def evaluate(self, step: int) -> Evaluation | None:
         """Evaluate the version that the engines hold, and report it; None without tasks."""
-        if not self._tasks:
+        if not self.tasks:
             return None
-        tally = Tally(step=step, num_tasks=len(self._tasks))
+        tally = Tally(step=step, num_tasks=len(self.tasks))
         stalls = StallWatchdog(
             limit_s=math.inf,  # engines and scorers have their own limits
             what="No held-out task made progress",
             explain=lambda: str(tally),
             moved=lambda: tally.moved,
-            warn=self._monitor.warn,
+            warn=self.monitor.warn,
         )
         self._tallies.append(tally)
         try:
@@ -220,33 +216,33 @@ class EvalSet:
         finally:
             self._tallies.remove(tally)
         if evaluation.num_unscored:
-            self._monitor.warn(
+            self.monitor.warn(
                 f"{evaluation.num_unscored} of {evaluation.num_tasks} held-out tasks have no score"
                 " and count as not solved: their scorers did not answer for"
                 f" {SCORE_TIMEOUT_S:g} s."
             )
-        self._monitor.evaluated(evaluation.metrics())
+        self.monitor.evaluated(evaluation.metrics())
         return evaluation
 
     async def _evaluate(self, tally: Tally) -> Evaluation:
-        if not self._is_synchronous:
+        if self.config.weights.interrupt != "barrier":
             return await self._play(tally, max_running=self._max_running)
-        async with self._engines.together():  # requests that are sent together start together
-            playing = asyncio.create_task(self._play(tally, max_running=len(self._tasks)))
+        async with self.engines.together():  # requests that are sent together start together
+            playing = asyncio.create_task(self._play(tally, max_running=len(self.tasks)))
         return await playing
 
     async def _play(self, tally: Tally, *, max_running: int) -> Evaluation:
-        step, samples = tally.step, self._settings.samples
+        step, samples = tally.step, self.config.evaluate.samples
         return await evaluate(
-            self._tasks,
+            self.tasks,
             step=step,
             samples=samples,
             tally=tally,
             play=lambda task, number: self._player.play(
                 task, number=number, group_size=samples, name=f"evaluation {step}, task"
             ),
-            score=self._scorers.evaluate,
-            solved_at=self._settings.solved_at,
+            score=self.scorers.evaluate,
+            solved_at=self.config.evaluate.solved_at,
             max_running=max_running,
             score_timeout_s=SCORE_TIMEOUT_S,
         )

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 Outcome = Literal["dropped", "failed"]
-OPEN = ("running", "waiting", "training")
 TRAINED = "trained"
 UNKNOWN = "unknown"  # closed before this journal began
 MAX_PROBLEMS = 20

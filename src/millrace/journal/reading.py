@@ -25,6 +25,8 @@ from millrace.journal.database import (
 from millrace.journal.encoding import checksum, decode_completion, decode_group
 from millrace.journal.ledger import TRAINED, UNKNOWN, Ledger, LedgerStep, Observation
 
+IS_OPEN = "status IN ('running', 'waiting', 'training')"  # as in the index open_tasks
+
 
 @dataclass(kw_only=True, slots=True)
 class JournalHistory:
@@ -130,20 +132,20 @@ def _read_ledger(db: sqlite3.Connection, *, covered_version: int) -> Ledger:
             is_applied=status != "begun",
             was_skipped=status == "skipped",
         )
-    opened = db.execute(
-        "SELECT number, status, tries FROM tasks"
-        " WHERE status IN ('running', 'waiting', 'training') ORDER BY admitted"
-    )
-    for number, status, tries in opened:
+    opened = f"SELECT number, status, tries FROM tasks WHERE {IS_OPEN} ORDER BY admitted"
+    for number, status, tries in db.execute(opened):
         ledger.open.add(number)
         if status == "waiting":
             ledger.waiting[number] = None
         if tries:
             ledger.tries[number] = tries
-    ledger.draws = _read_draws(db, ledger.open | ledger.retained)
+    draws = db.execute(
+        "SELECT number, draw FROM tasks WHERE draw IS NOT NULL"
+        f" AND ({IS_OPEN} OR number IN (SELECT number FROM step_groups))"
+    )
+    ledger.draws = dict(draws)
     counts = db.execute(
-        "SELECT status, reason, count(*) FROM tasks"
-        " WHERE status NOT IN ('running', 'waiting', 'training') GROUP BY status, reason"
+        f"SELECT status, reason, count(*) FROM tasks WHERE NOT {IS_OPEN} GROUP BY status, reason"
     )
     ledger.totals = Counter({_total_key(status, reason): n for status, reason, n in counts})
     (ledger.next_number,) = db.execute("SELECT ifnull(max(number), -1) + 1 FROM tasks").fetchone()
@@ -160,22 +162,10 @@ def _read_ledger(db: sqlite3.Connection, *, covered_version: int) -> Ledger:
 def _list_closed(db: sqlite3.Connection) -> dict[str, list[int]]:
     """Closed tasks by status and reason."""
     closed: dict[str, list[int]] = {}
-    rows = db.execute(
-        "SELECT number, status, reason FROM tasks"
-        " WHERE status NOT IN ('running', 'waiting', 'training') ORDER BY number"
-    )
-    for number, status, reason in rows:
+    rows = f"SELECT number, status, reason FROM tasks WHERE NOT {IS_OPEN} ORDER BY number"
+    for number, status, reason in db.execute(rows):
         closed.setdefault(_total_key(status, reason), []).append(number)
     return closed
-
-
-def _read_draws(db: sqlite3.Connection, numbers: set[int]) -> dict[int, int]:
-    draws: dict[int, int] = {}
-    for number in numbers:
-        row = db.execute("SELECT draw FROM tasks WHERE number = ?", (number,)).fetchone()
-        if row is not None and row[0] is not None:
-            draws[number] = row[0]
-    return draws
 
 
 def _total_key(status: str, reason: str | None) -> str:

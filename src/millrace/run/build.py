@@ -81,7 +81,7 @@ class _Flow:
             clock=REAL_CLOCK,
         )
         self.batches = Batches(
-            config,
+            config=config,
             buffer=self.buffer,
             admission=self.admission,
             tracker=self.tracker,
@@ -209,7 +209,7 @@ def _build_evaluation(
     run: RunParts, engine_versions: Subscription
 ) -> tuple[EvalSet, EvalScheduler]:
     eval_set = EvalSet(
-        run.held_out,
+        tasks=run.held_out,
         config=run.config,
         player=run.player,
         engines=run.evaluators or run.engines,
