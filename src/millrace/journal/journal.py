@@ -57,7 +57,7 @@ class Journal:
         self._task_of = task_of
         self._max_bytes = settings.max_bytes
         self._has_partials = set(history.has_partials)
-        self._position = history.position
+        self.position = history.position  # the number of changes so far
         self._num_problems = len(history.ledger.problems)  # on record
         try:
             db = open_writer(folder, connect=connect)
@@ -81,11 +81,6 @@ class Journal:
         """True if a checkpoint should be made so that the journal can shrink."""
         return self.num_bytes > self._max_bytes
 
-    @property
-    def position(self) -> int:
-        """The number of changes so far."""
-        return self._position
-
     def issue_task(self, number: int, *, draw: int | None) -> None:
         """Record a new task; one that is tried again is on record."""
         if number >= self.ledger.next_number:
@@ -98,7 +93,7 @@ class Journal:
         """Record what a curriculum learned; without a draw there is no curriculum."""
         if draw is None:
             return
-        row = (self._position + 1, number, draw, solve_rate)
+        row = (self.position + 1, number, draw, solve_rate)
         self.ledger.observations.append(
             Observation(position=row[0], number=number, draw=draw, solve_rate=solve_rate)
         )
@@ -136,7 +131,7 @@ class Journal:
         number = group.number
         self.ledger.admit(number)
         self._has_partials.discard(number)
-        admitted = self._position + 1
+        admitted = self.position + 1
 
         def insert(cursor: sqlite3.Cursor) -> None:
             payload = encode_group(group)
@@ -246,8 +241,8 @@ class Journal:
         self._append(change)
 
     def _append(self, change: Change) -> "Future[None]":
-        self._position += 1
-        self._last = self._writer.append(self._with_problems(change), position=self._position)
+        self.position += 1
+        self._last = self._writer.append(self._with_problems(change), position=self.position)
         return self._last
 
     def _with_problems(self, change: Change) -> Change:
@@ -256,7 +251,7 @@ class Journal:
         if not new:
             return change
         self._num_problems += len(new)
-        rows = [(self._position, text) for text in new]
+        rows = [(self.position, text) for text in new]
 
         def both(cursor: sqlite3.Cursor) -> None:
             change(cursor)
