@@ -27,7 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from millrace.config import JournalConfig, load_config
 from millrace.controller.admission import Admission
-from millrace.controller.batches import Batches, Taken
+from millrace.controller.batches import Batches, TakenBatch
 from millrace.controller.buffer import Buffer
 from millrace.controller.orders import build_sampler
 from millrace.core.errors import Filtered, JournalError, ScoreError
@@ -90,7 +90,7 @@ class Trainer:
     def version(self) -> int:
         return len(self.weights) - 1
 
-    def step(self, taken: Taken) -> None:
+    def step(self, taken: TakenBatch) -> None:
         for group in taken.groups:
             seed = int(group.scores[0].total)
             for index, rollout in enumerate(group.rollouts):

@@ -24,7 +24,7 @@ from millrace.training.packing.packer import minibatches_of, pack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Taken:
+class TakenBatch:
     """The groups of one step, and their packed batches."""
 
     groups: list[Group]
@@ -56,7 +56,7 @@ class Batches:
             seed=self.config.seed,
         )
 
-    async def next(self, version: int) -> Taken:
+    async def next(self, version: int) -> TakenBatch:
         """The batch for the step after `version`, once there are enough groups."""
         step = self.journal.ledger.steps.get(version + 1)
         if step is not None:
@@ -82,7 +82,7 @@ class Batches:
             taken = await self._read(self.journal.ledger.steps[version])
             yield version, taken.batches
 
-    def applied(self, taken: Taken, *, version: int, was_skipped: bool) -> None:
+    def applied(self, taken: TakenBatch, *, version: int, was_skipped: bool) -> None:
         """The trainer has reached `version` with this batch. Unless an update of it was skipped,
         its fresh groups may be replayed."""
         self.tracker.trained(_numbers(taken.fresh))
@@ -107,19 +107,19 @@ class Batches:
                     self._replay.keep(await self.journal.read_groups(left))
         return await self.journal.read_groups(list(self.journal.ledger.waiting))
 
-    async def _take_again(self, step: LedgerStep) -> Taken:
+    async def _take_again(self, step: LedgerStep) -> TakenBatch:
         """A batch that was taken before a crash."""
         if self._replay is not None:
             self._replay.forget(step.replayed)
         self.admission.replay(len(step.replayed))
         return await self._read(step)
 
-    async def _read(self, step: LedgerStep) -> Taken:
+    async def _read(self, step: LedgerStep) -> TakenBatch:
         fresh = await self.journal.read_groups(step.fresh)
         replayed = await self.journal.read_groups(step.replayed)
         return await asyncio.to_thread(self._pack, fresh, replayed)
 
-    def _pack(self, fresh: list[Group], replayed: list[Group]) -> Taken:
+    def _pack(self, fresh: list[Group], replayed: list[Group]) -> TakenBatch:
         groups, trainer = self.in_batch(interleave(fresh, replayed)), self.config.trainer
         batches = tuple(
             pack(
@@ -131,7 +131,7 @@ class Batches:
             for minibatch in minibatches_of(groups, num_minibatches=trainer.minibatches)
         )
         numbers = frozenset(group.number for group in replayed)
-        return Taken(groups=groups, replayed=numbers, batches=batches)
+        return TakenBatch(groups=groups, replayed=numbers, batches=batches)
 
 
 def _numbers(groups: Sequence[Group]) -> list[int]:

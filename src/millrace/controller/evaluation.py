@@ -71,7 +71,7 @@ class Tally:
         )
 
 
-class Patience:
+class ScoreDeadline:
     """Waits for scores as long as some arrive; `timeout_s` after the last one, all waits end."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -110,14 +110,14 @@ async def evaluate(
     score_timeout_s: float,
 ) -> Evaluation:
     """Generate `samples` episodes of each task and count those with a score of `solved_at`."""
-    room, patience = asyncio.Semaphore(max_running), Patience(score_timeout_s)
+    room, deadline = asyncio.Semaphore(max_running), ScoreDeadline(score_timeout_s)
 
     async def one(number: int, task: Task) -> Group | None:
         async with room:
             try:
                 group = await play(task, number)
                 tally.num_played += 1
-                return await patience.wait(score(group))
+                return await deadline.wait(score(group))
             except (TaskError, ScoreError):
                 return None  # counted as failed below
             finally:
@@ -132,7 +132,7 @@ async def evaluate(
         accuracy=sum(solved) / (len(tasks) * samples),
         num_tasks=len(tasks),
         num_failed=len(tasks) - len(played),
-        num_unscored=patience.num_timed_out,
+        num_unscored=deadline.num_timed_out,
         samples=samples,
         pass_at={
             k: float(np.mean([pass_at(k, samples=samples, solved=count) for count in solved]))

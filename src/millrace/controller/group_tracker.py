@@ -35,7 +35,7 @@ OUTDATED = "outdated"  # journaled before a crash and too stale when the group w
 UNASKED = "unasked"  # journaled before a crash and not requested again by the resumed group
 
 
-class Waste:
+class WastedTokens:
     """Counts wasted tokens and their staleness, which shows what a limit or filter selects."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class GroupTracker:
         self.failures = Failures(max_share=max_failure_share)
         self.filtering = Filtering(max_share=max_filtered_share, warn=warn)
         self.cancellations = Cancellations()
-        self.waste = Waste()
+        self.waste = WastedTokens()
         self._tasks = tasks
         self._journal = journal
         self._admission = admission

@@ -15,7 +15,7 @@ from millrace.cluster.messages import Stepped
 from millrace.cluster.supervision.watchdog import StallWatchdog
 from millrace.config import RunConfig
 from millrace.controller.admission import SyncBarrier
-from millrace.controller.batches import Batches, Taken
+from millrace.controller.batches import Batches, TakenBatch
 from millrace.controller.checkpointing import RunCheckpoints
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.eval_schedule import EvalScheduler
@@ -66,7 +66,7 @@ class Learner:
             if state.version < self.config.trainer.steps:
                 await self.eval_scheduler.after_step(state.version)
 
-    async def _take(self, upcoming: Awaitable[Taken]) -> Taken:
+    async def _take(self, upcoming: Awaitable[TakenBatch]) -> TakenBatch:
         if self.barrier is not None:
             self.barrier.open()
         self.state.awaits_batch = True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from millrace.cluster.messages import Stepped
 from millrace.config import RunConfig
 from millrace.controller.admission import RUNNING, STALENESS, Admission
-from millrace.controller.batches import Taken
+from millrace.controller.batches import TakenBatch
 from millrace.controller.buffer import Buffer
 from millrace.controller.dispatcher import Dispatcher
 from millrace.controller.evaluation import EvalSet
@@ -78,7 +78,7 @@ class RunReporter:
             evaluating=self.eval_set.progress,
         )
 
-    async def record(self, stepped: Stepped, taken: Taken) -> None:
+    async def record(self, stepped: Stepped, taken: TakenBatch) -> None:
         """Write the metrics row of a step; raises RunFailed if too many steps were skipped."""
         await self._save_skipped(stepped, taken.groups)
         metrics = {
