@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from millrace.bench.stopwatch import distinct_share, make_long_tailed_model
+from millrace.cluster.process import available_cores
 from millrace.config import Interrupt
-from millrace.core.machine import available_cores
 from millrace.core.spans import Span
 from millrace.monitoring.activity import Activity, Shares, mean_by_role
 from millrace.monitoring.files.metrics import read_metrics, table

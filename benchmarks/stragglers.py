@@ -32,7 +32,7 @@ import numpy as np
 
 import millrace as mr
 from millrace.bench.stopwatch import make_long_tailed_model
-from millrace.core.machine import available_cores
+from millrace.cluster.process import available_cores
 from millrace.monitoring.files.metrics import read_metrics, table
 
 # Standard deviation of the logarithm for which p90 is five times the median. The task contributes

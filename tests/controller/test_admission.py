@@ -101,7 +101,7 @@ async def test_replayed_group_takes_the_place_of_a_new_one():
 
 async def test_time_without_a_start_is_counted_by_reason():
     clock = FakeClock()
-    admission = make_admission(max_staleness=0, clock=clock)
+    admission = make_admission(max_staleness=0, now=clock.now)
     await count_admitted(admission)
     waiting = asyncio.create_task(admission.enter())
     await asyncio.sleep(0)

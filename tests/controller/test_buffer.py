@@ -71,7 +71,7 @@ async def test_order_that_chooses_unknown_groups_ends_the_run(chosen):
 
 async def test_time_in_the_buffer_is_measured_by_its_clock():
     clock = FakeClock()
-    buffer, _ = make_buffer(clock=clock)
+    buffer, _ = make_buffer(now=clock.now)
     await buffer.admit(make_group(0))
     await clock.sleep(4.0)
     await buffer.admit(make_group(1))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.bench import bench_parser, write_result
-from millrace.core.machine import available_cores
+from millrace.cluster.process import available_cores
 from millrace.monitoring.activity import Activity, mean_by_role
 from millrace.monitoring.files.metrics import read_metrics
 from millrace.monitoring.files.trace import read_trace

@@ -114,6 +114,13 @@ class Process:
             os.killpg(self.pid, number)
 
 
+def available_cores() -> int:
+    """Cores that this process may use; containers and taskset often allow fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def describe_exit(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"

@@ -16,12 +16,12 @@ Called from the controller's event loop only.
 """
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import InitVar, dataclass, field
 
-from millrace.core.machine import REAL_CLOCK, Clock
 from millrace.core.staleness import StalenessLimit
 
 STALENESS = "staleness limit"
@@ -35,7 +35,7 @@ class Admission:
     max_running: int
     version: int  # held by all engines
     begun: InitVar[int] = 0  # groups in steps after `version` that a resumed run repeats
-    clock: Clock = REAL_CLOCK
+    now: Callable[[], float] = time.monotonic
     running: int = 0  # groups
     held_by: str | None = None  # why the next group may not start yet
     # Total wait, by reason.
@@ -58,9 +58,9 @@ class Admission:
         while (reason := self._obstacle()) is not None:
             self.held_by = reason
             self._changed.clear()
-            began_s = self.clock.now()
+            began_s = self.now()
             await self._changed.wait()
-            self.held_s[reason] += self.clock.now() - began_s
+            self.held_s[reason] += self.now() - began_s
         self.held_by = None
         self.readmit()
 

@@ -13,6 +13,7 @@ the buffer is full; in the replay buffer the oldest group makes room.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,6 @@ import numpy as np
 
 from millrace.config import ReplayConfig
 from millrace.core.errors import RunFailed
-from millrace.core.machine import REAL_CLOCK, Clock
 from millrace.core.protocols import Sampler
 from millrace.core.records import Group
 from millrace.core.staleness import StalenessLimit, Stamps, Waiting
@@ -33,7 +33,7 @@ class Buffer:
     limit: StalenessLimit
     sampler: Sampler
     on_drop: Callable[[Waiting], None]
-    clock: Clock = REAL_CLOCK
+    now: Callable[[], float] = time.monotonic
     wait_s: float = 0.0  # mean time in the buffer of the groups taken last
     _waiting: list[Waiting] = field(default_factory=list[Waiting])  # in order of admission
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -47,7 +47,7 @@ class Buffer:
         stamps = Stamps.of_group(group)
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._waiting) < self.capacity)
-            now_s = self.clock.now()
+            now_s = self.now()
             self._waiting.append(Waiting(group=group, stamps=stamps, admitted_s=now_s))
             self._changed.notify_all()
 
@@ -66,7 +66,7 @@ class Buffer:
             rest = set(range(len(self._waiting))) - set(chosen)
             self._waiting = [self._waiting[index] for index in sorted(rest)]
             self._changed.notify_all()
-        now_s = self.clock.now()
+        now_s = self.now()
         self.wait_s = sum(now_s - waiting.admitted_s for waiting in taken) / n
         return [waiting.group for waiting in taken]
 

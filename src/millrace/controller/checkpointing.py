@@ -9,7 +9,6 @@ Runs on the controller's event loop.
 
 import asyncio
 from dataclasses import dataclass
-from pathlib import Path
 
 from millrace.config import RunConfig
 from millrace.controller.batches import Batches
@@ -39,13 +38,6 @@ class RunCheckpoints:
     covered: Covered  # by the newest checkpoint; at first, the one that the run resumes from
     _to_cover: Covered | None = None
     _covering: asyncio.Task[None] | None = None
-
-    @property
-    def newest(self) -> Path | None:
-        return self.writer.newest
-
-    def close(self) -> None:
-        self.writer.close()
 
     async def after_step(self, version: int, activities: asyncio.TaskGroup) -> None:
         """Save if a checkpoint is due; the journal is trimmed in the background."""

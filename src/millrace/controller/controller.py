@@ -54,11 +54,12 @@ class Controller:
     async def run(self) -> Outcome:
         """Train, evaluate and checkpoint until the last step."""
         waiting = await self.batches.restore(self.state.version)
-        with contextlib.closing(self.checkpoints):
+        with contextlib.closing(self.checkpoints.writer):
             async with asyncio.TaskGroup() as activities:
-                reporting = activities.create_task(self.reporter.run())
+                monitor = self.reporter.monitor
+                reporting = activities.create_task(monitor.run(self.reporter.gauges))
                 await self.eval_scheduler.begin(activities)
-                self.reporter.monitor.begin_training()
+                monitor.begin_training()
                 dispatching = activities.create_task(self.dispatcher.run(waiting))
                 broadcasting = activities.create_task(self.broadcaster.run(self.trainer))
                 await self.learner.run(activities)
@@ -70,11 +71,12 @@ class Controller:
                 broadcasting.cancel()
                 reporting.cancel()
         self.reporter.warn_of_failed_posts()
-        assert self.checkpoints.newest is not None
+        newest = self.checkpoints.writer.newest
+        assert newest is not None
         return Outcome(
             steps=self.state.version,
             before=self.eval_scheduler.before,
             after=self.eval_scheduler.after,
-            checkpoint=self.checkpoints.newest,
+            checkpoint=newest,
             gauges=self.reporter.gauges(),
         )

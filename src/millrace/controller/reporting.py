@@ -52,10 +52,6 @@ class RunReporter:
     eval_set: EvalSet
     notifier: HttpNotifier | None
 
-    async def run(self) -> None:
-        """Keep the progress view up to date until cancelled."""
-        await self.monitor.run(self.gauges)
-
     def gauges(self) -> RunGauges:
         tracker = self.tracker
         return RunGauges(

@@ -22,7 +22,6 @@ from millrace.controller.group_tracker import GroupTracker
 from millrace.controller.learner import Learner
 from millrace.controller.orders import build_sampler
 from millrace.controller.reporting import LearnerState, RunReporter
-from millrace.core.machine import REAL_CLOCK
 from millrace.core.records import Task
 from millrace.environments.rollouts.partial_rollouts import PartialRollouts
 from millrace.environments.rollouts.player import Player
@@ -78,7 +77,6 @@ class _Flow:
             limit=limit,
             sampler=build_sampler(config.buffer.order),
             on_drop=self.tracker.expired_in_buffer,
-            clock=REAL_CLOCK,
         )
         self.batches = Batches(
             config=config,
@@ -116,7 +114,6 @@ class _Flow:
             max_running=config.rollout.max_running_groups,
             version=cursor.version,
             begun=len(begun),
-            clock=REAL_CLOCK,
         )
         self.admission.take_next(next_take)
         self.tracker = GroupTracker(

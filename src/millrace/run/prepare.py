@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace.cluster.process import available_cores
 from millrace.config import RunConfig
 from millrace.controller.orders import check_room
 from millrace.core.errors import ConfigError, TaskError
-from millrace.core.machine import available_cores
 from millrace.core.protocols import Advantages, Capability
 from millrace.core.records import Task
 from millrace.environments.adapters.scorers import split_rewards

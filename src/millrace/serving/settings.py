@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from millrace.cluster.process import available_cores
 from millrace.config import RunConfig, load_config
 from millrace.core.errors import ConfigError
-from millrace.core.machine import available_cores
 from millrace.serving.options import ServerLimits
 
 KEY_VARIABLE = "MILLRACE_API_KEY"

@@ -10,7 +10,7 @@ Runs on the controller's event loop; each replica has a supervising task.
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import NoReturn, Protocol, Self
+from typing import NoReturn, Self
 
 from millrace.cluster.supervision.replica import Replica
 from millrace.cluster.supervision.restarts import RestartHistory, RestartPolicy
@@ -19,16 +19,8 @@ from millrace.core.errors import MillraceError, RunFailed, WorkerError
 
 RESTARTING = "It is being restarted."
 
+OnRestart = Callable[[str, str], None]  # name of the replica, what happened and what is done
 Launch = Callable[[str, str], Awaitable[Worker]]  # name, module -> a worker that has connected
-
-
-class OnRestart(Protocol):
-    """Called with the replica's name and one or two sentences: what happened, what is done."""
-
-    def __call__(self, name: str, reason: str, /) -> None: ...
-
-
-def _ignore(_name: str, _reason: str, /) -> None: ...
 
 
 class WorkerPool:
@@ -39,7 +31,7 @@ class WorkerPool:
         launch: Launch,
         *,
         policy: RestartPolicy | None = None,
-        on_restart: OnRestart = _ignore,
+        on_restart: OnRestart = lambda *_: None,
     ) -> None:
         self.launch = launch
         self.restarts: Counter[str] = Counter()  # by replica
