@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.bench.shapes import make_model
+from millrace.bench.workloads import make_model
 from millrace.config import EngineConfig, LoraConfig
 from millrace.core.records import Request, Sampling
 from millrace.inference.embedded.build import engine_of

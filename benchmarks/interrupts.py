@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from millrace.bench.stopwatch import distinct_share, make_long_tailed_model
+from millrace.bench.workloads import distinct_share, make_long_tailed_model
 from millrace.cluster.process import available_cores
 from millrace.config import Interrupt
 from millrace.core.spans import Span

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.bench.stopwatch import distinct_share, make_long_tailed_model
+from millrace.bench.workloads import distinct_share, make_long_tailed_model
 from millrace.monitoring.files.metrics import read_metrics, table
 from millrace.run.train import train
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from millrace.bench.stopwatch import make_long_tailed_model
+from millrace.bench.workloads import make_long_tailed_model
 
 COMMAND = [sys.executable, "-m", "millrace"]
 LIMIT_S = 300.0

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import millrace as mr
-from millrace.bench.stopwatch import make_long_tailed_model
+from millrace.bench.workloads import make_long_tailed_model
 from millrace.cluster.process import available_cores
 from millrace.monitoring.files.metrics import read_metrics, table
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from millrace.bench.shapes import make_model
+from millrace.bench.workloads import make_model
 from millrace.config import EngineConfig
 from millrace.core.completions import cut
 from millrace.core.records import Completion, Request, Sampling

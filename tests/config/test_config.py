@@ -607,7 +607,7 @@ JOINABLE = {
         ({"cluster": {"address": "tcp://*:5000"}}, "no cluster.ticket, the file that"),
         (
             {"cluster": {"address": "tcp://*:5000", "ticket": "runs/run/t.json"}},
-            "cluster.ticket = 'runs/run/t.json' is a secret and lies in run_dir",
+            "cluster.ticket = 'runs/run/t.json' is a secret in run_dir",
         ),
         ({"weights": {"transport": "shm"}}, "weights.transport = 'shm' reaches engines on this"),
         ({"cluster": {"join_timeout_s": 0}}, "Setting 'cluster.join_timeout_s' = 0: "),

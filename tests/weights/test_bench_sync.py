@@ -5,9 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.bench.shapes import shape_named
-from millrace.bench.stopwatch import copy_s
 from millrace.bench.sync import main
+from millrace.bench.workloads import copy_s, shape_named
 from millrace.core.errors import ConfigError
 
 

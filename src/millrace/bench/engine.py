@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from millrace.bench import bench_parser, write_result
-from millrace.bench.shapes import chosen_device, described, make_model, shapes
-from millrace.bench.stopwatch import copy_s
+from millrace.bench.workloads import chosen_device, copy_s, described, make_model, shapes
 from millrace.config import EngineConfig
 from millrace.core.records import Request, Sampling
 from millrace.inference.backend import EmbeddedBackend

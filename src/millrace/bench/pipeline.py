@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(
     folder: Path, *, steps: int, max_new_tokens: int, staleness: int, seed: int
 ) -> dict[str, Any]:
-    from millrace.bench.stopwatch import distinct_share, make_long_tailed_model
+    from millrace.bench.workloads import distinct_share, make_long_tailed_model
 
     make_long_tailed_model(folder / "model", seed=seed)
     cores = available_cores()

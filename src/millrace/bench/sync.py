@@ -25,8 +25,7 @@ import numpy as np
 import torch
 
 from millrace.bench import bench_parser, write_result
-from millrace.bench.shapes import chosen_device, shape_named, shapes
-from millrace.bench.stopwatch import copy_s
+from millrace.bench.workloads import chosen_device, copy_s, shape_named, shapes
 from millrace.cluster.hub import Hub, Worker
 from millrace.cluster.messages import (
     Message,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.bench.shapes import make_model, shape_named
+from millrace.bench.workloads import make_model, shape_named
 from millrace.cluster.link import Link, run_worker
 from millrace.cluster.messages import (
     Published,

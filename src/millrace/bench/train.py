@@ -15,8 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from millrace.bench import bench_parser, write_result
-from millrace.bench.shapes import chosen_device, described, make_model, shapes
-from millrace.bench.stopwatch import best_s
+from millrace.bench.workloads import best_s, chosen_device, described, make_model, shapes
 from millrace.core.microbatch import Batch
 from millrace.core.records import Episode, Group, Rollout, Sampling, Task
 from millrace.models.attention.packed import PACKED_ATTENTION

@@ -4,27 +4,18 @@ Promise: a wrong key, type or combination fails here, with the field, the value 
 before any worker starts. Nothing is accepted and ignored. Torch-free.
 """
 
-from millrace.config.environment import EnvironmentConfig, McpConfig, RoleModelConfig
-from millrace.config.generation import (
-    EngineConfig,
-    Interrupt,
-    ModelConfig,
-    SamplingConfig,
-    WeightsConfig,
-)
+from millrace.config.environment import EnvironmentConfig, RoleModelConfig
+from millrace.config.generation import EngineConfig, Interrupt, ModelConfig, WeightsConfig
 from millrace.config.loading import load_config, parse_override
-from millrace.config.operations import PlacementConfig, SupervisionConfig, TrackerConfig
 from millrace.config.run_config import RunConfig
 from millrace.config.scorers import ScorerConfig
-from millrace.config.tasks import HUB, EvaluateConfig, TaskPlace, TasksConfig
+from millrace.config.tasks import HUB, TaskPlace, TasksConfig
 from millrace.config.training import (
     ALL_LINEAR,
     CriticConfig,
     JournalConfig,
     LoraConfig,
-    OptimizerConfig,
     ReplayConfig,
-    TrainerConfig,
 )
 
 __all__ = [
@@ -33,24 +24,16 @@ __all__ = [
     "CriticConfig",
     "EngineConfig",
     "EnvironmentConfig",
-    "EvaluateConfig",
     "Interrupt",
     "JournalConfig",
     "LoraConfig",
-    "McpConfig",
     "ModelConfig",
-    "OptimizerConfig",
-    "PlacementConfig",
     "ReplayConfig",
     "RoleModelConfig",
     "RunConfig",
-    "SamplingConfig",
     "ScorerConfig",
-    "SupervisionConfig",
     "TaskPlace",
     "TasksConfig",
-    "TrackerConfig",
-    "TrainerConfig",
     "WeightsConfig",
     "load_config",
     "parse_override",

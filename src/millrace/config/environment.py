@@ -1,4 +1,4 @@
-"""Settings of [environment]: what is played, its limits, and the models besides the policy.
+"""Settings of [environment]: the environment, its limits, and models besides the policy.
 
 Torch-free.
 """
@@ -99,10 +99,10 @@ class EnvironmentConfig(Section):
     ended_reward: Float = 0.0
     """Reward of an episode that reached a limit or the end of the context."""
     tool_timeout_s: PositiveFloat = 30.0
-    """Time limit for one tool call in seconds. The model is told when it is exceeded."""
+    """Time limit for one tool call in seconds. The model gets an error if it is exceeded."""
     tool_result_chars: PositiveInt = 16384
-    """Maximum length of a tool result in characters. Longer results are cut, and the model is
-    told."""
+    """Maximum length of a tool result in characters. Longer results are cut, with a
+    note to the model."""
     tool_format: ToolFormatName = "auto"
     """Format of the model's tool calls. "auto" detects it from the chat template."""
     history: Literal["template", "sampled"] = "template"

@@ -61,7 +61,7 @@ class RolloutConfig(Section):
     """Method that selects episodes of an oversampled group: "roc" (failures at random, the
     cleanest successes), "first", or "module:Name"; see docs/how-to/shape-training-data.md."""
     filter: tuple[Plugin, ...] = ()
-    """Filters that drop or mask what is not worth training: "zero_variance", "overlong", or
+    """Filters that drop or mask groups before training: "zero_variance", "overlong", or
     "module:Name"; see docs/how-to/shape-training-data.md."""
     max_running_groups: PositiveInt = 64
     """Maximum number of groups that are played or scored at the same time."""

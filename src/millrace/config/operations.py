@@ -82,7 +82,7 @@ class ClusterConfig(Section):
     with * this machine's own name."""
     ticket: str | None = None
     """Path of the file that `millrace join` needs, written while the run lasts. It is a secret and
-    must lie outside run_dir."""
+    must be outside run_dir."""
     join_timeout_s: PositiveFloat = 600.0
     """Time limit in seconds for engines of other hosts to join."""
     start_timeout_s: PositiveFloat = 180.0

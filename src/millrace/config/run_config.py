@@ -3,7 +3,7 @@
 Torch-free.
 """
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -23,7 +23,7 @@ from millrace.config.operations import (
     TrackerConfig,
 )
 from millrace.config.scorers import ScorerConfig, ScoringConfig
-from millrace.config.section import Dtype, Int, Plugin, Section
+from millrace.config.section import Dtype, Int, OneOrMore, Plugin, Section
 from millrace.config.tasks import EvaluateConfig, TasksConfig
 from millrace.config.training import (
     BufferConfig,
@@ -52,7 +52,7 @@ class RunConfig(Section):
     """Environment that plays episodes: its function or program, tools, limits and other models."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of completions."""
-    scorers: tuple[ScorerConfig, ...] = ()
+    scorers: Annotated[tuple[ScorerConfig, ...], OneOrMore] = ()
     """Scorers of episodes. Their weighted scores add up. A name alone stands for a table: "exact"
     for a built-in type, "rewards.py:NAME" for a function."""
     scoring: ScoringConfig = ScoringConfig()
@@ -88,7 +88,7 @@ class RunConfig(Section):
     """Evaluation on held-out tasks."""
     monitoring: MonitoringConfig = MonitoringConfig()
     """Progress display, and records of episodes."""
-    tracker: tuple[TrackerConfig, ...] = ()
+    tracker: Annotated[tuple[TrackerConfig, ...], OneOrMore] = ()
     """Further destinations of the metrics, besides metrics.jsonl. A name alone stands for a
     table."""
     cluster: ClusterConfig = ClusterConfig()
@@ -117,11 +117,6 @@ class RunConfig(Section):
     @classmethod
     def _model_may_be_a_path(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
-
-    @field_validator("scorers", "tracker", mode="before")
-    @classmethod
-    def _may_be_one(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="before")
     @classmethod

@@ -43,18 +43,16 @@ def _positive_or_auto(value: Any) -> Any:
 PositiveFloatOrAuto = Annotated[float | Literal["auto"], PlainValidator(_positive_or_auto)]
 
 
-def _table_of_name(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else value
+TypeAlone = BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value)
+"""A name alone stands for a table with that type."""
 
+OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+"""A text alone stands for a tuple of one."""
 
-def _tuple_of_one(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-Devices = Annotated[tuple[Device, ...], BeforeValidator(_tuple_of_one), Field(min_length=1)]
+Devices = Annotated[tuple[Device, ...], OneOrMore, Field(min_length=1)]
 """One device, or a list of devices."""
 
-Plugin = Annotated[dict[str, Any], BeforeValidator(_table_of_name)]
+Plugin = Annotated[dict[str, Any], TypeAlone]
 """A table of a built-in or of the user's own class: its `type` and its keys, or the name alone."""
 
 

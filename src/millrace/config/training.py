@@ -6,7 +6,7 @@ Torch-free.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from millrace.config.section import (
     Beta,
@@ -15,6 +15,7 @@ from millrace.config.section import (
     Int,
     NonNegativeFloat,
     NonNegativeInt,
+    OneOrMore,
     Plugin,
     PositiveFloat,
     PositiveFloatOrAuto,
@@ -166,7 +167,7 @@ class LoraConfig(Section):
     """Rank of the adapter matrices."""
     alpha: PositiveFloat = 32.0
     """Scale of the update, above 0: it is multiplied by alpha / rank."""
-    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (ALL_LINEAR,)
+    target_modules: Annotated[tuple[str, ...], OneOrMore, Field(min_length=1)] = (ALL_LINEAR,)
     """Names of the layers to adapt, such as "q_proj". "all-linear" = every linear layer except the
     head."""
     rslora: bool = False
@@ -180,11 +181,6 @@ class LoraConfig(Section):
     them at each token. "auto" is merged, unless engine.adapters are set."""
     export_merged: bool = False
     """Export of the whole model, with the adapter merged into it, beside the last checkpoint."""
-
-    @field_validator("target_modules", mode="before")
-    @classmethod
-    def _may_be_one_name(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
 
 class JournalConfig(Section):

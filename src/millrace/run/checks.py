@@ -26,7 +26,7 @@ TeacherSpecs = Sequence[tuple[ScorerSpec, Teacher | SelfTeacher]]
 
 
 def check_settings(config: RunConfig) -> None:
-    """Everything that the settings alone can tell."""
+    """Check what needs nothing but the settings."""
     for check in (_tasks, _evaluation, _steps, _buffer, _replay, _engines, _adapters, _placement):
         check(config)
     if config.engine.remote > 0:
@@ -170,7 +170,7 @@ def _joining(config: RunConfig) -> None:
         )
     if Path(cluster.ticket).resolve().is_relative_to(Path(config.run_dir).resolve()):
         raise ConfigError(
-            f"cluster.ticket = {cluster.ticket!r} is a secret and lies in run_dir ="
+            f"cluster.ticket = {cluster.ticket!r} is a secret in run_dir ="
             f" {config.run_dir!r}, which is for keeping and sharing; choose another path."
         )
     if config.weights.transport in ("shm", "ipc"):

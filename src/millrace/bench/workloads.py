@@ -1,7 +1,16 @@
-"""The device of a benchmark, and models of known shapes with random weights, without a download."""
+"""What benchmarks measure with: a device, its clock, and models with random weights.
+
+Nothing is downloaded. The long-tailed model ends a completion with about the same small probability
+at each token, so lengths are geometric: most are short, and a few reach the limit. A tiny learning
+rate keeps the lengths for the whole run, so two runs are comparable whatever they learn.
+"""
 
 import argparse
+import string
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -14,7 +23,7 @@ from transformers import (
 )
 
 from millrace.core.errors import ConfigError
-from millrace.demo.model import build_tokenizer
+from millrace.demo.model import build_model, build_tokenizer
 from millrace.models.directory import load_tokenizer
 from millrace.models.loading import load_model, resolve_device
 
@@ -105,3 +114,40 @@ def _shape_of(num_parameters: float) -> Qwen3Config:
     return _qwen3(
         2048, hidden, hidden * 10 // 3, layers=layers, heads=heads, kv=heads, dim=64, length=1024
     )
+
+
+def best_s(work: Callable[[], Any], *, repeats: int, device: torch.device) -> float:
+    """Seconds of the fastest of `repeats` calls; waits for the device before reading the clock."""
+    best = float("inf")
+    for _ in range(repeats):
+        wait_for(device)
+        before_s = time.perf_counter()
+        work()
+        wait_for(device)
+        best = min(best, time.perf_counter() - before_s)
+    return best
+
+
+def copy_s(num_bytes: int, *, device: torch.device, repeats: int = 10) -> float:
+    """Seconds of one copy of `num_bytes` within the memory of the device."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return best_s(lambda: target.copy_(source), repeats=repeats, device=device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def make_long_tailed_model(directory: Path, *, seed: int) -> None:
+    """A model of about 1M parameters. EOS is one of 64 tokens, so the mean length is 64."""
+    tokenizer = build_tokenizer(string.ascii_letters + string.digits)
+    build_model(tokenizer, seed=seed).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def distinct_share(completions: list[str], **columns: object) -> list[float]:
+    """A reward that is cheap and rarely the same for two completions."""
+    return [len(set(text)) / (len(text) + 1) for text in completions]
