@@ -496,7 +496,7 @@ async def test_estimator_that_raises_fails_the_group(open_pool):
         return [1 / 0]
 
     pool = await open_pool(spec("length"), advantages=halves)
-    with pytest.raises(ScoreError, match=r"halves' raised ZeroDivisionError: .*; fix the func"):
+    with pytest.raises(ScoreError, match=r"halves' raised ZeroDivisionError: .*; fix it"):
         await shaped(pool, group("a"))
 
 

@@ -107,6 +107,17 @@ def first_cause() -> Generator[None]:
         raise reason from None
 
 
+@contextlib.contextmanager
+def user_code(what: str) -> Generator[None]:
+    """Turn what user code raises into a ScoreError; `what` names the code."""
+    try:
+        yield
+    except ScoreError:
+        raise
+    except Exception as error:
+        raise ScoreError(f"{what} raised {type(error).__name__}: {error}; fix it.") from error
+
+
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):

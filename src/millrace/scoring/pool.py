@@ -7,16 +7,15 @@ or returns no valid score fails only the group at hand, with a ScoreError that i
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from millrace.cluster.supervision.pool import WorkerPool
-from millrace.core.errors import ScoreError
+from millrace.core.errors import user_code
 from millrace.core.protocols import (
     Advantages,
     AdvantagesOverBatch,
@@ -57,6 +56,8 @@ class ScorerPool:
         self._queues = {queue.scorer.name: queue for queue in queues}
         self._orders = itertools.count()
         self._advantages = advantages
+        name = getattr(advantages, "__qualname__", type(advantages).__name__)
+        self._estimator_name = f"Advantages {name!r}"
         self._functions = functions
         self._shaping = shaping
         self.tokens_wasted: Counter[str] = Counter()  # sampled but never trained, by reason
@@ -120,7 +121,7 @@ class ScorerPool:
         """Return the groups of one step with advantages that compare them. Called in a thread."""
         if not isinstance(self._advantages, AdvantagesOverBatch):
             return list(groups)
-        with _user_errors(self._advantages.over_batch):
+        with user_code(self._estimator_name):
             found = self._advantages.over_batch(groups)
         return [with_advantages(group, own) for group, own in zip(groups, found, strict=True)]
 
@@ -139,7 +140,7 @@ class ScorerPool:
 
     def _shape(self, group: Group, wasted: Counter[str]) -> Group:
         selected = self._shaping.select(group, wasted=wasted)
-        with _user_errors(self._advantages):
+        with user_code(self._estimator_name):
             found = estimate_by_agent(self._advantages, selected)
         return self._shaping.filters(with_advantages(selected, found), wasted=wasted)
 
@@ -186,15 +187,3 @@ def build_scorer_pool(
         functions=ship_functions(context.functions, folder=private),
         shaping=shaping or Shaping(),
     )
-
-
-@contextlib.contextmanager
-def _user_errors(estimator: Callable[..., Any]) -> Iterator[None]:
-    """Turn what an estimator raises into a ScoreError. It may be user code and raise anything."""
-    try:
-        yield
-    except Exception as error:
-        name = getattr(estimator, "__qualname__", type(estimator).__name__)
-        raise ScoreError(
-            f"Advantages {name!r} raised {type(error).__name__}: {error}; fix the function."
-        ) from error

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from millrace.core.errors import Filtered, ScoreError
+from millrace.core.errors import Filtered, ScoreError, user_code
 from millrace.core.plugins import build_callable
 from millrace.core.protocols import Filter
 from millrace.core.records import Group, Rollout
@@ -98,13 +98,8 @@ def build_filters(tables: Sequence[Mapping[str, Any]]) -> Filters:
 
 def _apply(filter_: Filter, group: Group, *, name: str) -> Group | None:
     """Call a filter. It may be user code, so it may raise and return anything."""
-    try:
+    with user_code(f"Filter {name!r} (group {group.number})"):
         left: Any = filter_(group)
-    except Exception as error:
-        raise ScoreError(
-            f"Filter {name!r} raised {type(error).__name__}: {error} (group {group.number});"
-            " fix it."
-        ) from error
     if left is not None and not isinstance(left, Group):
         raise ScoreError(f"Filter {name!r} returned {left!r}; return the group, or None.")
     return left

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.core.errors import ConfigError, ScoreError
+from millrace.core.errors import ConfigError, ScoreError, user_code
 from millrace.core.plugins import build_callable
 from millrace.core.records import Group
 
@@ -80,12 +80,8 @@ class Penalty:
 
     def score(self, group: Group) -> list[float]:
         lengths = [sum(r.num_sampled for r in episode.rollouts) for episode in group.episodes]
-        try:
+        with user_code(f"Penalty {self.name!r}"):
             values = [float(self.of_tokens(length)) for length in lengths]
-        except Exception as error:
-            raise ScoreError(
-                f"Penalty {self.name!r} raised {type(error).__name__}: {error}; fix it."
-            ) from error
         if not all(math.isfinite(value) for value in values):
             raise ScoreError(f"Penalty {self.name!r} returned {values}; return finite numbers.")
         return values

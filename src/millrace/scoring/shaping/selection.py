@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.core.errors import ScoreError
+from millrace.core.errors import ScoreError, user_code
 from millrace.core.plugins import build_callable
 from millrace.core.protocols import Selection
 from millrace.core.records import Group
@@ -80,16 +80,10 @@ def build_selection(table: Mapping[str, Any]) -> Selection:
 def select(group: Group, selection: Selection, *, keep: int, seed: int) -> Group:
     """Return the scored group with `keep` of its episodes."""
     rng = np.random.default_rng((seed % 2**64, group.number))
-    try:
+    with user_code(f"Selection (group {group.number})"):
         chosen = [int(index) for index in selection(group, keep=keep, rng=rng)]
-    except ScoreError:
-        raise
-    except Exception as error:
-        raise ScoreError(
-            f"Selection raised {type(error).__name__}: {error} (group {group.number}); fix it."
-        ) from error
-    is_valid = len(chosen) == keep == len(set(chosen).intersection(range(len(group.episodes))))
-    if not is_valid:
+    valid = set(chosen).intersection(range(len(group.episodes)))
+    if not len(chosen) == len(valid) == keep:
         raise ScoreError(
             f"Selection returned {chosen} for group {group.number}; return {keep} different indices"
             f" of its {len(group.episodes)} episodes."
