@@ -177,8 +177,9 @@ def build_scorer_pool(
     )
     queues: list[ScorerQueue] = []
     for spec in specs:
-        calls = spec.call_settings(num_workers=num_workers)
-        scorer = spec.build(context, calls=calls)
+        calls = spec.type.call_settings(num_workers=num_workers)
+        calls = dataclasses.replace(calls, **spec.overrides)
+        scorer = spec.type.build(name=spec.name, weight=spec.weight, calls=calls, context=context)
         queues.append(ScorerQueue(scorer, calls=calls, gate=spec.gate, warn=warn))
     return ScorerPool(
         queues,

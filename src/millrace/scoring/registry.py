@@ -6,19 +6,18 @@ class has the methods of a ScorerType, it is one; otherwise it is a reward funct
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.config import ScorerConfig
 from millrace.core.errors import ConfigError
 from millrace.core.files import check_file_name
 from millrace.core.plugins import build_plugin
-from millrace.core.protocols import Scorer
 from millrace.core.records import Task
 from millrace.scoring.functions.function_scorer import Function
 from millrace.scoring.reward_models.reward_model import ProcessRewardModel, RewardModel
 from millrace.scoring.scheduling.gates import ScoreGate, check_gates, parse_gate
-from millrace.scoring.scorer_type import CallSettings, ScorerContext, ScorerType
+from millrace.scoring.scorer_type import ScorerType
 from millrace.scoring.services.http_scorer import Http
 from millrace.scoring.services.judge import Judge
 from millrace.scoring.teachers.reference import Reference
@@ -45,12 +44,6 @@ class ScorerSpec:
     weight: float = 1.0
     gate: ScoreGate | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of CallSettings
-
-    def call_settings(self, *, num_workers: int) -> CallSettings:
-        return replace(self.type.call_settings(num_workers=num_workers), **self.overrides)
-
-    def build(self, context: ScorerContext, *, calls: CallSettings) -> Scorer:
-        return self.type.build(name=self.name, weight=self.weight, calls=calls, context=context)
 
     @property
     def may_reward_tokens(self) -> bool:

@@ -69,19 +69,16 @@ def _start(message: StartRewardModel, link: Link, timeline: Timeline) -> "Reward
     tokenizer = None
     if settings.template != "ids" or message.separator is not None:
         tokenizer = load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
+    template, separator = settings.template, message.separator
     encoder = ReadingEncoder(
-        tokenizer,
-        template=settings.template,
-        is_whole=message.is_whole,
-        separator=message.separator,
+        tokenizer, template=template, is_whole=message.is_whole, separator=separator
     )
     return RewardModelWorker(
         link,
         classifier=classifier,
         encoder=encoder,
-        batch_tokens=settings.batch_tokens,
+        settings=settings,
         kept_tokens=message.kept_tokens,
-        max_length=settings.max_length,
         timeline=timeline,
     )
 
@@ -93,16 +90,14 @@ class RewardModelWorker(ModelWorker):
         *,
         classifier: Classifier,
         encoder: ReadingEncoder,
-        batch_tokens: int,
+        settings: RewardModelSettings,
         kept_tokens: int,
-        max_length: int | None,
         timeline: Timeline,
     ) -> None:
         super().__init__(link, timeline=timeline)
         self._classifier = classifier
         self._encoder = encoder
-        self._batch_tokens = batch_tokens
-        self._max_length = max_length
+        self._settings = settings
         self._kv_cache = SequenceKvCache(max_tokens=kept_tokens)
         self._pending: list[_PendingInput] = []  # in the order of arrival
         self._counters = {"tokens_read": 0.0, "sequences_read": 0.0, "passes": 0.0}
@@ -144,11 +139,11 @@ class RewardModelWorker(ModelWorker):
     def _inputs(
         self, tokens: np.ndarray, ends: list[int], reading: StepReading
     ) -> Iterator[ClassifierInput]:
-        if self._max_length is not None and len(tokens) > self._max_length:
+        limit = self._settings.max_length
+        if limit is not None and len(tokens) > limit:
             raise ScoreError(
-                f"A sequence has {len(tokens)} tokens, but the reward model reads"
-                f" {self._max_length}; lower sampling.max_new_tokens, or raise its max_length if"
-                " the model can take more."
+                f"A sequence has {len(tokens)} tokens, but the reward model reads {limit}; lower"
+                " sampling.max_new_tokens, or raise its max_length if the model can take more."
             )
         wanted = ends[reading.num_known :]
         if not wanted:
@@ -181,7 +176,7 @@ class RewardModelWorker(ModelWorker):
         longest = 0
         for one in nearest:
             longest = max(longest, one.content.num_new)
-            if batch and longest * (len(batch) + 1) > self._batch_tokens:
+            if batch and longest * (len(batch) + 1) > self._settings.batch_tokens:
                 break
             batch.append(one)
         taken = set(map(id, batch))
