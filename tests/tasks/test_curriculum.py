@@ -28,7 +28,7 @@ def play(stream: Curriculum, numbers, rate_of) -> list[int]:
     return drawn
 
 
-def test_tasks_near_the_target_are_drawn_by_the_bell():
+def test_draws_follow_a_gaussian_around_the_target():
     """Rates 0, 0.5 and 1 against the target 0.5: weights e^-3.125, 1 and e^-3.125."""
     stream = curriculum(3, explore_share=0.01)
     play(stream, range(200), lambda index: index / 2)
@@ -39,7 +39,7 @@ def test_tasks_near_the_target_are_drawn_by_the_bell():
     assert abs(share - expected) < 3 * math.sqrt(expected * (1 - expected) / 4000)
 
 
-def test_a_solve_rate_is_a_running_mean_of_halves():
+def test_solve_rate_is_a_running_mean_with_weight_one_half():
     stream = curriculum(1)
     for number, rate in enumerate([1.0, 0.0, 0.5]):
         stream.task(number)
@@ -54,13 +54,13 @@ def test_a_solve_rate_is_a_running_mean_of_halves():
     st.integers(0, 2**32),
     st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=12, max_size=12),
 )
-def test_no_task_is_starved_whatever_the_outcomes(num_tasks, share, seed, rates):
+def test_no_task_starves(num_tasks, share, seed, rates):
     stream = curriculum(num_tasks, seed=seed, explore_share=share)
     drawn = play(stream, range(math.ceil(num_tasks / share) + 1), rates.__getitem__)
     assert set(drawn) == set(range(num_tasks))
 
 
-def test_draws_depend_on_the_seed_and_the_outcomes_alone():
+def test_draws_depend_only_on_seed_and_solve_rates():
     def rate_of(index):
         return index / 7
 
@@ -70,7 +70,7 @@ def test_draws_depend_on_the_seed_and_the_outcomes_alone():
     assert play(curriculum(), range(100), lambda index: 1 - index / 20) != first
 
 
-def test_groups_scored_in_another_order_teach_the_same():
+def test_scoring_order_does_not_change_draws():
     ahead, behind = curriculum(2), curriculum(2)
     for stream, order in ((ahead, range(8)), (behind, reversed(range(8)))):
         for number in range(8):
@@ -82,14 +82,14 @@ def test_groups_scored_in_another_order_teach_the_same():
     ]
 
 
-def test_a_number_keeps_its_task_until_it_is_finished():
+def test_number_keeps_its_task_until_it_is_finished():
     stream = curriculum()
     stream_of_nine = [index_of(stream, number) for number in range(9)]
     play(stream, range(100, 200), lambda index: 0.0)
     assert [index_of(stream, number) for number in range(9)] == stream_of_nine
 
 
-def test_a_resumed_curriculum_goes_on_as_if_nothing_had_happened():
+def test_restored_curriculum_continues_with_the_same_draws():
     def rate_of(index):
         return index / 7
 
@@ -102,7 +102,7 @@ def test_a_resumed_curriculum_goes_on_as_if_nothing_had_happened():
     assert play(resumed, range(50, 150), rate_of) == play(whole, range(50, 150), rate_of)
 
 
-def test_statistics_of_other_tasks_are_not_taken_over():
+def test_solve_rates_of_other_tasks_are_not_restored():
     earlier = curriculum(9)
     play(earlier, range(50), lambda index: 0.0)
     stream = curriculum(8)

@@ -18,7 +18,7 @@ def group_of(prompt: str, *lengths: int) -> Group:
     return Group(number=0, task=Task(prompt=prompt), episodes=episodes)
 
 
-def test_requests_of_tasks_that_were_long_overtake_those_of_tasks_that_were_short():
+def test_longer_tasks_get_higher_priority():
     lengths = LengthPredictor(most=8)
     assert lengths.priority(Task(prompt="long")) == 0  # nothing is known of any
     lengths.learn(group_of("short", 2, 4))
@@ -33,7 +33,7 @@ def test_requests_of_tasks_that_were_long_overtake_those_of_tasks_that_were_shor
     assert lengths.priority(Task(prompt="long")) == 1
 
 
-def test_nobody_overtakes_where_that_is_off():
+def test_priority_is_zero_if_disabled():
     lengths = LengthPredictor(most=0)
     lengths.learn(group_of("long", 30))
     assert lengths.priority(Task(prompt="long")) == 0

@@ -10,20 +10,20 @@ def tasks(num_tasks: int) -> list[Task]:
     return [Task(prompt=str(index)) for index in range(num_tasks)]
 
 
-def test_an_unshuffled_stream_repeats_the_tasks_in_order():
+def test_unshuffled_stream_repeats_tasks_in_order():
     stream = Epochs(tasks(3), seed=0, shuffle=False)
     assert [stream.task(number).prompt for number in range(7)] == list("0120120")
 
 
 @given(st.integers(1, 40), st.integers(-(2**70), 2**70), st.integers(0, 10**6))
-def test_every_epoch_of_a_shuffled_stream_holds_each_task_once(num_tasks, seed, epoch):
+def test_shuffled_epoch_contains_each_task_once(num_tasks, seed, epoch):
     stream = Epochs(tasks(num_tasks), seed=seed, shuffle=True)
     first = epoch * num_tasks
     prompts = [stream.task(number).prompt for number in range(first, first + num_tasks)]
     assert sorted(prompts) == sorted(task.prompt for task in tasks(num_tasks))
 
 
-def test_a_task_depends_on_seed_and_number_alone():
+def test_task_depends_only_on_seed_and_number():
     numbers = list(range(100))
     straight = Epochs(tasks(16), seed=5, shuffle=True)
     expected = [straight.task(number) for number in numbers]
@@ -31,7 +31,7 @@ def test_a_task_depends_on_seed_and_number_alone():
     assert [resumed.task(number) for number in reversed(numbers)] == expected[::-1]
 
 
-def test_epochs_and_seeds_differ_in_order():
+def test_order_differs_between_epochs_and_seeds():
     stream = Epochs(tasks(16), seed=5, shuffle=True)
     other = Epochs(tasks(16), seed=6, shuffle=True)
     first = [stream.task(number) for number in range(16)]
@@ -56,13 +56,13 @@ def mixture(*weights: float, num_tasks: int = 5) -> Mixture:
     )
 
 
-def test_equal_sources_alternate_and_each_goes_through_its_own_tasks():
+def test_equal_sources_alternate():
     prompts = [mixture(1.0, 1.0).task(number).prompt for number in range(12)]
     assert prompts[:4] == ["a 0", "b 0", "a 1", "b 1"]
     assert prompts[10:] == ["a 0", "b 0"]
 
 
-def test_three_to_one_by_hand():
+def test_weights_of_three_to_one_interleave_evenly():
     names = [mixture(3.0, 1.0).task(number).source for number in range(8)]
     assert "".join(names) == "aabaaaba"
 
@@ -71,31 +71,31 @@ def test_three_to_one_by_hand():
     st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
     st.integers(0, 10**6),
 )
-def test_sources_get_their_shares_and_no_number_of_theirs_twice(weights, first_cycle):
+def test_sources_get_their_shares_without_repeated_numbers(weights, first_cycle):
     mix = mixture(*weights)
     start = first_cycle * Mixture.CYCLE
-    places = [mix.place(number) for number in range(start, start + 2 * Mixture.CYCLE)]
+    places = [mix.locate(number) for number in range(start, start + 2 * Mixture.CYCLE)]
     assert len(set(places)) == len(places)
     for name, weight in zip("abcdef", weights, strict=False):
-        own = [number for source, number in places if source == name]
+        own = [number for source, number in places if source.name == name]
         assert own == list(range(own[0], own[0] + len(own)))
         share = 2 * Mixture.CYCLE * weight / sum(weights)
         assert abs(len(own) - share) <= 2 * len(weights)  # a slot or so of 1000, in each cycle
 
 
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=6), st.integers(1, 1000))
-def test_no_source_is_ever_a_whole_group_ahead_of_its_share(weights, number):
+def test_no_source_is_a_whole_group_ahead_of_its_share(weights, number):
     mix = mixture(*map(float, weights))
     counts = dict.fromkeys("abcdef", 0)
     for earlier in range(number):
-        counts[mix.place(earlier)[0]] += 1
+        counts[mix.locate(earlier)[0].name] += 1
     for name, weight in zip("abcdef", weights, strict=False):
         share = mix.shares[name]
         assert share == pytest.approx(weight / sum(weights), abs=6e-3)
         assert counts[name] - number * share < 1
 
 
-def test_outcomes_and_ends_reach_the_source_by_its_own_numbers():
+def test_observe_and_finish_reach_the_source_with_its_own_numbers():
     class Noting(Epochs):
         def __init__(self, name):
             super().__init__([Task(prompt=name)], seed=0, shuffle=False)

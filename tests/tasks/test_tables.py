@@ -30,7 +30,7 @@ def parquet(tmp_path):
     return write
 
 
-def test_a_parquet_file_gives_one_task_a_row(parquet):
+def test_parquet_file_has_one_task_per_row(parquet):
     path = parquet([{"prompt": "1+1=", "n": 2, "x": 0.5}, {"prompt": "2+2=", "n": None, "x": 1.0}])
     expected = [
         Task(prompt="1+1=", columns={"n": 2, "x": 0.5}),
@@ -39,24 +39,24 @@ def test_a_parquet_file_gives_one_task_a_row(parquet):
     assert load_tasks(path) == load_tasks(str(path)) == expected
 
 
-def test_messages_in_parquet_are_a_chat(parquet):
+def test_parquet_messages_become_a_chat_prompt(parquet):
     assert load_tasks(parquet([{"prompt": CHAT}])) == [Task(prompt=CHAT)]
 
 
-def test_all_parquet_files_of_a_folder_are_read_in_their_order(parquet):
+def test_folder_reads_parquet_files_in_name_order(parquet):
     folder = parquet([{"prompt": "b"}], "part-1.parquet").parent
     parquet([{"prompt": "a"}], "part-0.parquet")
     assert [task.prompt for task in load_tasks(folder)] == ["a", "b"]
 
 
-def test_only_columns_that_are_asked_for_are_read(parquet):
+def test_only_requested_columns_are_read(parquet):
     path = str(parquet(ROWS))
     assert load_path(path, fields=FIELDS) == [Task(prompt="1+1=", columns={"answer": 2})] * 3
     with pytest.raises(ConfigError, match=r"row 0 has a column 'day' that holds .* of type date"):
         load_path(path, fields=Fields(prompt="question"))
 
 
-def test_json_lines_have_the_same_fields(tmp_path):
+def test_jsonl_supports_prompt_and_columns(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"question": "1+1=", "answer": 2, "note": "x"}\n')
     assert load_path(str(path), fields=FIELDS) == [Task(prompt="1+1=", columns={"answer": 2})]
@@ -64,7 +64,7 @@ def test_json_lines_have_the_same_fields(tmp_path):
         load_path(str(path), fields=Fields(prompt="question", kept=("result",)))
 
 
-def test_a_column_that_is_not_there_is_named_with_those_that_are(parquet):
+def test_missing_column_raises_config_error_with_existing_columns(parquet):
     path = str(parquet(ROWS))
     with pytest.raises(ConfigError, match="has no column 'text', only question, answer, day; set"):
         load_path(path, fields=Fields(prompt="text", kept=()))
@@ -72,7 +72,7 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(parquet):
         load_path(path)
 
 
-def test_a_file_that_is_no_parquet_or_not_there_is_named(tmp_path):
+def test_unreadable_parquet_file_raises_config_error(tmp_path):
     broken = tmp_path / "broken.parquet"
     broken.write_text("no parquet at all")
     empty = tmp_path / "empty"
@@ -85,7 +85,7 @@ def test_a_file_that_is_no_parquet_or_not_there_is_named(tmp_path):
         load_tasks(empty)
 
 
-def test_a_dataset_on_disk_is_read_by_split(tmp_path):
+def test_saved_dataset_is_read_by_split(tmp_path):
     datasets = pytest.importorskip("datasets")
     train, test = (datasets.Dataset.from_list(rows) for rows in (ROWS, ROWS[:1]))
     train.save_to_disk(str(tmp_path / "one"))
@@ -101,19 +101,19 @@ def test_a_dataset_on_disk_is_read_by_split(tmp_path):
         load_path(str(tmp_path / "one"), fields=Fields(prompt="text", kept=()))
 
 
-def test_settings_of_a_path_reach_it(parquet):
+def test_path_settings_reach_the_loader(parquet):
     table = {"path": str(parquet(ROWS)), "prompt": "question", "columns": ["answer"]}
     place = load_config({"model": "m", "tasks": table}).tasks
     expected = [Task(prompt="1+1=", columns={"answer": 2})] * 3
     assert load_section(place, None, section="tasks") == expected
 
 
-def test_a_hub_name_is_no_path_of_a_toml(tmp_path):
+def test_hub_name_is_not_resolved_as_a_path(tmp_path):
     (tmp_path / "run.toml").write_text('model = "m"\n[tasks]\npath = "hub:owner/name"\n')
     assert load_config(tmp_path / "run.toml").tasks.path == "hub:owner/name"
 
 
-def test_a_hub_that_cannot_be_reached_is_one_sentence(tmp_path):
+def test_unreachable_hub_raises_config_error(tmp_path):
     pytest.importorskip("datasets")
     script = (
         "from millrace.tasks.loading import load_path\n"
@@ -129,7 +129,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(tmp_path):
     assert done.stdout.count("\n") == 1
 
 
-def test_a_missing_package_is_named_with_the_extra_that_has_it(parquet, monkeypatch):
+def test_missing_package_error_names_the_extra(parquet, monkeypatch):
     path = parquet(ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -22,23 +22,23 @@ def write(tmp_path):
     return write
 
 
-def test_a_jsonl_file_gives_one_task_a_line(write):
+def test_jsonl_file_has_one_task_per_line(write):
     path = write('{"prompt": "1+1=", "answer": 2}\n\n' + json.dumps({"prompt": CHAT}) + "\r\n")
     expected = [Task(prompt="1+1=", columns={"answer": 2}), Task(prompt=CHAT)]
     assert load_tasks(path) == load_tasks(str(path)) == expected
 
 
-def test_a_line_may_hold_characters_that_only_python_takes_for_line_ends(write):
+def test_jsonl_lines_can_contain_unicode_line_separators(write):
     path = write('{"prompt": "a\u2028b\x85c"}\n')
     assert load_tasks(path) == [Task(prompt="a\u2028b\x85c")]
 
 
-def test_rows_may_be_dicts_and_tasks():
+def test_rows_can_be_dicts_or_tasks():
     task = Task(prompt="b", columns={"n": [1, {"x": None}]})
     assert load_tasks([{"prompt": "a"}, task]) == [Task(prompt="a"), task]
 
 
-def test_a_function_is_called_whether_given_or_referred_to(write, monkeypatch, tmp_path):
+def test_function_or_reference_is_called(write, monkeypatch, tmp_path):
     write("def make():\n    return [{'prompt': 'a', 'k': 1}]\nCOUNT = 3\n", name="my_tasks_a.py")
     monkeypatch.syspath_prepend(tmp_path)
     expected = [Task(prompt="a", columns={"k": 1})]
@@ -51,7 +51,7 @@ def test_a_function_is_called_whether_given_or_referred_to(write, monkeypatch, t
         load_tasks("my_tasks_a:build")
 
 
-def test_a_function_that_raises_is_named_with_its_error():
+def test_raising_function_is_named_with_its_error():
     def broken():
         raise KeyError("split")
 
@@ -61,13 +61,13 @@ def test_a_function_that_raises_is_named_with_its_error():
         load_tasks(broken)
 
 
-def test_a_missing_file_is_named():
+def test_missing_file_raises_config_error():
     with pytest.raises(ConfigError, match=r"No task file 'nowhere/tasks.jsonl'; check the path"):
         load_tasks("nowhere/tasks.jsonl")
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
-def test_an_empty_file_is_refused(write, text):
+def test_empty_file_raises_config_error(write, text):
     path = write(text)
     with pytest.raises(ConfigError, match=rf"{path}' is empty; at least one task is needed"):
         load_tasks(path)
@@ -100,7 +100,7 @@ def test_an_empty_file_is_refused(write, text):
         ('{"prompt": "\\ud800"}', r"line 2 has a 'prompt' that holds .*not valid Unicode"),
     ],
 )
-def test_a_bad_line_is_refused_with_its_number_and_the_remedy(write, line, sentence):
+def test_invalid_line_raises_config_error_with_its_number(write, line, sentence):
     path = write('{"prompt": "fine"}\n' + line)
     with pytest.raises(ConfigError, match=sentence):
         load_tasks(path)
@@ -125,6 +125,6 @@ def test_a_bad_line_is_refused_with_its_number_and_the_remedy(write, line, sente
         ([Task(prompt="a", columns={"completions": 1})], "Task 0 has a column 'completions'"),
     ],
 )
-def test_bad_rows_are_refused_with_their_index(rows, sentence):
+def test_invalid_row_raises_config_error_with_its_index(rows, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load_tasks(rows)

@@ -13,15 +13,15 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from millrace.core.records import Task
-from millrace.tasks.streams import Epochs
+from millrace.tasks.streams import Epochs, TaskStream
 
 MEMORY = 0.5  # weight of the previous mean when a new group arrives
 EXPLORE_SHARE = 0.25  # of all groups: these take every task in turn, so that none is forgotten
 WIDTH = 0.2  # standard deviation of the Gaussian
 
 
-class Curriculum:
-    """A TaskStream that prefers tasks near a target solve rate."""
+class Curriculum(TaskStream):
+    """Prefers tasks near a target solve rate."""
 
     def __init__(
         self,

@@ -20,11 +20,7 @@ from millrace.tasks.tables import Rows, folder_rows, hub_rows, parquet_rows
 Row = Mapping[str, Any] | Task
 TaskSource = str | Path | Iterable[Row] | Callable[[], Iterable[Row]]
 
-RESERVED = (
-    "prompts",
-    "completions",
-    "completion_ids",
-)  # Millrace passes these to reward functions
+RESERVED = ("prompts", "completions", "completion_ids")  # arguments of reward functions
 INT_RANGE = range(-(2**63), 2**64)  # integers that msgpack can carry
 
 

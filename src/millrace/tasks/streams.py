@@ -7,44 +7,45 @@ checkpoints store. Only the controller's event loop calls a stream.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from millrace.core.records import Task
 
 
-class TaskStream(Protocol):
-    def task(self, number: int) -> Task: ...
+class TaskStream:
+    """Assigns a task to each number; the defaults are for streams in which the number decides."""
+
+    def task(self, number: int) -> Task:
+        raise NotImplementedError
 
     def observe(self, number: int, solve_rate: float) -> None:
         """Record the share of solved episodes in the scored group of this number."""
-        ...
 
     def finish(self, number: int) -> None:
         """Forget a number that will not be requested again."""
-        ...
 
     def draw_of(self, number: int) -> int | None:
         """Return the draw that chose this number's task; None if the number alone decides."""
-        ...
+        return None
 
     def redrawn(self, number: int, draw: int | None) -> Task:
         """Return the task that a recorded draw chose for a number, even a finished one."""
-        ...
+        return self.task(number)
 
     def remember(self, number: int, draw: int | None) -> None:
         """Restore the recorded draw of an unfinished number."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON-compatible values."""
-        ...
+        return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that state() returned."""
 
 
-class Epochs:
+class Epochs(TaskStream):
     """Repeats the tasks epoch by epoch, reshuffled or always in the same order.
 
     Each task occurs exactly once per epoch.
@@ -65,27 +66,6 @@ class Epochs:
         epoch, position = divmod(number, len(self._tasks))
         return int(self._order(epoch)[position]) if self._shuffle else position
 
-    def observe(self, number: int, solve_rate: float) -> None:
-        """Scores do not change the order."""
-
-    def finish(self, number: int) -> None:
-        """There is no state per number."""
-
-    def draw_of(self, number: int) -> int | None:
-        return None
-
-    def redrawn(self, number: int, draw: int | None) -> Task:
-        return self.task(number)
-
-    def remember(self, number: int, draw: int | None) -> None:
-        """There are no draws: the number alone decides."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to restore."""
-
     def _order(self, epoch: int) -> np.ndarray:
         order = self._orders.get(epoch)
         if order is None:
@@ -103,7 +83,7 @@ class Source:
     name: str
 
 
-class Mixture:
+class Mixture(TaskStream):
     """Interleaves several streams by weight.
 
     Sources alternate in a fixed, evenly spread cycle: at any number, no source is a whole group
@@ -114,58 +94,57 @@ class Mixture:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         assert sources
-        self._streams = {source.name: source.stream for source in sources}
-        self._names = [source.name for source in sources]
+        self._sources = list(sources)
         slots = _slots([source.weight for source in sources], total=self.CYCLE)
         self._slots = slots  # numbers per cycle, by source
         self._turns = _turns(slots)  # [CYCLE] source of each number in a cycle
-        ranks = np.zeros(len(self._turns), np.int64)
-        for source in range(len(slots)):
-            ranks[self._turns == source] = np.arange(slots[source])
-        self._ranks = ranks  # [CYCLE] position among the slots of the same source
+        self._ranks = np.zeros(len(self._turns), np.int64)  # [CYCLE] among slots of the same source
+        for source, num_slots in enumerate(slots):
+            self._ranks[self._turns == source] = np.arange(num_slots)
 
     @property
     def shares(self) -> dict[str, float]:
         """The share of all numbers that each source gets."""
-        return dict(zip(self._names, (slots / self.CYCLE for slots in self._slots), strict=True))
+        pairs = zip(self._sources, self._slots, strict=True)
+        return {source.name: num_slots / self.CYCLE for source, num_slots in pairs}
 
     def task(self, number: int) -> Task:
-        name, own = self.place(number)
-        return self._streams[name].task(own)
+        source, own = self.locate(number)
+        return source.stream.task(own)
 
     def observe(self, number: int, solve_rate: float) -> None:
-        name, own = self.place(number)
-        self._streams[name].observe(own, solve_rate)
+        source, own = self.locate(number)
+        source.stream.observe(own, solve_rate)
 
     def finish(self, number: int) -> None:
-        name, own = self.place(number)
-        self._streams[name].finish(own)
+        source, own = self.locate(number)
+        source.stream.finish(own)
 
     def draw_of(self, number: int) -> int | None:
-        name, own = self.place(number)
-        return self._streams[name].draw_of(own)
+        source, own = self.locate(number)
+        return source.stream.draw_of(own)
 
     def redrawn(self, number: int, draw: int | None) -> Task:
-        name, own = self.place(number)
-        return self._streams[name].redrawn(own, draw)
+        source, own = self.locate(number)
+        return source.stream.redrawn(own, draw)
 
     def remember(self, number: int, draw: int | None) -> None:
-        name, own = self.place(number)
-        self._streams[name].remember(own, draw)
+        source, own = self.locate(number)
+        source.stream.remember(own, draw)
 
     def state(self) -> dict[str, Any]:
-        states = {name: stream.state() for name, stream in self._streams.items()}
+        states = {source.name: source.stream.state() for source in self._sources}
         return {name: state for name, state in states.items() if state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        for name, stream in self._streams.items():
-            stream.restore(state.get(name, {}))
+        for source in self._sources:
+            source.stream.restore(state.get(source.name, {}))
 
-    def place(self, number: int) -> tuple[str, int]:
+    def locate(self, number: int) -> tuple[Source, int]:
         """Return the source of a number, and the number within that source."""
         cycle, slot = divmod(number, self.CYCLE)
         source = int(self._turns[slot])
-        return self._names[source], cycle * self._slots[source] + int(self._ranks[slot])
+        return self._sources[source], cycle * self._slots[source] + int(self._ranks[slot])
 
 
 def _slots(weights: Sequence[float], *, total: int) -> list[int]:
