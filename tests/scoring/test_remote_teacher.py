@@ -24,7 +24,7 @@ from millrace.scoring.services.endpoint import Endpoint
 from millrace.scoring.teachers import remote
 from millrace.scoring.teachers.remote import RemoteTeacher
 from millrace.serving.api.replies import Health
-from millrace.serving.api.score import GenerationDisabled, ScoreModelInfo, ScorePool
+from millrace.serving.api.score import ScoreModelInfo, ScorePool
 from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
 from millrace.serving.options import ServerLimits
@@ -60,7 +60,7 @@ class LocalReader:
 @contextlib.asynccontextmanager
 async def serving(reader: LocalReader, *, vocabulary: str = VOCABULARY) -> AsyncIterator[str]:
     served = ServedModel(
-        GenerationDisabled(),
+        None,
         tokenizer=letter_tokenizer(),
         name="teacher",
         max_context=64,

@@ -16,8 +16,8 @@ from millrace.controller.orders import check_room
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.protocols import Advantages, Capability
 from millrace.core.records import Task
-from millrace.environments.adapters.scorers import split_rewards
-from millrace.environments.branching.recipe import Recipe
+from millrace.environments.adapters.environment_factory import split_rewards
+from millrace.environments.branching.scheduler import Recipe
 from millrace.environments.episode_runner import EnvironmentFunction
 from millrace.environments.other_models import OtherModel
 from millrace.environments.rollouts.renderer import Renderer

@@ -10,8 +10,6 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from aiohttp import web
-
 from millrace.cluster.event_loop import run_on_own_loop
 from millrace.cluster.fork_server import PRELOAD
 from millrace.cluster.hub import Hub
@@ -19,10 +17,10 @@ from millrace.cluster.messages import Message, StartTeacher, WorkerProgress
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.cluster.supervision.restarts import RestartPolicy
 from millrace.config import RunConfig
-from millrace.core.errors import ConfigError, first_cause
+from millrace.core.errors import first_cause
 from millrace.environments.tools.calls import format_of
 from millrace.scoring.teachers.process import LogprobModelSettings, TeacherProcess
-from millrace.serving.api.score import GenerationDisabled, ScoreModelInfo, ScorePool
+from millrace.serving.api.score import ScoreModelInfo, ScorePool
 from millrace.serving.engines import Engines
 from millrace.serving.listener import http_listener
 from millrace.serving.metrics import ServerMetrics
@@ -57,7 +55,7 @@ async def _serve(settings: ServeSettings) -> None:
         WorkerPool(hub.launch, policy=policy, on_restart=on_restart) as worker_pool,
     ):
         engines = Engines(
-            worker_pool,
+            worker_pool=worker_pool,
             count=settings.engines,
             config=config,
             max_wait_s=settings.limits.wait_s,
@@ -69,7 +67,7 @@ async def _serve(settings: ServeSettings) -> None:
                 reading = starting.create_task(asyncio.to_thread(_read_model, config))
         tokenizer, max_context = reading.result()
         served = ServedModel(
-            engines.pool if settings.engines else GenerationDisabled(),
+            engines.pool if settings.engines else None,
             tokenizer=tokenizer,
             name=settings.name,
             adapters=tuple(config.engine.adapters),
@@ -88,7 +86,9 @@ async def _serve(settings: ServeSettings) -> None:
                 score_pool=score_pool,
             )
             with contextlib.closing(served), first_cause():
-                async with _listen(app, settings) as port:
+                async with http_listener(
+                    app, host=settings.host, port=settings.port, limits=settings.limits
+                ) as port:
                     host = f"[{settings.host}]" if ":" in settings.host else settings.host
                     print(f"Serving {settings.name} at http://{host}:{port}/v1", flush=True)
                     await worker_pool.run()
@@ -133,20 +133,6 @@ async def _score_pool(
         yield ScorePool(processes, model=model, timeout_s=SCORE_TIMEOUT_S)
     finally:
         await asyncio.gather(*(process.close() for process in processes))
-
-
-@contextlib.asynccontextmanager
-async def _listen(app: web.Application, settings: ServeSettings) -> AsyncIterator[int]:
-    try:
-        async with http_listener(
-            app, host=settings.host, port=settings.port, limits=settings.limits
-        ) as port:
-            yield port
-    except OSError as error:
-        raise ConfigError(
-            f"Cannot listen at --host {settings.host} --port {settings.port}: {error}; choose"
-            " others."
-        ) from None
 
 
 def _read_model(config: RunConfig) -> tuple[Any, int]:

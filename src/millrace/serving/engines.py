@@ -6,6 +6,7 @@ too often ends the server with its last error. Runs on the server's event loop.
 """
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 
 from millrace.cluster.messages import StartEngine
@@ -19,34 +20,28 @@ from millrace.serving.api.replies import Health
 from millrace.serving.metrics import ServerMetrics
 
 
+@dataclass(kw_only=True, eq=False)
 class Engines:
-    def __init__(
-        self,
-        worker_pool: WorkerPool,
-        *,
-        count: int,
-        config: RunConfig,
-        max_wait_s: float,
-        metrics: ServerMetrics,
-    ) -> None:
-        """`max_wait_s`: longest wait of a request for an engine."""
-        self.pool = EnginePool(replaces=True, max_wait_s=max_wait_s)
-        self._worker_pool = worker_pool
-        self._count = count
-        self._config = config
-        self._metrics = metrics
+    worker_pool: WorkerPool
+    count: int
+    config: RunConfig
+    max_wait_s: float  # of a request for an engine
+    metrics: ServerMetrics
+
+    def __post_init__(self) -> None:
+        self.pool = EnginePool(replaces=True, max_wait_s=self.max_wait_s)
 
     async def start(self) -> None:
         """Start all engines concurrently; returns when all of them serve."""
         async with asyncio.TaskGroup() as starting:
-            for i in range(self._count):
-                starting.create_task(self._worker_pool.add(self._replica(f"engine-{i}")))
+            for i in range(self.count):
+                starting.create_task(self.worker_pool.add(self._replica(f"engine-{i}")))
 
     def health(self) -> Health:
         serving = self.pool.num_engines
-        is_ok = serving == self._count
+        is_ok = serving == self.count
         status = "ok" if is_ok else "degraded" if serving else "down"
-        return Health(status=status, engines=self._count, serving=serving)
+        return Health(status=status, engines=self.count, serving=serving)
 
     def _replica(self, name: str) -> EngineReplica:
         return EngineReplica(
@@ -54,19 +49,19 @@ class Engines:
             pool=self.pool,
             start=partial(self._start, name),
             load_newest=None,
-            hang_timeout_s=self._config.supervision.hang_timeout_s,
-            start_timeout_s=self._config.cluster.start_timeout_s,
-            capabilities=load_backend(self._config.engine).capabilities,
-            on_lost=lambda: self._metrics.forget(name),
+            hang_timeout_s=self.config.supervision.hang_timeout_s,
+            start_timeout_s=self.config.cluster.start_timeout_s,
+            capabilities=load_backend(self.config.engine).capabilities,
+            on_lost=lambda: self.metrics.forget(name),
         )
 
     async def _start(self, name: str, _is_late: bool) -> Worker:
-        worker = await self._worker_pool.launch(name, "millrace.inference.worker")
-        device = self._config.placement.engine(int(name.rpartition("-")[2]))
+        worker = await self.worker_pool.launch(name, "millrace.inference.worker")
+        device = self.config.placement.engine(int(name.rpartition("-")[2]))
         start = StartEngine(
-            config=self._config.placed_on(device).model_dump(mode="json"),
-            model_path=self._config.model.path,
+            config=self.config.placed_on(device).model_dump(mode="json"),
+            model_path=self.config.model.path,
             version=0,
         )
-        await worker.start_as(start, timeout_s=self._config.cluster.start_timeout_s)
+        await worker.start_as(start, timeout_s=self.config.cluster.start_timeout_s)
         return worker

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
+from millrace.core.errors import ConfigError
 from millrace.serving.options import ServerLimits
 
 
@@ -41,7 +42,13 @@ async def http_listener(
         return _RefusedConnection() if is_full else handlers()
 
     try:
-        server = await asyncio.get_running_loop().create_server(accept, host, port, backlog=1024)
+        try:
+            loop = asyncio.get_running_loop()
+            server = await loop.create_server(accept, host, port, backlog=1024)
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot listen at host {host}, port {port}: {error}; choose others."
+            ) from None
         try:
             yield server.sockets[0].getsockname()[1]
         finally:

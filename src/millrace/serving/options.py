@@ -33,45 +33,27 @@ class ServerLimits:
     patience_s: float = 60.0  # for a request to arrive, and for a client to read its reply
 
 
+LIMIT_OPTIONS = {  # field of ServerLimits, and help
+    "--max-requests": ("requests", "concurrent requests; further ones get status 429"),
+    "--max-rate": ("rate", "requests per second and client"),
+    "--max-body-bytes": ("body_bytes", "size of one request body"),
+    "--max-wait": ("wait_s", "seconds that a request waits while no engine is ready"),
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    limits = ServerLimits()
-    parser.add_argument("model", metavar="MODEL", help="model directory or hub name")
-    parser.add_argument("--engines", type=int, default=1, metavar="N", help="(default: 1)")
-    parser.add_argument(
-        "--scorers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="processes for /score, with a copy of the model each (default: 0)",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
-    parser.add_argument(
-        "--port", type=int, default=8000, help="0 chooses a free port (default: 8000)"
-    )
-    parser.add_argument("--name", help="model name for clients (default: MODEL's last part)")
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE")
-    for option, kind, default, what in (
-        (
-            "--max-requests",
-            int,
-            limits.requests,
-            "concurrent requests; further ones get status 429",
-        ),
-        ("--max-rate", float, limits.rate, "requests per second and client"),
-        ("--max-body-bytes", int, limits.body_bytes, "size of one request body"),
-        (
-            "--max-wait",
-            float,
-            limits.wait_s,
-            "seconds that a request waits while no engine is ready",
-        ),
-    ):
-        text = f"{what} (default: {default})"
-        parser.add_argument(option, type=kind, default=default, metavar="N", help=text)
-    parser.add_argument(
-        "--log-dir",
-        type=Path,
-        default=Path("logs"),
-        metavar="DIR",
-        help="directory for the output of engines (default: logs)",
-    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="model directory or hub name")
+    add("--engines", type=int, default=1, metavar="N", help="(default: 1)")
+    scorers = "processes for /score, with a copy of the model each (default: 0)"
+    add("--scorers", type=int, default=0, metavar="N", help=scorers)
+    add("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="0 chooses a free port (default: 8000)")
+    add("--name", help="model name for clients (default: MODEL's last part)")
+    add("--api-key-file", type=Path, metavar="FILE")
+    for option, (field, text) in LIMIT_OPTIONS.items():
+        default = getattr(ServerLimits(), field)
+        text = f"{text} (default: {default})"
+        add(option, type=type(default), default=default, metavar="N", help=text)
+    logs = "directory for the output of engines (default: logs)"
+    add("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help=logs)

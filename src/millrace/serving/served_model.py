@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,24 +26,10 @@ from millrace.serving.api.streaming import TextStream
 from millrace.serving.metrics import ServerMetrics
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenUsage:
-    prompt_tokens: int
-    completion_tokens: int
-
-    def body(self) -> dict[str, int]:
-        total = self.prompt_tokens + self.completion_tokens
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": total,
-        }
-
-
 class ServedModel:
     def __init__(
         self,
-        engine: SupportsGenerate,
+        engine: SupportsGenerate | None,
         *,
         tokenizer: Any,
         name: str,
@@ -52,15 +38,14 @@ class ServedModel:
         tool_format: ToolFormat,
         metrics: ServerMetrics,
     ) -> None:
+        """`engine`: None refuses all requests to generate."""
         self.name = name
         self.created = int(time.time())
         self.tool_format = tool_format
         self.metrics = metrics
         self._engine = engine
-        self._tokenizer = tokenizer  # used on the event loop
-        self._rendering_tokenizer = copy.deepcopy(
-            tokenizer
-        )  # used in the thread; tokenizers are not thread-safe
+        # Tokenizers are not thread-safe: one for the event loop, one for the rendering thread.
+        self._tokenizer, self._rendering_tokenizer = tokenizer, copy.deepcopy(tokenizer)
         self._adapters = tuple(adapters)
         self._max_context = max_context
         self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
@@ -79,7 +64,7 @@ class ServedModel:
     ) -> np.ndarray:  # [P] int32
         def render() -> np.ndarray:
             renderer = Renderer(self._rendering_tokenizer, template_settings=template_settings)
-            return np.asarray(renderer.ids(renderer.chat_text(messages, tools=tools)), np.int32)
+            return renderer.encode(renderer.chat_text(messages, tools=tools))
 
         return await asyncio.get_running_loop().run_in_executor(self._rendering, render)
 
@@ -101,11 +86,15 @@ class ServedModel:
     ) -> Request:
         """`index` numbers the first completion among all that the client requested. `grammar`
         constrains the completions."""
+        if self._engine is None:
+            raise ApiError(
+                "This server only scores tokens: it has no engines to generate.",
+                status=404,
+            )
         if model is not None and model not in self.names:
             raise ApiError(
                 f"Model {model!r} does not exist; this server has {', '.join(self.names)}.",
                 status=404,
-                kind="not_found_error",
                 param="model",
                 code="model_not_found",
             )
@@ -131,6 +120,7 @@ class ServedModel:
 
     async def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Return all completions of all requests."""
+        assert self._engine is not None, "checked by request()"
         start_s = time.monotonic()
         with first_cause():
             async with asyncio.TaskGroup() as group:
@@ -151,6 +141,7 @@ class ServedModel:
         queue: asyncio.Queue[tuple[int, CompletionChunk] | None] = asyncio.Queue()
 
         async def run(first: int, request: Request) -> None:
+            assert self._engine is not None, "checked by request()"
             await self._engine.generate(
                 request, lambda chunk: queue.put_nowait((first + chunk.member, chunk))
             )
@@ -198,14 +189,19 @@ class ServedModel:
         self.metrics.completion_tokens += num_sampled
 
 
-def usage_of(requests: Sequence[Request], num_sampled: int) -> TokenUsage:
-    prompt_tokens = sum(len(request.prompt) for request in requests)
-    return TokenUsage(prompt_tokens=prompt_tokens, completion_tokens=num_sampled)
+def usage_of(requests: Sequence[Request], num_sampled: int) -> dict[str, int]:
+    return usage_body(sum(len(request.prompt) for request in requests), num_sampled)
+
+
+def usage_body(num_prompt: int, num_sampled: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
 
 
 def check_finish(finish: Finish | None) -> None:
     """Raise ApiError if the engine ended a completion before it was complete."""
     if finish not in (None, "stop", "length"):
-        raise ApiError(
-            f"The engine ended the completion early ({finish}).", status=503, kind="server_error"
-        )
+        raise ApiError(f"The engine ended the completion early ({finish}).", status=503)

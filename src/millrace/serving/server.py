@@ -9,7 +9,7 @@ import contextlib
 import hmac
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -17,9 +17,13 @@ from aiohttp import web
 from millrace.core.errors import MillraceError
 from millrace.serving.api.bodies import Body, ChatBody, CompletionBody, GenerateBody, read_body
 from millrace.serving.api.chat import answer_chat, stream_chat
-from millrace.serving.api.completions import answer_completion, stream_completion
+from millrace.serving.api.completions import (
+    answer_completion,
+    answer_generate,
+    stream_completion,
+    stream_generate,
+)
 from millrace.serving.api.errors import ApiError, as_api_error, json_response
-from millrace.serving.api.generate import answer_generate, stream_generate
 from millrace.serving.api.openapi import describe
 from millrace.serving.api.replies import Health
 from millrace.serving.api.score import ScoreBody, ScorePool
@@ -58,7 +62,7 @@ def make_app(
     async def model(request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name not in served.names:
-            raise ApiError(f"Model {name!r} does not exist.", status=404, kind="not_found_error")
+            raise ApiError(f"Model {name!r} does not exist.", status=404)
         return json_response(_model(served, name))
 
     async def description(_request: web.Request) -> web.Response:
@@ -75,79 +79,65 @@ def make_app(
         ],
         client_max_size=limits.body_bytes,
     )
-    slots = _RequestSlots(served.metrics, limit=limits.requests)
     app.router.add_get("/health", get_health)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{name:.+}", model)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/openapi.json", description)
-    post = app.router.add_post
-    patience_s = limits.patience_s
-    chat = _endpoint(served, slots, ChatBody, answer_chat, stream_chat, patience_s=patience_s)
-    post("/v1/chat/completions", chat)
-    completion = _endpoint(
-        served, slots, CompletionBody, answer_completion, stream_completion, patience_s=patience_s
+    endpoints: Sequence[tuple[str, Any, Any, Any]] = (
+        ("/v1/chat/completions", ChatBody, answer_chat, stream_chat),
+        ("/v1/completions", CompletionBody, answer_completion, stream_completion),
+        ("/generate", GenerateBody, answer_generate, stream_generate),
     )
-    post("/v1/completions", completion)
-    generate = _endpoint(
-        served, slots, GenerateBody, answer_generate, stream_generate, patience_s=patience_s
-    )
-    post("/generate", generate)
+    for path, kind, answer, stream in endpoints:
+        app.router.add_post(path, _endpoint(served, limits, kind, answer, stream))
     if score_pool is not None:
-        post("/score", _score_endpoint(score_pool, slots))
+        app.router.add_post("/score", _score_endpoint(score_pool, served.metrics, limits))
     return app
 
 
-class _RequestSlots:
-    """Bounds the number of concurrent requests."""
-
-    def __init__(self, metrics: ServerMetrics, *, limit: int) -> None:
-        self._metrics = metrics
-        self._limit = limit
-
-    @contextlib.contextmanager
-    def take(self):
-        if self._metrics.running >= self._limit:
-            raise ApiError(
-                f"The server is busy with {self._limit} requests; try again later.",
-                status=429,
-                kind="rate_limit_error",
-                retry_after_s=1,
-            )
-        self._metrics.running += 1
-        try:
-            yield
-        except (asyncio.CancelledError, ConnectionResetError):
-            self._metrics.disconnects += 1
-            raise
-        finally:
-            self._metrics.running -= 1
+@contextlib.contextmanager
+def _request_slot(metrics: ServerMetrics, *, limit: int) -> Iterator[None]:
+    """Bound the number of concurrent requests."""
+    if metrics.running >= limit:
+        raise ApiError(
+            f"The server is busy with {limit} requests; try again later.",
+            status=429,
+            retry_after_s=1,
+        )
+    metrics.running += 1
+    try:
+        yield
+    except (asyncio.CancelledError, ConnectionResetError):
+        metrics.disconnects += 1
+        raise
+    finally:
+        metrics.running -= 1
 
 
 def _endpoint(
     served: ServedModel,
-    slots: _RequestSlots,
+    limits: ServerLimits,
     kind: type[B],
     answer: Callable[[ServedModel, B], Awaitable[dict[str, Any]]],
     stream: Callable[[ServedModel, B], AsyncGenerator[dict[str, Any]]],
-    *,
-    patience_s: float,
 ) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        body = await read_request(request, kind, patience_s=patience_s)
-        with slots.take():
+        body = await read_request(request, kind, patience_s=limits.patience_s)
+        with _request_slot(served.metrics, limit=limits.requests):
             if body.stream:
-                return await send_events(request, stream(served, body), patience_s=patience_s)
+                events = stream(served, body)
+                return await send_events(request, events, patience_s=limits.patience_s)
             return json_response(await answer(served, body))
 
     return handle
 
 
-def _score_endpoint(score_pool: ScorePool, slots: _RequestSlots) -> Handler:
+def _score_endpoint(pool: ScorePool, metrics: ServerMetrics, limits: ServerLimits) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         body = await read_request(request, ScoreBody)
-        with slots.take():
-            return json_response(await score_pool.answer(body))
+        with _request_slot(metrics, limit=limits.requests):
+            return json_response(await pool.answer(body))
 
     return handle
 
@@ -193,9 +183,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        kind = "not_found_error" if error.status == 404 else "invalid_request_error"
         message = f"{request.method} {request.path}: {error.reason}."
-        response = ApiError(message, status=error.status, kind=kind).response()
+        response = ApiError(message, status=error.status).response()
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         return response
@@ -203,7 +192,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         raise
     except Exception:  # noqa: BLE001 - a bug: logged here, hidden from clients
         _log.exception("%s %s failed", request.method, request.path)
-        return ApiError("The server failed.", status=500, kind="server_error").response()
+        return ApiError("The server failed.", status=500).response()
 
 
 def _auth_middleware(key: str | None, rate: RateLimit) -> Any:
@@ -218,7 +207,6 @@ def _auth_middleware(key: str | None, rate: RateLimit) -> Any:
             raise ApiError(
                 "Too many requests in a short time; try again later.",
                 status=429,
-                kind="rate_limit_error",
                 retry_after_s=math.ceil(wait_s),
             )
         if key is not None:
@@ -240,7 +228,6 @@ def check_key(request: web.Request, key: str) -> None:
         raise ApiError(
             "The API key is missing or wrong; send it as Authorization: Bearer KEY.",
             status=401,
-            kind="authentication_error",
             code="invalid_api_key",
         )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from millrace.cluster.process import available_cores
 from millrace.config import RunConfig, load_config
 from millrace.core.errors import ConfigError
-from millrace.serving.options import ServerLimits
+from millrace.serving.options import LIMIT_OPTIONS, ServerLimits
 
 KEY_VARIABLE = "MILLRACE_API_KEY"
 _SECTIONS = ("engine.", "model.", "supervision.", "placement.engines")
@@ -64,21 +64,13 @@ def read_options(args: argparse.Namespace, settings: Mapping[str, object]) -> Se
 
 
 def _limits(args: argparse.Namespace) -> ServerLimits:
-    found = {
-        "--max-requests": args.max_requests,
-        "--max-rate": args.max_rate,
-        "--max-body-bytes": args.max_body_bytes,
-        "--max-wait": args.max_wait,
-    }
-    for option, value in found.items():
+    limits: dict[str, float] = {}
+    for option, (field, _) in LIMIT_OPTIONS.items():
+        value = getattr(args, option.removeprefix("--").replace("-", "_"))
         if not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{option} {value:g} is not allowed; give a number above 0.")
-    return ServerLimits(
-        body_bytes=args.max_body_bytes,
-        requests=args.max_requests,
-        rate=args.max_rate,
-        wait_s=args.max_wait,
-    )
+        limits[field] = value
+    return ServerLimits(**limits)  # pyright: ignore[reportArgumentType]
 
 
 def _key(file: Path | None, environment: Mapping[str, str]) -> str | None:

@@ -19,14 +19,11 @@ from millrace.serving.served_model import ServedModel, usage_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatReply:
-    """The envelope of the replies to one request."""
+    """The envelope of the replies to one request: its id and time are in every chunk."""
 
     model: str
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
-
-    def whole(self, choices: Sequence[dict[str, Any]], *, usage: dict[str, int]) -> dict[str, Any]:
-        return {**self.head("chat.completion"), "choices": choices, "usage": usage}
 
     def choice(
         self,
@@ -56,29 +53,19 @@ class ChatReply:
         finish_reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
+        choice = {"index": index, "delta": delta, "logprobs": logprobs}
+        choice["finish_reason"] = finish_reason
         return {**self.head("chat.completion.chunk"), "choices": [choice]}
-
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
-        return {**self.head("chat.completion.chunk"), "choices": [], "usage": usage}
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
 async def chat_request(served: ServedModel, body: ChatBody, *, id: str) -> Request:
-    """Build the engine request."""
     form = served.tool_format
     messages, tools = form.shown(read_messages(body.messages, form=form), body.offered_tools)
     prompt = await served.chat_prompt(
-        messages,
-        tools=tools,
-        template_settings=body.chat_template_kwargs,
+        messages, tools=tools, template_settings=body.chat_template_kwargs
     )
     return served.request(
         id,
@@ -109,7 +96,8 @@ async def answer_chat(served: ServedModel, body: ChatBody) -> dict[str, Any]:
             )
         )
     num_sampled = sum(len(completion.tokens) for completion in completions)
-    return reply.whole(choices, usage=usage_of([request], num_sampled).body())
+    usage = usage_of([request], num_sampled)
+    return {**reply.head("chat.completion"), "choices": choices, "usage": usage}
 
 
 async def stream_chat(served: ServedModel, body: ChatBody) -> AsyncGenerator[dict[str, Any]]:
@@ -135,7 +123,8 @@ async def stream_chat(served: ServedModel, body: ChatBody) -> AsyncGenerator[dic
                 for last in _last_chunks(served, body, reply, index, texts[index], chunk.finish):
                     yield last
     if body.wants_usage:
-        yield reply.usage_chunk(usage_of([request], num_sampled).body())
+        usage = usage_of([request], num_sampled)
+        yield {**reply.head("chat.completion.chunk"), "choices": [], "usage": usage}
 
 
 def _last_chunks(

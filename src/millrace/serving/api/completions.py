@@ -1,4 +1,5 @@
-"""/v1/completions: text or tokens in, the following text out, at once or streamed."""
+"""/v1/completions: text or tokens in, the following text out. /generate: tokens in and out, each
+with its logprob and the version that sampled it. Both reply at once or as a stream."""
 
 import contextlib
 import itertools
@@ -9,39 +10,15 @@ from uuid import uuid4
 
 import numpy as np
 
-from millrace.core.records import Request
-from millrace.serving.api.bodies import CompletionBody
+from millrace.core.records import Completion, CompletionChunk, Request
+from millrace.serving.api.bodies import CompletionBody, GenerateBody
 from millrace.serving.api.streaming import Decode
 from millrace.serving.served_model import ServedModel, usage_of
 
 
-async def completion_requests(
-    served: ServedModel, body: CompletionBody, *, id: str
-) -> list[Request]:
-    """Build one engine request per prompt."""
-    seeded = body.model_copy(update={"seed": body.drawn_seed()})
-    requests: list[Request] = []
-    for number, prompt in enumerate(body.prompts):
-        if isinstance(prompt, str):
-            tokens = await served.text_prompt(prompt)
-        else:
-            tokens = np.asarray(prompt, np.int32)
-        requests.append(
-            served.request(
-                f"{id}-{number}",
-                tokens,
-                seeded,
-                max_tokens=body.max_tokens,
-                model=body.model,
-                index=number * body.num_choices,
-            )
-        )
-    return requests
-
-
 async def answer_completion(served: ServedModel, body: CompletionBody) -> dict[str, Any]:
     head = _head(body)
-    requests = await completion_requests(served, body, id=head["id"])
+    requests = await _completion_requests(served, body, id=head["id"])
     completions = await served.complete(requests)
     choices: list[dict[str, Any]] = []
     for index, completion in enumerate(completions):
@@ -50,14 +27,14 @@ async def answer_completion(served: ServedModel, body: CompletionBody) -> dict[s
             logprobs = _logprobs(completion.tokens, completion.logprobs, decode=served.decode)
         choices.append(_choice(index, completion.text, finish=completion.finish, logprobs=logprobs))
     num_sampled = sum(len(completion.tokens) for completion in completions)
-    return {**head, "choices": choices, "usage": usage_of(requests, num_sampled).body()}
+    return {**head, "choices": choices, "usage": usage_of(requests, num_sampled)}
 
 
 async def stream_completion(
     served: ServedModel, body: CompletionBody
 ) -> AsyncGenerator[dict[str, Any]]:
     head = _head(body)
-    requests = await completion_requests(served, body, id=head["id"])
+    requests = await _completion_requests(served, body, id=head["id"])
     texts = [served.text_stream(request) for request in requests for _ in range(request.n)]
     offsets = [0] * len(texts)  # of the next token in the decoded text of each completion
     num_sampled = 0
@@ -75,7 +52,29 @@ async def stream_completion(
                 choice = _choice(index, text, finish=chunk.finish, logprobs=logprobs)
                 yield {**head, "choices": [choice]}
     if body.wants_usage:
-        yield {**head, "choices": [], "usage": usage_of(requests, num_sampled).body()}
+        yield {**head, "choices": [], "usage": usage_of(requests, num_sampled)}
+
+
+async def _completion_requests(
+    served: ServedModel, body: CompletionBody, *, id: str
+) -> list[Request]:
+    """Build one engine request per prompt."""
+    seeded = body.model_copy(update={"seed": body.drawn_seed()})
+    requests: list[Request] = []
+    for number, prompt in enumerate(body.prompts):
+        is_text = isinstance(prompt, str)
+        tokens = await served.text_prompt(prompt) if is_text else np.asarray(prompt, np.int32)
+        requests.append(
+            served.request(
+                f"{id}-{number}",
+                tokens,
+                seeded,
+                max_tokens=body.max_tokens,
+                model=body.model,
+                index=number * body.num_choices,
+            )
+        )
+    return requests
 
 
 def _head(body: CompletionBody) -> dict[str, Any]:
@@ -104,4 +103,39 @@ def _logprobs(
         "token_logprobs": logprobs.tolist(),
         "text_offset": list(offsets) if texts else [],
         "top_logprobs": None,
+    }
+
+
+async def answer_generate(served: ServedModel, body: GenerateBody) -> dict[str, Any]:
+    request = _generate_request(served, body)
+    completions = await served.complete([request])
+    rows = [{**_tokens(each), "finish": each.finish, "text": each.text} for each in completions]
+    return {"id": request.id, "seed": request.seed, "completions": rows}
+
+
+async def stream_generate(
+    served: ServedModel, body: GenerateBody
+) -> AsyncGenerator[dict[str, Any]]:
+    request = _generate_request(served, body)
+    async with contextlib.aclosing(served.stream([request])) as chunks:
+        async for index, chunk in chunks:
+            yield {"id": request.id, "index": index, **_tokens(chunk), "finish": chunk.finish}
+
+
+def _generate_request(served: ServedModel, body: GenerateBody) -> Request:
+    return served.request(
+        f"gen-{uuid4().hex}",
+        np.asarray(body.prompt, np.int32),
+        body,
+        max_tokens=body.max_new_tokens,
+        model=body.model,
+        session=body.session,
+    )
+
+
+def _tokens(sampled: Completion | CompletionChunk) -> dict[str, Any]:
+    return {
+        "tokens": sampled.tokens.tolist(),
+        "logprobs": sampled.logprobs.tolist(),
+        "versions": sampled.versions.tolist(),
     }

@@ -1,21 +1,13 @@
 """Errors of requests in the format of the OpenAI API."""
 
 import json
-from typing import Any, Literal
+from typing import Any
 
 from aiohttp import web
 
 from millrace.core.errors import EngineLost, EnginesDown, MillraceError, TaskError, WorkerError
 
-Kind = Literal[
-    "invalid_request_error",
-    "authentication_error",
-    "not_found_error",
-    "rate_limit_error",
-    "server_error",
-]
-
-
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_AFTER_S = 5  # while an engine starts
 
 
@@ -27,21 +19,22 @@ class ApiError(MillraceError):
         message: str,
         *,
         status: int = 400,
-        kind: Kind = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.kind: Kind = kind
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _KINDS.get(self.status, default)
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
     def response(self) -> web.Response:
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
@@ -60,13 +53,12 @@ def as_api_error(error: MillraceError) -> ApiError:
         return ApiError(
             str(error),
             status=503,
-            kind="server_error",
             code="no_engine",
             retry_after_s=RETRY_AFTER_S,
         )
     # Clients do not see the worker's traceback and log; the operator of the server does.
     message = "The engine failed." if isinstance(error, WorkerError | EngineLost) else str(error)
-    return ApiError(message, status=503, kind="server_error", code="engine_failed")
+    return ApiError(message, status=503, code="engine_failed")
 
 
 def json_response(body: Any, *, status: int = 200, headers: Any = None) -> web.Response:

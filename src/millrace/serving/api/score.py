@@ -15,14 +15,13 @@ loop.
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from millrace.core.protocols import OnCompletion, OnTokens
-from millrace.core.records import Completion, Request, ScoreRequest, TokenLogprobs
+from millrace.core.records import ScoreRequest, TokenLogprobs
 from millrace.scoring.teachers.process import TeacherProcess
 from millrace.serving.api.bodies import Body, Number, TokenIds
 from millrace.serving.api.errors import ApiError
@@ -88,12 +87,7 @@ class ScorePool:
     async def answer(self, body: ScoreBody) -> dict[str, Any]:
         self._check(body)
         scored = await self._score([each.request() for each in body.sequences])
-        return {
-            "vocabulary": self._model.vocabulary,
-            "num_tokens": self._model.num_tokens,
-            "max_context": self._model.max_context,
-            "sequences": [_answer(logprobs) for logprobs in scored],
-        }
+        return {**asdict(self._model), "sequences": [_answer(logprobs) for logprobs in scored]}
 
     async def _score(self, requests: list[ScoreRequest]) -> list[TokenLogprobs]:
         if not requests:
@@ -119,22 +113,6 @@ class ScorePool:
                     f"Sequence {number} has token {max(sequence.tokens)}, but the model knows"
                     f" {self._model.num_tokens}; use its own tokenizer."
                 )
-
-
-class GenerationDisabled:
-    """Stands in for the engines of a server that has none."""
-
-    async def generate(
-        self,
-        request: Request,
-        on_tokens: OnTokens | None = None,
-        on_completion: OnCompletion | None = None,
-    ) -> list[Completion]:
-        raise ApiError(
-            "This server only scores tokens: it has no engines to generate.",
-            status=404,
-            kind="not_found_error",
-        )
 
 
 def _answer(scored: TokenLogprobs) -> dict[str, Any]:

@@ -22,15 +22,15 @@ session until its event loop ends. It belongs to the event loop of the environme
 import asyncio
 import contextlib
 import copy
+import hmac
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import numpy as np
 from aiohttp import web
 
-from millrace.core.errors import TaskError
+from millrace.core.errors import ConfigError, TaskError
 from millrace.environments.agent import Agent, Reply
 from millrace.environments.limits import EpisodeOver
 from millrace.environments.tools.functions import Tool
@@ -40,21 +40,20 @@ from millrace.serving.api.errors import ApiError, json_response
 from millrace.serving.api.messages import read_messages
 from millrace.serving.api.streaming import send_events
 from millrace.serving.listener import http_listener
-from millrace.serving.served_model import TokenUsage
+from millrace.serving.served_model import usage_body
 from millrace.serving.server import check_key, error_middleware, read_request
 
 SESSION_HEADER = "X-Session-ID"
-_MAX_CLOSED = 4096  # closed sessions whose late calls get 410 instead of 401
 T = TypeVar("T")
 
 
 class GatewaySession:
     """The address and key by which a program reaches the agent of one episode."""
 
-    def __init__(self, agent: Agent, *, root: str, id: str) -> None:
-        self.key = secrets.token_urlsafe(24)
-        self.base_url = f"{root}/episodes/{id}/v1"
+    def __init__(self, agent: Agent, *, base_url: str, key: str) -> None:
         self.agent = agent
+        self.base_url = base_url
+        self.key = key
         self._answered: list[Agent] = []  # the agent of each answered call
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -103,9 +102,8 @@ class GatewaySession:
 class Gateway:
     def __init__(self) -> None:
         self._sessions: dict[str, GatewaySession] = {}
-        self._closed: OrderedDict[str, str] = OrderedDict()  # id -> key
         self._admitted: dict[str, GatewaySession] = {}  # by the id in SESSION_HEADER
-        self._shared_key = secrets.token_urlsafe(24)
+        self._secret = secrets.token_bytes(32)  # the keys of all sessions are derived from it
         self._opening: asyncio.Lock | None = None
         self._listening: asyncio.Task[None] | None = None
         self._root = ""
@@ -115,21 +113,24 @@ class Gateway:
         """Open a session for this agent while the context lasts."""
         await self._start()
         id = secrets.token_hex(8)
-        session = self._sessions[id] = GatewaySession(agent, root=self._root, id=id)
+        base_url = f"{self._root}/episodes/{id}/v1"
+        session = GatewaySession(agent, base_url=base_url, key=self._key(id))
+        self._sessions[id] = session
         try:
             yield session
         finally:
             del self._sessions[id]
             for admitted in [i for i, other in self._admitted.items() if other.key == session.key]:
                 del self._admitted[admitted]
-            self._closed[id] = session.key
-            if len(self._closed) > _MAX_CLOSED:
-                self._closed.popitem(last=False)
 
     async def shared(self) -> tuple[str, str]:
         """Return the base URL and key that all sessions share."""
         await self._start()
-        return f"{self._root}/sessions/v1", self._shared_key
+        return f"{self._root}/sessions/v1", self._key("")
+
+    def _key(self, id: str) -> str:
+        """Return the key of a session, open or not; "" = the key of the shared address."""
+        return hmac.digest(self._secret, id.encode(), "sha256").hex()
 
     def admit(self, id: str, session: GatewaySession) -> None:
         """Map requests to the shared address with this id to a session, while it is open."""
@@ -158,25 +159,20 @@ class Gateway:
             async with http_listener(app, host="127.0.0.1", port=0) as port:
                 ready.set_result(port)
                 await asyncio.Event().wait()
-        except OSError as error:
+        except ConfigError as error:
             ready.set_exception(error)
 
     def _session(self, request: web.Request) -> GatewaySession:
-        if "id" not in request.match_info:
-            return self._admitted_session(request)
-        id = request.match_info["id"]
-        session = self._sessions.get(id)
-        # The answer to a wrong key must not reveal which episodes exist.
-        check_key(request, session.key if session else self._closed.get(id, secrets.token_hex()))
+        # Checked first: the answer to a wrong key must not reveal which episodes exist.
+        id = request.match_info.get("id", "")
+        check_key(request, self._key(id))
+        if id:
+            session, reason = self._sessions.get(id), "its environment has returned"
+        else:
+            admitted = request.headers.get(SESSION_HEADER, "")
+            session, reason = self._admitted.get(admitted), "no open session has this id"
         if session is None:
-            raise _over("its environment has returned")
-        return session
-
-    def _admitted_session(self, request: web.Request) -> GatewaySession:
-        check_key(request, self._shared_key)
-        session = self._admitted.get(request.headers.get(SESSION_HEADER, ""))
-        if session is None:
-            raise _over("no open session has this id")
+            raise _over(reason)
         return session
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -202,7 +198,7 @@ class Gateway:
         )
         head = ChatReply(model=body.model)
         choices = [_chat_choice(head, i, reply, session, body) for i, reply in enumerate(replies)]
-        whole = head.whole(choices, usage=_usage(replies).body())
+        whole = {**head.head("chat.completion"), "choices": choices, "usage": _usage(replies)}
         if body.stream:
             return await send_events(request, _as_chunks(head, whole, body))
         return json_response(whole)
@@ -224,7 +220,7 @@ class Gateway:
             for i, reply in enumerate(replies)
         ]
         head = ChatReply(model=body.model).head("text_completion")
-        return json_response({**head, "choices": choices, "usage": _usage(replies).body()})
+        return json_response({**head, "choices": choices, "usage": _usage(replies)})
 
 
 async def _replies(
@@ -240,9 +236,7 @@ async def _replies(
         raise _over(error.ending) from None
     except Exception as error:
         session.fail(error)  # guard() raises it in the environment
-        raise ApiError(
-            "The episode has failed.", status=503, kind="server_error", code="episode_failed"
-        ) from error
+        raise ApiError("The episode has failed.", status=503, code="episode_failed") from error
     session.count_call()
     return replies
 
@@ -310,10 +304,9 @@ async def _as_chunks(
             yield head.chunk(index, delta={"tool_calls": calls})
         yield head.chunk(index, delta={}, finish_reason=choice["finish_reason"])
     if body.wants_usage:
-        yield head.usage_chunk(whole["usage"])
+        yield {**head.head("chat.completion.chunk"), "choices": [], "usage": whole["usage"]}
 
 
-def _usage(replies: list[Reply]) -> TokenUsage:
+def _usage(replies: list[Reply]) -> dict[str, int]:
     sampled = [len(reply.exchange.completion.tokens) for reply in replies]
-    prompt = replies[0].exchange.end - sampled[0]
-    return TokenUsage(prompt_tokens=prompt, completion_tokens=sum(sampled))
+    return usage_body(replies[0].exchange.end - sampled[0], sum(sampled))
