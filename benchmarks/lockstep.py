@@ -30,6 +30,7 @@ from millrace.demo.model import NUM_EXAMPLES, make_model
 from millrace.demo.task import exact, make_tasks
 from millrace.environments.rollouts.player import group_seed
 from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.token_record import rollout_of
 from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.inference.embedded.engine import EmbeddedEngine
@@ -151,7 +152,7 @@ class _LockstepSampler:
                 number=number,
                 completions=done[str(number)],
                 rollouts=[
-                    self._renderer.rollout(prompts[number], completion, sampling=sampling)
+                    rollout_of(prompts[number], completion, sampling)
                     for completion in done[str(number)]
                 ],
             )

@@ -22,7 +22,7 @@ from millrace.config import EngineConfig
 from millrace.core.microbatch import Microbatch
 from millrace.core.records import Completion, Episode, Group, Request, Sampling, Task
 from millrace.demo.model import EOS_ID, PAD_ID, build_tokenizer
-from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.token_record import rollout_of
 from millrace.inference.backend import EmbeddedBackend, EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.models.attention.packed import PACKED_ATTENTION
@@ -107,8 +107,7 @@ def sample(folder: str, *, num_prompts: int, device: str) -> Microbatch:
 
 
 def _group(number: int, prompt: np.ndarray, answers: list[Completion]) -> Group:
-    renderer = Renderer(build_tokenizer())
-    rollouts = [renderer.rollout(prompt, answer, SAMPLING) for answer in answers]
+    rollouts = [rollout_of(prompt, answer, SAMPLING) for answer in answers]
     return Group(
         number=number,
         task=Task(prompt=""),

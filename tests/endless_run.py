@@ -22,9 +22,9 @@ from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import RunConfig, load_config
 from millrace.core.records import Completion, Group, Sampling, ScorerResult, Task, WeightUpdate
 from millrace.core.spans import Span
+from millrace.environments.function_environment import SingleTurn
 from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.rollouts.single_turn import SingleTurn
 from millrace.inference.pool import EnginePool
 from millrace.journal import Journal, JournalHistory, Ledger
 from millrace.journal.resuming import Cursor

@@ -20,7 +20,6 @@ from transformers import (
 from millrace.core.microbatch import Batch
 from millrace.core.records import Sampling
 from millrace.environments.agent import Agent
-from millrace.environments.agent_set import AgentSet
 from millrace.environments.episode_state import EpisodeState
 from millrace.environments.limits import EpisodeLimits
 from millrace.environments.rollouts.player import GroupPolicy
@@ -88,7 +87,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 @asynccontextmanager
 async def agent_on(
     engine: EmbeddedEngine, *, seed: int = 0, **sampling: Any
-) -> AsyncIterator[tuple[Agent, AgentSet]]:
+) -> AsyncIterator[tuple[Agent, EpisodeState]]:
     """An agent of one episode, whose engine runs on this loop."""
     remote = InProcessEngine(engine, receiver=None)  # type: ignore[arg-type]
     running = asyncio.create_task(remote.run())
@@ -102,22 +101,20 @@ async def agent_on(
         seed=seed,
         wants_routes=True,
     )
-    play = EpisodeState(
+    state = EpisodeState(
         name=policy.name,
         index=0,
         sample=policy.sample,
-        max_context=policy.max_context,
-        limits=EpisodeLimits(max_turns=10_000),
-    )
-    cast = AgentSet(
-        play,
         renderer=renderer,
-        history="template",
         tool_format=FORMATS["hermes"],
         sampling=policy.sampling,
+        max_context=policy.max_context,
+        limits=EpisodeLimits(max_turns=10_000),
+        root=0,
+        random_index=0,
     )
     try:
-        yield cast.agent(), cast
+        yield state.agent(), state
     finally:
         running.cancel()
 

@@ -12,9 +12,9 @@ from millrace.cluster.messages import Generate, GenerateDone
 from millrace.controller.admission import Admission
 from millrace.core.records import Sampling, Score
 from millrace.core.staleness import StalenessLimit
+from millrace.environments.function_environment import SingleTurn
 from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.rollouts.single_turn import SingleTurn
 from millrace.inference.pool import EnginePool
 from millrace.inference.remote import RemoteEngine
 

@@ -8,8 +8,8 @@ from tiny_model import make_tiny_model
 
 import millrace as mr
 from millrace.core.errors import ConfigError
-from millrace.environments.replay.episodes import episode_of
 from millrace.environments.replay.files import read_recordings
+from millrace.environments.replay.recorder import episode_of
 from millrace.environments.replay.rerun import rerun
 from millrace.models.directory import load_tokenizer
 from millrace.monitoring.catalog import unknown_metrics

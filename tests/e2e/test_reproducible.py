@@ -15,6 +15,7 @@ from millrace.config import load_config
 from millrace.core.records import Completion, Episode, Group, Request, Sampling, Score
 from millrace.environments.rollouts.player import group_seed
 from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.token_record import rollout_of
 from millrace.inference.backend import EngineSpec
 from millrace.inference.embedded.build import build_engine
 from millrace.models.directory import load_tokenizer
@@ -140,7 +141,7 @@ def plain_loop(settings: dict) -> tuple[list[dict], dict[str, torch.Tensor]]:
         groups, rewards = [], []
         for number, prompt in prompts.items():
             completions = done[str(number)]
-            rollouts = [renderer.rollout(prompt, c, sampling=sampling) for c in completions]
+            rollouts = [rollout_of(prompt, c, sampling) for c in completions]
             totals = np.array(share_of_digits([c.text for c in completions]))
             rewards += totals.tolist()
             advantages = (totals - totals.mean()) / (totals.std(ddof=1) + 1e-4)

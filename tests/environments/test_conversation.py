@@ -82,7 +82,7 @@ def call(name: str, **arguments) -> dict:
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_turn_by_turn_gives_what_the_template_gives_for_the_whole(family: str, data: st.DataObject):
+def test_incremental_prompts_equal_the_rendered_conversation(family: str, data: st.DataObject):
     talk = Talk(family)
     messages = [user(data.draw(WORDS))]
     if "system" in talk.family.roles and data.draw(st.booleans()):
@@ -103,7 +103,7 @@ def test_turn_by_turn_gives_what_the_template_gives_for_the_whole(family: str, d
         ("mistral", '[TOOL_CALLS][{"name": "search", "arguments": {"key": "a"}}]'),
     ],
 )
-def test_tool_calls_and_results_give_what_the_template_gives_for_the_whole(family: str, text: str):
+def test_incremental_tool_calls_and_results_equal_the_rendered_conversation(family: str, text: str):
     talk = Talk(family, tools=[SEARCH])
     asked = {"role": "assistant", "content": "", "tool_calls": [call("search", key="a")]}
     messages = talk.reply([user("what is a?")], text, message=asked)
@@ -117,7 +117,7 @@ def test_tool_calls_and_results_give_what_the_template_gives_for_the_whole(famil
     assert sampled == f"{text}{end}{talk.family.opening}it is 12{end}"
 
 
-def test_thinking_is_kept_while_tools_answer_and_dropped_at_the_next_question():
+def test_thinking_is_kept_during_tool_calls_and_dropped_at_the_next_user_message():
     talk = Talk("qwen3", tools=[SEARCH])
     thought = "<think>\nhm\n</think>\n\nlet me see"
     messages = talk.reply([user("a?")], thought)
@@ -136,7 +136,7 @@ def test_thinking_is_kept_while_tools_answer_and_dropped_at_the_next_question():
     assert talk.tokenizer.decode(second.tokens[second.mask]) == "none<|im_end|>"
 
 
-def test_on_request_what_was_sampled_stays_whatever_the_template_does():
+def test_sampled_history_keeps_sampled_tokens_that_the_template_would_drop():
     talk = Talk("qwen3", history="sampled")
     messages = talk.reply([user("a?")], "<think>\nhm\n</think>\n\n12")
     prompt = talk.tokenizer.decode(talk.prompt([*messages, user("b?")]))
@@ -146,14 +146,14 @@ def test_on_request_what_was_sampled_stays_whatever_the_template_does():
     )
 
 
-def test_without_thinking_the_template_itself_breaks_what_it_gave_before():
+def test_template_that_changes_turns_without_thinking_starts_a_new_branch():
     talk = Talk("qwen3", enable_thinking=False)
     messages = [*talk.reply([user("a?")], "12"), user("b?")]
     assert talk.prompt(messages) == talk.whole(messages)
     assert talk.num_rerendered == 1
 
 
-def test_tools_that_move_with_the_last_question_are_rendered_anew():
+def test_tools_that_move_to_the_last_user_message_start_a_new_branch():
     talk = Talk("mistral", tools=[SEARCH])
     messages = [*talk.reply([user("a?")], " 12"), user("b?")]
     assert talk.prompt(messages) == talk.whole(messages)
@@ -161,21 +161,21 @@ def test_tools_that_move_with_the_last_question_are_rendered_anew():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_reply_cut_by_length_is_ended_by_the_template(family: str):
+def test_template_ends_a_reply_that_was_cut_by_length(family: str):
     talk = Talk(family)
     text = f"{talk.family.opening}the and"
     messages = [*talk.reply([user("a?")], text, finish="length"), user("b?")]
     assert talk.prompt(messages) == talk.whole(messages)
 
 
-def test_another_end_token_than_the_templates_stands_as_it_was_sampled():
+def test_sampled_end_token_replaces_that_of_the_template():
     talk = Talk("llama3")
     messages = [*talk.reply([user("a?")], "12", end="<|eom_id|>"), user("b?")]
     text = talk.tokenizer.decode(talk.prompt(messages))
     assert "12<|eom_id|><|start_header_id|>user" in text
 
 
-def test_tokens_that_the_tokenizer_would_not_choose_stay_as_they_were_sampled():
+def test_sampled_tokens_stay_even_if_the_tokenizer_would_encode_them_differently():
     talk = Talk("chatml")
     odd = [*talk.ids("t"), *talk.ids("h"), *talk.ids("<|im_end|>")]
     assert talk.ids("th<|im_end|>") != odd
@@ -185,7 +185,7 @@ def test_tokens_that_the_tokenizer_would_not_choose_stay_as_they_were_sampled():
     assert prompt[: len(given) + 3] == [*given, *odd]
 
 
-def test_a_dropped_turn_branches_where_the_histories_part():
+def test_dropped_turn_branches_at_the_longest_common_prefix():
     talk = Talk("chatml")
     one = talk.reply([user("a?")], "1")
     two = talk.reply([*one, user("b?")], "2")
@@ -200,7 +200,7 @@ def test_a_dropped_turn_branches_where_the_histories_part():
     assert talk.num_rerendered == 0
 
 
-def test_an_edited_reply_is_no_longer_what_was_sampled():
+def test_edited_reply_starts_a_new_branch():
     talk = Talk("chatml")
     messages = talk.reply([user("a?")], "the 12")
     messages[-1] = {"role": "assistant", "content": "12"}
@@ -208,14 +208,14 @@ def test_an_edited_reply_is_no_longer_what_was_sampled():
     assert [r.num_sampled for r in talk.record.rollouts()] == [len(talk.ids("the 12")) + 1, 2]
 
 
-def test_messages_that_the_template_refuses_are_one_sentence():
+def test_messages_that_the_template_refuses_raise_task_error():
     talk = Talk("gemma")
     messages = talk.reply([user("a?")], "1")
     with pytest.raises(TaskError, match=r"template refused.*alternate.*check their roles"):
         talk.prompt([*messages, {"role": "assistant", "content": "2"}, user("b")])
 
 
-def test_text_goes_on_before_the_token_that_ended_it():
+def test_later_text_replaces_the_end_token():
     tokenizer = TOKENIZERS["chatml"]
     conversation, record = Conversation(Renderer(tokenizer)), TokenRecord()
     beginning = conversation.of_text("the ")

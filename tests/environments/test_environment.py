@@ -29,7 +29,7 @@ async def once(task, agent):
     return float(reply.text == task.columns["value"])
 
 
-async def test_an_environment_is_played_once_for_each_episode_and_its_reward_is_theirs(thread):
+async def test_environment_runs_once_per_episode_and_returns_its_reward(thread):
     answers = itertools.cycle(["12", "1"])
     group, engine = await play(once, lambda _: next(answers), thread=thread, group_size=4)
     assert sorted(episode.reward for episode in group.episodes) == [0.0, 0.0, 1.0, 1.0]
@@ -38,7 +38,7 @@ async def test_an_environment_is_played_once_for_each_episode_and_its_reward_is_
     assert len({(request.seed, request.index) for request in engine.requests}) == 4
 
 
-async def test_a_tool_is_called_and_its_result_goes_to_the_model(thread):
+async def test_tool_result_is_sent_to_the_model(thread):
     group, engine = await play(with_a_tool, caller, thread=thread)
     assert [episode.reward for episode in group.episodes] == [1.0, 1.0]
     for episode in group.episodes:
@@ -66,7 +66,9 @@ async def test_a_tool_is_called_and_its_result_goes_to_the_model(thread):
         ),
     ],
 )
-async def test_calls_that_go_wrong_are_told_to_the_model_and_counted(written, told, counts, thread):
+async def test_failed_tool_calls_are_reported_to_the_model_and_counted(
+    written, told, counts, thread
+):
     replies = iter([written, "12"])
     group, engine = await play(with_a_tool, lambda _: next(replies), thread=thread, group_size=1)
     assert told in engine.prompts[1]
@@ -74,7 +76,7 @@ async def test_calls_that_go_wrong_are_told_to_the_model_and_counted(written, to
     assert group.episodes[0].reward == 1.0
 
 
-async def test_a_context_that_overflows_in_turn_seven_marks_the_episode(thread):
+async def test_context_overflow_in_a_later_turn_ends_the_episode(thread):
     async def endless(task, agent):
         messages = [user("start")]
         while True:
@@ -89,14 +91,14 @@ async def test_a_context_that_overflows_in_turn_seven_marks_the_episode(thread):
         assert len(episode.rollouts) == 1
 
 
-async def test_a_first_prompt_that_is_too_long_is_the_tasks_fault(thread):
+async def test_first_prompt_beyond_the_context_raises_task_error(thread):
     with pytest.raises(
         TaskError, match=r"group 3: (its|the) prompt has \d+ tokens, but the context"
     ):
         await play(once, lambda _: "1", thread=thread, max_context=5)
 
 
-async def test_turns_are_limited_and_an_environment_may_still_reward(thread):
+async def test_environment_can_return_a_reward_after_the_turn_limit(thread):
     async def generous(task, agent):
         try:
             while True:
@@ -112,7 +114,7 @@ async def test_turns_are_limited_and_an_environment_may_still_reward(thread):
     assert [(e.ending, e.reward, len(e.turns)) for e in group.episodes] == [("turns", 0.5, 3)] * 2
 
 
-async def test_an_episode_or_a_turn_that_takes_too_long_is_marked_and_others_are_not(thread):
+async def test_timeouts_mark_only_the_slow_episode(thread):
     async def slow_tool(task, agent):
         first = await agent.complete("x")
         if first.text == "slow":
@@ -137,7 +139,7 @@ async def test_an_episode_or_a_turn_that_takes_too_long_is_marked_and_others_are
     }
 
 
-async def test_of_redundant_episodes_those_that_come_first_are_kept(thread):
+async def test_redundant_group_keeps_the_episodes_that_finish_first(thread):
     async def answer(_):
         if next(numbers) in (1, 3):
             await asyncio.sleep(30)
@@ -149,7 +151,7 @@ async def test_of_redundant_episodes_those_that_come_first_are_kept(thread):
     assert [episode.reward for episode in group.episodes] == [1.0] * 3
 
 
-async def test_tokens_of_episodes_that_are_given_up_are_counted(thread):
+async def test_tokens_of_cancelled_redundant_episodes_are_counted(thread):
     async def chain(task, agent):
         first = await agent.complete("x")
         await agent.complete(f"{first.text}: slow?")
@@ -169,7 +171,7 @@ async def test_tokens_of_episodes_that_are_given_up_are_counted(thread):
     assert attempt.stamps.num_tokens - attempt.given_up.num_tokens == group.num_sampled
 
 
-async def test_an_episode_whose_environment_raises_costs_its_group_unless_there_are_others(thread):
+async def test_raising_environment_fails_its_group_unless_redundant_episodes_remain(thread):
     async def fragile(task, agent):
         reply = await agent.complete("x")
         return 1 / len(reply.text.strip("0"))
@@ -184,7 +186,7 @@ async def test_an_episode_whose_environment_raises_costs_its_group_unless_there_
 
 
 @pytest.mark.parametrize("returned", ["1.0", float("nan"), [1.0]])
-async def test_what_is_no_reward_is_one_sentence(returned, thread):
+async def test_invalid_reward_raises_task_error(returned, thread):
     async def odd(task, agent):
         await agent.complete("x")
         return returned
@@ -193,7 +195,7 @@ async def test_what_is_no_reward_is_one_sentence(returned, thread):
         await play(odd, lambda _: "1", thread=thread)
 
 
-async def test_an_environment_that_never_asks_the_model_is_one_sentence(thread):
+async def test_environment_that_never_samples_raises_task_error(thread):
     async def silent(task, agent):
         return 1.0
 
@@ -203,7 +205,7 @@ async def test_an_environment_that_never_asks_the_model_is_one_sentence(thread):
         await play(silent, lambda _: "1", thread=thread)
 
 
-async def test_calls_after_the_episode_has_ended_get_nothing(thread):
+async def test_calls_after_the_episode_raise_episode_over(thread):
     late = []
 
     async def hasty(task, agent):
@@ -224,7 +226,7 @@ async def test_calls_after_the_episode_has_ended_get_nothing(thread):
     assert len(engine.requests) == 1
 
 
-async def test_tokens_too_old_end_the_whole_group(thread):
+async def test_expired_tokens_end_the_whole_group(thread):
     class Expiring(ChatEngine):
         async def generate(self, request, on_tokens=None, on_completion=None):
             raise Expired("group 3")
@@ -234,7 +236,7 @@ async def test_tokens_too_old_end_the_whole_group(thread):
         await player.try_group(TASK, attempt=Attempt(3), group_size=2)
 
 
-async def test_cancelling_a_group_ends_its_environments(thread):
+async def test_cancelling_a_group_cancels_its_environments(thread):
     ended = threading.Event()
 
     async def patient(task, agent):
@@ -252,7 +254,7 @@ async def test_cancelling_a_group_ends_its_environments(thread):
     assert await asyncio.to_thread(ended.wait, 5)
 
 
-async def test_an_environment_that_blocks_does_not_block_its_caller(thread):
+async def test_blocking_environment_does_not_block_the_controller(thread):
     async def blocking(task, agent):
         await agent.complete("x")
         time.sleep(0.3)  # noqa: ASYNC251 - that is the point
@@ -266,7 +268,7 @@ async def test_an_environment_that_blocks_does_not_block_its_caller(thread):
     assert turns > 5
 
 
-async def test_an_evaluation_plays_no_redundant_episodes_and_none_expire(thread):
+async def test_evaluation_has_no_redundant_episodes_and_no_expiry(thread):
     engine = ChatEngine(lambda _: "12")
     player = player_of(once, engine, thread=thread, redundancy=3)
     greedy = player.evaluating(engine=engine, temperature=0.0)
@@ -275,7 +277,7 @@ async def test_an_evaluation_plays_no_redundant_episodes_and_none_expire(thread)
     assert group.episodes[0].rollouts[0].sampling.temperature == 0
 
 
-async def test_settings_of_a_single_reply_and_what_is_none(thread):
+async def test_chat_accepts_sampling_settings_and_refuses_unknown_ones(thread):
     async def warm(task, agent):
         await agent.complete("x", temperature=0.5, max_new_tokens=7, stop="\n")
         with pytest.raises(TaskError, match="got tempratur, which is not a"):
@@ -292,7 +294,7 @@ async def test_settings_of_a_single_reply_and_what_is_none(thread):
     assert (sampling.temperature, sampling.max_new_tokens, sampling.stop) == (0.5, 7, ("\n",))
 
 
-async def test_an_agent_runs_its_tools_until_it_answers(thread):
+async def test_agent_run_calls_tools_until_a_reply_calls_none(thread):
     async def solve(task, agent):
         messages = await agent.run([user("What is a?")], tools=[lookup])
         return float(messages[-1]["content"] == "12")
@@ -301,7 +303,7 @@ async def test_an_agent_runs_its_tools_until_it_answers(thread):
     assert [episode.reward for episode in group.episodes] == [1.0, 1.0]
 
 
-async def test_with_gemma_tools_are_text(thread):
+async def test_gemma_tools_are_introduced_as_text(thread):
     def answer(prompt):
         if "tool_output" not in prompt:
             return '```tool_code\nlookup(key="a")\n```'
@@ -312,7 +314,7 @@ async def test_with_gemma_tools_are_text(thread):
     assert all(len(episode.rollouts) == 1 for episode in group.episodes)
 
 
-def test_what_is_no_environment_is_refused_before_the_run():
+def test_invalid_environment_function_raises_config_error():
     def plain(task, agent):
         return 1.0
 
@@ -326,7 +328,7 @@ def test_what_is_no_environment_is_refused_before_the_run():
     assert check_function(once) is once
 
 
-async def test_draws_of_an_episode_depend_on_group_episode_and_turn_alone(thread):
+async def test_sampling_seeds_depend_only_on_group_episode_and_turn(thread):
     runs = []
     for _ in range(2):
         _, engine = await play(with_a_tool, caller, thread=thread, group_size=3)
@@ -345,7 +347,7 @@ async def debate(task, agent):
     return {"proposer": 0.0, "solver": 1.0, "judge": float(len(verdict.text))}
 
 
-async def test_roles_are_agents_of_their_own_and_only_the_policys_are_trained(thread):
+async def test_roles_have_own_conversations_and_only_the_policy_is_trained(thread):
     group, engine = await play(debate, lambda _: "12", thread=thread, group_size=1)
     (episode,) = group.episodes
     assert [rollout.agent for rollout in episode.rollouts] == ["proposer", "solver"]
@@ -356,7 +358,7 @@ async def test_roles_are_agents_of_their_own_and_only_the_policys_are_trained(th
     assert len({request.session for request in engine.requests}) == 3
 
 
-async def test_a_role_may_be_the_policy_and_yet_not_trained(thread):
+async def test_role_of_the_policy_can_be_untrained(thread):
     async def rehearse(task, agent):
         await agent.role("opponent", trained=False).complete("x")
         await agent.complete("y")
@@ -372,7 +374,7 @@ async def test_a_role_may_be_the_policy_and_yet_not_trained(thread):
     assert [rollout.agent for rollout in group.rollouts] == [""]
 
 
-async def test_every_role_that_is_trained_needs_a_reward(thread):
+async def test_every_trained_role_needs_a_reward(thread):
     async def forgetful(task, agent):
         await agent.role("a").complete("x")
         await agent.role("b").complete("x")

@@ -9,8 +9,10 @@ from chat_engine import ChatEngine, player_of
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Task
-from millrace.environments.adapters.environment_factory import EnvironmentFactory
-from millrace.environments.adapters.scorers import split_rewards
+from millrace.environments.adapters.environment_factory import (
+    EnvironmentFactory,
+    split_rewards,
+)
 from millrace.environments.episode_state import EpisodeLimits
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.attempt import Attempt
@@ -96,7 +98,7 @@ def clicking(times: int):
     return lambda prompt: "Done." if "<tool_response>" in prompt else call
 
 
-async def test_methods_are_tools_and_reset_adds_to_the_prompt(play):
+async def test_public_methods_are_tools_and_reset_extends_the_prompt(play):
     (episode,), engine = await play(EnvironmentFactory(Judging), clicking(2))
     assert episode.reward == 10.0
     assert episode.counts == {"tool_calls": 1}
@@ -106,7 +108,7 @@ async def test_methods_are_tools_and_reset_adds_to_the_prompt(play):
     assert "how often" in engine.prompts[0]
 
 
-async def test_functions_that_take_environments_judge_them_where_they_are(play):
+async def test_reward_functions_with_environments_run_in_the_object_thread(play):
     others, environment = with_scorers(EnvironmentFactory(Counter), reached, patience, length)
     assert [spec.name for spec in others] == ["length"]
     right, _ = await play(environment, clicking(2), group_size=2)
@@ -114,7 +116,7 @@ async def test_functions_that_take_environments_judge_them_where_they_are(play):
     assert [episode.reward for episode in (*right, *wrong)] == [1.25, 1.25, 0.25]
 
 
-async def test_objects_are_reset_and_used_again_each_in_its_own_thread(play):
+async def test_objects_are_reset_and_reused_in_their_own_thread(play):
     made: list[Counter] = []
 
     def make() -> Counter:
@@ -128,7 +130,7 @@ async def test_objects_are_reset_and_used_again_each_in_its_own_thread(play):
     assert only.num_resets == 3
 
 
-async def test_a_tool_that_hangs_costs_its_object_and_nobody_waits_for_it(play):
+async def test_object_with_a_hanging_tool_is_discarded_without_waiting(play):
     class Hanging(Judging):
         gate = threading.Event()
 
@@ -145,7 +147,7 @@ async def test_a_tool_that_hangs_costs_its_object_and_nobody_waits_for_it(play):
     Hanging.gate.set()
 
 
-async def test_an_episode_out_of_turns_is_judged_all_the_same(play):
+async def test_episode_at_the_turn_limit_is_still_scored(play):
     call = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
     _, environment = with_scorers(EnvironmentFactory(Counter), reached)
     (episode,), _ = await play(
@@ -157,7 +159,7 @@ async def test_an_episode_out_of_turns_is_judged_all_the_same(play):
     assert (episode.reward, episode.ending) == (1.0, "turns")
 
 
-async def test_a_task_names_its_environment_among_several(play):
+async def test_task_column_selects_one_of_several_environments(play):
     environment = EnvironmentFactory({"count": Counter, "judge": Judging})
     task = Task(prompt="?", columns={"goal": 2, "environment": "judge"})
     (episode,), _ = await play(environment, clicking(2), task)
@@ -166,7 +168,7 @@ async def test_a_task_names_its_environment_among_several(play):
         await play(environment, clicking(2))
 
 
-def test_what_cannot_work_is_refused_before_the_run():
+def test_invalid_factories_and_scorers_raise_config_error():
     with pytest.raises(ConfigError, match="'object' has no reset"):
         EnvironmentFactory(object)
     with pytest.raises(ConfigError, match="'reached' needs the column 'goal', which task 0"):

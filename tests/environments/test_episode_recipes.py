@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,14 +14,12 @@ from talking_model import BLOCK, assert_says_the_same, make_engine, make_trainer
 from millrace.config import load_config
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Completion, Group, Sampling, Task, TokenLogprobs
-from millrace.environments.branching.pivot import Pivot
-from millrace.environments.branching.registry import build_recipe
-from millrace.environments.branching.tree import Tree
-from millrace.environments.function_environment import FunctionEnvironment
+from millrace.environments.branching.recipes import Pivot, Tree, build_recipe
+from millrace.environments.function_environment import FunctionEnvironment, answer
 from millrace.environments.other_models import OtherModel
 from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.rollouts.single_turn import answer
 from millrace.environments.tools.calls import FORMATS
 from millrace.run.environment import resolve_recipe
 from millrace.scoring.advantages.estimators import with_advantages
@@ -68,13 +67,16 @@ async def two_turns(task, agent):
     return float(agent.rng.random())
 
 
+def with_recipe(player: Player, recipe) -> Player:
+    environment = player.environment
+    assert isinstance(environment, FunctionEnvironment)
+    return replace(player, environment=replace(environment, recipe=recipe))
+
+
 async def grown(
     function, recipe, engine, *, thread, group_size: int, token_rewards=None, **settings
 ) -> Group:
-    player = player_of(function, engine, thread=thread, **settings)
-    environment = player._environment
-    assert isinstance(environment, FunctionEnvironment)
-    environment._recipe = recipe
+    player = with_recipe(player_of(function, engine, thread=thread, **settings), recipe)
     return await player.try_group(
         TASK,
         attempt=Attempt(3),
@@ -102,7 +104,7 @@ def trained_once(group: Group) -> None:
             np.testing.assert_array_equal(mine.tokens[shared], theirs.tokens[their][:count])
 
 
-async def test_a_pivot_branches_where_the_model_was_most_surprised(thread):
+async def test_pivot_by_surprisal_branches_at_the_least_likely_token(thread):
     engine = BranchingEngine()
     group = await grown(answer, Pivot(branches=3), engine, thread=thread, group_size=9)
     assert [e.branching.parent for e in group.episodes].count(None) == 2 + 1
@@ -119,7 +121,7 @@ async def test_a_pivot_branches_where_the_model_was_most_surprised(thread):
     assert len({request.session for request in branches}) == 2  # that of their root
 
 
-async def test_by_entropy_it_branches_where_the_model_was_least_sure(thread):
+async def test_pivot_by_entropy_branches_at_the_highest_entropy(thread):
     class Reading(BranchingEngine):
         async def score(self, requests):
             entropies = np.array([0.1, 0.2, 0.3, 0.0, 0.2, 0.1, 2.5, 0.9, 0.2, 0.0], np.float32)
@@ -140,7 +142,7 @@ async def test_by_entropy_it_branches_where_the_model_was_least_sure(thread):
     trained_once(group)
 
 
-async def test_by_value_it_branches_where_the_worst_steps_begin(thread):
+async def test_pivot_by_value_branches_at_the_first_token_of_the_worst_steps(thread):
     async def rewards_of(index: int) -> list[np.ndarray]:
         assert index == 0  # the root's
         rewards = np.zeros(num_prompt + 10, np.float32)
@@ -160,7 +162,7 @@ async def test_by_value_it_branches_where_the_worst_steps_begin(thread):
         await grown(answer, recipe, engine, thread=thread, group_size=3)
 
 
-async def test_what_another_model_said_before_the_pivot_is_shared_and_never_branched(thread):
+async def test_turns_of_other_models_before_a_pivot_are_shared_and_never_branched(thread):
     async def hinted(task, agent):
         hint = await agent.role("guide", model="llama").chat([user(task.prompt)])
         await agent.chat([user(hint.text)])
@@ -186,7 +188,7 @@ async def test_what_another_model_said_before_the_pivot_is_shared_and_never_bran
         assert rollout.num_sampled == (10 if episode.branching.parent is None else 7)
 
 
-async def test_an_environment_of_many_turns_is_played_again_up_to_the_pivot(thread):
+async def test_multi_turn_environment_is_replayed_up_to_the_pivot(thread):
     class Late(BranchingEngine):
         async def generate(self, request, on_tokens=None, on_completion=None):
             (completion,) = await super().generate(request)
@@ -208,7 +210,7 @@ async def test_an_environment_of_many_turns_is_played_again_up_to_the_pivot(thre
     assert len(engine.requests) == 5 + 3  # of the first turn: the root's, and two branches'
 
 
-async def test_a_tree_has_as_many_leaves_as_branches_to_the_power_of_its_depth(thread):
+async def test_tree_has_branches_to_the_power_of_depth_leaves(thread):
     group = await grown(
         two_turns, Tree(branches=3, depth=2), BranchingEngine(), thread=thread, group_size=10
     )
@@ -220,7 +222,7 @@ async def test_a_tree_has_as_many_leaves_as_branches_to_the_power_of_its_depth(t
     assert numbers == list(range(10))
 
 
-async def test_an_environment_that_cannot_be_played_again_gets_other_roots_instead(thread):
+async def test_diverging_environment_gets_new_roots_instead_of_branches(thread):
     calls = itertools.count()
 
     async def moody(task, agent):
@@ -232,7 +234,7 @@ async def test_an_environment_that_cannot_be_played_again_gets_other_roots_inste
     assert sum(e.counts.get("branches_diverged", 0) for e in group.episodes) == 3
 
 
-async def test_one_episode_that_fails_ends_its_group(thread):
+async def test_failing_episode_fails_its_group(thread):
     async def fragile(task, agent):
         reply = await agent.complete("x")
         raise ZeroDivisionError(reply.text)
@@ -241,7 +243,7 @@ async def test_one_episode_that_fails_ends_its_group(thread):
         await grown(fragile, Tree(), BranchingEngine(), thread=thread, group_size=4)
 
 
-def test_settings_that_do_not_fit_are_refused():
+def test_invalid_recipe_settings_raise_config_error():
     with pytest.raises(ConfigError, match="trees of 7 episodes, but a group has 4"):
         Pivot(pivots=2, branches=3).check(4)
     with pytest.raises(ConfigError, match="trees of 8 episodes, but a group has 4"):
@@ -255,14 +257,14 @@ def test_settings_that_do_not_fit_are_refused():
         resolve_recipe(load_config(by_value), [function_scorer(len)])
 
 
-async def test_branches_cost_no_prefill_of_what_they_share_and_the_trainer_says_the_same(thread):
+async def test_branches_share_prefill_and_match_the_trainer(thread):
     engine = make_engine(kv="keep")
     remote = InProcessEngine(engine, receiver=None)
     running = asyncio.create_task(remote.run())
     try:
         player = player_of(two_turns, remote, thread=thread)
-        player._sampling = Sampling(max_new_tokens=24)
-        player._environment._recipe = Tree(branches=2, depth=2)
+        player = with_recipe(player, Tree(branches=2, depth=2))
+        player.sampling = Sampling(max_new_tokens=24)
         group = await player.try_group(TASK, attempt=Attempt(3), group_size=4)
     finally:
         running.cancel()

@@ -61,7 +61,7 @@ def letter_of(seed: int) -> str:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_a_text_environment_is_played_with_the_seed_of_its_task(play, seed):
+async def test_text_environment_is_reset_with_the_task_seed(play, seed):
     guesses = itertools.cycle("abc")
     task = Task(prompt="Which letter?", columns={"seed": seed})
     (episode,), engine = await play(
@@ -76,7 +76,7 @@ async def test_a_text_environment_is_played_with_the_seed_of_its_task(play, seed
     assert len(episode.rollouts) == 1  # all turns of it
 
 
-async def test_instances_are_used_again_and_never_leave_their_thread(play):
+async def test_environments_are_reused_in_their_own_thread(play):
     made: list[Guess] = []
 
     def make() -> Guess:
@@ -91,7 +91,7 @@ async def test_instances_are_used_again_and_never_leave_their_thread(play):
     assert all(len(env.threads) == 1 for env in made)
 
 
-async def test_what_is_no_action_is_told_and_costs_a_turn(play):
+async def test_invalid_action_is_reported_and_uses_a_turn(play):
     right = letter_of(5)
     said = iter(["zebra", right])
     environment = GymEnvironment("MillraceGuess-v0", invalid_reward=-0.5)
@@ -102,7 +102,7 @@ async def test_what_is_no_action_is_told_and_costs_a_turn(play):
     assert episode.reward == 0.5
 
 
-async def test_an_episode_cut_by_turns_keeps_what_it_earned(play):
+async def test_episode_at_the_turn_limit_keeps_its_rewards(play):
     wrong = next(letter for letter in "abc" if letter != letter_of(5))
     (episode,), _engine = await play(
         GymEnvironment("MillraceGuess-v0", total=min),
@@ -117,7 +117,7 @@ def field(position: int) -> str:
     return f"You are on field {position}."
 
 
-async def test_frozen_lake_is_played_through_a_function_that_tells_it(play):
+async def test_frozen_lake_is_played_with_a_render_function(play):
     moves = iter(["2, no: 2", "2", "I go down: 1", "1", "1", "right is 2"])
     environment = GymEnvironment("FrozenLake-v1", render=field, is_slippery=False)
     (episode,), engine = await play(
@@ -137,11 +137,11 @@ async def test_blackjack_ends_when_the_player_sticks(play):
     assert len(episode.turns) == 1
 
 
-async def test_observations_that_are_no_text_need_a_function(play):
-    with pytest.raises(TaskError, match=r"'FrozenLake-v1' was to show 0 of type int; pass render="):
+async def test_observations_that_are_not_text_need_render(play):
+    with pytest.raises(TaskError, match=r"'FrozenLake-v1' has the observation 0 of type int"):
         await play(GymEnvironment("FrozenLake-v1"), lambda _: "0", Task(prompt="?"))
 
 
-def test_an_environment_that_gymnasium_does_not_know_is_refused_at_once():
+def test_unknown_gymnasium_id_raises_config_error():
     with pytest.raises(ConfigError, match="'NoSuchLake-v1' is not known to gymnasium"):
         GymEnvironment("NoSuchLake-v1")

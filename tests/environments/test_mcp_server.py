@@ -13,12 +13,11 @@ from chat_engine import ChatEngine, player_of
 
 from millrace.core.errors import ConfigError
 from millrace.core.records import Task
-from millrace.environments.function_environment import lifetime
+from millrace.environments.function_environment import lifetime, use_tools
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.rollouts.attempt import Attempt
-from millrace.environments.tools.environment import WithServers, use_tools
 from millrace.environments.tools.functions import ToolResult, run_tool
-from millrace.environments.tools.mcp_server import McpServer
+from millrace.environments.tools.mcp_server import McpServer, WithServers
 
 pytest.importorskip("mcp")
 
@@ -43,7 +42,7 @@ async def pid_of(server: McpServer) -> int:
     return int((await call(server, "process")).text.split()[0])
 
 
-async def test_tools_come_with_their_schemas_and_errors_are_text(server):
+async def test_server_tools_have_schemas_and_errors_become_text(server):
     tools = await server.tools()
     assert [tool.name for tool in tools] == ["add", "process", "wait", "die"]
     schema = tools[0].schema["function"]
@@ -58,7 +57,7 @@ async def test_tools_come_with_their_schemas_and_errors_are_text(server):
     assert "valid integer" in wrong.text
 
 
-async def test_calls_share_a_connection_and_one_that_hangs_is_given_up_alone(server):
+async def test_calls_share_a_connection_and_only_the_hanging_one_times_out(server):
     slow, fast = await asyncio.gather(
         call(server, "wait", seconds=60, timeout_s=0.3), call(server, "add", a=1, b=1)
     )
@@ -67,7 +66,7 @@ async def test_calls_share_a_connection_and_one_that_hangs_is_given_up_alone(ser
     assert await pid_of(server) == await pid_of(server)
 
 
-async def test_a_server_that_dies_is_told_to_the_model_and_connected_again(server):
+async def test_dead_server_is_reported_to_the_model_and_reconnected(server):
     first = await pid_of(server)
     pending = asyncio.create_task(call(server, "wait", seconds=60))
     await asyncio.sleep(0.1)
@@ -78,7 +77,7 @@ async def test_a_server_that_dies_is_told_to_the_model_and_connected_again(serve
     assert await pid_of(server) != first
 
 
-async def test_a_chosen_tool_that_is_not_there_is_named_with_those_that_are():
+async def test_missing_selected_tool_raises_config_error_with_known_tools():
     wrong = McpServer(COMMAND, name="sums", tools=["sub"])
     with pytest.raises(ConfigError, match="'sums' has no tool 'sub'; there are add, process, wait"):
         await wrong.tools()
@@ -89,12 +88,12 @@ async def test_a_chosen_tool_that_is_not_there_is_named_with_those_that_are():
     "there",
     [{"command": ["no-such-program"]}, {"command": ["false"]}, {"url": "http://127.0.0.1:9"}],
 )
-async def test_a_server_that_is_not_there_is_one_sentence(there):
+async def test_unreachable_server_raises_config_error(there):
     with pytest.raises(ConfigError, match=r"MCP server '.*' cannot be used \(.*\); check its"):
         await McpServer(**there).tools()
 
 
-def test_servers_that_cannot_be_are_refused_at_once():
+def test_invalid_server_settings_raise_config_error():
     with pytest.raises(ConfigError, match="either a command or a url"):
         McpServer()
     with pytest.raises(ConfigError, match="'x' needs the environment variable 'NOT_SET'"):
@@ -138,7 +137,7 @@ def caller(prompt: str) -> str:
     return prompt.rpartition("<tool_response>\n")[2].partition("\n</tool_response>")[0]
 
 
-async def test_all_episodes_of_a_run_use_one_server_which_ends_with_it(tmp_path):
+async def test_all_episodes_share_one_server_that_ends_with_the_run(tmp_path):
     environment = WithServers(
         use_tools, [McpServer(COMMAND, tools=["add"], log=tmp_path / "mcp.log")]
     )

@@ -11,8 +11,7 @@ from fakes import Listener, ScriptedEngine, make_chunk, make_completion
 from in_process_engine import InProcessEngine
 
 from millrace.core.staleness import Stamps
-from millrace.environments.rollouts.attempt import PartialRollout
-from millrace.environments.rollouts.replaying_engine import ReplayingEngine
+from millrace.environments.rollouts.partial_rollouts import PartialRollout, ReplayingEngine
 from millrace.inference.pool import EnginePool
 from millrace.journal.encoding import decode_completion, encode_completion
 

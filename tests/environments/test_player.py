@@ -6,10 +6,10 @@ from fakes import CharacterTokenizer, FakeScoring, Listener, ScriptedEngine, mak
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Sampling, Task
+from millrace.environments.function_environment import SingleTurn
 from millrace.environments.rollouts.attempt import Attempt, Expired
 from millrace.environments.rollouts.player import Player, group_seed
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.rollouts.single_turn import SingleTurn
 
 
 def make_player(engine, *, max_context=100, **sampling):
@@ -35,7 +35,7 @@ async def test_a_group_is_one_request_of_n_completions_that_share_the_prompt():
     assert group.rollouts[0].mask.tolist() == [False] * 4 + [True] * 2
 
 
-async def test_draws_depend_on_the_run_and_the_group_alone():
+async def test_seeds_depend_only_on_the_run_and_the_group():
     first, again = ScriptedEngine("1"), ScriptedEngine("1")
     for engine in (first, again):
         for number in (0, 1):
@@ -47,14 +47,14 @@ async def test_draws_depend_on_the_run_and_the_group_alone():
     assert 0 <= group_seed(-3, 10**12) < 2**63
 
 
-async def test_a_prompt_that_fills_the_context_is_a_task_error_with_the_numbers():
+async def test_prompt_that_fills_the_context_raises_task_error_with_sizes():
     with pytest.raises(TaskError, match=r"8 tokens, but the context holds 8.*engine.max_context"):
         await make_player(ScriptedEngine("1"), max_context=8).try_group(
             Task(prompt="12345678"), attempt=Attempt(0), group_size=2
         )
 
 
-async def test_greedy_play_switches_temperature_and_truncation_off():
+async def test_greedy_evaluation_disables_temperature_and_truncation():
     engine = ScriptedEngine("1")
     player = make_player(engine, temperature=0.7, top_k=5, top_p=0.9, stop=("\n",))
     greedy = player.evaluating(engine=engine, temperature=0.0)
@@ -65,7 +65,7 @@ async def test_greedy_play_switches_temperature_and_truncation_off():
     assert sampling.stop == ("\n",)
 
 
-async def test_samples_of_an_evaluation_are_drawn_on_its_own_engines_as_in_training():
+async def test_evaluation_samples_on_its_own_engines():
     engine, evaluator = ScriptedEngine("1"), ScriptedEngine("2")
     player = make_player(engine, temperature=0.7, max_new_tokens=9)
     sampling = player.evaluating(engine=evaluator, temperature=0.6)
@@ -76,7 +76,7 @@ async def test_samples_of_an_evaluation_are_drawn_on_its_own_engines_as_in_train
     assert request.sampling == Sampling(temperature=0.6, max_new_tokens=9)
 
 
-async def test_each_try_at_a_group_draws_anew_under_a_name_of_its_own():
+async def test_each_try_at_a_group_has_its_own_seed_and_name():
     engine = ScriptedEngine("1")
     for tries in range(3):
         attempt = Attempt(4, tries=tries)
@@ -86,7 +86,7 @@ async def test_each_try_at_a_group_draws_anew_under_a_name_of_its_own():
     assert engine.requests[0].seed == group_seed(7, 4)
 
 
-async def test_what_is_for_training_may_expire_and_an_evaluation_may_not():
+async def test_training_requests_expire_and_evaluation_requests_do_not():
     engine = ScriptedEngine("1")
     player = make_player(engine)
     await player.try_group(Task(prompt="x"), attempt=Attempt(0), group_size=2)
@@ -95,7 +95,7 @@ async def test_what_is_for_training_may_expire_and_an_evaluation_may_not():
     assert [request.expires for request in engine.requests] == [True, False]
 
 
-async def test_a_group_whose_request_expired_ends_and_knows_its_tokens():
+async def test_expired_group_ends_and_counts_its_tokens():
     class Expiring(ScriptedEngine):
         async def generate(self, request, on_tokens=None, on_completion=None):
             done, cut = await super().generate(request, on_tokens)
@@ -109,7 +109,7 @@ async def test_a_group_whose_request_expired_ends_and_knows_its_tokens():
     assert (attempt.finished, attempt.cut, attempt.stamps.counts) == ([3], [2], {0: 5})
 
 
-async def test_who_wants_to_hears_what_a_group_samples_and_an_evaluation_is_not_overheard():
+async def test_scoring_receives_streamed_tokens_of_training_groups_only():
     engine, listener = ScriptedEngine("12", "3"), Listener()
     player = make_player(engine)
     asked = []
@@ -149,7 +149,7 @@ class Ending(ScriptedEngine):
         return list(self.completions)
 
 
-async def test_an_episode_is_handed_over_as_soon_as_it_has_ended_and_once():
+async def test_finished_episode_is_added_to_scoring_at_once_and_only_once():
     engine, scoring = Ending(make_completion("long one"), make_completion("1")), FakeScoring()
     playing = asyncio.create_task(
         make_player(engine).try_group(
@@ -169,7 +169,7 @@ async def test_an_episode_is_handed_over_as_soon_as_it_has_ended_and_once():
     assert list(scoring.added.items()) == [(1, group.episodes[1]), (0, group.episodes[0])]
 
 
-async def test_a_completion_that_was_ended_from_outside_is_handed_over_to_nobody():
+async def test_aborted_completion_is_not_added_to_scoring():
     cut = replace(make_completion("de"), finish="expire")
     engine, scoring = Ending(make_completion("abc"), cut), FakeScoring()
     for event in engine.may_end:

@@ -32,7 +32,7 @@ def trained(record: TokenRecord) -> list[list[int]]:
     return [rollout.tokens[rollout.mask].tolist() for rollout in record.rollouts()]
 
 
-def test_turns_that_follow_each_other_are_one_rollout_of_what_was_given_and_sampled():
+def test_consecutive_turns_form_one_rollout():
     record = TokenRecord()
     first = record.add(np.array([1, 2]), sampled(3, 4, version=5), sampling=PLAIN)
     record.add(np.array([6]), sampled(7, version=6), sampling=PLAIN, parent=first)
@@ -43,7 +43,7 @@ def test_turns_that_follow_each_other_are_one_rollout_of_what_was_given_and_samp
     assert rollout.versions.tolist() == [-1, -1, 5, 5, -1, 6]
 
 
-def test_what_a_later_branch_shares_with_an_earlier_one_is_trained_in_the_earlier():
+def test_shared_tokens_are_trained_in_the_first_branch():
     record = TokenRecord()
     first = add(record, [1, 2], 3, 4)
     add(record, [5], 6, parent=first)
@@ -52,7 +52,7 @@ def test_what_a_later_branch_shares_with_an_earlier_one_is_trained_in_the_earlie
     assert record.rollouts()[1].tokens.tolist() == [1, 2, 3, 4, 7, 8, 9]
 
 
-def test_a_fork_within_what_was_sampled_leaves_both_ways_on():
+def test_fork_within_a_reply_keeps_both_branches():
     record = TokenRecord()
     first = add(record, [1], 2, 3, 4, 5)
     add(record, [], 6, 7, parent=first, at=3)
@@ -60,7 +60,7 @@ def test_a_fork_within_what_was_sampled_leaves_both_ways_on():
     assert trained(record) == [[2, 3, 4, 5], [6, 7]]
 
 
-def test_a_fork_before_the_last_turn_hangs_on_the_turn_it_lies_in():
+def test_fork_before_the_last_turn_extends_the_turn_that_contains_it():
     record = TokenRecord()
     first = add(record, [1], 2, 3)
     second = add(record, [4], 5, 6, parent=first)
@@ -70,7 +70,7 @@ def test_a_fork_before_the_last_turn_hangs_on_the_turn_it_lies_in():
     assert trained(record) == [[2, 3, 5, 6], [7]]
 
 
-def test_tokens_of_another_temperature_are_a_rollout_of_their_own():
+def test_each_temperature_has_its_own_rollout():
     record = TokenRecord()
     first = add(record, [1, 2], 3)
     hot = replace(PLAIN, temperature=2.0)
@@ -79,7 +79,7 @@ def test_tokens_of_another_temperature_are_a_rollout_of_their_own():
     assert [r.sampling.temperature for r in record.rollouts()] == [1.0, 2.0]
 
 
-def test_kept_ids_stay_beside_the_tokens_that_are_trained():
+def test_kept_ids_belong_to_trained_tokens():
     truncated = Sampling(top_k=2)
     record = TokenRecord()
     first = record.add(np.array([1]), sampled(2, 3, kept=True), sampling=truncated)
@@ -100,7 +100,7 @@ def routed(*tokens: int, rows: list[int]) -> Completion:
     return replace(sampled(*tokens), routes=np.array(rows, np.uint8).reshape(-1, 1, 1))
 
 
-def test_routes_are_those_of_the_exchange_that_went_on_from_a_token():
+def test_routes_come_from_the_exchange_that_continued_after_the_token():
     record = TokenRecord()
     first = record.add(np.array([1, 2]), routed(3, 4, 5, rows=[10, 11, 12, 13]), sampling=PLAIN)
     # Asked for from the last token on that is on record, which nobody had fed before.
@@ -113,7 +113,7 @@ def test_routes_are_those_of_the_exchange_that_went_on_from_a_token():
     assert fork[:, 0, 0].tolist() == [10, 11, 32, 33, 255]
 
 
-def test_rows_that_an_exchange_lacks_are_not_known():
+def test_missing_route_rows_are_unknown():
     record = TokenRecord()
     first = record.add(np.array([1, 2]), routed(3, 4, rows=[10]), sampling=PLAIN)
     second = record.add(np.array([5]), sampled(6, 7), sampling=PLAIN, parent=first)
@@ -145,7 +145,7 @@ def trees(draw: st.DrawFn) -> TokenRecord:
 
 @settings(max_examples=100, deadline=None)
 @given(trees())
-def test_every_sampled_token_is_trained_once_after_the_very_tokens_it_was_sampled_after(record):
+def test_every_sampled_token_is_trained_once_with_its_own_context(record):
     contexts = {
         int(token): exchange.tokens()[: exchange.start + len(exchange.given) + i].tolist()
         for exchange in record.exchanges
@@ -160,7 +160,7 @@ def test_every_sampled_token_is_trained_once_after_the_very_tokens_it_was_sample
     assert found == contexts
 
 
-def test_the_trainer_computes_what_branches_of_an_episode_share_once():
+def test_trainer_computes_the_shared_prefix_of_branches_once():
     record = TokenRecord()
     first = add(record, [1, 2, 3, 4], 5, 6)
     for token in (7, 8, 9):

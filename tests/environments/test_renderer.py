@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Completion, Kept, Sampling, Task
 from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.token_record import rollout_of
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -41,19 +42,19 @@ def completion(kept: Kept | None = None) -> Completion:
     )
 
 
-def test_text_is_encoded_with_the_tokenizers_own_special_tokens():
+def test_text_is_encoded_with_special_tokens():
     tokens = Renderer(tokenizer()).render("a b")
     np.testing.assert_array_equal(tokens, [0, 2, 3])
     assert tokens.dtype == np.int32
 
 
-def test_messages_go_through_the_chat_template_up_to_the_answer():
+def test_messages_are_rendered_with_a_generation_prompt():
     tokens = Renderer(tokenizer(chat_template=TEMPLATE)).render(CHAT)
     np.testing.assert_array_equal(tokens, [4, 3, 5])
     assert tokens.dtype == np.int32
 
 
-def test_a_chat_without_a_template_is_one_sentence():
+def test_messages_without_a_chat_template_raise_config_error():
     renderer = Renderer(tokenizer())
     with pytest.raises(TaskError, match=r"'content': 'b'.*no chat template; write the prompt as"):
         renderer.render(CHAT)
@@ -65,22 +66,21 @@ def test_a_chat_without_a_template_is_one_sentence():
     Renderer(tokenizer(chat_template=TEMPLATE)).check([Task(prompt=CHAT)])
 
 
-def test_messages_that_the_template_refuses_cost_their_task_only():
+def test_render_raises_task_error_for_messages_that_the_template_refuses():
     renderer = Renderer(tokenizer(chat_template=TEMPLATE))
     with pytest.raises(TaskError, match=r"refused the messages .*no tools here; check their roles"):
         renderer.render([{"role": "tool", "content": "b"}])
 
 
-def test_a_prompt_without_tokens_is_refused():
+def test_prompt_without_tokens_raises_task_error():
     with pytest.raises(TaskError, match="Prompt '  ' has no tokens"):
         Renderer(tokenizer(adds_start=False)).render("  ")
 
 
-def test_a_rollout_joins_prompt_and_completion_token_by_token():
-    renderer = Renderer(tokenizer())
+def test_rollout_joins_prompt_and_completion():
     prompt = np.array([0, 2], np.int32)
     sampling = Sampling(temperature=0.7)
-    rollout = renderer.rollout(prompt, completion(), sampling)
+    rollout = rollout_of(prompt, completion(), sampling)
     np.testing.assert_array_equal(rollout.tokens, [0, 2, 3, 2, 1])
     np.testing.assert_array_equal(rollout.mask, [False, False, True, True, True])
     np.testing.assert_array_equal(
@@ -95,13 +95,13 @@ def test_a_rollout_joins_prompt_and_completion_token_by_token():
     assert dtypes == [np.int32, np.bool_, np.float32, np.int32]
 
 
-def test_kept_rows_move_behind_the_prompt():
+def test_prompt_tokens_have_empty_kept_rows():
     rows = [[3, 4], [2], [1, 5, 0]]
     kept = Kept(
         ids=np.array([3, 4, 2, 1, 5, 0], np.int32), offsets=np.array([0, 2, 3, 6], np.int64)
     )
     prompt = np.array([0, 2], np.int32)
-    rollout = Renderer(tokenizer()).rollout(prompt, completion(kept), Sampling(top_p=0.9))
+    rollout = rollout_of(prompt, completion(kept), Sampling(top_p=0.9))
     assert rollout.kept is not None
     ids, offsets = rollout.kept.ids, rollout.kept.offsets
     assert len(offsets) == len(rollout.tokens) + 1
@@ -113,6 +113,6 @@ def test_kept_rows_move_behind_the_prompt():
     ]
 
 
-def test_a_truncated_completion_without_kept_ids_is_an_error_of_ours():
+def test_truncated_completion_without_kept_ids_fails_an_assertion():
     with pytest.raises(AssertionError, match="kept"):
-        Renderer(tokenizer()).rollout(np.array([0], np.int32), completion(), Sampling(top_k=2))
+        rollout_of(np.array([0], np.int32), completion(), Sampling(top_k=2))

@@ -66,7 +66,7 @@ def recorded(tmp_path):
     return tmp_path / "step_1.jsonl", environment
 
 
-def test_recorded_episodes_are_played_and_scored_again(recorded, capsys):
+def test_replay_reruns_and_rescores_recorded_episodes(recorded, capsys):
     path, environment = recorded
     arguments = ["--environment", f"{environment}:look", "--score", f"{environment}:short"]
     assert main(["replay", str(path), *arguments]) == 0
@@ -78,7 +78,7 @@ def test_recorded_episodes_are_played_and_scored_again(recorded, capsys):
         assert row["score"] == 0.0
 
 
-def test_an_edit_is_written_with_what_is_no_longer_known(recorded, tmp_path, capsys):
+def test_replay_marks_turns_after_an_edit_as_not_recorded(recorded, tmp_path, capsys):
     path, environment = recorded
     out = tmp_path / "edited.jsonl"
     edit = ["--tool-result", "0=none", "--out", str(out)]

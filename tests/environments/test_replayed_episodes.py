@@ -16,7 +16,6 @@ from millrace.core.errors import ConfigError
 from millrace.core.records import Completion, Episode, Kept, Task
 from millrace.environments.limits import EpisodeLimits, EpisodeOver
 from millrace.environments.replay.answers import ReplayError
-from millrace.environments.replay.episodes import episode_of
 from millrace.environments.replay.files import (
     Line,
     read_recordings,
@@ -24,6 +23,7 @@ from millrace.environments.replay.files import (
     with_tool_results,
     write_recordings,
 )
+from millrace.environments.replay.recorder import episode_of
 from millrace.environments.replay.rerun import rerun
 from millrace.environments.replay.schema import Recording
 from millrace.environments.rollouts.attempt import Attempt
@@ -130,10 +130,10 @@ def assert_same(left: Episode, right: Episode) -> None:
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(seed=st.integers(0, 2**32))
-def test_a_replayed_episode_is_the_one_that_was_recorded(seed: int, thread):
+def test_replayed_episode_equals_the_recorded_one(seed: int, thread):
     async def check():
         player = player_of(wander, RandomEngine(seed), thread=thread, records=True, max_context=900)
-        player._seed = seed
+        player.seed = seed
         group = await player.try_group(TASK, attempt=Attempt(3), group_size=2)
         for episode in group.episodes:
             recording = read(episode)
@@ -145,7 +145,7 @@ def test_a_replayed_episode_is_the_one_that_was_recorded(seed: int, thread):
     asyncio.run(check())
 
 
-async def test_tools_are_not_run_again(thread):
+async def test_replay_does_not_run_tools(thread):
     calls = itertools.count()
 
     def count(key: str) -> int:
@@ -163,7 +163,7 @@ async def test_tools_are_not_run_again(thread):
     assert next(calls) == 1
 
 
-async def test_sub_agents_that_a_tool_spawns_speak_again_as_they_did(thread):
+async def test_replay_reruns_tools_in_which_agents_took_turns(thread):
     async def delegating(task, agent):
         async def ask(question: str) -> str:
             """Asks an expert, who asks another."""
@@ -199,11 +199,11 @@ async def test_sub_agents_that_a_tool_spawns_speak_again_as_they_did(thread):
     recording = read(episode)
     assert [row.has_turns for row in recording.tool_runs] == [True, True, False]
     assert_same(await rerun(recording, delegating, tokenizer=TOKENIZER), episode)
-    with pytest.raises(ConfigError, match=r"or an agent spoke in it; choose one of 2\."):
+    with pytest.raises(ConfigError, match=r"result can be replaced; choose one of 2\."):
         with_tool_results(recording, {0: "no"})
 
 
-async def test_an_environment_that_asks_something_else_is_named_with_its_turn(thread):
+async def test_diverging_environment_raises_replay_error_with_its_turn(thread):
     episode = await recorded(with_a_tool, ChatEngine(caller), thread=thread)
 
     async def otherwise(task, agent):
@@ -228,7 +228,7 @@ async def test_an_environment_that_asks_something_else_is_named_with_its_turn(th
             await rerun(recording, function, tokenizer=TOKENIZER)
 
 
-async def test_a_tool_result_may_be_changed_and_what_follows_is_not_trained(thread):
+async def test_turns_after_an_edited_tool_result_are_not_trained(thread):
     episode = await recorded(with_a_tool, ChatEngine(caller), thread=thread)
     edited = with_tool_results(read(episode), {0: "13"})
     again = await rerun(edited, with_a_tool, tokenizer=TOKENIZER)
@@ -239,11 +239,11 @@ async def test_a_tool_result_may_be_changed_and_what_follows_is_not_trained(thre
     assert after.num_sampled == first < before.num_sampled
     assert [row.is_recorded for row in read(again).turns] == [True, False]
     assert episode_of(with_reward(edited, 0.25)).reward == 0.25
-    with pytest.raises(ConfigError, match=r"no tool call 7 in the recording of group 3"):
+    with pytest.raises(ConfigError, match=r"recording of group 3, episode 0, has no tool call 7"):
         with_tool_results(edited, {7: None})
 
 
-async def test_episodes_that_came_to_a_limit_come_to_it_again_at_once(thread):
+async def test_replay_reaches_recorded_limits_at_once(thread):
     async def stuck(task, agent):
         await agent.complete("x")
         try:
@@ -270,7 +270,7 @@ async def test_episodes_that_came_to_a_limit_come_to_it_again_at_once(thread):
             assert_same(await rerun(slower, stuck, tokenizer=TOKENIZER), episode)
 
 
-async def test_files_of_recordings_are_checked(tmp_path, thread):
+async def test_invalid_recording_files_raise_config_error(tmp_path, thread):
     episode = await recorded(with_a_tool, ChatEngine(caller), thread=thread)
     line = Line(group=3, score=1.0, model="here", episode=read(episode))
     path = tmp_path / "episodes.jsonl"
@@ -278,9 +278,12 @@ async def test_files_of_recordings_are_checked(tmp_path, thread):
     assert list(read_recordings(path)) == [line, line]
     text = path.read_text()
     for wrong, sentence in [
-        (text.replace('"schema":1', '"schema":2', 1), r"episodes.jsonl:1 is no recorded episode"),
+        (
+            text.replace('"schema":1', '"schema":2', 1),
+            r"jsonl:1 is not a recorded episode",
+        ),
         (text.replace('"ending"', '"end"'), r"unknown field `end` - at `\$.episode"),
-        (text[:-9], r"episodes.jsonl:2 is no recorded episode: Input data was truncated"),
+        (text[:-9], r"episodes.jsonl:2 is not a recorded episode: Input data was truncated"),
     ]:
         path.write_text(wrong)
         with pytest.raises(ConfigError, match=sentence):
@@ -289,7 +292,7 @@ async def test_files_of_recordings_are_checked(tmp_path, thread):
         list(read_recordings(tmp_path / "none.jsonl"))
 
 
-async def test_columns_that_cannot_be_written_are_asked_for(thread):
+async def test_columns_that_json_cannot_hold_must_be_passed_again(thread):
     task = Task(prompt="a", columns={"value": "12", "grid": np.zeros(3)})
     player = player_of(with_a_tool, ChatEngine(caller), thread=thread, records=True)
     group = await player.try_group(task, attempt=Attempt(3), group_size=1)

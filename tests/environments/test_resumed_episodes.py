@@ -10,7 +10,8 @@ from tool_user import caller, user, with_a_tool
 
 from millrace.core.records import Task
 from millrace.environments.loop_thread import LoopThread
-from millrace.environments.rollouts.attempt import Attempt, PartialRollout
+from millrace.environments.rollouts.attempt import Attempt
+from millrace.environments.rollouts.partial_rollouts import PartialRollout
 
 TASK = Task(prompt="a", columns={"value": "12"})
 
@@ -110,7 +111,7 @@ async def test_tools_run_again_and_saved_turns_are_used_while_their_results_matc
     assert_same_group(group, undisturbed)
 
 
-async def test_an_environment_that_diverges_is_answered_by_the_engine(thread):
+async def test_diverging_resumed_environment_is_answered_by_the_engine(thread):
     clock = iter(range(100))
 
     async def by_the_clock(task, agent):

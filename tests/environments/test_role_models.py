@@ -8,7 +8,7 @@ from millrace.core.errors import TaskError
 from millrace.core.records import Task
 from millrace.environments.other_models import OtherModel
 from millrace.environments.replay.answers import ReplayError
-from millrace.environments.replay.episodes import episode_of
+from millrace.environments.replay.recorder import episode_of
 from millrace.environments.replay.rerun import rerun
 from millrace.environments.replay.schema import Recording
 from millrace.environments.rollouts.attempt import Attempt
@@ -53,7 +53,7 @@ async def play(function, *, thread, max_context=2000, group_size=2, **rules):
     return group, engine, other
 
 
-async def test_a_role_asks_its_own_engines_with_its_own_tokens_template_and_tool_calls(thread):
+async def test_role_of_another_model_uses_its_engines_tokenizer_template_and_tool_format(thread):
     group, engine, other = await play(judged, thread=thread)
     assert [episode.reward for episode in group.episodes] == [1.0, 1.0]
     assert len(engine.requests) == 2
@@ -68,7 +68,7 @@ async def test_a_role_asks_its_own_engines_with_its_own_tokens_template_and_tool
         assert not request.expires
 
 
-async def test_nothing_that_another_model_says_is_trained(thread):
+async def test_tokens_of_other_models_are_never_trained(thread):
     group, _engine, _other = await play(judged, thread=thread)
     for episode in group.episodes:
         assert [turn.agent for turn in episode.turns] == ["", "judge", "judge"]
@@ -85,7 +85,7 @@ async def test_nothing_that_another_model_says_is_trained(thread):
         ({"model": "llama", "adapter": "base"}, "adapters belong to the policy's model"),
     ],
 )
-async def test_roles_that_cannot_be_are_refused(role, sentence, thread):
+async def test_invalid_roles_raise_task_error(role, sentence, thread):
     async def asks(task, agent):
         await agent.chat([user("a")])
         agent.role("judge", **role)
@@ -94,7 +94,7 @@ async def test_roles_that_cannot_be_are_refused(role, sentence, thread):
         await play(asks, thread=thread)
 
 
-async def test_a_role_is_taken_with_the_same_model_each_time(thread):
+async def test_role_must_be_requested_with_the_same_model(thread):
     async def changes(task, agent):
         agent.role("judge", model="llama")
         agent.role("judge", trained=False)
@@ -103,7 +103,7 @@ async def test_a_role_is_taken_with_the_same_model_each_time(thread):
         await play(changes, thread=thread)
 
 
-async def test_the_context_of_a_role_is_that_of_its_model(thread):
+async def test_role_is_limited_by_the_context_of_its_model(thread):
     async def long(task, agent):
         await agent.role("judge", model="llama").chat([user("a " * 50)])
 
@@ -111,7 +111,7 @@ async def test_the_context_of_a_role_is_that_of_its_model(thread):
         await play(long, thread=thread, max_context=20)
 
 
-async def test_an_episode_with_another_model_is_recorded_and_played_again(thread):
+async def test_episode_with_another_model_is_recorded_and_replayed(thread):
     group, _engine, _other = await play(judged, thread=thread, group_size=1, records=True)
     (episode,) = group.episodes
     assert episode.recording is not None
@@ -120,11 +120,11 @@ async def test_an_episode_with_another_model_is_recorded_and_played_again(thread
     assert len(episode_of(recording).rollouts) == 1
     again = await rerun(recording, judged, tokenizer=POLICY, tokenizers={"llama": JUDGE})
     assert again.recording == episode.recording
-    with pytest.raises(ReplayError, match=r"other models \(llama\), whose tokenizers are needed"):
+    with pytest.raises(ReplayError, match=r"other models \(llama\), and their tokenizers are"):
         await rerun(recording, judged, tokenizer=POLICY)
 
 
-async def test_a_replay_that_asks_another_model_something_else_is_told_in_its_words(thread):
+async def test_replay_error_is_decoded_with_the_tokenizer_of_the_other_model(thread):
     async def otherwise(task, agent):
         await agent.chat([user(task.prompt)])
         await agent.role("judge", model="llama").run([user("Is 13 right?")], [lookup])

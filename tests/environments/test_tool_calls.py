@@ -28,7 +28,7 @@ SCHEMA = {
         ("mistral", "mistral"),
     ],
 )
-def test_a_chat_template_tells_its_format(family: str, name: str):
+def test_auto_format_is_recognised_by_the_chat_template(family: str, name: str):
     template = tokenizer_of(FAMILIES[family]).chat_template
     assert format_of("auto", template=template) is FORMATS[name]
 
@@ -42,14 +42,14 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_call_is_read(name: str):
+def test_tool_call_is_parsed(name: str):
     parsed = FORMATS[name].parse(WRITTEN[name], [SCHEMA])
     assert [(call.name, call.arguments) for call in parsed.calls] == [("search", {"key": "a"})]
     assert parsed.problems == ()
 
 
-def test_other_ways_to_write_a_call_are_read_too():
-    hermes, llama3, mistral, gemma = FORMATS.values()
+def test_variants_of_tool_calls_are_parsed():
+    hermes, mistral, llama3, gemma = FORMATS.values()
     two = hermes.parse(f"{WRITTEN['hermes']}\n{WRITTEN['hermes']}", [SCHEMA])
     assert [call.id for call in two.calls] == ["call00000", "call00001"]
     assert two.content == "Let me."
@@ -63,7 +63,7 @@ def test_other_ways_to_write_a_call_are_read_too():
     assert by_place.calls[0].arguments == {"key": "a", "limit": 3}
 
 
-def test_a_call_that_is_only_thought_of_is_none():
+def test_call_inside_thinking_is_ignored():
     thought = "<think><tool_call>{}</tool_call></think>No need."
     assert FORMATS["hermes"].parse(thought, [SCHEMA]).calls == ()
     assert FORMATS["hermes"].parse(thought, [SCHEMA]).problems == ()
@@ -74,7 +74,7 @@ def test_a_call_that_is_only_thought_of_is_none():
     [
         ("hermes", "<tool_call>search(a)</tool_call>", r"cannot be read .*; write <tool_call>"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'needs a "name"'),
-        ("hermes", '<tool_call>{"name": "s", "arguments": [1]}</tool_call>', "are an object"),
+        ("hermes", '<tool_call>{"name": "s", "arguments": [1]}</tool_call>', "must be an object"),
         ("llama3", '{"name": "search", "parameters": {', "cannot be read"),
         ("llama3", "<|python_tag|>search(x); search(y)", "cannot be read"),
         ("mistral", "[TOOL_CALLS][{]", "cannot be read"),
@@ -84,14 +84,14 @@ def test_a_call_that_is_only_thought_of_is_none():
         ("gemma", "```tool_code\nsearch(1, 2, 3)\n```", "takes fewer arguments"),
     ],
 )
-def test_what_cannot_be_read_is_a_sentence_for_the_model(name: str, text: str, problem: str):
+def test_malformed_call_is_a_problem_for_the_model(name: str, text: str, problem: str):
     parsed = FORMATS[name].parse(text, [SCHEMA])
     assert parsed.calls == ()
     (sentence,) = parsed.problems
     assert re.search(problem, sentence)
 
 
-def test_of_several_calls_where_one_is_allowed_the_first_is_made():
+def test_llama_makes_only_the_first_of_several_calls():
     parsed = FORMATS["llama3"].parse('<|python_tag|>search("a"); search("b")', [SCHEMA])
     assert [call.arguments for call in parsed.calls] == [{"key": "a"}]
     assert "one at a time" in parsed.problems[0]
@@ -106,13 +106,13 @@ _PIECES = st.sampled_from(
 @given(
     st.lists(_PIECES | st.text(max_size=5), max_size=8).map("".join), st.sampled_from([*FORMATS])
 )
-def test_nothing_that_a_model_writes_raises(text: str, name: str):
+def test_parse_never_raises(text: str, name: str):
     parsed = FORMATS[name].parse(text, [SCHEMA])
     json.dumps([call.arguments for call in parsed.calls], default=repr)
     FORMATS[name].reply(text, parsed)
 
 
-def test_tools_that_a_template_does_not_know_are_introduced_by_the_user():
+def test_gemma_introduces_tools_in_the_first_user_message():
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     shown, schemas = FORMATS["gemma"].shown(messages, [SCHEMA])
     assert schemas == []

@@ -57,12 +57,12 @@ def test_type_hints_and_docstring_become_the_schema():
     }
 
 
-async def test_results_that_are_no_text_are_told_as_json():
+async def test_tool_results_that_are_not_text_become_json():
     result = await told(search, query="é", limit=2)
     assert (result.text, result.fault) == ('["é", "é"]', None)
 
 
-async def test_an_async_tool_is_awaited():
+async def test_async_tool_is_awaited():
     async def double(x: int) -> int:
         """Twice."""
         await asyncio.sleep(0)
@@ -80,7 +80,7 @@ async def test_an_async_tool_is_awaited():
         ({"query": "a", "order": "up"}, "Error: the argument 'order' does not fit"),
     ],
 )
-async def test_wrong_arguments_are_told_to_the_model(arguments, text):
+async def test_wrong_arguments_are_reported_to_the_model(arguments, text):
     result = await run_tool(tool_of(search), arguments, timeout_s=5, max_chars=200)
     assert result.text.startswith(text)
     assert result.fault == "tool_errors"
@@ -89,7 +89,7 @@ async def test_wrong_arguments_are_told_to_the_model(arguments, text):
 @pytest.mark.parametrize(
     "error", [ValueError("no"), SystemExit(3), StopIteration(), TimeoutError()]
 )
-async def test_a_tool_that_raises_costs_its_call_only(error):
+async def test_raising_tool_fails_only_its_call(error):
     def broken(x: int) -> int:
         """Raises."""
         raise error
@@ -99,7 +99,7 @@ async def test_a_tool_that_raises_costs_its_call_only(error):
     assert result.fault == "tool_errors"
 
 
-async def test_a_tool_that_hangs_is_given_up_while_others_go_on():
+async def test_hanging_tool_times_out_while_others_run():
     hanging = asyncio.create_task(told(later, timeout_s=0.2, key="a"))
     assert (await told(search, query="b", limit=1)).text == '["b"]'
     result = await hanging
@@ -107,7 +107,7 @@ async def test_a_tool_that_hangs_is_given_up_while_others_go_on():
     assert result.fault == "tool_timeouts"
 
 
-async def test_ten_megabytes_are_cut_with_a_note():
+async def test_long_tool_result_is_cut_with_a_note():
     def dump(x: int) -> str:
         """Much."""
         return "x" * 10_000_000
@@ -116,14 +116,14 @@ async def test_ten_megabytes_are_cut_with_a_note():
     assert result.text == f"{'x' * 100}\n[cut: the first 100 of 10000000 characters]"
 
 
-def test_a_function_that_does_not_tell_what_it_takes_is_refused():
+def test_function_without_type_hints_raises_task_error():
     def untyped(x) -> str:
         return x
 
     def many(*xs: int) -> str:
         return ""
 
-    with pytest.raises(TaskError, match="'untyped' does not say what 'x' is; add a type hint"):
+    with pytest.raises(TaskError, match="'untyped': 'x' has no type hint; add one"):
         tool_of(untyped)
     with pytest.raises(TaskError, match=r"'many' takes \*xs: int; a model passes arguments by"):
         tool_of(many)

@@ -17,7 +17,7 @@ from millrace.environments.rollouts.attempt import Attempt
 from millrace.serving.programs.verifiers_env import VerifiersEnvironment
 
 
-def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch):
+def test_missing_verifiers_package_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
     with pytest.raises(ConfigError, match=r"install millrace\[verifiers-envs\]"):
@@ -44,7 +44,7 @@ async def play(environment, answer, task, *, group_size=2, **rules):
     return group.episodes, engine
 
 
-async def test_an_environment_is_played_through_the_gateway_and_judged_by_its_own_rewards():
+async def test_verifiers_environment_plays_through_the_gateway_with_its_own_rewards():
     environment = environment_of()
     tasks = environment.tasks()
     assert [task.prompt[-1]["content"] for task in tasks] == ["0+1=", "1+1=", "2+1="]
@@ -61,7 +61,7 @@ async def test_an_environment_is_played_through_the_gateway_and_judged_by_its_ow
     assert wrong.reward == 0.0
 
 
-async def test_an_episode_that_comes_to_a_limit_is_marked():
+async def test_verifiers_episode_at_a_limit_is_marked():
     environment = environment_of()
     (episode, _), _engine = await play(
         environment, lambda _: "2?", environment.tasks()[0], limits=EpisodeLimits(max_turns=1)
@@ -69,12 +69,12 @@ async def test_an_episode_that_comes_to_a_limit_is_marked():
     assert (episode.ending, episode.reward) == ("turns", 0.0)
 
 
-async def test_a_program_that_fails_before_it_calls_is_the_tasks_error():
+async def test_failure_before_the_first_call_raises_task_error():
     environment = environment_of(fails=True)
     with pytest.raises(TaskError, match=r"failed before it called the model: .*no luck"):
         await play(environment, lambda _: "2", environment.tasks()[0])
 
 
-async def test_tasks_must_be_those_of_its_taskset():
+async def test_tasks_must_come_from_the_taskset():
     with pytest.raises(TaskError, match="verifiers_task = None, which is not in the"):
         await play(environment_of(), lambda _: "2", Task(prompt="?"))

@@ -101,9 +101,9 @@ def group_of(rollouts: tuple[Rollout, ...]) -> Group:
 def says_the_same(script: Script, *, engine: EmbeddedEngine, trainer: Trainer) -> None:
     async def rollouts_of() -> tuple[tuple[Rollout, ...], list[Exchange]]:
         truncation = {"top_k": 20, "top_p": 0.9} if script.truncates else {}
-        async with agent_on(engine, seed=len(script.prompt), **truncation) as (agent, cast):
+        async with agent_on(engine, seed=len(script.prompt), **truncation) as (agent, state):
             await converse(agent, script)
-            return cast.rollouts(), agent._record.exchanges
+            return state.rollouts(), agent.record.exchanges
 
     rollouts, exchanges = asyncio.run(rollouts_of())
     num_sampled = sum(len(exchange.completion.tokens) for exchange in exchanges)
@@ -120,7 +120,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
     ("num_experts", "num_conversations"),
     [(0, 12), (8, 6), pytest.param(0, 200, marks=SLOW), pytest.param(8, 200, marks=SLOW)],
 )
-def test_the_trainer_says_what_the_engine_said_about_every_token_of_any_conversation(
+def test_trainer_logprobs_match_the_engine_for_any_conversation(
     num_experts: int, num_conversations: int
 ):
     engine = make_engine(num_experts=num_experts)
@@ -136,7 +136,7 @@ def test_the_trainer_says_what_the_engine_said_about_every_token_of_any_conversa
 
 
 @pytest.mark.parametrize("swaps", [False, True])
-async def test_a_turn_costs_what_is_new_in_it_also_across_weight_swaps(swaps: bool):
+async def test_turn_prefills_only_new_tokens_even_across_weight_swaps(swaps: bool):
     engine = make_engine(kv="keep")
     costs, new = [], []
     async with agent_on(engine, max_new_tokens=8) as (agent, _):
@@ -156,7 +156,7 @@ async def test_a_turn_costs_what_is_new_in_it_also_across_weight_swaps(swaps: bo
     assert sum(costs) <= num_tokens + 12 * (1 + BLOCK)
 
 
-async def test_without_kept_kv_a_swap_costs_the_whole_prefix_once():
+async def test_swap_without_kept_kv_recomputes_the_prefix_once():
     engine = make_engine(kv="recompute")
     async with agent_on(engine, max_new_tokens=8) as (agent, _):
         first = await agent.chat([user("hello there " * 5)])
@@ -168,9 +168,9 @@ async def test_without_kept_kv_a_swap_costs_the_whole_prefix_once():
 
 
 @pytest.mark.parametrize("swaps", [False, True])
-async def test_a_fork_costs_no_prefill_of_what_it_shares(swaps: bool):
+async def test_fork_reuses_the_prefill_of_shared_tokens(swaps: bool):
     engine = make_engine(kv="keep")
-    async with agent_on(engine, max_new_tokens=40) as (agent, cast):
+    async with agent_on(engine, max_new_tokens=40) as (agent, state):
         reply = await agent.chat([user("hello there " * 20)])
         num_sampled = len(reply.exchange.completion.tokens)
         assert num_sampled > 10
@@ -185,11 +185,11 @@ async def test_a_fork_costs_no_prefill_of_what_it_shares(swaps: bool):
             assert set(fork.exchange.completion.versions) == {1 if swaps else 0}
             begun = reply.exchange.tokens()[: -num_sampled + at or None]
             np.testing.assert_array_equal(fork.exchange.tokens()[: len(begun)], begun)
-        trained = [r.num_sampled for r in cast.rollouts()]
-        assert sum(trained) == sum(len(e.completion.tokens) for e in agent._record.exchanges)
+        trained = [r.num_sampled for r in state.rollouts()]
+        assert sum(trained) == sum(len(e.completion.tokens) for e in agent.record.exchanges)
 
 
-async def test_a_fork_that_is_not_pinned_is_computed_by_the_weights_served_now():
+async def test_unpinned_fork_is_computed_with_current_weights():
     engine = make_engine(kv="keep")
     async with agent_on(engine, max_new_tokens=20) as (agent, _):
         reply = await agent.chat([user("hello there " * 5)])
@@ -201,7 +201,7 @@ async def test_a_fork_that_is_not_pinned_is_computed_by_the_weights_served_now()
 
 
 @pytest.mark.parametrize("held", ["kept", "given up"])
-async def test_a_pinned_fork_says_whether_weights_that_are_gone_computed_what_it_shares(held: str):
+async def test_pinned_fork_reports_recomputed_kv(held: str):
     engine = make_engine(kv="keep" if held == "kept" else "recompute")
     async with agent_on(engine, max_new_tokens=20) as (agent, _):
         reply = await agent.chat([user("hello there " * 5)])
@@ -219,9 +219,9 @@ async def test_a_pinned_fork_says_whether_weights_that_are_gone_computed_what_it
         assert {k: v for k, v in agent._state.counts.items() if v} == expected
 
 
-async def test_a_fork_is_a_reply_from_which_a_conversation_goes_on():
+async def test_conversation_continues_after_a_fork():
     engine = make_engine()
-    async with agent_on(engine, max_new_tokens=20) as (agent, _cast):
+    async with agent_on(engine, max_new_tokens=20) as (agent, _state):
         reply = await agent.chat([user("hello")])
         fork = await agent.fork(reply, at=3)
         last = await agent.chat([*reply.prompt, fork, user("more")])

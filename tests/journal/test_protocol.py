@@ -32,8 +32,7 @@ from millrace.controller.buffer import Buffer
 from millrace.controller.orders import build_sampler
 from millrace.core.errors import Filtered, JournalError, ScoreError
 from millrace.core.records import Completion, Group, Request, Sampling, Task
-from millrace.environments.rollouts.partial_rollouts import PartialRollouts
-from millrace.environments.rollouts.replaying_engine import ReplayingEngine
+from millrace.environments.rollouts.partial_rollouts import PartialRollouts, ReplayingEngine
 from millrace.journal import Journal, read_journal
 from millrace.journal.resuming import Cursor, resume_history
 from millrace.tasks.curriculum import Curriculum

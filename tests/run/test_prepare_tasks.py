@@ -9,7 +9,7 @@ from tiny_model import make_tiny_model
 
 from millrace.config import load_config
 from millrace.core.errors import CheckpointError, ConfigError
-from millrace.environments.tools.environment import WithServers
+from millrace.environments.tools.mcp_server import WithServers
 from millrace.run.prepare import PreparedRun, prepare
 from millrace.scoring.shaping.selection import FirstSelection, RocSelection
 from millrace.tasks.curriculum import Curriculum

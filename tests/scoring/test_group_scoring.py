@@ -13,10 +13,10 @@ from scripted_scorer import ScriptedScorer, group, settle
 
 from millrace.core.errors import ScoreError
 from millrace.core.records import Request, Sampling, ScorerResult, Task, TokenScores
+from millrace.environments.function_environment import SingleTurn
 from millrace.environments.rollouts.attempt import Attempt
 from millrace.environments.rollouts.player import Player
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.rollouts.single_turn import SingleTurn
 from millrace.inference.pool import EnginePool
 from millrace.scoring.scheduling.gates import parse_gate
 from millrace.scoring.scheduling.group_scoring import GroupScoring

@@ -5,12 +5,12 @@ import pytest
 import torch
 from architectures import tiny_model
 from batches import batch_of, mixed_rollouts, trainer_of
-from engine_rig import finish_all, letter_tokenizer, make_engine, make_request, prompt_of
+from engine_rig import finish_all, make_engine, make_request, prompt_of
 
 from millrace.config import LoraConfig
 from millrace.core.errors import CheckpointError
 from millrace.core.records import Rollout
-from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.token_record import rollout_of
 from millrace.inference.embedded.engine import EmbeddedEngine
 from millrace.models.lora.trained import TrainedAdapter
 from millrace.training.losses.policy_loss import PolicyLoss
@@ -40,9 +40,8 @@ def rollouts_by(engine: EmbeddedEngine) -> list[Rollout]:
         for i, settings in enumerate(SAMPLING)
     ]
     done = finish_all(engine, requests)
-    renderer = Renderer(letter_tokenizer())
     return [
-        renderer.rollout(request.prompt, completion, request.sampling)
+        rollout_of(request.prompt, completion, request.sampling)
         for request in requests
         for completion in done[request.id]
     ]

@@ -8,12 +8,12 @@ import torch
 from architectures import MIXTURE, MIXTURES, NUM_EXPERTS, tiny_model
 from astray import lead_astray
 from batches import batch_of, trainer_of
-from engine_rig import finish_all, letter_tokenizer, make_engine, make_request, prompt_of, weights
+from engine_rig import finish_all, make_engine, make_request, prompt_of, weights
 
 from millrace.core.completions import unknown_id
 from millrace.core.microbatch import Batch, Microbatch
 from millrace.core.records import Completion, Request, Rollout
-from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.token_record import rollout_of
 from millrace.models.routing import RouteReplay, find_routing
 from millrace.training.layers import checkpoint_layers, compile_layers
 from millrace.training.packing.splitting import halves
@@ -34,9 +34,8 @@ def replaying(model, **settings) -> Trainer:
 
 
 def rollouts_of(requests: list[Request], done: dict[str, list[Completion]]) -> list[Rollout]:
-    renderer = Renderer(letter_tokenizer())
     return [
-        renderer.rollout(request.prompt, completion, request.sampling)
+        rollout_of(request.prompt, completion, request.sampling)
         for request in requests
         for completion in done[request.id]
     ]

@@ -2,13 +2,13 @@
 
 | module | owns |
 |---|---|
-| `function_environment.py` | a user's coroutine, run n times concurrently per group |
+| `function_environment.py` | a user's coroutine, run n times concurrently per group; single turns |
 | `episode_runner.py` | one episode from the coroutine's start to its reward; branches of episodes |
-| `agent.py`, `agent_set.py` | what an environment talks to; the agents by role |
+| `agent.py` | what an environment talks to, one agent per role |
 | `conversation.py` | messages and texts as incremental prompt tokens |
 | `token_record.py` | the tokens of an agent, as a tree; a branch becomes a Rollout |
-| `episode_state.py`, `limits.py` | what a running episode has used, and what it may use |
-| `tape.py` | the event log of an episode: turns and tool results in order |
+| `episode_state.py`, `limits.py` | the agents and limits of a running episode |
+| `event_log.py` | the turns and tool results of an episode, in order |
 | `tools/` | Python functions and MCP servers as tools; tool calls by model family |
 | `rollouts/` | groups: the player, prompt rendering, partial rollouts |
 | `branching/` | groups whose episodes form trees |

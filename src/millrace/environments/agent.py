@@ -8,19 +8,21 @@ An Agent belongs to one episode and runs on the event loop of the environments.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling
 from millrace.environments.conversation import Beginning, Conversation
-from millrace.environments.episode_state import EpisodeState, Speaker
 from millrace.environments.limits import EpisodeOver
 from millrace.environments.token_record import Exchange, TokenRecord
-from millrace.environments.tools.calls import Parsed, ToolCall, ToolFormat
+from millrace.environments.tools.calls import Parsed, ToolCall
 from millrace.environments.tools.functions import Tool, tools_of
 from millrace.models.grammars import grammar_of
+
+if TYPE_CHECKING:
+    from millrace.environments.episode_state import EpisodeState
 
 MALFORMED = "malformed_calls"
 
@@ -66,40 +68,32 @@ class Reply:
 class Agent:
     def __init__(
         self,
+        state: "EpisodeState",
         *,
-        state: EpisodeState,
-        conversation: Conversation,
-        tool_format: ToolFormat,
-        sampling: Sampling,
-        name: str = "",
-        adapter: str | None = None,
-        model: str | None = None,
-        max_context: int | None = None,
-        is_trained: bool = True,
-        agent_named: Callable[..., "Agent"],
+        name: str,
+        adapter: str | None,
+        model: str | None,
+        is_trained: bool,
     ) -> None:
-        """`model` and `max_context` are set for a model of environment.models. `agent_named`
-        returns the agents of the episode by name (AgentSet.agent)."""
+        """`model` is a name in environment.models; None = the policy."""
+        if model is not None and model not in state.others:
+            raise TaskError(
+                f"The role {name!r} names the model {model!r}, which is not in environment.models;"
+                f" defined models: {', '.join(state.others) or 'none'}."
+            )
         self.name = name
         self.adapter = adapter
         self.model = model
         self.is_trained = is_trained
-        self._state = state
-        self._conversation = conversation
-        self._format = tool_format
-        self._sampling = sampling
-        self._agent_named = agent_named
-        self._record = TokenRecord()
-        self._speaker = Speaker(
-            agent=name,
-            adapter=adapter,
-            model=model,
-            max_context=max_context,
-            is_trained=is_trained,
-            record=self._record,
-        )
-        self._num_forks = 0  # unpinned forks, each in a session of its own
+        self.sampling = state.sampling  # default settings of chat() and complete()
+        self.record = TokenRecord()
         self.tools: tuple[Tool, ...] = ()  # tools of the run's MCP servers
+        used = state if model is None else state.others[model]
+        self.tool_format = used.tool_format
+        self.max_context = used.max_context
+        self._conversation = Conversation(used.renderer, history=state.history, counts=state.counts)
+        self._state = state
+        self._num_forks = 0  # unpinned forks, each in a session of its own
 
     def role(
         self,
@@ -130,16 +124,7 @@ class Agent:
                 f" trained=True, or the {other.partition(' ')[0]}."
             )
         is_trained = is_policy if trained is None else trained
-        return self._agent_named(name, adapter=adapter, model=model, is_trained=is_trained)
-
-    @property
-    def tool_format(self) -> ToolFormat:
-        return self._format
-
-    @property
-    def sampling(self) -> Sampling:
-        """Default sampling settings of chat() and complete()."""
-        return self._sampling
+        return self._state.agent(name, adapter=adapter, model=model, is_trained=is_trained)
 
     @property
     def rng(self) -> np.random.Generator:
@@ -170,7 +155,7 @@ class Agent:
         """
         rows = _checked(messages)
         by_name = tools_of(tools or ())
-        shown, in_template = self._format.shown(rows, _schemas(by_name))
+        shown, in_template = self.tool_format.shown(rows, _schemas(by_name))
         beginning = self._conversation.of_messages(shown, tools=in_template)
         exchange = await self._exchange(beginning, prompt=rows, sampling=sampling)
         return self._reply(rows, exchange, tools=by_name)
@@ -230,7 +215,7 @@ class Agent:
         messages: list[Message] = []
         for call in reply.tool_calls:
             result = await self._state.call_tool(call, reply.tools)
-            messages.append(self._format.result(call, result))
+            messages.append(self.tool_format.result(call, result))
         self._state.counts[MALFORMED] += len(reply.problems)
         if reply.problems:
             messages.append({"role": "user", "content": "\n".join(reply.problems)})
@@ -255,12 +240,8 @@ class Agent:
         """Return the trained tokens sampled so far; `places` as in TokenRecord."""
         if not self.is_trained:
             return ()
-        rollouts = self._record.rollouts(places)
+        rollouts = self.record.rollouts(places)
         return tuple(replace(rollout, agent=self.name) for rollout in rollouts)
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        return self._conversation.counts
 
     def _reply(
         self,
@@ -275,12 +256,12 @@ class Agent:
         tools = tools or {}
         text = inherited + exchange.completion.text
         schemas = _schemas(tools)
-        parsed = self._format.parse(text, schemas) if tools else Parsed(content=text)
-        message = self._format.reply(text, parsed)
+        parsed = self.tool_format.parse(text, schemas) if tools else Parsed(content=text)
+        message = self.tool_format.reply(text, parsed)
         if isinstance(prompt, str):
             self._conversation.replied_to_text(prompt + inherited, exchange)
         else:
-            shown, in_template = self._format.shown(prompt, schemas)
+            shown, in_template = self.tool_format.shown(prompt, schemas)
             self._conversation.replied_to_messages([*shown, message], exchange, tools=in_template)
         return Reply(
             text=text,
@@ -306,7 +287,7 @@ class Agent:
     ) -> Exchange:
         return await self._state.turn(
             beginning,
-            speaker=self._speaker,
+            agent=self,
             prompt=prompt,
             sampling=self._settings(sampling),
             session=self.name if session is None else session,
@@ -315,7 +296,7 @@ class Agent:
 
     def _settings(self, changes: Mapping[str, Any]) -> Sampling:
         if not changes:
-            return self._sampling
+            return self.sampling
         if isinstance(changes.get("stop"), str | list):
             stop = changes["stop"]
             changes = {**changes, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
@@ -324,14 +305,14 @@ class Agent:
             others = {k: v for k, v in changes.items() if k != "response_format"}
             changes = {**others, "grammar": grammar}
         try:
-            changed = replace(self._sampling, **changes)
+            changed = replace(self.sampling, **changes)
         except TypeError:
             unknown = ", ".join(sorted(set(changes) - set(Sampling.__dataclass_fields__)))
             raise TaskError(
                 f"agent.chat got {unknown}, which is not a [sampling] setting; valid settings are"
                 f" {', '.join(Sampling.__dataclass_fields__)}."
             ) from None
-        if self.is_trained and changed.temperature == 0 != self._sampling.temperature:
+        if self.is_trained and changed.temperature == 0 != self.sampling.temperature:
             raise TaskError(
                 "agent.chat got temperature = 0, but greedy tokens cannot be trained; raise the"
                 " temperature, or take a role with trained=False."

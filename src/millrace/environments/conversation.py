@@ -16,20 +16,20 @@ end-of-turn token that the model sampled takes the place of the template's.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from millrace.core.records import Message
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.token_record import Exchange
+from millrace.environments.tools.calls import Schemas
 
 History = Literal["template", "sampled"]
-Schemas = Sequence[Mapping[str, Any]]
 
 RERENDERED = "rerendered"
 _SENTINEL = "\u27eareply\u27eb"  # placeholder that locates where the template puts a reply
@@ -60,14 +60,20 @@ class Beginning:
 class Conversation:
     """The prompts and replies of one agent so far. Used from one event loop."""
 
-    def __init__(self, renderer: Renderer, *, history: History = "template") -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        *,
+        history: History = "template",
+        counts: Counter[str] | None = None,
+    ) -> None:
         """`history`: if the template renders earlier turns differently, "template" starts a new
         branch, and "sampled" continues after the sampled tokens anyway."""
         self._renderer = renderer
         self._history = history
         self._chats: dict[bytes, Exchange] = {}  # by digest of all messages including the reply
         self._texts: dict[str, tuple[Exchange, int]] = {}  # with the end of the text in tokens
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter() if counts is None else counts
 
     def decode(self, tokens: np.ndarray) -> str:
         return self._renderer.decode(tokens)
@@ -80,19 +86,19 @@ class Conversation:
                 continue
             ids = self._continuation(messages, count, exchange=exchange, tools=tools)
             if ids is not None:
-                return Beginning(given=_array(ids), parent=exchange)
+                return Beginning(given=ids, parent=exchange)
             self.counts[RERENDERED] += 1
             break
-        text = self._renderer.chat_text(messages, tools=_plain(tools))
-        return Beginning(given=_array(self._renderer.ids(text)))
+        text = self._renderer.chat_text(messages, tools=tools)
+        return Beginning(given=self._renderer.encode(text))
 
     def of_text(self, text: str) -> Beginning:
         known = max((t for t in self._texts if text.startswith(t)), key=len, default=None)
         if known is None or known == text:
             return Beginning(given=self._renderer.render(text))
         exchange, end = self._texts[known]
-        ids = self._renderer.ids(text[len(known) :])
-        return Beginning(given=_array(ids), parent=exchange, at=end)
+        new = self._renderer.encode(text[len(known) :])
+        return Beginning(given=new, parent=exchange, at=end)
 
     def replied_to_messages(
         self, messages: Sequence[Message], exchange: Exchange, *, tools: Schemas = ()
@@ -113,32 +119,32 @@ class Conversation:
         """Return the beginning after so many sampled tokens of an exchange, and their text."""
         at = exchange.start + len(exchange.given) + num_sampled
         text = self._renderer.decode(exchange.completion.tokens[:num_sampled])
-        return Beginning(given=_array([]), parent=exchange, at=at), text
+        return Beginning(given=np.empty(0, np.int32), parent=exchange, at=at), text
 
     def _continuation(
         self, messages: Sequence[Message], count: int, *, exchange: Exchange, tools: Schemas
-    ) -> list[int] | None:
+    ) -> np.ndarray | None:
         """Return the tokens that follow the first `count` messages, the last of which is the reply
         of `exchange`; None if the template changes its rendering of earlier messages."""
         *before, reply = messages[:count]
         new = messages[count:]
 
-        def text(*rows: Message, answers: bool) -> str:
-            return self._renderer.chat_text(rows, tools=_plain(tools), answers=answers)
+        def text(*rows: Message, prompts: bool) -> str:
+            return self._renderer.chat_text(rows, tools=tools, add_generation_prompt=prompts)
 
-        stand_in = {"role": "assistant", "content": _SENTINEL}
-        tail = text(*before, stand_in, answers=False).rpartition(_SENTINEL)[2]
-        said = text(*before, reply, answers=False)
-        whole = text(*before, reply, *new, answers=True)
-        is_kept = said.startswith(text(*before, answers=True)) and whole.startswith(said)
-        if is_kept and said.endswith(tail):
-            rest = tail + whole[len(said) :]
+        placeholder = {"role": "assistant", "content": _SENTINEL}
+        tail = text(*before, placeholder, prompts=False).rpartition(_SENTINEL)[2]
+        replied = text(*before, reply, prompts=False)
+        whole = text(*before, reply, *new, prompts=True)
+        is_kept = replied.startswith(text(*before, prompts=True)) and whole.startswith(replied)
+        if is_kept and replied.endswith(tail):
+            rest = tail + whole[len(replied) :]
         elif self._history == "sampled":
-            rest = text(*before, stand_in, *new, answers=True).rpartition(_SENTINEL)[2]
+            rest = text(*before, placeholder, *new, prompts=True).rpartition(_SENTINEL)[2]
         else:
             return None
-        ids = self._renderer.ids(rest)
-        has_end = bool(tail.strip()) and ids[0] in self._renderer.special_ids
+        ids = self._renderer.encode(rest)
+        has_end = bool(tail.strip()) and int(ids[0]) in self._renderer.special_ids
         # Keep the end-of-turn token that the model sampled, even if the template uses another.
         return ids[1:] if has_end and _is_ended(exchange, self._renderer) else ids
 
@@ -155,11 +161,3 @@ def _digests(messages: Sequence[Message], tools: Schemas) -> Iterator[bytes]:
     rows = [tools, *messages]
     encoded = (json.dumps(row, sort_keys=True, default=repr).encode() for row in rows)
     return accumulate(encoded, lambda digest, row: blake2b(digest + row).digest())
-
-
-def _array(ids: list[int]) -> np.ndarray:
-    return np.asarray(ids, np.int32)
-
-
-def _plain(tools: Schemas) -> list[dict[str, Any]]:
-    return [dict(schema) for schema in tools]

@@ -13,13 +13,12 @@ EpisodeRunner is called from the controller's event loop; environments run on th
 """
 
 import asyncio
-import itertools
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -29,19 +28,18 @@ from millrace.core.errors import MillraceError, TaskError
 from millrace.core.protocols import Policy
 from millrace.core.records import Branching, Completion, Episode, Task
 from millrace.environments.agent import Agent
-from millrace.environments.agent_set import AgentSet
 from millrace.environments.episode_state import EpisodeState, Sample
-from millrace.environments.limits import EpisodeOver, EpisodeRules
-from millrace.environments.loop_thread import LoopThread, on_loop
-from millrace.environments.other_models import OtherModel
+from millrace.environments.limits import EpisodeOver
+from millrace.environments.loop_thread import on_loop
 from millrace.environments.replay.answers import RecordedAnswers, is_answered
-from millrace.environments.replay.episodes import completion_of
-from millrace.environments.replay.recorder import recording_of
+from millrace.environments.replay.recorder import completion_of, recording_of
 from millrace.environments.replay.schema import Recording, TurnRow, encode
 from millrace.environments.rollouts.attempt import Expired
-from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.tools.calls import ToolFormat
-from millrace.environments.tools.functions import Tool, ToolResult, run_tool
+from millrace.environments.tools.calls import format_of
+from millrace.environments.tools.functions import run_tool
+
+if TYPE_CHECKING:
+    from millrace.environments.function_environment import FunctionEnvironment
 
 EnvironmentFunction = Callable[[Task, Agent], Awaitable[Any]]
 
@@ -51,7 +49,6 @@ async def run_episode(
     task: Task,
     *,
     state: EpisodeState,
-    agents: AgentSet,
     ended_reward: float,
     branching: Branching | None = None,
 ) -> Episode:
@@ -61,18 +58,15 @@ async def run_episode(
     a leaf in its tree.
     """
     try:
-        reward = await _reward_of(
-            function, task, state=state, agents=agents, ended_reward=ended_reward
-        )
+        reward = await _reward_of(function, task, state=state, ended_reward=ended_reward)
     finally:
         state.close()  # tasks that the environment left running sample nothing more
-    counts = {**state.counts, **agents.counts()}
     return Episode(
         turns=tuple(state.turns),
-        rollouts=agents.rollouts(None if branching is None else state.tape.places()),
+        rollouts=state.rollouts(with_places=branching is not None),
         reward=reward,
         ending=state.ending,
-        counts={name: count for name, count in counts.items() if count},
+        counts={name: count for name, count in state.counts.items() if count},
         branching=branching,
     )
 
@@ -82,18 +76,13 @@ def name_of(function: Any) -> str:
 
 
 async def _reward_of(
-    function: EnvironmentFunction,
-    task: Task,
-    *,
-    state: EpisodeState,
-    agents: AgentSet,
-    ended_reward: float,
+    function: EnvironmentFunction, task: Task, *, state: EpisodeState, ended_reward: float
 ) -> float | dict[str, float] | None:
     """Run the user's coroutine and check what it returns."""
     limit: asyncio.Timeout | None = None
     try:
         async with state.timed() as limit:
-            returned = await function(task, agents.agent())
+            returned = await function(task, state.agent())
     except EpisodeOver:
         return ended_reward
     except (MillraceError, Expired):
@@ -102,20 +91,17 @@ async def _reward_of(
         if limit is not None and limit.expired():
             state.end("timeout")
             return ended_reward
-        raise _raised(function, error, state) from error
-    if isinstance(returned, Mapping) and returned and agents.trained <= set(returned):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise TaskError(
+            f"{state.name}: environment {name_of(function)!r} raised {type(error).__name__}:"
+            f" {error} (episode {state.index}, {last.filename}:{last.lineno}); fix the environment."
+        ) from error
+    trained = {rollout.agent for rollout in state.rollouts()}
+    if isinstance(returned, Mapping) and returned and trained <= set(returned):
         return {
             str(name): _checked(function, value, state) or 0.0 for name, value in returned.items()
         }
     return _checked(function, returned, state)
-
-
-def _raised(function: EnvironmentFunction, error: Exception, state: EpisodeState) -> TaskError:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return TaskError(
-        f"{state.name}: environment {name_of(function)!r} raised {type(error).__name__}:"
-        f" {error} (episode {state.index}, {last.filename}:{last.lineno}); fix the environment."
-    )
 
 
 def _checked(function: EnvironmentFunction, returned: Any, state: EpisodeState) -> float | None:
@@ -135,11 +121,10 @@ class Branch:
     recording: Recording  # of the parent
     turn: TurnRow  # turn of the branching point
     at: int  # sampled tokens of that turn that are shared
-    family: int  # number of the root episode, whose engine session holds the KV
+    root: int  # number of the root episode, whose engine session holds the KV
 
-    @property
     def shared(self) -> Recording:
-        """The parent's recording up to the branching turn."""
+        """Return the parent's recording up to the branching turn."""
         entries = self.recording.entries
         end = next(index for index, entry in enumerate(entries) if entry is self.turn)
         answered = [entry for entry in entries[:end] if is_answered(entry)]
@@ -154,27 +139,11 @@ class PlayedEpisode:
     recording: Recording | None  # None unless branches or recordings are enabled
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EpisodeRunner:
-    def __init__(
-        self,
-        function: EnvironmentFunction,
-        *,
-        task: Task,
-        policy: Policy,
-        renderer: Renderer,
-        rules: EpisodeRules,
-        tool_format: ToolFormat,
-        thread: LoopThread,
-        others: Mapping[str, OtherModel],
-    ) -> None:
-        self.policy = policy
-        self._function = function
-        self._task = task
-        self._renderer = renderer
-        self._rules = rules
-        self._format = tool_format
-        self._thread = thread
-        self._others = others
+    environment: "FunctionEnvironment"
+    task: Task
+    policy: Policy
 
     async def play(
         self, index: int, *, branching: Branching | None = None, branch: Branch | None = None
@@ -183,7 +152,7 @@ class EpisodeRunner:
 
         `branching` is its position in a tree; `branch` is its branching point unless it is a root.
         """
-        policy, home = self.policy, asyncio.get_running_loop()
+        policy, env, home = self.policy, self.environment, asyncio.get_running_loop()
 
         def sample(prompt: np.ndarray, **settings: Any) -> Coroutine[Any, Any, Completion]:
             """Sample on the controller's event loop, called from the environments' loop."""
@@ -191,75 +160,68 @@ class EpisodeRunner:
 
         source = None
         if branch is not None:
-            answers = RecordedAnswers(branch.shared, renderer=self._renderer, others=self._others)
-            source = _BranchSource(branch, sample=sample, answers=answers)
+            answers = RecordedAnswers(
+                branch.shared(), renderer=env.renderer, others=env.others, is_prefix=True
+            )
+            source = _BranchSource(branch=branch, answers=answers, sample_new=sample)
         state = EpisodeState(
             name=policy.name,
             index=index,
             sample=sample if source is None else source.sample,
+            renderer=env.renderer,
+            tool_format=format_of(env.rules.tool_format, template=env.renderer.chat_template),
+            sampling=policy.sampling,
             max_context=policy.max_context,
-            limits=self._rules.limits,
+            history=env.rules.history,
+            limits=env.rules.limits,
+            others=env.others,
             seed=policy.seed,
-            random_index=None if branch is None else branch.recording.random_index,
-            family=None if branch is None else branch.family,
-            run_tool=run_tool if source is None else source.run_tool,
+            root=index if branch is None else branch.root,
+            random_index=index if branch is None else branch.recording.random_index,
+            run_tool=run_tool if source is None else source.answers.run_tool,
         )
-        return await self._thread.run(self._run(state, branching=branching))
+        if source is not None:
+            source.answers.state = state
+        return await env.thread.run(self._run(state, branching=branching))
 
     async def _run(self, state: EpisodeState, *, branching: Branching | None) -> PlayedEpisode:
         """Runs on the loop of the environments."""
-        agents = AgentSet(
-            state,
-            renderer=self._renderer,
-            history=self._rules.history,
-            tool_format=self._format,
-            sampling=self.policy.sampling,
-            others=self._others,
+        function, rules = self.environment.function, self.environment.rules
+        ended_reward = rules.ended_reward
+        episode = await run_episode(
+            function, self.task, state=state, ended_reward=ended_reward, branching=branching
         )
-        known: dict[str, Any] = {
-            "state": state,
-            "agents": agents,
-            "ended_reward": self._rules.ended_reward,
-        }
-        episode = await run_episode(self._function, self._task, **known, branching=branching)
         if not episode.rollouts and self.policy.is_trained:
             raise TaskError(
-                f"{state.name}: episode {state.index} of environment {name_of(self._function)!r}"
+                f"{state.name}: episode {state.index} of environment {name_of(function)!r}"
                 f" ended ({state.ending}) before the model sampled any trained token; call"
                 " agent.chat or agent.complete."
             )
-        if branching is None and not self._rules.records:
+        if branching is None and not rules.records:
             return PlayedEpisode(episode=episode, recording=None)
-        recording = recording_of(episode, self._task, **known)
-        if self._rules.records:
+        recording = recording_of(episode, self.task, state=state, ended_reward=ended_reward)
+        if rules.records:
             episode = replace(episode, recording=encode(recording))
         return PlayedEpisode(episode=episode, recording=recording)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _BranchSource:
-    """Returns the shared replies and tool results, then samples. Runs on the environments' loop."""
+    """Returns the shared replies, then samples. Runs on the environments' loop."""
 
-    def __init__(self, branch: Branch, *, sample: Sample, answers: RecordedAnswers) -> None:
-        self._branch = branch
-        self._sample = sample
-        self._answers = answers
-        self._tool_runs = itertools.count()
+    branch: Branch
+    answers: RecordedAnswers
+    sample_new: Sample
 
     async def sample(self, prompt: np.ndarray, *, call: int, **settings: Any) -> Completion:
-        if self._answers.has_turn(call):
-            known = await self._answers.turn(call, prompt)
+        if self.answers.has_turn(call):
+            known = await self.answers.sample(prompt, call=call)
             return replace(known, num_shared=len(known.tokens))
-        branch = self._branch
+        branch = self.branch
         if call != branch.turn.number:
-            return await self._sample(prompt, call=call, **settings)
-        self._answers.check_prompt(branch.turn, prompt, recording=branch.recording)
+            return await self.sample_new(prompt, call=call, **settings)
+        self.answers.check_prompt(branch.turn, prompt, recording=branch.recording)
         partial = cut(completion_of(branch.turn), 0, branch.at) if branch.at else None
         settings |= {"partial": partial, "pinned": True}
-        completion = await self._sample(prompt, call=call, **settings)
+        completion = await self.sample_new(prompt, call=call, **settings)
         return replace(completion, num_shared=branch.at)
-
-    async def run_tool(self, tool: Tool, arguments: Mapping[str, Any], **limits: Any) -> ToolResult:
-        number = next(self._tool_runs)
-        if self._answers.has_tool_run(number):
-            return await self._answers.tool_run(number, tool, arguments)
-        return await run_tool(tool, arguments, **limits)

@@ -1,4 +1,4 @@
-"""The state of one running episode: turns, context and time used, and its event log.
+"""The state of one running episode: its agents, the turns and time it used, and its event log.
 
 Promise: an episode that reached a limit is marked with that limit, and nothing more is sampled for
 it, however often its environment asks. Runs on the event loop of the environments.
@@ -8,116 +8,103 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from millrace.core.errors import TaskError
-from millrace.core.records import Completion, Ending, Prompt, Sampling, Turn
-from millrace.environments.conversation import Beginning
+from millrace.core.records import Completion, Ending, Prompt, Rollout, Sampling, Turn
+from millrace.environments.agent import Agent
+from millrace.environments.conversation import Beginning, History
+from millrace.environments.event_log import EventLog, FinishedTurn
 from millrace.environments.limits import EpisodeLimits, EpisodeOver
-from millrace.environments.tape import Tape
-from millrace.environments.token_record import Exchange, TokenRecord, first_routed
-from millrace.environments.tools.calls import ToolCall
+from millrace.environments.other_models import OtherModel
+from millrace.environments.rollouts.renderer import Renderer
+from millrace.environments.token_record import Exchange, first_routed
+from millrace.environments.tools.calls import ToolCall, ToolFormat
 from millrace.environments.tools.functions import Tool, ToolResult, run_tool
 
-
-class Sample(Protocol):
-    """Policy.sample, called from the loop of the environments."""
-
-    def __call__(
-        self,
-        prompt: np.ndarray,
-        *,
-        episode: int,
-        call: int,
-        sampling: Sampling,
-        session: str,
-        adapter: str | None,
-        model: str | None,
-        is_trained: bool,
-        pinned: bool,
-        routes_from: int,
-    ) -> Awaitable[Completion]: ...
+Sample = Callable[..., Awaitable[Completion]]  # with the signature of Policy.sample
+RunTool = Callable[..., Awaitable[ToolResult]]  # with the signature of run_tool
 
 
-class RunTool(Protocol):
-    """The signature of tools.functions.run_tool."""
-
-    def __call__(
-        self, tool: Tool, arguments: Mapping[str, Any], *, timeout_s: float, max_chars: int
-    ) -> Awaitable[ToolResult]: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Speaker:
-    """The agent that takes a turn, and the model behind it."""
-
-    agent: str
-    adapter: str | None
-    model: str | None  # a name in environment.models; None = the policy
-    max_context: int | None  # of that model; None = the policy's
-    is_trained: bool
-    record: TokenRecord
-
-
+@dataclass(kw_only=True, eq=False)
 class EpisodeState:
-    def __init__(
-        self,
-        *,
-        name: str,
-        index: int,
-        sample: Sample,
-        max_context: int,
-        limits: EpisodeLimits,
-        seed: int = 0,
-        family: int | None = None,
-        random_index: int | None = None,
-        run_tool: RunTool = run_tool,
-    ) -> None:
-        """`family` is the number of the root episode of a branch, whose KV it reuses;
-        `random_index` is the number of the episode whose random draws it repeats."""
-        self.name = name  # of the group, for error messages
-        self.index = index  # within the group
-        self.limits = limits
-        self.max_context = max_context
-        self.seed = seed  # of the group
-        self.random_index = index if random_index is None else random_index
+    name: str  # of the group, for error messages
+    index: int  # within the group
+    sample: Sample
+    renderer: Renderer  # of the policy, as are the next three
+    tool_format: ToolFormat
+    sampling: Sampling
+    max_context: int
+    history: History = "template"
+    limits: EpisodeLimits
+    others: Mapping[str, OtherModel] = field(default_factory=dict[str, OtherModel])
+    seed: int = 0  # of the group
+    root: int  # episode whose KV it reuses: itself, or the root of its tree
+    random_index: int  # episode whose random draws it repeats: itself, or its parent
+    run_tool: RunTool = run_tool
+
+    def __post_init__(self) -> None:
         self.turns: list[Turn] = []
         self.counts: Counter[str] = Counter()
         self.ending: Ending = "done"
-        self.tape = Tape()
-        self._family = index if family is None else family
-        self._sample = sample
-        self._run_tool = run_tool
+        self.log = EventLog()
+        self.agents: dict[str, Agent] = {}  # by role; the environment gets the unnamed one
         self._calls = itertools.count()
         self._is_closed = False
-        self._limit: asyncio.Timeout | None = None  # time limit of the running episode
+        self._time_limit: asyncio.Timeout | None = None
 
     @contextlib.asynccontextmanager
     async def timed(self) -> AsyncIterator[asyncio.Timeout]:
         """Cancel the enclosed block when the episode's time is up."""
-        async with asyncio.timeout(self.limits.episode_timeout_s) as self._limit:
-            yield self._limit
+        async with asyncio.timeout(self.limits.episode_timeout_s) as self._time_limit:
+            yield self._time_limit
 
     def expire(self) -> None:
         """Make the episode time out now."""
-        assert self._limit is not None
-        self._limit.reschedule(asyncio.get_running_loop().time())
+        assert self._time_limit is not None
+        self._time_limit.reschedule(asyncio.get_running_loop().time())
 
     @cached_property
     def rng(self) -> np.random.Generator:
         """Random generator of the environment; a replay repeats its draws."""
         return np.random.default_rng((self.seed, self.random_index))
 
+    def agent(
+        self,
+        name: str = "",
+        *,
+        adapter: str | None = None,
+        model: str | None = None,
+        is_trained: bool = True,
+    ) -> Agent:
+        """Return the agent with this name, created on first use."""
+        found = self.agents.get(name)
+        if found is None:
+            found = Agent(self, name=name, adapter=adapter, model=model, is_trained=is_trained)
+            self.agents[name] = found
+        if (found.adapter, found.model, found.is_trained) != (adapter, model, is_trained):
+            raise TaskError(
+                f"The role {name!r} exists with adapter = {found.adapter!r}, model ="
+                f" {found.model!r} and trained = {found.is_trained}; pass the same arguments every"
+                " time."
+            )
+        return found
+
+    def rollouts(self, *, with_places: bool = False) -> tuple[Rollout, ...]:
+        """Return the trained tokens of all agents."""
+        places = self.log.places() if with_places else None
+        return tuple(r for agent in self.agents.values() for r in agent.rollouts(places))
+
     async def turn(
         self,
         beginning: Beginning,
         *,
-        speaker: Speaker,
+        agent: Agent,
         prompt: Prompt,
         sampling: Sampling,
         session: str,
@@ -125,52 +112,44 @@ class EpisodeState:
     ) -> Exchange:
         """Sample a reply to `prompt` with the tokens `beginning`; raise EpisodeOver at a limit."""
         self.check()
-        call = next(self._calls)
-        if call >= self.limits.max_turns:
+        number = next(self._calls)
+        if number >= self.limits.max_turns:
             raise self.end("turns")
         tokens = beginning.tokens
-        if len(tokens) >= (speaker.max_context or self.max_context):
-            raise self._too_long(len(tokens), speaker)
-        with self.tape.turn(call, agent=speaker.agent) as record:
-            completion = await self._sampled(
+        if len(tokens) >= agent.max_context:
+            raise self._too_long(len(tokens), agent)
+        with self.log.turn(number, agent=agent.name) as finish:
+            completion = await self._sample_in_time(
                 tokens,
-                call=call,
-                speaker=speaker,
+                episode=self.index,
+                call=number,
                 sampling=sampling,
-                session=session,
+                session=f"{self.root}/{session}",
+                adapter=agent.adapter,
+                model=agent.model,
+                is_trained=agent.is_trained,
                 pinned=pinned,
                 routes_from=first_routed(beginning.start),
             )
-            exchange = speaker.record.add(
+            exchange = agent.record.add(
                 beginning.given,
                 completion,
                 sampling=sampling,
                 parent=beginning.parent,
                 at=beginning.at,
             )
-            record(exchange, prompt=prompt)
+            finish(FinishedTurn(number=number, agent=agent.name, prompt=prompt, exchange=exchange))
         turn = Turn(
-            prompt=prompt, completion=completion.text, finish=completion.finish, agent=speaker.agent
+            prompt=prompt, completion=completion.text, finish=completion.finish, agent=agent.name
         )
         self.turns.append(turn)
         return exchange
 
-    async def _sampled(
-        self, tokens: np.ndarray, *, call: int, speaker: Speaker, session: str, **settings: Any
-    ) -> Completion:
+    async def _sample_in_time(self, tokens: np.ndarray, **settings: Any) -> Completion:
         limit = asyncio.timeout(self.limits.turn_timeout_s)
         try:
             async with limit:
-                return await self._sample(
-                    tokens,
-                    episode=self.index,
-                    call=call,
-                    session=f"{self._family}/{session}",
-                    adapter=speaker.adapter,
-                    model=speaker.model,
-                    is_trained=speaker.is_trained,
-                    **settings,
-                )
+                return await self.sample(tokens, **settings)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -183,14 +162,14 @@ class EpisodeState:
         if call.name not in tools:
             self.counts["tool_errors"] += 1
             return f"Error: there is no tool {call.name!r}; available tools: {', '.join(tools)}."
-        with self.tape.tool(call.name, call.arguments) as record:
-            result = await self._run_tool(
+        with self.log.tool(call.name, call.arguments) as finish:
+            result = await self.run_tool(
                 tools[call.name],
                 call.arguments,
                 timeout_s=self.limits.tool_timeout_s,
                 max_chars=self.limits.tool_result_chars,
             )
-            record(result)
+            finish(result)
         if result.fault is not None:
             self.counts[result.fault] += 1
         return result.text
@@ -208,13 +187,12 @@ class EpisodeState:
         self.close()
         return EpisodeOver(ending)
 
-    def _too_long(self, num_tokens: int, speaker: Speaker) -> Exception:
+    def _too_long(self, num_tokens: int, agent: Agent) -> Exception:
         """Return TaskError for a first prompt that does not fit; a later one ends the episode."""
         if self.turns:
             return self.end("length")
-        section = "engine" if speaker.model is None else f"environment.models.{speaker.model}"
+        section = "engine" if agent.model is None else f"environment.models.{agent.model}"
         return TaskError(
             f"{self.name}: the prompt has {num_tokens} tokens, but the context holds"
-            f" {speaker.max_context or self.max_context}; shorten the prompt or raise"
-            f" {section}.max_context."
+            f" {agent.max_context}; shorten the prompt or raise {section}.max_context."
         )

@@ -1,4 +1,4 @@
-"""A user's coroutine as an environment: it gets a task and an agent, and returns a reward.
+"""The environments of a run: a user's coroutine, or one completion per prompt.
 
     async def guess(task, agent):
         reply = await agent.chat([{"role": "user", "content": task.prompt}])
@@ -14,57 +14,73 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.protocols import Policy
-from millrace.core.records import Episode, Task
-from millrace.environments.branching.recipe import Recipe
+from millrace.core.records import Episode, Message, Prompt, Rollout, Task, Turn
+from millrace.environments.agent import Agent
+from millrace.environments.branching.scheduler import Recipe
 from millrace.environments.episode_runner import EnvironmentFunction, EpisodeRunner, name_of
 from millrace.environments.limits import EpisodeRules
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.other_models import OtherModel
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.tools.calls import format_of
+from millrace.environments.tools.functions import is_async
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SingleTurn:
+    """The default environment: one prompt, one completion, scored by the scorers."""
+
+    async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
+        """Play n episodes, which share the prompt's prefill."""
+        episodes: dict[int, Episode] = {}
+
+        def end(index: int, turn: Turn, rollout: Rollout) -> None:
+            episodes[index] = Episode(turns=(turn,), rollouts=(rollout,))
+            policy.finished(index, episodes[index])
+
+        await policy.complete(task.prompt, n, on_reply=end)
+        return [episodes[index] for index in range(n)]
+
+
+async def answer(task: Task, agent: Agent) -> None:
+    """SingleTurn as an environment function, for recipes."""
+    if isinstance(task.prompt, str):
+        await agent.complete(task.prompt)
+    else:
+        await agent.chat(task.prompt)
+
+
+async def use_tools(task: Task, agent: Agent) -> None:
+    """Chat and call `agent.tools` until a reply calls none. The scorers score the episode."""
+    await agent.run(messages_of(task.prompt), agent.tools)
+
+
+def messages_of(prompt: Prompt) -> list[Message]:
+    """Return the prompt as messages; a text becomes a user message."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FunctionEnvironment:
     """Implements core.protocols.Environment; play() runs on the controller's event loop."""
 
-    def __init__(
-        self,
-        function: EnvironmentFunction,
-        *,
-        renderer: Renderer,
-        rules: EpisodeRules,
-        thread: LoopThread,
-        recipe: Recipe | None = None,
-        others: Mapping[str, OtherModel] | None = None,
-    ) -> None:
-        """`recipe` replaces n independent episodes per training group, for example by a tree.
-        `others` are the models of environment.models."""
-        self._recipe = recipe
-        self._function = function
-        self._renderer = renderer
-        self._rules = rules
-        self._thread = thread
-        self._others = others or {}
-        self._format = format_of(rules.tool_format, template=renderer.chat_template)
+    function: EnvironmentFunction
+    _: KW_ONLY
+    renderer: Renderer
+    rules: EpisodeRules
+    thread: LoopThread
+    recipe: Recipe | None = None  # replaces n independent episodes per training group
+    others: Mapping[str, OtherModel] = field(default_factory=dict[str, OtherModel])
 
     async def play(self, task: Task, policy: Policy, n: int) -> list[Episode]:
-        runner = EpisodeRunner(
-            self._function,
-            task=task,
-            policy=policy,
-            renderer=self._renderer,
-            rules=self._rules,
-            tool_format=self._format,
-            thread=self._thread,
-            others=self._others,
-        )
-        if self._recipe is not None and policy.is_trained:
-            return await self._recipe.play(runner, n)
-        num_begun = n + (self._rules.redundancy if policy.is_trained else 0)
+        runner = EpisodeRunner(environment=self, task=task, policy=policy)
+        if self.recipe is not None and policy.is_trained:
+            return await self.recipe.play(runner, n)
+        num_begun = n + (self.rules.redundancy if policy.is_trained else 0)
         running = {asyncio.create_task(runner.play(index)): index for index in range(num_begun)}
         finished: dict[int, Episode] = {}
         try:
@@ -91,10 +107,7 @@ class FunctionEnvironment:
 
 def check_function(function: Any) -> EnvironmentFunction:
     """Raise ConfigError unless the function can be called as an environment."""
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - a callable object
-    )
-    if not is_async:
+    if not is_async(function):
         raise ConfigError(
             f"Environment {name_of(function)!r} is not a coroutine; define it with `async def"
             " play(task, agent)`."

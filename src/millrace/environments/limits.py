@@ -1,6 +1,6 @@
 """Limits and rules of episodes: turns, time, tools, and what happens at a limit."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from millrace.config import EnvironmentConfig
 from millrace.core.records import Ending
@@ -40,14 +40,9 @@ class EpisodeRules:
 def rules_of(
     settings: EnvironmentConfig, *, redundancy: int, records: bool = False
 ) -> EpisodeRules:
+    limits = settings.model_dump(include={row.name for row in fields(EpisodeLimits)})
     return EpisodeRules(
-        limits=EpisodeLimits(
-            max_turns=settings.max_turns,
-            episode_timeout_s=settings.episode_timeout_s,
-            turn_timeout_s=settings.turn_timeout_s,
-            tool_timeout_s=settings.tool_timeout_s,
-            tool_result_chars=settings.tool_result_chars,
-        ),
+        limits=EpisodeLimits(**limits),
         redundancy=redundancy,
         ended_reward=settings.ended_reward,
         tool_format=settings.tool_format,

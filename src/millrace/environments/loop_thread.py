@@ -1,13 +1,14 @@
-"""A thread with its own event loop, on which users' coroutines run.
+"""Threads for users' code: one with its own event loop for coroutines, others for sync calls.
 
-Promise: a coroutine that blocks delays other coroutines of this thread, never the caller's loop.
-Cancelling a call cancels the coroutine. A thread that does not end in time is
-abandoned as a daemon.
+Promise: a coroutine that blocks delays other coroutines of its thread, never the caller's loop.
+Cancelling a call cancels the coroutine. A thread that does not end in time is abandoned as a
+daemon.
 """
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -49,3 +50,15 @@ class LoopThread:
 async def on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on another thread's loop, and return its result."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+
+def complete_future(future: Future[T], call: Callable[[], T]) -> None:
+    """Run a sync call on this thread and complete the future, unless its caller has given up."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - users' code; whoever awaits the future gets it
+        # A future cannot raise StopIteration, and SystemExit must end this call only.
+        is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+        future.set_exception(error if is_plain else RuntimeError(f"the call raised {error!r}"))

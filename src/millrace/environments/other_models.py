@@ -1,4 +1,4 @@
-"""Models of environment.models: frozen models that roles of an episode can use beside the policy.
+"""Models of environment.models: frozen models that roles can use besides the policy.
 
 Promise: each model is rendered with its own tokenizer, chat template and tool-call format. Its
 settings are checked before any engine starts.
@@ -24,14 +24,15 @@ class OtherModel:
 
 def load_other_models(settings: Mapping[str, RoleModelConfig]) -> dict[str, OtherModel]:
     """Load tokenizers and configurations, without weights; raise ConfigError if one is wrong."""
-    return {name: _loaded(name, row) for name, row in settings.items()}
+    return {name: _load(name, row) for name, row in settings.items()}
 
 
-def _loaded(name: str, settings: RoleModelConfig) -> OtherModel:
+def _load(name: str, settings: RoleModelConfig) -> OtherModel:
     section, path = f"environment.models.{name}", settings.path
+    trust_remote_code = settings.trust_remote_code
     check_file_name(name, of="One of environment.models")
     check_directory(path, setting=f"{section}.path")
-    tokenizer = load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     renderer = Renderer(tokenizer, template_settings=settings.template)
     return OtherModel(
         path=path,
@@ -41,6 +42,6 @@ def _loaded(name: str, settings: RoleModelConfig) -> OtherModel:
             path,
             wanted=settings.engine.max_context,
             setting=f"{section}.max_context",
-            trust_remote_code=settings.trust_remote_code,
+            trust_remote_code=trust_remote_code,
         ),
     )

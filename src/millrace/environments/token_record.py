@@ -1,13 +1,13 @@
-"""What an agent saw and sampled in one episode: a tree of tokens.
+"""The tokens that an agent saw and sampled in one episode, as a tree.
 
-Each exchange with the engine hangs on an earlier one, at its end or, after a fork, anywhere in it.
-A path from a root to an exchange that nothing continues is a branch, and becomes a Rollout.
+Each exchange with the engine extends an earlier one, at its end or, after a fork, anywhere in it. A
+path from a root to an exchange that no other extends is a branch, and becomes a Rollout.
 
-Promise: tokens are recorded as the engine gave and took them, and never made again from text. Each
-sampled token is trained in exactly one rollout: in the first branch that holds it. In later ones it
-is context, as tokens that were given are; packing lays the common beginning once.
+Promise: tokens are recorded as the engine received and returned them, never encoded again from
+text. Each sampled token is trained in exactly one rollout: that of the first branch that holds it.
+In later branches it is context, like prompt tokens; packing computes a shared prefix once.
 
-G = tokens given in an exchange, N = sampled in it, L = tokens of a branch.
+G = new prompt tokens of an exchange, N = its sampled tokens, L = tokens of a branch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +21,10 @@ from millrace.core.records import Completion, Kept, Rollout, Sampling
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Exchange:
-    """Tokens given after those of `parent`, and what the engine sampled behind them."""
+    """New prompt tokens after those of `parent`, and the completion that the engine sampled."""
 
     parent: "Exchange | None"
-    start: int  # tokens before it: those of the parent, up to here
+    start: int  # tokens of the parent's branch before this exchange
     given: np.ndarray  # [G] int32
     completion: Completion  # [N]; its routes begin at first_routed(start)
     sampling: Sampling
@@ -33,8 +33,7 @@ class Exchange:
     def end(self) -> int:
         return self.start + len(self.given) + len(self.completion.tokens)
 
-    def path(self) -> list[tuple["Exchange", int]]:
-        """From the root to this one, each with the end of what the next one goes on from."""
+    def path(self) -> "Path":
         steps: list[tuple[Exchange, int]] = []
         exchange, end = self, self.end
         while True:
@@ -44,13 +43,16 @@ class Exchange:
             exchange, end = exchange.parent, exchange.start
 
     def tokens(self, end: int | None = None) -> np.ndarray:  # [end] int32
-        """All tokens of the branch up to `end`, by default that of this exchange."""
-        parts = [_own(exchange)[: stop - exchange.start] for exchange, stop in self.path()]
-        return np.concatenate(parts)[: self.end if end is None else end]
+        """Return the tokens of the branch up to `end`; None = up to the end of this exchange."""
+        return _tokens(self.path())[: self.end if end is None else end]
+
+
+# Exchanges from the root on, each with the position at which the next one starts.
+Path = Sequence[tuple[Exchange, int]]
 
 
 class TokenRecord:
-    """Grows while an episode is played. Belongs to one agent, called from one event loop."""
+    """The exchanges of one agent. Used from one event loop."""
 
     def __init__(self) -> None:
         self.exchanges: list[Exchange] = []
@@ -64,7 +66,7 @@ class TokenRecord:
         parent: Exchange | None = None,
         at: int | None = None,
     ) -> Exchange:
-        """`given` [G] follows the first `at` tokens of the parent's branch, by default all."""
+        """Add an exchange after the first `at` tokens of the parent's branch; None = after all."""
         assert completion.kept is not None or not sampling.truncates, "truncated without kept ids"
         start = 0 if parent is None else parent.end if at is None else at
         while parent is not None and start <= parent.start:  # a fork before this exchange
@@ -81,94 +83,93 @@ class TokenRecord:
         return exchange
 
     def rollouts(self, places: Mapping[Exchange, int] | None = None) -> tuple[Rollout, ...]:
-        """One for each branch, in the order in which they ended; where its tokens were sampled at
-        several temperatures, one for each of these. `places`: of the first sampled token of each
-        exchange, if rollouts are to have them."""
-        is_trained: dict[Exchange, np.ndarray] = {
-            exchange: np.zeros(len(exchange.completion.tokens), bool) for exchange in self.exchanges
-        }
+        """Return the rollouts of all branches, in the order in which the branches ended.
+
+        A branch whose tokens were sampled at several temperatures has one rollout per temperature.
+        `places` sets Rollout.places: the place of the first sampled token of each exchange.
+        """
+        is_trained = {e: np.zeros(len(e.completion.tokens), bool) for e in self.exchanges}
+        extended = {e.parent for e in self.exchanges if e.parent and e.start == e.parent.end}
+        paths = [exchange.path() for exchange in self.exchanges if exchange not in extended]
         return tuple(
-            _placed(rollout, path, places)
-            for path in (tip.path() for tip in self._tips())
-            for rollout in _rollouts(path, is_trained)
+            rollout if places is None else _with_places(rollout, path, places)
+            for path in paths
+            for rollout in _branch_rollouts(path, is_trained)
         )
 
-    def _tips(self) -> list[Exchange]:
-        continued = {e.parent for e in self.exchanges if e.parent and e.start == e.parent.end}
-        return [exchange for exchange in self.exchanges if exchange not in continued]
+
+def rollout_of(prompt: np.ndarray, completion: Completion, sampling: Sampling) -> Rollout:
+    """Return the rollout of one prompt and its completion."""
+    exchange = TokenRecord().add(prompt, completion, sampling=sampling)
+    mask = np.ones(len(completion.tokens), bool)
+    return _rollout(exchange.path(), [mask], sampling=sampling)
 
 
-def _own(exchange: Exchange) -> np.ndarray:  # [G + N] int32
-    return np.concatenate([exchange.given, exchange.completion.tokens]).astype(np.int32)
+def first_routed(start: int) -> int:
+    """Return the position of the first token whose routes an exchange at `start` brings.
+
+    Earlier exchanges have recorded the routes before it, except those of their last token, which no
+    forward pass has read yet.
+    """
+    return max(0, start - 1)
 
 
-def _rollouts(
-    path: Sequence[tuple[Exchange, int]], is_trained: dict[Exchange, np.ndarray]
-) -> Iterator[Rollout]:
-    """Those of a branch; marks in `is_trained` what they train."""
-    fresh: dict[Exchange, np.ndarray] = {}  # [N] bool
+def _branch_rollouts(path: Path, is_trained: dict[Exchange, np.ndarray]) -> Iterator[Rollout]:
+    """Yield the rollouts of a branch, and mark their tokens in `is_trained`."""
+    new: dict[Exchange, np.ndarray] = {}  # [N] bool; trained in this branch
     for exchange, end in path:
-        is_here = np.arange(len(exchange.completion.tokens)) < _num_sampled(exchange, end)
-        fresh[exchange] = is_here & _is_own(exchange.completion) & ~is_trained[exchange]
+        completion = exchange.completion
+        position = np.arange(len(completion.tokens))
+        is_here = position < _num_sampled(exchange, end)
+        # Shared tokens are trained with the parent episode; version -1 follows an edited recording.
+        is_trainable = (completion.versions >= 0) & (position >= completion.num_shared)
+        new[exchange] = is_here & is_trainable & ~is_trained[exchange]
         is_trained[exchange] |= is_here
-    temperatures = {e.sampling.temperature: e.sampling for e in fresh if fresh[e].any()}
+    temperatures = {e.sampling.temperature: e.sampling for e in new if new[e].any()}
     for temperature, sampling in temperatures.items():
-        masks = [
-            fresh[e] & (e.sampling.temperature == temperature)  # [N]
-            for e, _ in path
-        ]
+        masks = [new[e] & (e.sampling.temperature == temperature) for e, _ in path]
         yield _rollout(path, masks, sampling=sampling)
 
 
-def _is_own(completion: Completion) -> np.ndarray:  # [N] bool
-    """What this episode is the one to train; behind the edit of a replay that is nothing."""
-    is_shared = np.arange(len(completion.tokens)) < completion.num_shared
-    return (completion.versions >= 0) & ~is_shared
-
-
-def _placed(
-    rollout: Rollout, path: Sequence[tuple[Exchange, int]], places: Mapping[Exchange, int] | None
-) -> Rollout:
-    if places is None:
-        return rollout
+def _with_places(rollout: Rollout, path: Path, places: Mapping[Exchange, int]) -> Rollout:
     own = [places[e] + np.arange(len(e.completion.tokens), dtype=np.int32) for e, _ in path]
     return replace(rollout, places=_joined(path, own, fill=-1)[: len(rollout.tokens)])
 
 
-def _rollout(
-    path: Sequence[tuple[Exchange, int]], masks: Sequence[np.ndarray], *, sampling: Sampling
-) -> Rollout:
-    """`masks` [N] of each exchange: its sampled tokens that are trained here."""
+def _rollout(path: Path, masks: Sequence[np.ndarray], *, sampling: Sampling) -> Rollout:
+    """`masks` [N] select the trained tokens of each exchange."""
     mask = _joined(path, masks, fill=False)
-    last = int(np.flatnonzero(mask)[-1]) + 1  # nothing behind it says anything about the policy
+    trained = np.flatnonzero(mask)
+    end = int(trained[-1]) + 1 if len(trained) else len(mask)  # later tokens have no gradient
     versions = _joined(path, [e.completion.versions for e, _ in path], fill=-1)
     logprobs = _joined(path, [e.completion.logprobs for e, _ in path], fill=0.0)
     return Rollout(
-        tokens=np.concatenate([_own(e)[: end - e.start] for e, end in path])[:last],
-        mask=mask[:last],
-        engine_logprobs=np.where(mask, logprobs, 0)[:last].astype(np.float32),
-        versions=np.where(mask, versions, -1)[:last].astype(np.int32),
+        tokens=_tokens(path)[:end],
+        mask=mask[:end],
+        engine_logprobs=np.where(mask, logprobs, 0)[:end].astype(np.float32),
+        versions=np.where(mask, versions, -1)[:end].astype(np.int32),
         sampling=sampling,
-        kept=_kept(path, masks, num_rows=last),
-        routes=_routes(path, num_rows=last),
+        kept=_kept(path, masks, num_rows=end),
+        routes=_routes(path, num_rows=end),
     )
 
 
-def _joined(
-    path: Sequence[tuple[Exchange, int]], sampled: Sequence[np.ndarray], *, fill: float
-) -> np.ndarray:  # [L]
-    """Values [N] of the sampled tokens of each exchange, and `fill` for the given ones."""
+def _tokens(path: Path) -> np.ndarray:  # [L] int32
+    parts = [np.concatenate([e.given, e.completion.tokens])[: end - e.start] for e, end in path]
+    return np.concatenate(parts).astype(np.int32, copy=False)
+
+
+def _joined(path: Path, sampled: Sequence[np.ndarray], *, fill: float) -> np.ndarray:  # [L]
+    """Join the values [N] of sampled tokens, with `fill` for prompt tokens."""
     parts: list[np.ndarray] = []
     for (exchange, end), values in zip(path, sampled, strict=True):
-        used = min(len(exchange.given), end - exchange.start)
-        parts += [np.full(used, fill, values.dtype), values[: _num_sampled(exchange, end)]]
+        num_given = min(len(exchange.given), end - exchange.start)
+        parts += [np.full(num_given, fill, values.dtype), values[: _num_sampled(exchange, end)]]
     return np.concatenate(parts)
 
 
-def _kept(
-    path: Sequence[tuple[Exchange, int]], masks: Sequence[np.ndarray], *, num_rows: int
-) -> Kept | None:
-    """Rows of the trained tokens; all others are empty."""
+def _kept(path: Path, masks: Sequence[np.ndarray], *, num_rows: int) -> Kept | None:
+    """Join the kept ids of trained tokens; all other rows are empty."""
     if all(exchange.completion.kept is None for exchange, _ in path):
         return None
     ids: list[np.ndarray] = [np.empty(0, np.int32)]
@@ -186,17 +187,12 @@ def _kept(
     )
 
 
-def first_routed(start: int) -> int:
-    """Position of the first token whose routes an exchange brings that begins at `start`: of the
-    tokens before it they are on record, but for the last one, which this exchange goes on from."""
-    return max(0, start - 1)
+def _routes(path: Path, *, num_rows: int) -> np.ndarray | None:  # [num_rows, layers, top_k]
+    """Join the expert routes of a branch.
 
-
-def _routes(
-    path: Sequence[tuple[Exchange, int]], *, num_rows: int
-) -> np.ndarray | None:  # [num_rows, layers, top_k]
-    """Of all tokens of a branch; where two exchanges have seen one, those of the later: what
-    follows in this branch was predicted there."""
+    Where two exchanges have routes of one token, the later ones count: the tokens that follow in
+    this branch were predicted with them.
+    """
     known = [(e, routes) for e, _ in path if (routes := e.completion.routes) is not None]
     if not known:
         return None
@@ -208,5 +204,5 @@ def _routes(
 
 
 def _num_sampled(exchange: Exchange, end: int) -> int:
-    """Of its sampled tokens, those before `end`."""
+    """Return the number of sampled tokens before position `end`."""
     return max(0, end - exchange.start - len(exchange.given))

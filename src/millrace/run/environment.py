@@ -12,22 +12,22 @@ from typing import Any
 from millrace.config import RunConfig
 from millrace.core.errors import ConfigError
 from millrace.core.protocols import Environment
-from millrace.environments.branching.pivot import Pivot
-from millrace.environments.branching.recipe import Recipe
-from millrace.environments.branching.registry import build_recipe
+from millrace.environments.branching.recipes import Pivot, build_recipe
+from millrace.environments.branching.scheduler import Recipe
 from millrace.environments.episode_runner import EnvironmentFunction
 from millrace.environments.function_environment import (
     FunctionEnvironment,
+    SingleTurn,
+    answer,
     check_function,
     lifetime,
+    use_tools,
 )
 from millrace.environments.limits import rules_of
 from millrace.environments.loop_thread import LoopThread
 from millrace.environments.other_models import OtherModel, load_other_models
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.rollouts.single_turn import SingleTurn, answer
-from millrace.environments.tools.environment import WithServers, use_tools
-from millrace.environments.tools.mcp_server import McpServer
+from millrace.environments.tools.mcp_server import McpServer, WithServers
 from millrace.scoring.functions.shipping import resolve_function
 from millrace.scoring.registry import ScorerSpec
 from millrace.serving.programs.command_environment import PROGRAM_TIMEOUT_S, CommandEnvironment

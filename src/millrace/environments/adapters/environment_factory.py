@@ -2,13 +2,13 @@
 
     mr.train(..., environment=mr.EnvironmentFactory(Wordle), scorers=[reward])
 
-What such a class has: reset(**row), which may return a text that goes below the prompt; public
-methods, which are the model's tools; and, if it likes, get_reward(). An object plays one episode at
-a time and is reset before each.
+Such a class has reset(**row), which may return text to append to the prompt; public methods, which
+are the model's tools; and optionally get_reward(). An object plays one episode at a time and is
+reset before each.
 
-A reward function that takes `environments` must see the object as the episode left it, so it is
-called here, at the end of each episode, with lists of one: prompts, completions, columns and the
-object itself. Other reward functions run in the scorer processes, as ever.
+A reward function that takes `environments` must see the object as the episode left it. It is called
+here, at the end of each episode, with lists of one: prompts, completions, columns and the object.
+Other reward functions run in the scorer processes.
 
 Runs on the loop of the environments; sync methods and reward functions run in the thread of their
 object.
@@ -22,22 +22,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.core.errors import ConfigError, ScoreError, TaskError
-from millrace.core.records import Message, Prompt, Task
-from millrace.environments.adapters.confined import Confined, Instances
+from millrace.core.records import Message, Task
+from millrace.environments.adapters.object_threads import ObjectPool, ObjectThread
 from millrace.environments.agent import Agent
+from millrace.environments.episode_runner import EnvironmentFunction
+from millrace.environments.function_environment import messages_of
 from millrace.environments.limits import EpisodeOver
-from millrace.environments.tools.environment import messages_of
 from millrace.environments.tools.functions import Tool, tool_of
-from millrace.scoring.functions.signature import ENVIRONMENTS, RewardFunction, check_rewards
+from millrace.scoring.functions.function_scorer import Function
+from millrace.scoring.functions.shipping import resolve_function
+from millrace.scoring.functions.signature import (
+    ENVIRONMENTS,
+    RewardFunction,
+    check_rewards,
+    inspect_reward,
+)
+from millrace.scoring.registry import ScorerSpec
 
-CUT = ("turns", "length")  # endings after which an episode is judged all the same
+SCORED_ENDINGS = ("turns", "length")  # limits after which an episode is still scored
 NOT_TOOLS = ("reset", "get_reward")
-COLUMN = "environment"  # of a task: which of several factories
+COLUMN = "environment"  # task column that selects one of several factories
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
-    function: RewardFunction  # that takes `environments`
+    function: RewardFunction  # takes `environments`
     weight: float
 
 
@@ -50,142 +59,152 @@ class EnvironmentFactory:
         *,
         tools: Sequence[Callable[..., Any]] = (),
     ) -> None:
-        """Of several factories, the column "environment" of a task names its own. `tools` are
-        offered besides the methods of the objects."""
-        several = isinstance(factory, Mapping)
-        factories = dict(factory) if several else {"": factory}
+        """With several factories, a task's column "environment" selects one. `tools` are offered
+        besides the methods of the objects."""
+        self._several = isinstance(factory, Mapping)
+        factories = dict(factory) if isinstance(factory, Mapping) else {"": factory}
         for name, make in factories.items():
             if not callable(make):
-                raise ConfigError(f"Environment factory {name!r} is {make!r}; give a class.")
+                raise ConfigError(f"Environment factory {name!r} is {make!r}; pass a class.")
             if inspect.isclass(make) and not callable(getattr(make, "reset", None)):
-                raise ConfigError(f"Class {make.__name__!r} has no reset(); every environment has.")
-        self._several = several
-        self._instances = {name: Instances(make) for name, make in factories.items()}
+                raise ConfigError(f"Class {make.__name__!r} has no reset(); define it.")
+        self._objects = {name: ObjectPool(make) for name, make in factories.items()}
         self._tools = [tool_of(tool) for tool in tools]
         self._rewards: tuple[Reward, ...] = ()
         names = [getattr(make, "__name__", "factory") for make in factories.values()]
         self.__name__ = ", ".join(names)
 
     def with_rewards(self, rewards: Sequence[Reward]) -> "EnvironmentFactory":
-        """The same, with functions that judge its episodes."""
+        """Return a copy with functions that reward its episodes."""
         other = copy.copy(self)
         other._rewards = tuple(rewards)
         return other
 
     async def __call__(self, task: Task, agent: Agent) -> float | None:
-        async with self._instances[self._name_for(task)].lend() as env:
-            prompt = await self._begin(env, task)
+        async with self._objects[self._name_for(task)].lend() as env:
+            prompt = await self._reset(env, task)
             tools = [*self._tools, *await _tools_of(env)]
-            said, sampled = await _converse(agent, prompt, tools)
-            return await self._judged(env, task, prompt, said=said, sampled=sampled)
+            replies, sampled = await _converse(agent, prompt, tools)
+            return await self._reward(
+                env,
+                prompts=[prompt],
+                completions=[replies],
+                completion_ids=[sampled],
+                columns={name: [value] for name, value in task.columns.items()},
+            )
 
     async def close(self) -> None:
-        for instances in self._instances.values():
-            instances.close()
+        for objects in self._objects.values():
+            objects.close()
 
     def _name_for(self, task: Task) -> str:
         name = task.columns.get(COLUMN) if self._several else ""
-        if name not in self._instances:
+        if name not in self._objects:
             raise TaskError(
                 f"A task has {COLUMN} = {name!r}, which is none of the environments"
-                f" {', '.join(self._instances)}; set that column."
+                f" {', '.join(self._objects)}; set that column."
             )
         return str(name)
 
-    async def _begin(self, env: Confined[Any], task: Task) -> list[Message]:
-        """Reset, and what the model is told first."""
+    async def _reset(self, env: ObjectThread[Any], task: Task) -> list[Message]:
+        """Reset the object, and return the prompt with the text that reset() returned."""
         columns = {k: v for k, v in task.columns.items() if not (self._several and k == COLUMN)}
-        seen = await _call(env, "reset", prompt=task.prompt, **columns)
+        observation = await _call(env, "reset", prompt=task.prompt, **columns)
         prompt = messages_of(task.prompt)
-        if seen is None:
+        if observation is None:
             return prompt
-        if not isinstance(seen, str):
+        if not isinstance(observation, str):
             raise TaskError(
-                f"Environment {self.__name__!r}: reset() returned {seen!r:.60}; a text is needed,"
-                " or None."
+                f"Environment {self.__name__!r}: reset() returned {observation!r:.60}; return a"
+                " text or None."
             )
         *before, last = prompt
-        return [*before, {**last, "content": f"{last['content']}{seen}"}]
+        return [*before, {**last, "content": f"{last['content']}{observation}"}]
 
-    async def _judged(
-        self,
-        env: Confined[Any],
-        task: Task,
-        prompt: Prompt,
-        *,
-        said: list[Message],
-        sampled: list[int],
+    async def _reward(
+        self, env: ObjectThread[Any], *, columns: Mapping[str, list[Any]], **episode: Any
     ) -> float | None:
-        """The sum of all that apply; None leaves it to the scorers."""
-        found: list[float] = []
+        """Return the sum of all rewards; None leaves the reward to the scorers."""
+        rewards: list[float] = []
         if await env.run(lambda thing: callable(getattr(thing, "get_reward", None))):
-            found.append(float(await _call(env, "get_reward")))
-        columns = {name: [value] for name, value in task.columns.items()}
+            rewards.append(float(await _call(env, "get_reward")))
         for reward in self._rewards:
-            ask = functools.partial(
-                _ask, reward.function, prompt=prompt, said=said, sampled=sampled, columns=columns
-            )
-            result = await env.run(ask)
+
+            def call(thing: Any, function: RewardFunction = reward.function) -> Any:
+                return function(columns={**columns, ENVIRONMENTS: [thing]}, **episode)
+
+            result = await env.run(call)
             result = await result if inspect.isawaitable(result) else result
             try:
                 (value,) = check_rewards(result, name=reward.function.name, num_completions=1)
             except ScoreError as error:
                 raise TaskError(str(error)) from error
             if value is not None:
-                found.append(reward.weight * value)
-        return sum(found) if found else None
+                rewards.append(reward.weight * value)
+        return sum(rewards) if rewards else None
 
 
-def _ask(
-    function: RewardFunction,
-    thing: Any,
+def split_rewards(
+    specs: Sequence[ScorerSpec],
+    environment: EnvironmentFunction | None,
     *,
-    prompt: Prompt,
-    said: list[Message],
-    sampled: list[int],
-    columns: Mapping[str, list[Any]],
-) -> Any:
-    return function(
-        prompts=[prompt],
-        completions=[said],
-        completion_ids=[sampled],
-        columns={**columns, ENVIRONMENTS: [thing]},
-    )
+    tasks: Sequence[Task],
+) -> tuple[tuple[ScorerSpec, ...], EnvironmentFunction | None]:
+    """Move the reward functions that take `environments` from the scorers to the environment."""
+    if not isinstance(environment, EnvironmentFactory):
+        return tuple(specs), environment
+    rewards: list[Reward] = []
+    others: list[ScorerSpec] = []
+    for spec in specs:
+        function = None
+        if isinstance(spec.type, Function):
+            function = inspect_reward(resolve_function(spec.type.function), name=spec.name)
+        if function is None or not function.wants_environments:
+            others.append(spec)
+            continue
+        if spec.gate is not None:
+            raise ConfigError(
+                f"Scorer {spec.name!r} takes {ENVIRONMENTS!r}, so it scores at the end of each"
+                " episode, before all other scorers; remove its `when`."
+            )
+        function.check_columns(tasks, has_environments=True)
+        rewards.append(Reward(function=function, weight=spec.weight))
+    return tuple(others), environment.with_rewards(rewards)
 
 
 async def _converse(
     agent: Agent, prompt: Sequence[Message], tools: Sequence[Tool]
 ) -> tuple[list[Message], list[int]]:
-    """Chat and call tools until a reply calls none; what was said since the prompt, and sampled."""
-    said: list[Message] = []
+    """Chat and call tools until a reply calls none; return new messages and sampled tokens."""
+    messages: list[Message] = []
     sampled: list[int] = []
     try:
         while True:
-            reply = await agent.chat([*prompt, *said], tools)
-            said.append(reply.message)
+            reply = await agent.chat([*prompt, *messages], tools)
+            messages.append(reply.message)
             sampled += reply.exchange.completion.tokens.tolist()
             if not reply.wants_tools:
                 break
-            said += await agent.call_tools(reply)
+            messages += await agent.call_tools(reply)
     except EpisodeOver as over:
-        if over.ending not in CUT:
+        if over.ending not in SCORED_ENDINGS:
             raise
-    return said, sampled
+    return messages, sampled
 
 
-async def _tools_of(env: Confined[Any]) -> list[Tool]:
-    """Public methods, as TRL lists them."""
+async def _tools_of(env: ObjectThread[Any]) -> list[Tool]:
+    """Return the object's public methods as tools, as TRL does."""
 
-    def listed(thing: Any) -> list[Tool]:
+    def list_tools(thing: Any) -> list[Tool]:
         names = [name for name, _ in inspect.getmembers(type(thing), inspect.isfunction)]
         public = [n for n in names if not n.startswith("_") and n not in NOT_TOOLS]
         return [tool_of(getattr(thing, name)) for name in public]
 
-    tools = await env.run(listed)
+    tools = await env.run(list_tools)
     return [replace(tool, call=functools.partial(_call, env, tool.name)) for tool in tools]
 
 
-async def _call(env: Confined[Any], method: str, /, **arguments: Any) -> Any:
-    """In the thread of the object; what is async goes on here."""
+async def _call(env: ObjectThread[Any], method: str, /, **arguments: Any) -> Any:
+    """Call a method in the object's thread; a coroutine it returns is awaited on this loop."""
     result = await env.run(lambda thing: getattr(thing, method)(**arguments))
     return await result if inspect.isawaitable(result) else result

@@ -1,11 +1,11 @@
-"""Gymnasium environments whose observations and actions are text, or can be told as text.
+"""Gymnasium environments whose observations and actions are text, or can be written as text.
 
     play = GymEnvironment("Blackjack-v1", render=lambda seen: f"You hold {seen[0]}.")
     mr.train(tasks=[{"prompt": "0 = stick, 1 = hit.", "seed": 7}, ...], environment=play)
 
-An episode: reset with the task's seed, then in turns an observation as a message of the user, and
-an action from the reply, until the environment ends it. Runs on the loop of the environments; the
-Gymnasium environment in a thread of its own.
+An episode resets the environment with the task's seed. Then each observation becomes a user message
+and each reply an action, until the environment ends the episode. Runs on the loop of the
+environments; the Gymnasium environment runs in a thread of its own.
 """
 
 import functools
@@ -15,12 +15,12 @@ from typing import Any
 
 from millrace.core.errors import ConfigError, TaskError
 from millrace.core.records import Message, Task
-from millrace.environments.adapters.confined import Confined, Instances
+from millrace.environments.adapters.object_threads import ObjectPool, ObjectThread
 from millrace.environments.agent import Agent
+from millrace.environments.function_environment import messages_of
 from millrace.environments.limits import EpisodeOver
-from millrace.environments.tools.environment import messages_of
 
-CUT = ("turns", "length")  # endings at which what was earned so far counts
+SCORED_ENDINGS = ("turns", "length")  # limits at which the rewards so far count
 
 
 class GymEnvironment:
@@ -36,13 +36,12 @@ class GymEnvironment:
     ) -> None:
         """`make`: an id for gymnasium.make, with its settings, or a function that makes one.
 
-        `render` makes text of an observation, if that is not one already. `read` makes an action
-        of a reply; by default the last integer in it for Discrete actions and the whole text for
-        Text ones. If it raises ValueError, or the environment has no such action, the model is told
-        so, which costs a turn and earns `invalid_reward`. `total` makes the reward of an episode of
-        those of its turns.
+        `render` converts an observation to text. `read` converts a reply to an action; by default
+        it takes the last integer for Discrete actions and the whole text for Text actions. If it
+        raises ValueError, or the action is not in the action space, the model gets an error message
+        and `invalid_reward` for this turn. `total` combines the rewards of all turns.
         """
-        self._instances = Instances(_maker(make, settings), last=lambda env: env.close())
+        self._objects = ObjectPool(_maker(make, settings), last=lambda env: env.close())
         self._render = render
         self._read = read
         self._total = total
@@ -51,40 +50,40 @@ class GymEnvironment:
 
     async def __call__(self, task: Task, agent: Agent) -> float:
         rewards: list[float] = []
-        async with self._instances.lend() as env:
+        async with self._objects.lend() as env:
             try:
                 await self._play(env, task, agent, rewards)
             except EpisodeOver as over:
-                if over.ending not in CUT:
+                if over.ending not in SCORED_ENDINGS:
                     raise
         return float(self._total(rewards))
 
     async def close(self) -> None:
-        self._instances.close()
+        self._objects.close()
 
     async def _play(
-        self, env: Confined[Any], task: Task, agent: Agent, rewards: list[float]
+        self, env: ObjectThread[Any], task: Task, agent: Agent, rewards: list[float]
     ) -> None:
-        """Turns until the environment says it is over; what each earned goes into `rewards`."""
+        """Take turns until the environment ends the episode; append the reward of each."""
         seed, options = task.columns.get("seed"), task.columns.get("options")
-        seen, _info = await env.run(lambda env: env.reset(seed=seed, options=options))
-        messages = _with_observation(task, self._text(seen))
+        observation, _info = await env.run(lambda env: env.reset(seed=seed, options=options))
+        messages = _with_observation(task, self._text(observation))
         while True:
             reply = await agent.chat(messages)
-            told = await env.run(functools.partial(self._step, text=reply.text))
-            if isinstance(told, ValueError):
+            step = await env.run(functools.partial(self._step, text=reply.text))
+            if isinstance(step, ValueError):
                 rewards.append(self._invalid_reward)
-                words = f"That is no action: {told}."
+                text = f"That is no action: {step}."
             else:
-                seen, reward, terminated, truncated, _info = told
+                observation, reward, terminated, truncated, _info = step
                 rewards.append(float(reward))
                 if terminated or truncated:
                     return
-                words = self._text(seen)
-            messages = [*messages, reply, {"role": "user", "content": words}]
+                text = self._text(observation)
+            messages = [*messages, reply, {"role": "user", "content": text}]
 
     def _step(self, env: Any, *, text: str) -> Any:
-        """What env.step gives, or what is wrong with the action. Runs in the thread of env."""
+        """Return the result of env.step, or an invalid action's error. Runs in env's thread."""
         try:
             action = (self._read or functools.partial(_action, env.action_space))(text)
         except ValueError as error:
@@ -93,12 +92,12 @@ class GymEnvironment:
             return ValueError(f"{action!r} is not in {env.action_space}")
         return env.step(action)
 
-    def _text(self, seen: Any) -> str:
-        text = seen if self._render is None else self._render(seen)
+    def _text(self, observation: Any) -> str:
+        text = observation if self._render is None else self._render(observation)
         if not isinstance(text, str):
             raise TaskError(
-                f"Environment {self.__name__!r} was to show {text!r:.60} of type"
-                f" {type(text).__name__}; pass render=, a function that makes a text of it."
+                f"Environment {self.__name__!r} has the observation {text!r:.60} of type"
+                f" {type(text).__name__}; pass render=, a function that converts it to text."
             )
         return text
 
@@ -121,7 +120,7 @@ def _maker(make: str | Callable[[], Any], settings: dict[str, Any]) -> Callable[
 
 
 def _action(space: Any, text: str) -> Any:
-    """For spaces that say themselves what a text means."""
+    """Read an action of a space whose text form is known."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Text):
@@ -131,11 +130,11 @@ def _action(space: Any, text: str) -> Any:
         if not numbers:
             raise ValueError(f"there is no number in {text[:80]!r}")
         return int(numbers[-1])
-    raise TaskError(f"Actions are {space}; pass read=, a function that makes one of a reply.")
+    raise TaskError(f"Actions are {space}; pass read=, a function that converts a reply to one.")
 
 
 def _with_observation(task: Task, text: str) -> list[Message]:
-    """The task's prompt, and below it what is seen at first."""
+    """Return the task's prompt with the first observation below it."""
     *before, last = messages_of(task.prompt)
     if last["role"] != "user":
         return [*before, last, {"role": "user", "content": text}]

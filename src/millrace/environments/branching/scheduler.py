@@ -1,15 +1,15 @@
-"""The trees of one group while they grow: episodes that are played, and branches of them.
+"""Plays the episode trees of one group: root episodes, and branches of them.
 
-Promise: a group has as many episodes as it should, each told to its policy when it has ended. Where
-an environment does not come to the same point a second time, another root is played instead of the
-branch, and counted. Called on the controller's event loop.
+Promise: a group has the requested number of episodes, and each is passed to its policy when it has
+ended. If an environment does not reach the branching point a second time, a new root is played
+instead of the branch, and counted. Runs on the controller's event loop.
 """
 
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,80 +22,90 @@ T = TypeVar("T")
 DIVERGED = "branches_diverged"
 
 
+class Recipe(Protocol):
+    """A plug-in whose fields are the keys of [environment.recipe]."""
+
+    def check(self, n: int) -> None:
+        """Raise ConfigError if a group of n episodes is too small."""
+        ...
+
+    async def play(self, runner: EpisodeRunner, n: int) -> list[Episode]:
+        """Return n episodes for training. Called on the controller's event loop."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BranchLeaf:
-    """An episode of a tree. M = tokens of its own that are trained."""
+    """An episode of a tree. M = trained tokens of the episode itself."""
 
     episode: Episode
     recording: Recording
     branching: Branching
-    family: int  # number of the root of its tree
-    places: np.ndarray  # [M] int; ascending: where it may be branched
+    root: int  # number of the root of its tree
+    places: np.ndarray  # [M] int, ascending; tokens at which it can be branched
     surprisals: np.ndarray  # [M] float32; -logprob of each of these tokens
 
 
 class BranchScheduler:
-    def __init__(self, stage: EpisodeRunner) -> None:
-        self._stage = stage
+    def __init__(self, runner: EpisodeRunner) -> None:
+        self.policy = runner.policy
+        self._runner = runner
         self._numbers = itertools.count()
         self._episodes: dict[int, Episode] = {}
 
-    async def grow(
-        self, n: int, *, size: int, tree: Callable[[], Coroutine[Any, Any, object]]
+    async def play_group(
+        self, n: int, *, size: int, play_tree: Callable[[], Coroutine[Any, Any, object]]
     ) -> list[Episode]:
-        """n episodes: as many trees of that size as there is room for, and roots beside them."""
-        num_trees, num_alone = divmod(n, size)
-        trees = [tree() for _ in range(num_trees)]
-        await together([*trees, *(self.plant() for _ in range(num_alone))])
+        """Play n episodes: as many trees of `size` episodes as fit, and single roots."""
+        num_trees, num_single = divmod(n, size)
+        trees = [play_tree() for _ in range(num_trees)]
+        await gather_or_cancel([*trees, *(self.play_root() for _ in range(num_single))])
         return [self._episodes[number] for number in sorted(self._episodes)]
 
-    async def plant(self) -> BranchLeaf:
-        """A new episode, from its beginning."""
-        return await self._root(next(self._numbers))
+    async def play_root(self) -> BranchLeaf:
+        """Play a new episode from its beginning."""
+        number = next(self._numbers)
+        return await self._play(Branching(number=number), root=number)
 
-    async def branch(self, leaf: BranchLeaf, *, place: int) -> BranchLeaf:
-        """An episode that is the same as this one up to the token sampled there, and then new."""
+    async def play_branch(self, leaf: BranchLeaf, *, place: int) -> BranchLeaf:
+        """Play an episode that equals `leaf` before the token at `place`, and then differs."""
         number = next(self._numbers)
         branching = Branching(number=number, parent=leaf.branching.number, place=place)
         turn, at = _turn_at(leaf.recording, place)
-        branch = Branch(recording=leaf.recording, turn=turn, at=at, family=leaf.family)
+        branch = Branch(recording=leaf.recording, turn=turn, at=at, root=leaf.root)
         try:
-            return await self._played(branching, family=leaf.family, branch=branch)
+            return await self._play(branching, root=leaf.root, branch=branch)
         except ReplayError:
-            return await self._root(number, counts={DIVERGED: 1})
+            return await self._play(Branching(number=number), root=number, counts={DIVERGED: 1})
 
-    async def _root(self, number: int, *, counts: dict[str, int] | None = None) -> BranchLeaf:
-        return await self._played(Branching(number=number), family=number, counts=counts)
-
-    async def _played(
+    async def _play(
         self,
         branching: Branching,
         *,
-        family: int,
+        root: int,
         branch: Branch | None = None,
         counts: dict[str, int] | None = None,
     ) -> BranchLeaf:
         number = branching.number
-        performance = await self._stage.play(number, branching=branching, branch=branch)
-        episode = performance.episode
-        episode = replace(episode, counts={**episode.counts, **(counts or {})})
+        played = await self._runner.play(number, branching=branching, branch=branch)
+        episode = replace(played.episode, counts={**played.episode.counts, **(counts or {})})
         self._episodes[number] = episode
-        self._stage.policy.finished(number, episode)
-        assert performance.recording is not None
-        places = [rollout.places for rollout in episode.rollouts]
-        surprisals = [-rollout.engine_logprobs for rollout in episode.rollouts]
+        self.policy.finished(number, episode)
+        assert played.recording is not None
         return BranchLeaf(
             episode=episode,
-            recording=performance.recording,
+            recording=played.recording,
             branching=branching,
-            family=family,
-            places=by_place(episode, places),
-            surprisals=by_place(episode, surprisals),
+            root=root,
+            places=by_place(episode, [rollout.places for rollout in episode.rollouts]),
+            surprisals=by_place(
+                episode, [-rollout.engine_logprobs for rollout in episode.rollouts]
+            ),
         )
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; with the first that raises, the others are ended."""
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results; if one raises, the others are cancelled first."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
@@ -106,20 +116,19 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def by_place(episode: Episode, columns: Sequence[np.ndarray | None]) -> np.ndarray:
-    """[M] of an array [L] for each of its rollouts: the numbers of the tokens that it trains, in
-    the order of their places."""
+    """Join an array [L] per rollout into one value [M] per trained token, ordered by place."""
     places: list[np.ndarray] = []
-    numbers: list[np.ndarray] = []
+    values: list[np.ndarray] = []
     for rollout, column in zip(episode.rollouts, columns, strict=True):
         assert rollout.places is not None
         assert column is not None
         places.append(rollout.places[rollout.mask])
-        numbers.append(column[rollout.mask])
-    return np.concatenate(numbers)[np.argsort(np.concatenate(places))]
+        values.append(column[rollout.mask])
+    return np.concatenate(values)[np.argsort(np.concatenate(places))]
 
 
 def _turn_at(recording: Recording, place: int) -> tuple[Any, int]:
-    """The turn in which a token was sampled, and how many tokens of it came before."""
+    """Return the turn that sampled a token, and how many tokens the turn sampled before it."""
     for turn in recording.turns:
         if place < len(turn.tokens):
             return turn, place

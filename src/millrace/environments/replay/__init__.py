@@ -3,8 +3,7 @@
 | module | owns |
 |---|---|
 | `schema.py` | the contents of a recording, as JSON |
-| `recorder.py` | makes a recording of a finished episode |
-| `episodes.py` | restores the episode of a recording |
+| `recorder.py` | finished episodes to recordings and back |
 | `answers.py` | recorded replies and tool results for an environment that runs again |
 | `rerun.py` | runs an environment on a recording |
 | `files.py` | reads, writes and edits files of recordings |

@@ -8,19 +8,22 @@ answers whole turns and tool calls by their number, and a difference is an error
 """
 
 import asyncio
+import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from millrace.core.errors import MillraceError
 from millrace.core.records import Completion
-from millrace.environments.episode_state import EpisodeState
 from millrace.environments.other_models import OtherModel
-from millrace.environments.replay.episodes import completion_of
+from millrace.environments.replay.recorder import completion_of
 from millrace.environments.replay.schema import CutRow, Entry, Recording, ToolRow, TurnRow, encode
 from millrace.environments.rollouts.renderer import Renderer
-from millrace.environments.tools.functions import Tool, ToolResult
+from millrace.environments.tools.functions import Tool, ToolResult, run_tool
+
+if TYPE_CHECKING:
+    from millrace.environments.episode_state import EpisodeState
 
 ORDER_TIMEOUT_S = 30.0  # how long an answer waits for those recorded before it
 
@@ -30,9 +33,9 @@ class ReplayError(MillraceError):
 
 
 class RecordedAnswers:
-    """The answers of one recording. Belongs to one event loop."""
+    """The answers of one recording. Used from one event loop."""
 
-    state: EpisodeState  # of the replayed episode; set by the caller
+    state: "EpisodeState"  # of the replayed episode; set by the caller
 
     def __init__(
         self,
@@ -40,19 +43,20 @@ class RecordedAnswers:
         *,
         renderer: Renderer,
         others: Mapping[str, OtherModel],
-        order_timeout_s: float = ORDER_TIMEOUT_S,
+        is_prefix: bool = False,
     ) -> None:
-        """`renderer`: of the run's model; `others`: other models, by name."""
+        """`renderer` and `others` render for the run's model and for other models by name.
+        `is_prefix`: the episode continues after the recording, and further tools are run."""
         self._recording = recording
         self._renderers = {
             agent.name: renderer if agent.model is None else others[agent.model].renderer
             for agent in recording.agents
         }
-        self._order_timeout_s = order_timeout_s
+        self._is_prefix = is_prefix
         turns = [e for e in recording.entries if not isinstance(e, ToolRow)]
         self._turns = {entry.number: entry for entry in turns}
         self._tools = {entry.number: entry for entry in recording.tool_runs}
-        self._run_again = {entry.number for entry in recording.tool_runs if entry.has_turns}
+        self._tool_numbers = itertools.count()
         # Entries that other answers wait for; the rest were never answered.
         self._awaited = [entry for entry in recording.entries if is_answered(entry)]
         self._num_answered = 0
@@ -61,14 +65,8 @@ class RecordedAnswers:
     def has_turn(self, number: int) -> bool:
         return number in self._turns
 
-    def has_tool_run(self, number: int) -> bool:
-        """False also for a tool within which an agent spoke: it runs again."""
-        return number in self._tools and number not in self._run_again
-
-    def runs_again(self, number: int) -> bool:
-        return number in self._run_again
-
-    async def turn(self, call: int, prompt: np.ndarray) -> Completion:
+    async def sample(self, prompt: np.ndarray, *, call: int, **_settings: Any) -> Completion:
+        """Answer as Policy.sample does."""
         entry = self._turns.get(call)
         if entry is None:
             raise self._differs(f"turn {call}", "which is not in the recording")
@@ -79,8 +77,13 @@ class RecordedAnswers:
         await self._in_order(entry, what=f"turn {call}")
         return completion_of(entry)
 
-    async def tool_run(self, number: int, tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+    async def run_tool(self, tool: Tool, arguments: Mapping[str, Any], **limits: Any) -> ToolResult:
+        """Return the recorded result. A tool in which an agent took turns runs again."""
+        number = next(self._tool_numbers)
         entry, what = self._tools.get(number), f"tool call {number}"
+        runs = self._is_prefix if entry is None else entry.has_turns
+        if runs:
+            return await run_tool(tool, arguments, **limits)
         if entry is None:
             raise self._differs(what, f"of {tool.name!r}, which is not in the recording")
         requested, recorded = (
@@ -116,7 +119,7 @@ class RecordedAnswers:
         """Wait until all entries recorded before this one are answered."""
         position = next(i for i, other in enumerate(self._awaited) if other is entry)
         try:
-            async with asyncio.timeout(self._order_timeout_s), self._advanced:
+            async with asyncio.timeout(ORDER_TIMEOUT_S), self._advanced:
                 await self._advanced.wait_for(lambda: self._num_answered >= position)
         except TimeoutError:
             missing = self._awaited[self._num_answered]
@@ -161,7 +164,7 @@ def _named(entry: Entry) -> str:
 
 
 def _prompt(entry: TurnRow, recording: Recording) -> np.ndarray:
-    """All tokens that the model was given in a turn."""
+    """Return all prompt tokens of a turn."""
     rows = {row.number: row for row in recording.turns}
     given, end = list(entry.given), entry.start
     while entry.parent is not None:

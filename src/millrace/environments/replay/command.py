@@ -1,15 +1,14 @@
-"""`millrace replay`: recorded episodes read, played again, edited and scored anew, without an
-engine.
+"""`millrace replay`: reads, reruns, edits and rescores recorded episodes, without an engine.
 
-Scorers run as in a run, in processes of their own. What is printed: a line for each episode, with
-the score it had in its run beside the new one.
+Scorers run in processes of their own, as in a training run. The command prints one line per episode
+with its new score.
 """
 
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from millrace.cluster.hub import Hub
 from millrace.cluster.supervision.pool import WorkerPool
 from millrace.config import ScorerConfig, load_config
 from millrace.core.errors import ConfigError, MillraceError
-from millrace.core.records import Episode, Group, Score
+from millrace.core.records import Group, Score
 from millrace.environments.episode_runner import EnvironmentFunction
 from millrace.environments.function_environment import check_function
-from millrace.environments.replay.episodes import episode_of, task_of
 from millrace.environments.replay.files import (
     Line,
     read_recordings,
@@ -30,6 +28,7 @@ from millrace.environments.replay.files import (
     with_tool_results,
     write_recordings,
 )
+from millrace.environments.replay.recorder import episode_of, task_of
 from millrace.environments.replay.rerun import rerun
 from millrace.environments.replay.schema import Recording
 from millrace.models.directory import load_tokenizer
@@ -42,27 +41,26 @@ from millrace.scoring.registry import ScorerSpec, function_scorer, resolve_score
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
     path: Path
-    environment: str | None = None  # "module:name"; None = the episodes are taken as they were
-    model: str | None = None  # whose tokenizer is used; None = the recorded one
-    scores: tuple[str, ...] = ()  # "module:name" of reward functions, or verifiers by name
-    config: Path | None = None  # whose [[scorers]] tables judge
-    tool_results: tuple[str, ...] = ()  # "NUMBER=TEXT", of every episode
-    reward: float | None = None  # instead of the environment's
-    out: Path | None = None  # where the episodes go that came of it
+    environment: str | None = None  # "module:name"; None = the environment is not run again
+    model: str | None = None  # model of the tokenizer; None = the recorded one
+    scores: tuple[str, ...] = ()  # "module:name" of reward functions, or names of verifiers
+    config: Path | None = None  # config with [[scorers]]
+    tool_results: tuple[str, ...] = ()  # "NUMBER=TEXT", for every episode
+    reward: float | None = None  # replaces the environment's
+    out: Path | None = None  # file for the resulting episodes
 
 
 async def replay(options: ReplayOptions) -> list[Line]:
-    """The lines of the file, as they came out."""
+    """Return the lines of the file after all edits."""
     lines = [_edited(line, options) for line in read_recordings(options.path)]
     if options.environment is not None:
         function = check_function(resolve_function(options.environment))
         tokenizers: dict[str, Any] = {}
-        lines = [await _played(line, function, options, tokenizers) for line in lines]
-    specs = _specs(options)
-    if specs:
+        lines = [await _rerun(line, function, options, tokenizers) for line in lines]
+    if specs := _specs(options):
         lines = await _scored(lines, specs)
     for line in lines:
-        print(_told(line))
+        print(_summary(line))
     if options.out is not None:
         write_recordings(options.out, lines)
     return lines
@@ -84,11 +82,14 @@ def _edited(line: Line, options: ReplayOptions) -> Line:
 def _tool_result(text: str) -> tuple[int, str | None]:
     number, equals, result = text.partition("=")
     if not number.isdigit():
-        raise ConfigError(f"--tool-result {text!r} names no call; write NUMBER=TEXT, or NUMBER.")
+        raise ConfigError(
+            f"--tool-result {text!r} does not begin with the number of a call; write NUMBER=TEXT,"
+            " or NUMBER."
+        )
     return int(number), result if equals else None
 
 
-async def _played(
+async def _rerun(
     line: Line,
     function: EnvironmentFunction,
     options: ReplayOptions,
@@ -96,7 +97,7 @@ async def _played(
 ) -> Line:
     model = options.model or line.model
     if model is None:
-        raise ConfigError(f"{options.path} does not say which model it is of; give --model.")
+        raise ConfigError(f"{options.path} does not name the model; pass --model.")
     others = {name: row.path for name, row in line.episode.models.items()}
     for path in {model, *others.values()} - tokenizers.keys():
         tokenizers[path] = load_tokenizer(path)
@@ -120,16 +121,13 @@ def _specs(options: ReplayOptions) -> list[ScorerSpec]:
         else resolve_scorer(ScorerConfig(type=name), section="score")
         for name in options.scores
     ]
-    if options.config is not None:
-        tables = load_config(options.config).scorers
-        specs += [
-            resolve_scorer(row, section=f"scorers.{index}") for index, row in enumerate(tables)
-        ]
+    tables = () if options.config is None else load_config(options.config).scorers
+    specs += [resolve_scorer(row, section=f"scorers.{i}") for i, row in enumerate(tables)]
     return specs
 
 
 async def _scored(lines: Sequence[Line], specs: Sequence[ScorerSpec]) -> list[Line]:
-    """Episodes of one group are judged together."""
+    """Score the episodes of each group together."""
     groups: dict[int | str, list[Line]] = {}
     for line in lines:
         key = line.episode.name if line.group is None else line.group
@@ -150,8 +148,8 @@ async def _scored(lines: Sequence[Line], specs: Sequence[ScorerSpec]) -> list[Li
         await stack.enter_async_context(pool)
         scores: dict[int, Score] = {}
         for number, members in enumerate(groups.values()):
-            judged = await pool.score(_group(number, members))
-            scores |= {id(m): score for m, score in zip(members, judged.scores, strict=True)}
+            scored = await pool.score(_group(number, members))
+            scores |= {id(m): score for m, score in zip(members, scored.scores, strict=True)}
     return [
         msgspec.structs.replace(
             line, score=scores[id(line)].total, parts=scores[id(line)].parts, advantage=None
@@ -160,19 +158,19 @@ async def _scored(lines: Sequence[Line], specs: Sequence[ScorerSpec]) -> list[Li
     ]
 
 
-def _group(number: int, lines: Iterable[Line]) -> Group:
-    episodes = tuple(_judgeable(line) for line in lines)
-    return Group(number=number, task=task_of(next(iter(lines)).episode), episodes=episodes)
+def _group(number: int, lines: Sequence[Line]) -> Group:
+    recordings = [line.episode for line in lines]
+    for recording in recordings:
+        if not recording.turns:
+            raise MillraceError(
+                f"Episode {recording.index} of {recording.name} has no turns and cannot be scored;"
+                " remove its line."
+            )
+    episodes = tuple(episode_of(recording) for recording in recordings)
+    return Group(number=number, task=task_of(recordings[0]), episodes=episodes)
 
 
-def _judgeable(line: Line) -> Episode:
-    episode = episode_of(line.episode)
-    if not episode.turns:
-        raise MillraceError(f"Episode {line.episode.index} of {line.episode.name} has no turns.")
-    return replace(episode, recording=None)
-
-
-def _told(line: Line) -> str:
+def _summary(line: Line) -> str:
     recording = line.episode
     changed = sum(not turn.is_recorded for turn in recording.turns)
     row: dict[str, Any] = {

@@ -1,9 +1,7 @@
-"""Files of recordings: a line for each, which also says what became of the episode in its run.
+"""Files of recordings, one per line with its scores in the run, and edits of recordings.
 
-A recording with something changed in it: what a tool said, or the reward.
-
-Promise: what the model said after a tool said something else is not known. Those turns stay, to be
-read and scored, and are marked; their tokens are context from then on, and never trained.
+Promise: after an edited tool result, nobody knows what the model would have said. The later turns
+stay, to be read and scored, but they are marked: their tokens are context and never trained.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,16 +15,16 @@ from millrace.environments.replay.schema import CutRow, Entry, Recording, Row, T
 
 
 class Line(Row, frozen=True, kw_only=True):
-    group: int | None = None  # number, in its run
-    score: float | None = None  # that it got there
+    group: int | None = None  # number of the group in its run
+    score: float | None = None  # in the run, as the next two
     parts: dict[str, float | None] = msgspec.field(default_factory=dict)
     advantage: float | None = None
-    model: str | None = None  # whose tokenizer and chat template made the prompts
+    model: str | None = None  # its tokenizer and chat template made the prompts
     episode: Recording
 
 
 def read_recordings(path: str | Path) -> Iterator[Line]:
-    """Raises ConfigError with file, line and key for what is no recording."""
+    """Read the lines of a file; raises ConfigError with file, line and key."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
@@ -36,8 +34,8 @@ def read_recordings(path: str | Path) -> Iterator[Line]:
             yield msgspec.json.decode(line, type=Line)
         except msgspec.DecodeError as error:
             raise ConfigError(
-                f"{path}:{number} is no recorded episode: {error}; such files are written with"
-                " monitoring.record_episodes, and by this version of millrace."
+                f"{path}:{number} is not a recorded episode: {error}; use a file that this version"
+                " of millrace wrote with monitoring.record_episodes."
             ) from None
 
 
@@ -51,14 +49,16 @@ def with_reward(recording: Recording, reward: float | dict[str, float] | None) -
 
 
 def with_tool_results(recording: Recording, texts: Mapping[int, str | None]) -> Recording:
-    """Other results of tool calls, by their number; None = it is dropped, and the model is told
-    nothing. The edited recording is to be run again: its rewards are those of before."""
+    """Replace the results of tool calls by their number; None makes a result empty.
+
+    Rewards stay as they were; rerun() the result to update them.
+    """
     known = {row.number for row in recording.tool_runs if not row.has_turns}
     for number in texts:
         if number not in known:
             raise ConfigError(
-                f"There is no tool call {number} in the recording of {recording.name}, episode"
-                f" {recording.index}, or an agent spoke in it; choose one of"
+                f"The recording of {recording.name}, episode {recording.index}, has no tool call"
+                f" {number} whose result can be replaced; choose one of"
                 f" {', '.join(map(str, sorted(known))) or 'none'}."
             )
     entries: list[Entry] = []

@@ -1,30 +1,25 @@
-"""Replays an environment on a recording: no engine, no tools, the same episode.
+"""Runs an environment again on a recording of one of its episodes, without an engine or tools.
 
-The coroutine runs as it did, its agents render and record as they did; only what came from outside
-is taken from the recording: replies, results of tools, draws of agent.rng.
+The coroutine runs, and its agents render and record, as they did the first time. Replies, tool
+results and the draws of agent.rng come from the recording.
 
-Promise: the episode is the same, bit for bit, or a ReplayError says where the environment asked
-something else. What it does besides takes the time it takes, and is the same only if it is
-deterministic itself.
+Promise: the episode is the same, bit for bit, or a ReplayError names the first request that
+differs. Everything else that the environment does is repeated, so it must be deterministic.
 """
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from millrace.core.records import Episode, Task
-from millrace.environments.agent_set import AgentSet
 from millrace.environments.episode_runner import EnvironmentFunction, run_episode
 from millrace.environments.episode_state import EpisodeState
 from millrace.environments.other_models import OtherModel
-from millrace.environments.replay.answers import ORDER_TIMEOUT_S, RecordedAnswers, ReplayError
-from millrace.environments.replay.episodes import task_of
-from millrace.environments.replay.recorder import recording_of
+from millrace.environments.replay.answers import RecordedAnswers, ReplayError
+from millrace.environments.replay.recorder import recording_of, task_of
 from millrace.environments.replay.schema import Recording, encode
 from millrace.environments.rollouts.renderer import Renderer
 from millrace.environments.tools.calls import FORMATS
-from millrace.environments.tools.functions import Tool, ToolResult, run_tool
 
 
 async def rerun(
@@ -34,63 +29,50 @@ async def rerun(
     tokenizer: Any,
     tokenizers: Mapping[str, Any] | None = None,
     task: Task | None = None,
-    order_timeout_s: float = ORDER_TIMEOUT_S,
 ) -> Episode:
-    """The replayed episode, with a recording of its own. `tokenizers`: of the recording's other
-    models, by name. `task`: replaces the recorded one, which may lack columns. `order_timeout_s`:
-    how long an answer waits for those recorded before it."""
+    """Return the replayed episode, with a recording of its own.
+
+    `tokenizers` belong to the recording's other models, by name. `task` replaces the recorded task,
+    which may lack columns.
+    """
     if task is None and recording.task.left_out:
         names = ", ".join(recording.task.left_out)
         raise ReplayError(f"The columns {names} of the task could not be recorded; pass the task.")
     renderer = Renderer(tokenizer, template_settings=recording.template)
     others = _others(recording, tokenizers or {})
-    answers = RecordedAnswers(
-        recording, renderer=renderer, others=others, order_timeout_s=order_timeout_s
-    )
-    tool_runs = itertools.count()
-
-    async def repeat(tool: Tool, arguments: Mapping[str, Any], **limits: Any) -> ToolResult:
-        number = next(tool_runs)
-        if answers.runs_again(number):
-            return await run_tool(tool, arguments, **limits)
-        return await answers.tool_run(number, tool, arguments)
-
-    state = EpisodeState(
+    answers = RecordedAnswers(recording, renderer=renderer, others=others)
+    state = answers.state = EpisodeState(
         name=recording.name,
         index=recording.index,
-        sample=lambda prompt, *, call, **_settings: answers.turn(call, prompt),
-        max_context=recording.max_context,
-        limits=recording.limits,
-        seed=recording.seed,
-        random_index=recording.random_index,
-        run_tool=repeat,
-    )
-    answers.state = state
-    agents = AgentSet(
-        state,
+        sample=answers.sample,
         renderer=renderer,
-        history=recording.history,
         tool_format=FORMATS[recording.tool_format],
         sampling=recording.sampling,
+        max_context=recording.max_context,
+        history=recording.history,
+        limits=recording.limits,
         others=others,
+        seed=recording.seed,
+        root=recording.index,
+        random_index=recording.random_index,
+        run_tool=answers.run_tool,
     )
     task = task_of(recording) if task is None else task
-    known: dict[str, Any] = {
-        "state": state,
-        "agents": agents,
-        "ended_reward": recording.ended_reward,
-    }
-    episode = await run_episode(function, task, **known, branching=recording.branching)
+    reward = recording.ended_reward
+    episode = await run_episode(
+        function, task, state=state, ended_reward=reward, branching=recording.branching
+    )
     answers.check_complete()
-    return replace(episode, recording=encode(recording_of(episode, task, **known)))
+    again = recording_of(episode, task, state=state, ended_reward=reward)
+    return replace(episode, recording=encode(again))
 
 
 def _others(recording: Recording, tokenizers: Mapping[str, Any]) -> dict[str, OtherModel]:
     missing = [name for name in recording.models if name not in tokenizers]
     if missing:
         raise ReplayError(
-            f"Roles of the recording were other models ({', '.join(missing)}), whose tokenizers are"
-            " needed; pass tokenizers={name: tokenizer}."
+            f"Roles of the recording use other models ({', '.join(missing)}), and their tokenizers"
+            " are missing; pass tokenizers={name: tokenizer}."
         )
     return {
         name: OtherModel(

@@ -1,8 +1,9 @@
-"""What a recording of an episode holds, and how it is written: one JSON object.
+"""The contents of a recorded episode, written as one JSON object.
 
-Promise: what is read is what was written, bit for bit, or one ConfigError sentence: unknown keys,
-wrong types and another schema are refused. Numbers are written so that they come back the same,
-float32 included. N = sampled tokens of a turn, G = tokens given before them.
+Promise: a recording is read exactly as it was written, float32 values included, or refused with one
+ConfigError sentence: unknown keys, wrong types and other schema versions are errors.
+
+N = sampled tokens of a turn, G = new prompt tokens before them.
 """
 
 from typing import Any, Literal
@@ -17,25 +18,25 @@ SCHEMA = 1
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a file; unknown keys are an error."""
+    """An object in the file; unknown keys are an error."""
 
 
 class TaskRow(Row, frozen=True, kw_only=True):
     prompt: str | list[Message]
     columns: dict[str, Any]
-    left_out: list[str] = msgspec.field(default_factory=list)  # columns that JSON cannot say
+    left_out: list[str] = msgspec.field(default_factory=list)  # columns that JSON cannot hold
     source: str = ""
 
 
 class AgentRow(Row, frozen=True, kw_only=True):
     name: str
     adapter: str | None
-    model: str | None = None  # one of the recording's models; None = the run's
+    model: str | None = None  # one of Recording.models; None = the policy
     is_trained: bool
 
 
 class ModelRow(Row, frozen=True, kw_only=True):
-    """A model besides the run's that roles were."""
+    """A model besides the policy."""
 
     path: str
     max_context: int
@@ -43,7 +44,7 @@ class ModelRow(Row, frozen=True, kw_only=True):
     template: dict[str, Any]
 
 
-class KeptRow(Row, frozen=True, kw_only=True):
+class KeptRow(Row, frozen=True):
     ids: list[int]
     offsets: list[int]
 
@@ -51,19 +52,19 @@ class KeptRow(Row, frozen=True, kw_only=True):
 class RoutesRow(Row, frozen=True, kw_only=True):
     shape: tuple[int, int, int]
     dtype: Literal["uint8", "uint16"]
-    data: bytes  # base64 in the file; rows one after the other, little-endian
+    data: bytes  # base64 in the file; row-major, little-endian
 
 
 class TurnRow(Row, frozen=True, kw_only=True, tag="turn"):
     """A reply of the model."""
 
-    number: int  # of the turns, by their beginning
+    number: int  # of turns, in the order in which they began
     agent: str
     prompt: str | list[Message]
-    parent: int | None  # number of the turn that it goes on from
-    start: int  # after so many tokens of its branch
+    parent: int | None  # number of the turn that it continues
+    start: int  # tokens of the branch before this turn
     given: list[int]  # [G]
-    tokens: list[int]  # [N], as the three below
+    tokens: list[int]  # [N], as the next two
     logprobs: list[float]
     versions: list[int]
     kept: KeptRow | None = None
@@ -73,25 +74,25 @@ class TurnRow(Row, frozen=True, kw_only=True, tag="turn"):
     kv: KVOrigin | None = None
     num_shared: int = 0
     sampling: Sampling
-    is_recorded: bool = True  # False = behind an edit: nobody knows what the model would have said
+    is_recorded: bool = True  # False = after an edit: the model never saw this prompt
 
 
 class CutRow(Row, frozen=True, kw_only=True, tag="cut"):
-    """A turn that was begun and never answered."""
+    """A turn that began and got no reply: the environment stopped waiting, or time was up."""
 
     number: int
     agent: str
-    ending: Ending | None  # to which it brought the episode
+    ending: Ending | None  # that this turn caused; None = it did not end the episode
 
 
 class ToolRow(Row, frozen=True, kw_only=True, tag="tool"):
-    number: int  # of the calls of tools, by their beginning
+    number: int  # of tool calls, in the order in which they began
     name: str
     arguments: dict[str, Any]
-    text: str | None  # that the model was told; None = the call was not waited for
+    text: str | None  # result for the model; None = the environment did not wait for it
     fault: Fault | None = None
-    has_turns: bool = False  # an agent spoke within: it is run again, on the recorded turns
-    is_recorded: bool = True
+    has_turns: bool = False  # an agent took turns in it: a replay runs it again on these turns
+    is_recorded: bool = True  # False = after an edit
 
 
 Entry = TurnRow | CutRow | ToolRow
@@ -99,17 +100,17 @@ Entry = TurnRow | CutRow | ToolRow
 
 class Recording(Row, frozen=True, kw_only=True):
     schema: Literal[1] = SCHEMA
-    name: str  # of its group
+    name: str  # of the group
     index: int  # within the group
     seed: int  # of the group
-    random_index: int  # whose draws of agent.rng it has: its own, or those of what it branched off
+    random_index: int  # episode whose draws of agent.rng it has: itself, or its parent
     task: TaskRow
     limits: EpisodeLimits
     max_context: int
     ended_reward: float
     tool_format: str
     history: Literal["template", "sampled"]
-    template: dict[str, Any]  # what the chat template was told besides messages and tools
+    template: dict[str, Any]  # settings of the chat template
     sampling: Sampling
     agents: list[AgentRow]
     models: dict[str, ModelRow] = msgspec.field(default_factory=dict)  # by name
@@ -129,5 +130,5 @@ class Recording(Row, frozen=True, kw_only=True):
 
 
 def encode(value: Any) -> bytes:
-    """As JSON; what that cannot say is written as its repr."""
+    """Encode as JSON; a value that JSON cannot hold is written as its repr."""
     return msgspec.json.encode(value, enc_hook=repr)

@@ -1,11 +1,11 @@
-"""Python functions as tools: what a model is told about them, and how its calls are run.
+"""Python functions as tools: their schemas for the model, and how its calls are run.
 
-A tool is a function, sync or async, with type hints and a docstring. Its schema comes from these;
-so does the check of what a model passes.
+A tool is a function, sync or async, with type hints and a docstring. They define its schema and the
+check of the arguments that a model passes.
 
-Promise: whatever a tool does, the model gets text: the result, or what went wrong. A sync tool runs
-in a thread of its own, so one that hangs costs the call its time and no other call anything. An
-async one runs on the loop of the environments.
+Promise: the model always gets text, either the result or an error. A sync tool runs in a thread of
+its own, so a tool that hangs delays only its own call. An async tool runs on the loop of the
+environments.
 """
 
 import asyncio
@@ -15,13 +15,16 @@ import json
 import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from millrace.core.errors import TaskError
+from millrace.environments.loop_thread import complete_future
 
 Fault = Literal["tool_errors", "tool_timeouts"]
 
@@ -31,13 +34,13 @@ class Tool:
     name: str
     description: str
     parameters: dict[str, Any]  # JSON schema of its arguments
-    call: Callable[..., Any] = field(repr=False)  # with checked arguments, by name
+    call: Callable[..., Any] = field(repr=False)  # takes checked arguments by name
     check: Callable[[Mapping[str, Any]], dict[str, Any]] = field(repr=False)
-    """The arguments to call it with; raises ValidationError."""
+    """Returns the arguments for `call`; raises ValidationError."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates and the OpenAI API want it."""
+        """The schema in the format of chat templates and the OpenAI API."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -47,7 +50,7 @@ class Tool:
 
 
 class ToolError(Exception):
-    """What a tool tells the model when it fails, in the words it is told."""
+    """A tool's failure; the model sees its text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +60,7 @@ class ToolResult:
 
 
 def tools_of(given: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
-    """By name; functions are made tools."""
+    """Return tools by name, and convert functions to tools."""
     tools = [tool if isinstance(tool, Tool) else tool_of(tool) for tool in given]
     names = [tool.name for tool in tools]
     for name in names:
@@ -67,12 +70,12 @@ def tools_of(given: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """A function as a tool; raises TaskError if its signature does not tell what it takes."""
+    """Convert a function to a tool; raises TaskError if its signature has no full type hints."""
     if not callable(function):
-        raise TaskError(f"{function!r} is no tool; give a function.")
+        raise TaskError(f"{function!r} is not a tool; pass a function.")
     name = getattr(function, "__name__", type(function).__name__)
     model = _arguments_model(function, name=name)
-    summary, described = _documented(inspect.getdoc(function) or "")
+    summary, described = _parse_docstring(inspect.getdoc(function) or "")
     parameters = _untitled(model.model_json_schema())
     for argument, schema in parameters.get("properties", {}).items():
         if argument in described:
@@ -88,11 +91,11 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 async def run_tool(
     tool: Tool, arguments: Mapping[str, Any], *, timeout_s: float, max_chars: int
 ) -> ToolResult:
-    """What the model is told of a call."""
+    """Run a call, and return the text for the model."""
     try:
         checked = tool.check(arguments)
     except ValidationError as error:
-        return ToolResult(text=f"Error: {_first_of(error)}", fault="tool_errors")
+        return ToolResult(text=f"Error: {_first_error(error)}", fault="tool_errors")
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -107,44 +110,22 @@ async def run_tool(
         return ToolResult(text=text, fault="tool_errors")
 
 
+def is_async(function: Any) -> bool:
+    """True for a coroutine function, and for an object with a coroutine as its __call__."""
+    call = getattr(function, "__call__", None)  # noqa: B004 - inspected, not called
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
 async def _result(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
-        getattr(call, "__call__", None)  # noqa: B004 - of an object that can be called
-    )
-    result = call(**arguments) if is_async else await _in_thread(call, arguments)
+    if is_async(call):
+        return await call(**arguments)
+    # Not in a pool: a few calls that hang would fill it, and keep the process from ending.
+    future: Future[Any] = Future()
+    job = partial(contextvars.copy_context().run, call, **arguments)
+    name = f"tool {call!r:.40}"
+    threading.Thread(target=complete_future, args=(future, job), name=name, daemon=True).start()
+    result = await asyncio.wrap_future(future)
     return await result if isinstance(result, Awaitable) else result
-
-
-async def _in_thread(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Not in a pool: a few calls that hang would fill it, and keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def tell(result: Any, error: BaseException | None) -> None:
-        if done.done():
-            return  # given up meanwhile
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        try:
-            result, error = context.run(call, **arguments), None
-        except StopIteration as stop:  # no future takes it
-            result, error = None, RuntimeError(f"the tool raised {stop!r}")
-        except BaseException as raised:  # noqa: BLE001 - SystemExit would end this thread only
-            result, error = None, raised if isinstance(raised, Exception) else _tamed(raised)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, result, error)
-
-    threading.Thread(target=run, name=f"tool {call!r:.40}", daemon=True).start()
-    return await done
-
-
-def _tamed(error: BaseException) -> Exception:
-    return RuntimeError(f"the tool raised {type(error).__name__}: {error}")
 
 
 def _arguments_model(function: Callable[..., Any], *, name: str) -> type[BaseModel]:
@@ -159,9 +140,7 @@ def _arguments_model(function: Callable[..., Any], *, name: str) -> type[BaseMod
                 f"Tool {name!r} takes {parameter}; a model passes arguments by name only."
             )
         if parameter.annotation is parameter.empty:
-            raise TaskError(
-                f"Tool {name!r} does not say what {parameter.name!r} is; add a type hint."
-            )
+            raise TaskError(f"Tool {name!r}: {parameter.name!r} has no type hint; add one.")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (parameter.annotation, default)
     try:
@@ -170,8 +149,8 @@ def _arguments_model(function: Callable[..., Any], *, name: str) -> type[BaseMod
         raise TaskError(f"Tool {name!r}: a type hint has no JSON schema ({error}).") from error
 
 
-def _documented(text: str) -> tuple[str, dict[str, str]]:
-    """Summary and, from an Args: section, what is said about each argument."""
+def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Return the summary, and the descriptions of arguments in an Args: section."""
     summary, _, rest = text.partition("\nArgs:")
     described: dict[str, str] = {}
     last = None
@@ -186,7 +165,7 @@ def _documented(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _untitled(schema: Any) -> Any:
-    """Without the titles that pydantic adds, which tell a model nothing."""
+    """Remove the titles that pydantic adds, which are useless to a model."""
     if isinstance(schema, list):
         return [_untitled(row) for row in schema]
     if not isinstance(schema, dict):
@@ -201,7 +180,7 @@ def _untitled(schema: Any) -> Any:
     }
 
 
-def _first_of(error: ValidationError) -> str:
+def _first_error(error: ValidationError) -> str:
     detail = error.errors()[0]
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":

@@ -1,14 +1,13 @@
-"""Tools of an MCP server, as the agents of all episodes share them.
+"""Tools of MCP servers, shared by the agents of all episodes.
 
     server = McpServer(["python", "server.py"])      # or McpServer(url="http://HOST/mcp")
 
     async def play(task, agent):
         messages = await agent.run([...], tools=await server.tools())
 
-Promise: one connection for each event loop, made when it is first needed. What a server says about
-its tools goes to the model as it is, and so does whatever goes wrong: a call on a server that died
-is told so, and the next call connects once more. A server that was started ends with close(), or
-with the process that started it.
+Promise: there is one connection per event loop, made on first use. The model gets the server's tool
+descriptions unchanged, and its errors too: a call to a server that died returns an error, and the
+next call connects again. A server program ends with close(), or with the process that started it.
 """
 
 import asyncio
@@ -16,20 +15,23 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from millrace.core.errors import ConfigError
+from millrace.core.records import Task
 from millrace.core.secrets import Secrets, check_headers
-from millrace.environments.tools.functions import Tool, ToolError
+from millrace.environments.agent import Agent
+from millrace.environments.episode_runner import EnvironmentFunction, name_of
+from millrace.environments.tools.functions import Tool, ToolError, tools_of
 
 CONNECT_TIMEOUT_S = 30.0
 T = TypeVar("T")
 
 
 class ServerLost(Exception):
-    """There is no connection, or no longer."""
+    """There is no connection, or it was lost."""
 
 
 class McpServer:
@@ -44,10 +46,13 @@ class McpServer:
         tools: Sequence[str] | None = None,
         log: Path | None = None,
     ) -> None:
-        """A program that is started and spoken to by its input and output, or a `url` that speaks
-        streamable HTTP. `env`: what the program finds in its environment, in which there is little
-        else; `headers` of requests. Values may hold "env:NAME". `tools`: those to offer; by default
-        all. `log`: where a program's errors go, by default to this process's."""
+        """Either `command` starts a program that speaks MCP over stdin and stdout, or `url` speaks
+        streamable HTTP.
+
+        `env` is the program's environment, besides PATH; `headers` are sent with requests. Their
+        values may contain "env:NAME". `tools` selects tools by name; None = all. `log` is a file
+        for the program's stderr; None = that of this process.
+        """
         if bool(command) == (url is not None):
             raise ConfigError("An MCP server has either a command or a url; set one of the two.")
         require_mcp()
@@ -61,67 +66,62 @@ class McpServer:
         self._url = url
         self._offered = tools
         self._log = log
-        self._loop: asyncio.AbstractEventLoop | None = None  # that what follows belongs to
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the next three
         self._opening = asyncio.Lock()
         self._session: _Session | None = None
         self._tools: list[Tool] | None = None
 
     async def tools(self) -> list[Tool]:
-        """For agent.chat; raises ConfigError if the server cannot be reached."""
-        self._come_to_this_loop()
-        if self._tools is not None:
-            return list(self._tools)
-        try:
-            session = await self._connected()
-            self._tools = self._chosen(await session.list_tools())
-        except ServerLost as lost:
-            raise ConfigError(
-                f"MCP server {self.name!r} cannot be used ({lost}); check its command or url."
-            ) from lost
+        """Return tools for agent.chat; raises ConfigError if the server cannot be reached."""
+        self._use_this_loop()
+        if self._tools is None:
+            try:
+                session = await self._connected()
+                self._tools = self._select(await session.list_tools())
+            except ServerLost as lost:
+                raise ConfigError(
+                    f"MCP server {self.name!r} cannot be used ({lost}); check its command or url."
+                ) from lost
         return list(self._tools)
 
     async def close(self) -> None:
-        """End the connection of this loop, and the program behind it."""
+        """Close the connection of this loop, and end the server program."""
         if self._loop is asyncio.get_running_loop() and self._session is not None:
             await self._session.close()
 
     async def _connected(self) -> "_Session":
-        """At most one attempt."""
-        self._come_to_this_loop()
+        """Return the session; connects at most once at a time."""
+        self._use_this_loop()
         async with self._opening:
             if self._session is None or self._session.is_over:
                 self._session = await _Session.open(self._streams())
         return self._session
 
-    def _come_to_this_loop(self) -> None:
-        """Forget what ended with another loop."""
+    def _use_this_loop(self) -> None:
+        """Drop a connection that belonged to another event loop."""
         if self._loop is not asyncio.get_running_loop():
             self._loop, self._session, self._tools = asyncio.get_running_loop(), None, None
             self._opening = asyncio.Lock()
 
-    def _chosen(self, found: Sequence[Any]) -> list[Tool]:
+    def _select(self, found: Sequence[Any]) -> list[Tool]:
         names = [tool.name for tool in found]
         for name in self._offered or ():
             if name not in names:
                 raise ConfigError(
-                    f"MCP server {self.name!r} has no tool {name!r}; there are {', '.join(names)}."
+                    f"MCP server {self.name!r} has no tool {name!r}; it has {', '.join(names)}."
                 )
-        return [
-            self._tool(tool)
-            for tool in found
-            if self._offered is None or tool.name in self._offered
-        ]
+        return [self._tool(t) for t in found if self._offered is None or t.name in self._offered]
 
-    def _tool(self, told: Any) -> Tool:
+    def _tool(self, described: Any) -> Tool:
         async def call(**arguments: Any) -> str:
-            return await self._call(told.name, arguments)
+            return await self._call(described.name, arguments)
 
         return Tool(
-            name=told.name,
-            description=told.description or "",
-            parameters=told.input_schema,
+            name=described.name,
+            description=described.description or "",
+            parameters=described.input_schema,
             call=call,
-            check=dict,  # the server checks, and says what is wrong
+            check=dict,  # the server checks the arguments
         )
 
     async def _call(self, tool: str, arguments: dict[str, Any]) -> str:
@@ -129,7 +129,7 @@ class McpServer:
             session = await self._connected()
             result = await session.call_tool(tool, arguments)
         except ServerLost as lost:
-            # Not tried again here: what the tool does may have been done.
+            # Not retried: the tool may already have done its work.
             raise ToolError(f"the server of {tool} was lost ({lost}).") from lost
         text = _text_of(result)
         if result.is_error:
@@ -144,34 +144,29 @@ class McpServer:
 
         if self._url is not None:
             async with (
-                # A call takes as long as the tool; who calls it limits that.
+                # No timeout: callers limit the time of each tool call.
                 httpx2.AsyncClient(headers=self._headers, timeout=None) as http,
                 streamable_http_client(self._url, http_client=http) as streams,
             ):
                 yield streams
             return
         program, *arguments = self._command
-        beside = str(Path(sys.executable).parent)  # so that "python" is the one that runs this
+        beside = str(Path(sys.executable).parent)  # makes "python" this interpreter
         path = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
         server = StdioServerParameters(
             command=program, args=arguments, env={"PATH": path, **self._env}
         )
-        with self._errors() as errors:
+        with contextlib.ExitStack() as stack:
+            errors = sys.stderr
+            if self._log is not None:
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+                errors = stack.enter_context(self._log.open("a", encoding="utf-8"))
             async with stdio_client(server, errlog=errors) as streams:
                 yield streams
 
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[TextIO]:
-        if self._log is None:
-            yield sys.stderr
-            return
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("a", encoding="utf-8") as file:
-            yield file
-
 
 class _Session:
-    """One connection, held by a task of its own: it must be closed where it was opened."""
+    """One connection, held by a task of its own, which must both open and close it."""
 
     def __init__(self, streams: contextlib.AbstractAsyncContextManager[Any]) -> None:
         from mcp import Client
@@ -179,7 +174,7 @@ class _Session:
         loop = asyncio.get_running_loop()
         self._client = Client(streams)
         self._ready: asyncio.Future[None] = loop.create_future()
-        self._over: asyncio.Future[str] = loop.create_future()  # and why
+        self._over: asyncio.Future[str] = loop.create_future()  # the reason
         self._closing = asyncio.Event()
         self._holding = loop.create_task(self._hold(), name="mcp")
 
@@ -204,7 +199,7 @@ class _Session:
     async def list_tools(self) -> list[Any]:
         tools, cursor = [], None
         while True:
-            page = await self._ask(self._client.list_tools(cursor=cursor))
+            page = await self._request(self._client.list_tools(cursor=cursor))
             tools += page.tools
             cursor = page.next_cursor
             if not cursor:
@@ -214,7 +209,7 @@ class _Session:
         from mcp import MCPError
 
         try:
-            return await self._ask(self._client.call_tool(name, arguments))
+            return await self._request(self._client.call_tool(name, arguments))
         except MCPError as error:
             raise ToolError(str(error)) from error
 
@@ -222,20 +217,20 @@ class _Session:
         self._closing.set()
         await asyncio.wait({self._holding})
 
-    async def _ask(self, request: Coroutine[Any, Any, T]) -> T:
+    async def _request(self, request: Coroutine[Any, Any, T]) -> T:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
-        asking = asyncio.create_task(request)
+        task = asyncio.create_task(request)
         try:
-            return await self._unless_over(asking)
+            return await self._unless_over(task)
         except MCPError as error:
             if error.code != CONNECTION_CLOSED:
                 raise
             self._closing.set()
             raise ServerLost("it closed the connection") from error
         finally:
-            asking.cancel()
+            task.cancel()
 
     async def _unless_over(self, awaited: asyncio.Future[T]) -> T:
         await asyncio.wait({awaited, self._over}, return_when=asyncio.FIRST_COMPLETED)
@@ -244,20 +239,50 @@ class _Session:
         raise ServerLost(self._over.result())
 
     async def _hold(self) -> None:
-        why = "it was closed"
+        reason = "it was closed"
         try:
             async with self._client:
                 self._ready.set_result(None)
                 await self._closing.wait()
-        except Exception as error:  # noqa: BLE001 - whatever its transport met; callers are told
-            why = _words(error)
+        except Exception as error:  # noqa: BLE001 - any transport error; callers get it
+            cause: BaseException = error
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            reason = f"{type(cause).__name__}: {cause}"
         finally:
-            self._over.set_result(why)
+            self._over.set_result(reason)
+
+
+class WithServers:
+    """Wraps an environment function and gives its agents the tools of MCP servers as `agent.tools`.
+
+    Runs on the loop of the environments.
+    """
+
+    def __init__(self, function: EnvironmentFunction, servers: Sequence[McpServer]) -> None:
+        self._function = function
+        self._servers = tuple(servers)
+        self.__name__ = name_of(function)
+
+    async def open(self) -> None:
+        """Connect to all servers before any worker starts; raises ConfigError."""
+        tools_of(await self._tools())
+
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.close()
+
+    async def __call__(self, task: Task, agent: Agent) -> Any:
+        agent.tools = tuple(await self._tools())
+        return await self._function(task, agent)
+
+    async def _tools(self) -> list[Tool]:
+        return [tool for server in self._servers for tool in await server.tools()]
 
 
 def require_mcp() -> None:
     try:
-        import mcp  # noqa: F401 - what it needs may be missing, too
+        import mcp  # noqa: F401 - one of its own dependencies may also be missing
     except ImportError:
         raise ConfigError(
             "MCP servers need the package mcp, which is not installed; install millrace[mcp]."
@@ -265,7 +290,7 @@ def require_mcp() -> None:
 
 
 def _text_of(result: Any) -> str:
-    """What a model can read of a result."""
+    """Return a result as text for the model."""
     parts = [
         block.text if block.type == "text" else f"[{block.type}, which is not shown]"
         for block in result.content
@@ -273,10 +298,3 @@ def _text_of(result: Any) -> str:
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts) or "Done."
-
-
-def _words(error: BaseException) -> str:
-    """Of the first of the errors in a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,190 @@
+"""The built-in recipes of [environment.recipe]: pivot resampling and tree rollouts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from millrace.core.errors import ConfigError, TaskError
+from millrace.core.plugins import build_plugin, load_reference
+from millrace.core.protocols import Policy
+from millrace.core.records import Episode, Rollout
+from millrace.environments.branching.scheduler import (
+    BranchLeaf,
+    BranchScheduler,
+    Recipe,
+    by_place,
+    gather_or_cancel,
+)
+from millrace.environments.episode_runner import EpisodeRunner
+
+Measure = Literal["entropy", "surprisal", "value", "chance"]
+MEASURES: tuple[str, ...] = get_args(Measure)
+
+
+class TreeRecipe:
+    """A recipe whose groups are trees of `size` episodes, and single roots if some are left."""
+
+    @property
+    def size(self) -> int:
+        raise NotImplementedError
+
+    def check(self, n: int) -> None:
+        if n < self.size:
+            raise ConfigError(
+                f"environment.recipe {self!r} makes trees of {self.size} episodes, but a group has"
+                f" {n}; raise rollout.group_size."
+            )
+
+    async def play(self, runner: EpisodeRunner, n: int) -> list[Episode]:
+        scheduler = BranchScheduler(runner)
+        return await scheduler.play_group(
+            n, size=self.size, play_tree=lambda: self._play_tree(scheduler)
+        )
+
+    async def _play_tree(self, scheduler: BranchScheduler) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pivot(TreeRecipe):
+    """Plays root episodes, then plays them again from the tokens that matter most.
+
+    Each tree has a root, and `branches` further episodes from each of its `pivots`.
+    """
+
+    pivots: int = 1
+    """Number of tokens of a root at which it is branched."""
+    branches: int = 3
+    """Number of further episodes from each of these tokens."""
+    by: Measure | str = "surprisal"
+    """Measure that selects the tokens: "surprisal" (highest -logprob, one sample of the entropy),
+    "entropy" (highest entropy of the distribution), "value" (first tokens of the steps that a
+    process reward model scores lowest), "chance" (uniformly random), or "module:function". A
+    function gets a BranchLeaf and returns a number for each of `leaf.places`; the highest win."""
+
+    def __post_init__(self) -> None:
+        if self.pivots < 1 or self.branches < 1:
+            raise ValueError("pivots and branches must be at least 1")
+        if self.by not in MEASURES and ":" not in self.by:
+            known = ", ".join(map(repr, MEASURES))
+            raise ValueError(f"by = {self.by!r} must be {known} or 'module:function'")
+
+    @property
+    def size(self) -> int:
+        """Episodes of a tree."""
+        return 1 + self.pivots * self.branches
+
+    def check(self, n: int) -> None:
+        super().check(n)
+        if ":" in self.by:
+            load_reference(self.by)
+
+    async def _play_tree(self, scheduler: BranchScheduler) -> None:
+        root = await scheduler.play_root()
+        weights = await self._weights(root, scheduler.policy)
+        best = root.places[np.argsort(-weights, kind="stable")]
+        # With fewer tokens than pivots, some tokens are used more than once.
+        chosen = np.resize(best, self.pivots).tolist()
+        await gather_or_cancel(
+            scheduler.play_branch(root, place=place)
+            for place in chosen
+            for _ in range(self.branches)
+        )
+
+    async def _weights(self, leaf: BranchLeaf, policy: Policy) -> np.ndarray:  # [M]
+        """Return how much each of the leaf's places matters."""
+        episode, number = leaf.episode, leaf.branching.number
+        match self.by:
+            case "surprisal":
+                return leaf.surprisals
+            case "entropy":
+                return by_place(episode, await policy.entropies(episode.rollouts))
+            case "value":
+                rewards = zip(episode.rollouts, await policy.token_rewards(number), strict=True)
+                return by_place(episode, [_negated_steps(*each) for each in rewards])
+            case "chance":
+                rng = np.random.default_rng((policy.seed, number))
+                return rng.random(len(leaf.places))
+            case reference:
+                return _user_weights(load_reference(reference), leaf, by=reference)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree(TreeRecipe):
+    """Plays trees of `branches` ** `depth` leaves, each of which is an episode of the group.
+
+    Levels divide the sampled tokens evenly: with depth = 2, the first branching point is after a
+    third of the first episode, and the second one is half-way through the rest.
+    """
+
+    branches: int = 2
+    depth: int = 2
+
+    def __post_init__(self) -> None:
+        if self.branches < 2 or self.depth < 1:
+            raise ValueError("branches must be at least 2 and depth at least 1")
+
+    @property
+    def size(self) -> int:
+        return self.branches**self.depth
+
+    async def _play_tree(self, scheduler: BranchScheduler) -> None:
+        root = await scheduler.play_root()
+        await self._branch(scheduler, root, first=0, levels=self.depth)
+
+    async def _branch(
+        self, scheduler: BranchScheduler, leaf: BranchLeaf, *, first: int, levels: int
+    ) -> None:
+        """Branch a leaf, from its own token number `first` on, so many levels deep."""
+        if levels == 0:
+            return
+        cut = first + (len(leaf.places) - first) // (levels + 1)
+        place = int(leaf.places[cut])
+
+        async def play_sibling() -> None:
+            sibling = await scheduler.play_branch(leaf, place=place)
+            await self._branch(scheduler, sibling, first=0, levels=levels - 1)
+
+        await gather_or_cancel(
+            [
+                self._branch(scheduler, leaf, first=cut, levels=levels - 1),
+                *(play_sibling() for _ in range(self.branches - 1)),
+            ]
+        )
+
+
+RECIPES: dict[str, type] = {"pivot": Pivot, "tree": Tree}
+
+
+def build_recipe(table: Mapping[str, Any]) -> Recipe:
+    """Build a recipe, built in or "module:Name" of the user's; raises ConfigError."""
+    return build_plugin(table, builtins=RECIPES, default="pivot", section="environment.recipe")
+
+
+def _negated_steps(rollout: Rollout, rewards: np.ndarray) -> np.ndarray:  # [L]
+    """Return minus the reward of each step, at the step's first token; -inf elsewhere.
+
+    Rewards lie at the last token of a step. Branching at the first resamples the whole step.
+    """
+    weights = np.full(len(rewards), -np.inf)
+    sampled = np.flatnonzero(rollout.mask)
+    begin = 0
+    for i, token in enumerate(sampled):
+        if rewards[token] != 0:
+            weights[sampled[begin]] = -rewards[token]
+            begin = i + 1
+    return weights
+
+
+def _user_weights(
+    function: Callable[[BranchLeaf], object], leaf: BranchLeaf, *, by: str
+) -> np.ndarray:
+    weights = np.asarray(function(leaf), np.float64)
+    if weights.shape != leaf.places.shape or not np.isfinite(weights).all():
+        raise TaskError(
+            f"environment.recipe.by = {by!r} returned {weights!r:.80}; return a finite number for"
+            f" each of the {len(leaf.places)} places."
+        )
+    return weights
