@@ -22,7 +22,7 @@ SAID = WORDS.filter(bool)
 
 
 class Talk:
-    """A conversation whose replies are written by the test."""
+    """A conversation with scripted replies."""
 
     def __init__(self, family: str, *, tools=(), history="template", **template_settings) -> None:
         self.family = FAMILIES[family]
@@ -34,7 +34,7 @@ class Talk:
         self.tools = tools
 
     def reply(self, messages, text, *, end=None, finish="stop", message=None, ids=None):
-        """The model goes on with this text; returns the messages with it, as the user would."""
+        """Record this text as the reply of the model; return the messages with it."""
         beginning = self.conversation.of_messages(messages, tools=self.tools)
         ids = ids or self.ids(text + ((end or self.family.end) if finish == "stop" else ""))
         completion = Completion(

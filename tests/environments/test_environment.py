@@ -87,7 +87,7 @@ async def test_context_overflow_in_a_later_turn_ends_the_episode(thread):
     group, _engine = await play(endless, lambda _: "ok", thread=thread, max_context=6 * (size + 25))
     for episode in group.episodes:
         assert (episode.ending, episode.reward, episode.was_cut) == ("length", 0.0, True)
-        assert len(episode.turns) == 6  # the prompt of the seventh had no room
+        assert len(episode.turns) == 6  # the seventh prompt did not fit
         assert len(episode.rollouts) == 1
 
 

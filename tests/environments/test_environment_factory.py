@@ -1,4 +1,4 @@
-"""Classes as TRL's environment_factory takes them, and a scripted model."""
+"""Classes for TRL's environment_factory with a scripted model."""
 
 import asyncio
 import sqlite3
@@ -22,7 +22,7 @@ TASK = Task(prompt="Count to 2.", columns={"goal": 2})
 
 
 class Counter:
-    """Counts in a database that only the thread that opened it may use."""
+    """Count in a database that only its own thread can use."""
 
     def __init__(self) -> None:
         self._database = sqlite3.connect(":memory:")

@@ -1,4 +1,4 @@
-"""Trees of episodes: who shares what, which tokens are trained where, what they cost."""
+"""Trees of episodes: shared tokens, trained tokens, and their cost."""
 
 import asyncio
 import itertools
@@ -60,7 +60,7 @@ class BranchingEngine(ChatEngine):
 
 
 async def two_turns(task, agent):
-    """Draws, asks, looks up and asks again."""
+    """Play two turns with prompts from agent.rng."""
     messages = [user(f"{task.prompt} {agent.rng.integers(1000)}")]
     reply = await agent.chat(messages)
     await agent.chat([*messages, reply, user(f"and {agent.rng.integers(1000)}")])
@@ -269,7 +269,7 @@ async def test_branches_share_prefill_and_match_the_trainer(thread):
     finally:
         running.cancel()
     trained_once(group)
-    new = 0  # tokens that were given, and are not shared
+    new = 0  # prompt tokens that are not shared
     for episode in group.episodes:
         for rollout in episode.rollouts:
             start = 0 if episode.branching.parent is None else rollout.mask.argmax()

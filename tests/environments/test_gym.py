@@ -1,4 +1,4 @@
-"""Real Gymnasium environments, and a scripted model."""
+"""Real Gymnasium environments with a scripted model."""
 
 import itertools
 import string
@@ -18,7 +18,7 @@ gymnasium = pytest.importorskip("gymnasium")
 
 
 class Guess(gymnasium.Env):
-    """Guess the letter that its seed chose; each guess but the right one earns -1."""
+    """Guess the letter of the seed; each wrong guess earns -1."""
 
     action_space = gymnasium.spaces.Text(1, charset="abc")
     observation_space = gymnasium.spaces.Text(20, charset=string.printable)

@@ -151,4 +151,4 @@ async def test_all_episodes_share_one_server_that_ends_with_the_run(tmp_path):
         assert not process.is_running()
     assert [episode.turns[-1].completion for episode in group.episodes] == ["5"] * 3
     assert '"name": "add"' in engine.prompts[0]
-    assert '"name": "die"' not in engine.prompts[0]  # only what was chosen is offered
+    assert '"name": "die"' not in engine.prompts[0]  # only selected tools are offered

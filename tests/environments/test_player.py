@@ -133,7 +133,7 @@ async def test_scoring_receives_streamed_tokens_of_training_groups_only():
 
 
 class Ending(ScriptedEngine):
-    """Tells its completions one by one, each when the test lets it end."""
+    """Finish its completions one by one, each when the test allows it."""
 
     def __init__(self, *completions):
         super().__init__()

@@ -96,14 +96,14 @@ def test_kept_ids_belong_to_trained_tokens():
 
 
 def routed(*tokens: int, rows: list[int]) -> Completion:
-    """With one layer and one expert per token."""
+    """Return a completion with routes of one layer and one expert per token."""
     return replace(sampled(*tokens), routes=np.array(rows, np.uint8).reshape(-1, 1, 1))
 
 
 def test_routes_come_from_the_exchange_that_continued_after_the_token():
     record = TokenRecord()
     first = record.add(np.array([1, 2]), routed(3, 4, 5, rows=[10, 11, 12, 13]), sampling=PLAIN)
-    # Asked for from the last token on that is on record, which nobody had fed before.
+    # Routes start at the last recorded token, which no forward pass had read before.
     record.add(np.array([6]), routed(7, rows=[24, 25]), sampling=PLAIN, parent=first)
     record.add(np.array([]), routed(8, 9, rows=[32, 33]), sampling=PLAIN, parent=first, at=3)
     turns, fork = (r.routes for r in record.rollouts())
@@ -125,7 +125,7 @@ def test_missing_route_rows_are_unknown():
 
 @st.composite
 def trees(draw: st.DrawFn) -> TokenRecord:
-    """Every sampled token is another, so that each can be told by its number."""
+    """Make trees in which every sampled token is unique."""
     record, numbers = TokenRecord(), iter(range(10_000, 20_000))
     for _ in range(draw(st.integers(1, 8))):
         parents = [None, *record.exchanges]
@@ -173,6 +173,6 @@ def test_trainer_computes_the_shared_prefix_of_branches_once():
         advantages=np.ones(1, np.float32),
     )
     (micro,) = pack([group], microbatch_tokens=100).microbatches
-    # The 6 tokens of the first turn and the one given after it, once; then one row of each branch.
+    # The 6 tokens of the first turn and the next prompt token once; then one row per branch.
     assert len(micro.tokens) == 7 + 3
     assert sorted(micro.targets.tolist()) == [5, 6, 7, 7, 8, 8, 9, 9]

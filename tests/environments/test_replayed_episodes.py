@@ -1,4 +1,4 @@
-"""Recorded episodes: as they were, played again, edited, refused."""
+"""Recorded episodes: restored, replayed, edited and refused."""
 
 import asyncio
 import itertools
@@ -39,7 +39,7 @@ TOOL = tool_of(lookup)
 
 
 class RandomEngine(ChatEngine):
-    """Random tokens, logprobs, versions, kept ids and routes, after a random while."""
+    """Return random tokens, logprobs, versions, kept ids and routes after a random delay."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(lambda _: "")
@@ -69,7 +69,7 @@ class RandomEngine(ChatEngine):
 
 
 async def wander(task, agent):
-    """Turns, forks, tools and roles, some of them side by side, as its own dice say."""
+    """Take random turns, forks, tool calls and roles, some of them concurrently."""
     messages = [user(task.prompt)]
     for _ in range(agent.rng.integers(1, 5)):
         match agent.rng.integers(5):
@@ -106,7 +106,7 @@ def read(episode: Episode) -> Recording:
 
 
 def assert_same(left: Episode, right: Episode) -> None:
-    """Bit for bit."""
+    """Assert that two episodes are equal bit for bit."""
     assert (left.reward, left.ending, left.counts) == (right.reward, right.ending, right.counts)
     assert [(t.prompt, t.completion, t.finish, t.agent) for t in left.turns] == [
         (t.prompt, t.completion, t.finish, t.agent) for t in right.turns

@@ -1,4 +1,4 @@
-"""Roles that are another model: who is asked, in which words, and what is trained."""
+"""Roles of other models: their requests, their rendering, and what is trained."""
 
 import msgspec
 import pytest
@@ -25,7 +25,7 @@ def lookup(key: str) -> str:
 
 
 def looks_up(prompt: str) -> str:
-    """Calls the tool in the way of its own family, and then says what it returned."""
+    """Call the tool in the format of its own family, then repeat the result."""
     if "ipython" not in prompt:
         return '{"name": "lookup", "parameters": {"key": "a"}}'
     return "aa"
@@ -40,7 +40,7 @@ async def judged(task, agent):
 
 
 async def play(function, *, thread, max_context=2000, group_size=2, **rules):
-    """The group, and what the policy and the judge were asked."""
+    """Return the group, and the prompts of the policy and the judge."""
     engine, other = ChatEngine(lambda _: "12"), ChatEngine(looks_up, family="llama3")
     llama = OtherModel(
         path="llama",

@@ -39,12 +39,12 @@ def add(a: int, b: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Script:
-    """What happens in a conversation, turn by turn."""
+    """The turns of a conversation."""
 
     prompt: str
     num_tools: int
     truncates: bool
-    turns: tuple[tuple[str, bool, int], ...]  # what is done, at a lower temperature, with a number
+    turns: tuple[tuple[str, bool, int], ...]  # action, whether at a lower temperature, number
 
 
 SCRIPTS = st.builds(
@@ -65,7 +65,7 @@ SCRIPTS = st.builds(
 
 
 async def converse(agent, script: Script) -> None:
-    """Some turns, with tools or without, in which the history is now and then edited."""
+    """Draw some turns, with or without tools and with occasional edits of the history."""
     messages = [user(script.prompt)]
     tools = [search, add][: script.num_tools]
     for action, cooler, number in script.turns:
@@ -83,7 +83,7 @@ async def converse(agent, script: Script) -> None:
 
 
 def group_of(rollouts: tuple[Rollout, ...]) -> Group:
-    """With the number of each token as its advantage, by which it is found again."""
+    """Use the number of each token as its advantage, to identify it later."""
     numbers = np.cumsum([0, *(len(r.tokens) for r in rollouts)])
     return Group(
         number=0,
@@ -150,7 +150,7 @@ async def test_turn_prefills_only_new_tokens_even_across_weight_swaps(swaps: boo
             if swaps and turn % 3 == 1:
                 engine.swap(weights(turn), version=turn)
         num_tokens = reply.exchange.end
-    # What is new, and what was sampled last: its KV, and that of tokens that fill no whole block.
+    # New tokens, the last sampled token, and tokens that fill no whole block.
     for cost, num_new in zip(costs[1:], new[1:], strict=True):
         assert cost <= num_new + 1 + BLOCK
     assert sum(costs) <= num_tokens + 12 * (1 + BLOCK)
@@ -180,7 +180,7 @@ async def test_fork_reuses_the_prefill_of_shared_tokens(swaps: bool):
             before = engine.stats().prefill_tokens
             fork = await agent.fork(reply, at=at)
             assert engine.stats().prefill_tokens - before <= BLOCK
-            assert fork.num_recomputed < BLOCK  # what fills no whole block
+            assert fork.num_recomputed < BLOCK  # tokens that fill no whole block
             assert not fork.recomputed
             assert set(fork.exchange.completion.versions) == {1 if swaps else 0}
             begun = reply.exchange.tokens()[: -num_sampled + at or None]
@@ -213,7 +213,7 @@ async def test_pinned_fork_reports_recomputed_kv(held: str):
         whole = shared - shared % BLOCK if held == "kept" else 0
         assert fork.num_recomputed == shared - whole
         assert fork.exchange.completion.kv.spans[0] == (0, 0 if held == "kept" else 1)
-        again = await agent.fork(fork, at=3)  # compared with what it forks itself
+        again = await agent.fork(fork, at=3)  # compared with the fork that it forks
         assert not again.recomputed
         expected = {"forks": 3} | ({"forks_recomputed": 1} if held == "given up" else {})
         assert {k: v for k, v in agent._state.counts.items() if v} == expected
