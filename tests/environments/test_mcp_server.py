@@ -79,7 +79,7 @@ async def test_dead_server_is_reported_to_the_model_and_reconnected(server):
 
 async def test_missing_selected_tool_raises_config_error_with_known_tools():
     wrong = McpServer(COMMAND, name="sums", tools=["sub"])
-    with pytest.raises(ConfigError, match="'sums' has no tool 'sub'; there are add, process, wait"):
+    with pytest.raises(ConfigError, match="'sums' has no tool 'sub'; it has add, process, wait"):
         await wrong.tools()
     await wrong.close()
 
