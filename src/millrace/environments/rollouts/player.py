@@ -238,14 +238,16 @@ class Player:
             wants_routes=self.wants_routes,
             **engines,
         )
-        group = await self._play(task, policy, number=number, group_size=group_size)
+        episodes = await self.environment.play(task, policy, group_size)
+        group = Group(number=number, task=task, episodes=tuple(episodes))
         self.lengths.learn(group)
         return group
 
     async def play(self, task: Task, *, number: int, group_size: int, name: str) -> Group:
         """Play a group of episodes of one task, without a staleness limit."""
         policy = self._policy(number, name=name)
-        return await self._play(task, policy, number=number, group_size=group_size)
+        episodes = await self.environment.play(task, policy, group_size)
+        return Group(number=number, task=task, episodes=tuple(episodes))
 
     def _policy(self, number: int, *, name: str, tries: int = 0) -> GroupPolicy:
         return GroupPolicy(
@@ -258,12 +260,6 @@ class Player:
             others=self.others,
             score_engine=self.engine,
         )
-
-    async def _play(
-        self, task: Task, policy: GroupPolicy, *, number: int, group_size: int
-    ) -> Group:
-        episodes = await self.environment.play(task, policy, group_size)
-        return Group(number=number, task=task, episodes=tuple(episodes))
 
 
 def group_seed(seed: int, number: int, *, tries: int = 0) -> int:
