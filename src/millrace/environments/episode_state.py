@@ -96,7 +96,6 @@ class EpisodeState:
         return found
 
     def rollouts(self, *, with_places: bool = False) -> tuple[Rollout, ...]:
-        """Return the trained tokens of all agents."""
         places = self.log.places() if with_places else None
         return tuple(r for agent in self.agents.values() for r in agent.rollouts(places))
 
@@ -156,7 +155,6 @@ class EpisodeState:
             raise self.end("timeout") from None
 
     async def call_tool(self, call: ToolCall, tools: Mapping[str, Tool]) -> str:
-        """Run a tool call, and return the result text for the model."""
         self.check()
         self.counts["tool_calls"] += 1
         if call.name not in tools:

@@ -99,7 +99,6 @@ class TokenRecord:
 
 
 def rollout_of(prompt: np.ndarray, completion: Completion, sampling: Sampling) -> Rollout:
-    """Return the rollout of one prompt and its completion."""
     exchange = TokenRecord().add(prompt, completion, sampling=sampling)
     mask = np.ones(len(completion.tokens), bool)
     return _rollout(exchange.path(), [mask], sampling=sampling)

@@ -32,7 +32,6 @@ SCORE_TIMEOUT_S = 300.0  # per /score request
 
 
 def serve(settings: ServeSettings) -> None:
-    """Serve until interrupted."""
     run_on_own_loop(lambda: _serve(settings))
 
 

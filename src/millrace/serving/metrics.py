@@ -43,7 +43,6 @@ class ServerMetrics:
         self._engines: dict[str, Mapping[str, float]] = {}
 
     def update_engine(self, engine: str, counters: Mapping[str, float]) -> None:
-        """Set the counters that an engine reports."""
         self._engines[engine] = counters
 
     def forget(self, engine: str) -> None:

@@ -119,7 +119,6 @@ class ServedModel:
         )
 
     async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return all completions of all requests."""
         assert self._engine is not None, "checked by request()"
         start_s = time.monotonic()
         with first_cause():

@@ -134,7 +134,6 @@ def _action(space: Any, text: str) -> Any:
 
 
 def _with_observation(task: Task, text: str) -> list[Message]:
-    """Return the task's prompt with the first observation below it."""
     *before, last = messages_of(task.prompt)
     if last["role"] != "user":
         return [*before, last, {"role": "user", "content": text}]

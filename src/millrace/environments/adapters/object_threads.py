@@ -75,7 +75,6 @@ class ObjectPool(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def lend(self) -> AsyncGenerator[ObjectThread[T]]:
-        """Lend an object to one episode."""
         lent = self._idle.pop() if self._idle else ObjectThread(self._make)
         is_reusable = False
         try:

@@ -73,7 +73,6 @@ class Pivot(TreeRecipe):
 
     @property
     def size(self) -> int:
-        """Episodes of a tree."""
         return 1 + self.pivots * self.branches
 
     def check(self, n: int) -> None:

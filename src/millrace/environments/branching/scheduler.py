@@ -63,7 +63,6 @@ class BranchScheduler:
         return [self._episodes[number] for number in sorted(self._episodes)]
 
     async def play_root(self) -> BranchLeaf:
-        """Play a new episode from its beginning."""
         number = next(self._numbers)
         return await self._play(Branching(number=number), root=number)
 

@@ -164,7 +164,6 @@ def _named(entry: Entry) -> str:
 
 
 def _prompt(entry: TurnRow, recording: Recording) -> np.ndarray:
-    """Return all prompt tokens of a turn."""
     rows = {row.number: row for row in recording.turns}
     given, end = list(entry.given), entry.start
     while entry.parent is not None:

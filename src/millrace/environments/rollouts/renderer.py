@@ -81,7 +81,6 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),  # schemas
         add_generation_prompt: bool = True,
     ) -> str:
-        """Apply the chat template."""
         if not self._tokenizer.chat_template:
             raise TaskError(f"Messages {_shown(messages)}: {_NO_TEMPLATE}")
         try:

@@ -81,7 +81,6 @@ class ToolFormat:
         return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
 
     def _parse_json(self, content: str, bodies: Sequence[str], *, key: str) -> Parsed:
-        """Parse bodies that are one JSON object each."""
         calls: list[ToolCall] = []
         problems: list[str] = []
         for body in bodies:
@@ -109,7 +108,6 @@ class ToolFormat:
         return row["name"], arguments
 
     def _parse_python(self, content: str, bodies: Sequence[str], schemas: Schemas) -> Parsed:
-        """Parse bodies that are Python calls, without running them."""
         calls: list[ToolCall] = []
         problems: list[str] = []
         for body in bodies:

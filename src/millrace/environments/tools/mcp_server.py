@@ -290,7 +290,6 @@ def require_mcp() -> None:
 
 
 def _text_of(result: Any) -> str:
-    """Return a result as text for the model."""
     parts = [
         block.text if block.type == "text" else f"[{block.type}, which is not shown]"
         for block in result.content

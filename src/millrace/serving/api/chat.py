@@ -148,7 +148,6 @@ def _last_chunks(
 
 
 def _parsed(served: ServedModel, body: ChatBody, text: str) -> tuple[Message, Sequence[ToolCall]]:
-    """Parse the text of a completion into a message and its tool calls."""
     parsed = Parsed(content=text)
     if body.offered_tools:
         parsed = served.tool_format.parse(text, body.offered_tools)

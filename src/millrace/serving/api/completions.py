@@ -58,7 +58,6 @@ async def stream_completion(
 async def _completion_requests(
     served: ServedModel, body: CompletionBody, *, id: str
 ) -> list[Request]:
-    """Build one engine request per prompt."""
     seeded = body.model_copy(update={"seed": body.drawn_seed()})
     requests: list[Request] = []
     for number, prompt in enumerate(body.prompts):

@@ -33,7 +33,6 @@ _REFUSALS = {
 
 
 def describe(*, needs_key: bool, scores: bool = False) -> dict[str, Any]:
-    """Return the description as JSON data."""
     posts = (*_POSTS, _SCORE) if scores else _POSTS
     return {
         "openapi": "3.1.0",

@@ -63,7 +63,6 @@ class GatewaySession:
         return len(self._answered)
 
     def for_agent(self, agent: Agent) -> "GatewaySession":
-        """Return the same session with another agent of the episode."""
         other = copy.copy(self)
         other.agent = agent
         return other
@@ -110,7 +109,6 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def open(self, agent: Agent) -> AsyncIterator[GatewaySession]:
-        """Open a session for this agent while the context lasts."""
         await self._start()
         id = secrets.token_hex(8)
         base_url = f"{self._root}/episodes/{id}/v1"
