@@ -12,7 +12,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import IO
 
@@ -74,7 +74,7 @@ _LOCK = "owner.lock"
 
 
 @contextlib.contextmanager
-def private_folder(parent: Path | None = None) -> Iterator[Path]:
+def private_folder(parent: Path | None = None) -> Generator[Path]:
     """A folder in `parent`, by default the temp dir, that no other user can enter."""
     parent = parent or Path(tempfile.gettempdir())
     _sweep(parent)

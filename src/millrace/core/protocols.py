@@ -61,6 +61,7 @@ class SupportsGenerate(Protocol):
         and `on_completion` receives each completion once, as soon as it has ended. An exception
         raised by either callback ends the request and is raised here.
         """
+        ...
 
 
 class SupportsScore(Protocol):
@@ -68,6 +69,7 @@ class SupportsScore(Protocol):
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[TokenLogprobs]:
         """Score all requests with one version of the policy: the version served now."""
+        ...
 
 
 class Engine(SupportsGenerate, SupportsScore, Protocol):
@@ -76,9 +78,11 @@ class Engine(SupportsGenerate, SupportsScore, Protocol):
     @property
     def capabilities(self) -> frozenset[Capability]:
         """What this engine offers beyond the core protocol."""
+        ...
 
     async def swap(self, update: WeightUpdate) -> int:
         """Make `update` visible between two forward passes; returns the version now visible."""
+        ...
 
     async def abort(self, ids: Sequence[str]) -> None:
         """End these requests now. Their generate() returns the tokens sampled so far, with finish =
@@ -104,6 +108,7 @@ class Scorer(Protocol):
 
     async def score(self, group: Group) -> list[ScorerResult]:
         """Return one result per episode, in order. Raises ScoreError."""
+        ...
 
 
 @runtime_checkable
@@ -154,6 +159,7 @@ class VersionSubscriber(Protocol):
 
     async def swap(self, update: WeightUpdate) -> int:
         """Return the version in use once the bytes of this update may be reused."""
+        ...
 
 
 class ScoringSession(Protocol):
@@ -166,6 +172,7 @@ class ScoringSession(Protocol):
     @property
     def takes_episodes(self) -> bool:
         """True if some scorer takes an episode while others of its group are being generated."""
+        ...
 
     def add(self, index: int, episode: Episode) -> None:
         """Start to score a finished episode; `index` is its position in the group."""
@@ -175,6 +182,7 @@ class ScoringSession(Protocol):
 
     async def token_rewards(self, index: int) -> list[np.ndarray]:
         """Return the token rewards of an added episode, as Policy.token_rewards does."""
+        ...
 
 
 class Advantages(Protocol):
@@ -182,6 +190,7 @@ class Advantages(Protocol):
 
     def __call__(self, group: Group) -> Sequence[float] | Sequence[np.ndarray] | np.ndarray:
         """Return a number per episode, or an array [L] per rollout."""
+        ...
 
 
 @runtime_checkable
@@ -190,6 +199,7 @@ class AdvantagesOverBatch(Protocol):
 
     def over_batch(self, groups: Sequence[Group]) -> Sequence[Any]:
         """Return for each group what __call__ would return."""
+        ...
 
 
 @runtime_checkable
@@ -204,6 +214,7 @@ class Selection(Protocol):
 
     def __call__(self, group: Group, *, keep: int, rng: np.random.Generator) -> Sequence[int]:
         """Return `keep` different episode indices."""
+        ...
 
 
 class Filter(Protocol):
@@ -220,10 +231,12 @@ class Sampler(Protocol):
     def num_needed(self, n: int) -> int:
         """Waiting groups among which a choice of n makes sense. A run that can never have that many
         does not start."""
+        ...
 
     def choose(self, waiting: Sequence[Waiting], n: int, *, version: int) -> Sequence[int]:
         """Return n different indices of `waiting`, which holds at least n groups in the order of
         admission. All of them may be trained at trainer version `version`."""
+        ...
 
 
 @runtime_checkable
@@ -246,6 +259,7 @@ class Policy(Protocol):
     @property
     def name(self) -> str:
         """Name of the group, for messages."""
+        ...
 
     @property
     def sampling(self) -> Sampling: ...
@@ -256,10 +270,12 @@ class Policy(Protocol):
     @property
     def seed(self) -> int:
         """Seed of all draws of the group."""
+        ...
 
     @property
     def is_trained(self) -> bool:
         """True if the sampled tokens are for training."""
+        ...
 
     async def complete(self, prompt: Prompt, n: int, *, on_reply: OnReply) -> None:
         """Sample n episodes of one turn, which share the prompt's prefill. `on_reply` receives each
@@ -283,13 +299,16 @@ class Policy(Protocol):
         """Sample one turn of one episode, after the tokens of `partial` if given. `model`: another
         model that samples it; its tokens are never trained. If routes are replayed, the completion
         has those from position `routes_from` on."""
+        ...
 
     async def entropies(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:  # [L] each
         """Entropies of the current policy at each sampled token, in nats; 0.0 elsewhere."""
+        ...
 
     async def token_rewards(self, index: int) -> list[np.ndarray]:  # [L] for each rollout
         """Token rewards of a finished episode; 0.0 where scorers give none. Raises TaskError if no
         scorer gives token rewards, and ScoreError if one fails."""
+        ...
 
     def finished(self, index: int, episode: Episode) -> None:
         """Report a finished episode; others of the group may still run."""
@@ -314,5 +333,6 @@ class WeightReceiver(Protocol):
 
     def stage(self, update: WeightUpdate) -> Mapping[str, Any]:
         """Return the complete, verified tensors by name; raises WeightError otherwise."""
+        ...
 
     def close(self) -> None: ...

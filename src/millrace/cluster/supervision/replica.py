@@ -27,6 +27,7 @@ class Replica(Protocol):
 
     async def health(self) -> Exception:
         """Wait until the process has died or hangs; returns the reason."""
+        ...
 
     def kill(self) -> None:
         """End the process now."""
