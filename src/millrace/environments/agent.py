@@ -14,7 +14,7 @@ import numpy as np
 
 from millrace.core.errors import TaskError
 from millrace.core.records import Ending, Finish, Message, Prompt, Rollout, Sampling
-from millrace.environments.conversation import Beginning, Conversation
+from millrace.environments.conversation import Conversation
 from millrace.environments.limits import EpisodeOver
 from millrace.environments.token_record import Exchange, TokenRecord
 from millrace.environments.tools.calls import Parsed, ToolCall
@@ -157,7 +157,8 @@ class Agent:
         by_name = tools_of(tools or ())
         shown, in_template = self.tool_format.shown(rows, _schemas(by_name))
         beginning = self._conversation.of_messages(shown, tools=in_template)
-        exchange = await self._exchange(beginning, prompt=rows, sampling=sampling)
+        settings = self._settings(sampling)
+        exchange = await self._state.turn(beginning, agent=self, prompt=rows, sampling=settings)
         return self._reply(rows, exchange, tools=by_name)
 
     async def complete(self, prompt: str, **sampling: Any) -> Reply:
@@ -170,7 +171,8 @@ class Agent:
                 f"agent.complete needs a text, not {prompt!r:.80}; use agent.chat for messages."
             )
         beginning = self._conversation.of_text(prompt)
-        exchange = await self._exchange(beginning, prompt=prompt, sampling=sampling)
+        settings = self._settings(sampling)
+        exchange = await self._state.turn(beginning, agent=self, prompt=prompt, sampling=settings)
         return self._reply(prompt, exchange)
 
     async def fork(
@@ -199,8 +201,13 @@ class Agent:
         beginning, kept = self._conversation.within(reply.exchange, at)
         self._num_forks += 0 if pinned else 1
         session = self.name if pinned else f"{self.name}/unpinned {self._num_forks}"
-        exchange = await self._exchange(
-            beginning, prompt=reply.prompt, sampling=sampling, session=session, pinned=pinned
+        exchange = await self._state.turn(
+            beginning,
+            agent=self,
+            prompt=reply.prompt,
+            sampling=self._settings(sampling),
+            session=session,
+            pinned=pinned,
         )
         inherited = reply.inherited + kept
         fork = self._reply(
@@ -274,24 +281,6 @@ class Agent:
             exchange=exchange,
             tools=tools,
             forked=forked,
-        )
-
-    async def _exchange(
-        self,
-        beginning: Beginning,
-        *,
-        prompt: Prompt,
-        sampling: Mapping[str, Any],
-        session: str | None = None,
-        pinned: bool = False,
-    ) -> Exchange:
-        return await self._state.turn(
-            beginning,
-            agent=self,
-            prompt=prompt,
-            sampling=self._settings(sampling),
-            session=self.name if session is None else session,
-            pinned=pinned,
         )
 
     def _settings(self, changes: Mapping[str, Any]) -> Sampling:

@@ -106,10 +106,13 @@ class EpisodeState:
         agent: Agent,
         prompt: Prompt,
         sampling: Sampling,
-        session: str,
+        session: str | None = None,
         pinned: bool = False,
     ) -> Exchange:
-        """Sample a reply to `prompt` with the tokens `beginning`; raise EpisodeOver at a limit."""
+        """Sample a reply to `prompt` with the tokens `beginning`; raise EpisodeOver at a limit.
+
+        `session`: by default that of the agent.
+        """
         self.check()
         number = next(self._calls)
         if number >= self.limits.max_turns:
@@ -123,7 +126,7 @@ class EpisodeState:
                 episode=self.index,
                 call=number,
                 sampling=sampling,
-                session=f"{self.root}/{session}",
+                session=f"{self.root}/{agent.name if session is None else session}",
                 adapter=agent.adapter,
                 model=agent.model,
                 is_trained=agent.is_trained,
