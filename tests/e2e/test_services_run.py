@@ -123,5 +123,5 @@ def test_run_reports_that_it_waits_for_a_scorer(tmp_path, capsys):
     assert last["scorer/slow_reward/busy"] > 0.5
     assert last["scorer/slow_reward/wait_s"] > 0
     output = capsys.readouterr().out
-    assert "scoring limits the run: the trainer waits for it" in output
+    assert "scoring limits the run: the trainer spends" in output
     assert re.search(r"slow_reward 1/1 busy, \d+ episodes wait", output)

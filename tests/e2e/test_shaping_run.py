@@ -87,7 +87,7 @@ def test_each_evaluation_uses_exactly_one_version(shaped):
 def test_evaluators_only_evaluate(shaped):
     names = {span.name for span in read_trace(shaped.run_dir / "trace.json")
              if span.worker == "evaluator-0" and span.busy}  # fmt: skip
-    assert names <= {"load", "generate", "swap"}
+    assert names <= {"load", "compile", "generate", "swap"}
     assert "swap" in names
     assert shaped.after is not None
     assert len(shaped.after.groups) == 6

@@ -183,7 +183,7 @@ def test_resume_uses_the_newest_good_checkpoint_also_with_more_engines(finished,
         engine={"count": 2},
         monitoring={"progress": "lines"},
     )
-    assert "step_12' is not used: it has a model.safetensors that is not" in capsys.readouterr().out
+    assert "step_12' is not used: it has a damaged model.safetensors" in capsys.readouterr().out
     assert result.steps == 15
     assert result.episodes == 5 * 4 * 4  # from step_10 on
     rows = read_metrics(run_dir / "metrics.jsonl")
