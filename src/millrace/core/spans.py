@@ -20,30 +20,20 @@ class Span:
     count: int = 1  # consecutive activities of this name that were joined
 
 
-class WallClock:
-    """Wall time that advances monotonically: comparable across processes of a host, immune to
-    jumps."""
-
-    def __init__(self) -> None:
-        self._offset = time.time() - time.monotonic()
-
-    def now(self) -> float:
-        return self._offset + time.monotonic()
-
-
 class Timeline:
     """Records what one worker does. `enter` ends the current span and begins the next."""
 
     def __init__(self, worker: str, *, name: str = "start", busy: bool = True) -> None:
         self.worker = worker
-        self._clock = WallClock()
+        # Wall time, comparable across processes of a host, and still immune to jumps.
+        self._offset_s = time.time() - time.monotonic()
         self._name, self._busy, self._count = name, busy, 1
-        self._start = self._clock.now()
+        self._start = self._now_s()
         self._done: list[Span] = []
 
     def enter(self, name: str, *, busy: bool) -> None:
         """Begin an activity. Repeats of the current one are joined into one span."""
-        now = self._clock.now()
+        now = self._now_s()
         if name == self._name and busy == self._busy and now - self._start < MAX_SPAN_S:
             self._count += 1
             return
@@ -52,10 +42,13 @@ class Timeline:
 
     def drain(self) -> list[Span]:
         """All spans up to now; the current one is cut here."""
-        self._close(self._clock.now())
+        self._close(self._now_s())
         self._count = 0
         done, self._done = self._done, []
         return done
+
+    def _now_s(self) -> float:
+        return self._offset_s + time.monotonic()
 
     def _close(self, now: float) -> None:
         if now > self._start:
