@@ -80,14 +80,16 @@ def build_plugin(
             hint = suggestion(name, builtins, otherwise="built in")
             raise ConfigError(f"Setting '{section}.type' = {name!r} is not known; {hint}")
         cls = load_reference(name)
-    if not dataclasses.is_dataclass(cls):
-        return _call(cls, settings, section=section)
-    valid = [field.name for field in dataclasses.fields(cls) if field.init]
-    for key in settings:
-        if key not in valid:
-            hint = suggestion(key, valid)
-            raise ConfigError(f"Unknown setting '{section}.{key}' of {name!r}; {hint}")
-    return _call(cls, settings, section=section)
+    if dataclasses.is_dataclass(cls):
+        valid = [field.name for field in dataclasses.fields(cls) if field.init]
+        for key in settings:
+            if key not in valid:
+                hint = suggestion(key, valid)
+                raise ConfigError(f"Unknown setting '{section}.{key}' of {name!r}; {hint}")
+    try:
+        return cls(**settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"Section '{section}' does not fit: {error}.") from None
 
 
 def build_callable(
@@ -101,9 +103,7 @@ def build_callable(
     """As build_plugin, but the type may also be "module:function". It gets the other keys of the
     table with every call, in addition to its one argument and these keywords."""
     name = table.get("type", default)
-    if not isinstance(name, str) or ":" not in name:
-        return build_plugin(table, builtins=builtins, default=default, section=section)
-    function = load_reference(name)
+    function = load_reference(name) if isinstance(name, str) and ":" in name else None
     if not callable(function) or inspect.isclass(function):
         return build_plugin(table, builtins=builtins, default=default, section=section)
     settings = {key: value for key, value in table.items() if key != "type"}
@@ -112,10 +112,3 @@ def build_callable(
     except TypeError as error:
         raise ConfigError(f"Section '{section}' does not fit {name!r}: {error}.") from None
     return functools.partial(function, **settings)
-
-
-def _call(cls: Any, settings: dict[str, Any], *, section: str) -> Any:
-    try:
-        return cls(**settings)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"Section '{section}' does not fit: {error}.") from None
