@@ -4,7 +4,7 @@ Arrays inside (numpy) travel as raw frames beside the message, uncopied; see wir
 reply: the message after its arrow, or an Error; parts may precede it. An event is neither.
 """
 
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -360,4 +360,7 @@ class StartTeacher(Message, frozen=True):
     saved_path: str = ""  # file in which it saves its weights, for a restart
 
 
-AnyMessage = Union[tuple({*Message.__subclasses__(), *Part.__subclasses__()} - {Part})]  # noqa: UP007
+MESSAGES = [
+    *(kind for kind in Message.__subclasses__() if kind is not Part),
+    *Part.__subclasses__(),
+]

@@ -6,14 +6,16 @@ k-th array owns frame k, so no bytes are shared, left over or out of range. Deco
 read-only: records are frozen, and large arrays are views of the socket's buffer.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import numpy as np
 
-from millrace.cluster.messages import AnyMessage, Message
+from millrace.cluster.messages import MESSAGES, Message
 from millrace.core.errors import MillraceError
 
 T = TypeVar("T")
@@ -86,7 +88,7 @@ class Decoder(Generic[T]):
 
 
 def message_decoder() -> Decoder[Message]:
-    return Decoder(cast(type[Message], AnyMessage))
+    return Decoder(cast(type[Message], functools.reduce(operator.or_, MESSAGES)))
 
 
 def decode(frames: Sequence[Frame]) -> Message:
