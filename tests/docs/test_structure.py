@@ -9,7 +9,7 @@ import millrace
 ROOT = Path(millrace.__file__).parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_FOLDER_FILES = 14
+MAX_FOLDER_FILES = 12
 DRAWERS = {"utils", "util", "common", "misc", "helpers", "helper", "base", "manager"}
 
 
