@@ -9,7 +9,7 @@ import contextlib
 import hmac
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -84,15 +84,15 @@ def make_app(
     app.router.add_get("/v1/models/{name:.+}", model)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/openapi.json", description)
-    endpoints: Sequence[tuple[str, Any, Any, Any]] = (
-        ("/v1/chat/completions", ChatBody, answer_chat, stream_chat),
-        ("/v1/completions", CompletionBody, answer_completion, stream_completion),
-        ("/generate", GenerateBody, answer_generate, stream_generate),
+    post = app.router.add_post
+    post("/v1/chat/completions", _endpoint(served, limits, ChatBody, answer_chat, stream_chat))
+    post(
+        "/v1/completions",
+        _endpoint(served, limits, CompletionBody, answer_completion, stream_completion),
     )
-    for path, kind, answer, stream in endpoints:
-        app.router.add_post(path, _endpoint(served, limits, kind, answer, stream))
+    post("/generate", _endpoint(served, limits, GenerateBody, answer_generate, stream_generate))
     if score_pool is not None:
-        app.router.add_post("/score", _score_endpoint(score_pool, served.metrics, limits))
+        post("/score", _score_endpoint(score_pool, served.metrics, limits))
     return app
 
 
